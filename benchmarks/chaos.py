@@ -1,16 +1,16 @@
-"""A run under random faults, compared with the same run undisturbed: the same rows, the same AUC.
+"""A run under random faults, compared with an undisturbed run: both must have the same rows and AUC.
 
     python benchmarks/chaos.py [--faults 28] [--seed 0]
 
-A Ray cluster of a head and two nodes is started on this machine. `raytrec train` runs on the cluster with
-one or two workers, depending on the number of nodes. The faults of processes, nodes, disk and files are in
-faults.py; each comes at a random moment after the run has recovered from the previous one. recorder.py
-records the rows of every step. A run that ends by design (process group ended, GCS of the cluster gone) is
-resumed by the command that its message names.
+The benchmark starts a Ray cluster of a head and two nodes on this machine. `raytrec train` runs on the cluster
+with one or two workers, depending on the number of nodes. faults.py defines faults of processes, nodes, disks
+and files; each occurs at a random time after the run has recovered from the previous fault. recorder.py records
+the rows of every step. A run that ends by design (process group ended, GCS killed) is resumed by the command
+that its message names.
 
-Needs the right to mount a tmpfs. Writes benchmarks/results/chaos.json; if it ends early or few faults were
-chosen, chaos.json in its temporary folder, which is kept after a failure. The exit code is 1 if a row is
-lost or doubled, if the AUC differs, if the run does not finish, or if there were too few faults.
+Mounting a tmpfs must be permitted. Writes benchmarks/results/chaos.json; if the benchmark ends early or few
+faults were chosen, writes chaos.json in its temporary folder, which is kept after a failure. The exit code is 1
+if a row is lost or trained twice, if the AUC differs, if the run does not finish, or if there were too few faults.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from planted import EPOCHS, configure, prepare
 from recorder import RECORDS, compare
 from watched import MOST, Problem, Run
 
-STEPS_EACH = 120  # steps of the run for each fault
-SECONDS_EACH = 6.0  # intended seconds of these steps, without restarts
+STEPS_EACH = 120  # steps of the run per fault
+SECONDS_EACH = 6.0  # intended duration of these steps without restarts, in seconds
 LEAST_FAULTS, LARGEST_AUC_DELTA = 20, 1e-3
-# Of a step's mean loss until the number of workers first changes: a restored state is equal to the last bit.
+# Limit for a step's mean loss until the number of workers first changes: restored state is bitwise equal.
 LARGEST_LOSS_DELTA = 1e-9
 CHANGE_WORKERS = ("node killed", "node added", "node drained", "raylet killed")
-OFTEN = "worker killed"  # at least three times, for the median of where the time goes
+OFTEN = "worker killed"  # occurs at least three times, for medians of the durations of recovery
 
 
 def plan(number: int, rng: random.Random, only: list[str]) -> list[str]:
-    """Return kinds of faults in random order: kinds that keep the number of workers come first.
+    """Return kinds of faults in random order, kinds that keep the number of workers first.
 
-    Every other kind follows once, then random kinds.
+    Then every other kind follows once, and then random kinds.
     """
     kinds = only or list(FAULTS)
     first = [*kinds, *[OFTEN] * 2] if number >= LEAST_FAULTS and not only else kinds
@@ -57,7 +57,7 @@ def plan(number: int, rng: random.Random, only: list[str]) -> list[str]:
 
 
 def choose(kinds: list[str], nodes: int) -> str:
-    """Return the next kind, or a kind that makes it possible if the number of nodes does not allow it."""
+    """Return the next kind of fault, or a kind that first makes it possible for this number of nodes."""
     if kinds[0] == "node added" and nodes >= MOST:
         return "node killed"
     if kinds[0] == "node drained" and nodes < MOST:
@@ -66,14 +66,14 @@ def choose(kinds: list[str], nodes: int) -> str:
 
 
 def undisturbed(run: Run) -> None:
-    """Run without faults to the end."""
+    """Run to the end without faults."""
     run.say("starting the undisturbed run")
     with run.begun():
         run.finish()
 
 
 def disturbed(run: Run, kinds: list[str], total: int, rng: random.Random, faults: list[Fault]) -> None:
-    """Run with faults to the end and append each to `faults`."""
+    """Run to the end with faults, and append each fault to `faults`."""
     run.say("starting the run with faults")
     with run.begun():
         run.wait("training", run.settled)
@@ -93,7 +93,7 @@ def disturbed(run: Run, kinds: list[str], total: int, rng: random.Random, faults
 
 
 def inject(run: Run, kind: str, rng: random.Random) -> Fault:
-    """Cause a fault and wait until the run has recovered from it."""
+    """Cause a fault, and wait until the run has recovered."""
     run.say(f"[{kind}]")
     act, event_names = FAULTS[kind]
     step = run.attempt().last
@@ -108,7 +108,7 @@ def inject(run: Run, kind: str, rng: random.Random) -> Fault:
 
 
 def loss_delta(run: Run, calm: Run) -> float:
-    """Return the largest difference in a step's loss before the number of workers first changes."""
+    """Return the largest difference between the runs in a step's loss until the workers' number changes."""
     changed = min((a.first for a in run.record.look() if a.world != MOST), default=math.inf)
     expected = calm.record.losses()
     return max(abs(loss - expected[s]) for s, loss in run.record.losses().items() if s < changed)
@@ -147,7 +147,7 @@ def main(
         outcome = compare(run.record.trained(), calm.record.trained(), rows, EPOCHS)
         outcome["loss_delta_same_workers"] = loss_delta(run, calm)
         outcome |= {"auc": auc, "auc_undisturbed": expected, "auc_delta": abs(auc - expected)}
-    except Exception as error:  # after any error, the faults so far are stored
+    except Exception as error:  # store the faults so far after any error
         is_problem = isinstance(error, Problem)
         story = [str(error), *getattr(error, "__notes__", [])] if is_problem else format_exception(error)
         problem = "\n".join(story)

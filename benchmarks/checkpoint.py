@@ -2,17 +2,17 @@
 
     python benchmarks/checkpoint.py [--gib 1] [--rounds 3] [--folder data]
 
-Four tables with one value of optimizer state per row, sharded by rows, are saved and loaded by 1 and by 2
-processes over gloo, on this machine's disk. The variants take turns. The table has medians over turns, of
-seconds and of the ratio to plain in the same turn. The time of a turn is the time of the slowest rank.
+Four row-wise sharded tables with one value of optimizer state per row are saved and loaded by 1 and by 2
+processes over gloo, on this machine's disk. The variants take turns. The table shows medians over turns of the
+seconds and of the ratio to plain in the same turn. The slowest rank determines the time of a turn.
 
-plain       each rank writes its tensors to a file, one after the other, and syncs it; reads them into tensors
+plain       each rank writes its tensors sequentially to a file and syncs it; reads the file into tensors
 raytrec     ShardWriter and ShardReader in torch.distributed.checkpoint: checksums, planning, commit
 torch       unmodified FileSystemWriter and FileSystemReader: no checksums, pickled metadata
 
-Files are read twice: from the system's page cache after writing, and from the disk after the files have
-been dropped from the page cache. (A virtual disk may have another cache.) "step waits" is the time for
-which a step of training waits for the copy of an asynchronous save; its ratio is to a plain write.
+Files are read twice: from the system's page cache after writing, and from the disk after the files have been
+dropped from the page cache. (A virtual disk may have another cache.) "step waits" is the time for which a
+training step waits for the copy of an asynchronous save; its ratio is relative to a plain write.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, make_shar
 from raytrec.config.training import CheckpointSection
 
 TABLES, DIM = 4, 16
-PIECE = 4 << 20  # bytes of a plain file that are read or written at a time
+PIECE = 4 << 20  # bytes of a plain file read or written at a time
 State = dict[str, ShardedTensor]
 FROM_DISK, WAITS = "read, from disk", "step waits"
 PHASES = ("write", "read, in memory", FROM_DISK)
 
 
 def tables(rank: int, world: int, rows: int, fill: bool) -> State:
-    """Return TABLES tables of [rows, DIM] and as many states of [rows], sharded by rows; float32.
+    """Return TABLES tables [rows, DIM] and as many optimizer states [rows], sharded by rows; float32.
 
     Args:
         rank: Number of the rank.
         world: Number of ranks.
-        rows: Rows of each table.
-        fill: True for random numbers, False for zeros to load into.
+        rows: Number of rows in each table.
+        fill: True for random numbers; False for zeros, as destinations for loading.
     """
     tensors = {}
     for i in range(TABLES):
@@ -74,12 +74,12 @@ def tables(rank: int, world: int, rows: int, fill: bool) -> State:
 
 
 def memories(state: State) -> list[memoryview]:
-    """Return the bytes of this rank's shards."""
+    """Return the memory of this rank's shards."""
     return [memoryview(t.local_shards()[0].tensor.view(-1).view(torch.uint8).numpy()) for t in state.values()]
 
 
 def plain_write(folder: Path, state: State) -> None:
-    """Write the shards of this rank to one file, one after the other, and sync the file."""
+    """Write this rank's shards sequentially to one file, and sync the file."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{dist.get_rank()}.bin", "wb", buffering=0) as file:
         for data in memories(state):
@@ -89,7 +89,7 @@ def plain_write(folder: Path, state: State) -> None:
 
 
 def plain_read(folder: Path, state: State) -> None:
-    """Read the file of this rank into its shards."""
+    """Read this rank's file into its shards."""
     with open(folder / f"{dist.get_rank()}.bin", "rb", buffering=0) as file:
         for data in memories(state):
             for begin in range(0, len(data), PIECE):
@@ -109,7 +109,7 @@ READ: dict[str, Callable[[Path, State], object]] = {
 
 
 def turn(name: str, folder: Path, state: State, into: State) -> dict[str, float]:
-    """Write and read with a variant, check the values, remove the files, and return seconds by phase."""
+    """Write and read with a variant, verify the values and remove the files; return phase → seconds."""
     rank = dist.get_rank()
     seconds = {"write": group_seconds(lambda: WRITE[name](folder, state))}
     for phase in PHASES[1:]:
@@ -123,12 +123,12 @@ def turn(name: str, folder: Path, state: State, into: State) -> dict[str, float]
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder)
-        os.sync()  # so that no variant waits for the pages of another
+        os.sync()  # so that no variant waits for another variant's pages
     return seconds
 
 
 def copied(saver: CheckpointWriter, step: int, state: State) -> float:
-    """Return the seconds for which a step waits for an asynchronous save, on the slowest rank."""
+    """Save asynchronously; return the seconds for which a step waits on the slowest rank."""
     saver.save(step, state, {})
     saved = saver.collect_outcome()
     assert saved is not None and saved.error is None
@@ -140,7 +140,7 @@ def copied(saver: CheckpointWriter, step: int, state: State) -> float:
 def measure(
     rank: int, device: Any, world: int, folder: Path, rows: int, rounds: int
 ) -> dict[str, list[dict[str, float]]]:
-    """Return variant → seconds by phase of each turn."""
+    """Return variant → seconds by phase for each turn."""
     state, into = tables(rank, world, rows, fill=True), tables(rank, world, rows, fill=False)
     saver = CheckpointWriter(str(folder / f"saver-{world}"), CheckpointSection(keep_last=1, every_s=None))
     steps = count(1)
@@ -167,10 +167,10 @@ def rows_of(gib: float, world: int, turns: dict[str, list[dict[str, float]]]) ->
 def main(
     gib: Annotated[float, typer.Option(help="Total size of all tensors in GiB.")] = 1.0,
     rounds: harness.Rounds = 3,
-    folder: Annotated[Path, typer.Option(help="Folder of the temporary files.")] = Path("data"),
+    folder: Annotated[Path, typer.Option(help="Folder for temporary files.")] = Path("data"),
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the table."""
+    """Measure all variants with 1 and 2 processes, and print the table."""
     gib, rounds = (0.02, 1) if smallest else (gib, rounds)
     rows = int(gib * 2**30 / (TABLES * (DIM + 1) * 4))
     folder.mkdir(parents=True, exist_ok=True)

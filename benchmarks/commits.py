@@ -1,10 +1,10 @@
-"""Subjects of recent commits that are not imperative sentences of at most 72 characters.
+"""Check that subjects of recent commits are imperative sentences of at most 72 characters.
 
     python benchmarks/commits.py [COUNT]
 
-Reads the last 20 commits without merges. Ruff's rule D401 decides whether a subject is imperative: each
-subject becomes the docstring of a function. `make lint` runs this script; outside a git checkout it checks
-nothing.
+Reads the last 20 (or COUNT) commits, except merges. Ruff's rule D401 decides whether a subject is imperative,
+for which each subject becomes the docstring of a function. `make lint` runs this script, which does nothing
+outside a git checkout.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ RULES = {"D401": "is not imperative, such as 'Fix …' or 'Add …'", "D403": "d
 
 
 def read_subjects(count: int, folder: Path = REPO) -> list[str]:
-    """Return the subjects of the last `count` commits without merges, newest first; [] outside a checkout."""
+    """Return the subjects of the last `count` commits except merges, newest first; [] outside a checkout."""
     command = ["git", "-C", str(folder), "log", "--no-merges", "--format=%s", f"-{count}"]
     log = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return log.stdout.splitlines() if log.returncode == 0 else []
 
 
 def find_faults(subjects: list[str]) -> list[str]:
-    """Return a line for each fault of a subject, in the order of the subjects."""
+    """Return a line for each fault in a subject, in the order of the subjects."""
     source = "".join(f"def commit_{n}():\n    {json.dumps(s + '.')}\n" for n, s in enumerate(subjects))
     command = [sys.executable, "-m", "ruff", "check", "--isolated", f"--select={','.join(RULES)}", "-"]
     ruff = subprocess.run([*command, "--output-format=json"], input=source, capture_output=True, text=True, timeout=60)
@@ -41,7 +41,7 @@ def find_faults(subjects: list[str]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the faults of recent subjects; return 1 if there are any, else 0."""
+    """Print the faults in recent subjects; return 1 if there are faults, else 0."""
     subjects = read_subjects(int(arguments[0]) if arguments else 20)
     faults = find_faults(subjects)
     print("\n".join(faults) or f"{len(subjects)} commit subjects are imperative and short")

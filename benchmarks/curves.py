@@ -27,7 +27,7 @@ WORKERS = (1, 2, 3, 4)
 
 
 def run(config: str, overrides: list[str], workers: int, folder: Path) -> dict:
-    """Train once and return {auc, ne, loss: [[step, log loss of the steps since the last], …]}."""
+    """Train once; return {auc, ne, loss}, where loss is [[step, log loss since the previous entry], …]."""
     from mlflow import MlflowClient
 
     store = f"sqlite:///{folder}/mlflow.db"
@@ -39,20 +39,20 @@ def run(config: str, overrides: list[str], workers: int, folder: Path) -> dict:
 
 
 def difference(one: dict, other: dict) -> list[float]:
-    """Return the absolute differences of the training losses."""
+    """Return the absolute differences between two runs' training losses, at each recorded step."""
     assert [step for step, _ in one["loss"]] == [step for step, _ in other["loss"]]
     return [abs(a - b) for (_, a), (_, b) in zip(one["loss"], other["loss"], strict=True)]
 
 
 def draw(runs: dict[int, dict]) -> None:
-    """Plot the curves, and their differences below."""
+    """Plot the loss curves, and below them the differences from 1 worker."""
     figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained")
     for workers, width in zip(runs, (7, 4.5, 2.5, 1), strict=True):
         steps, losses = zip(*runs[workers]["loss"], strict=True)
         name = f"{workers} worker{'s' * (workers > 1)}, test AUC {runs[workers]['auc']:.5f}"
         above.plot(steps, losses, linewidth=width, label=name, color=f"C{workers - 1}")
         if workers > 1:
-            # Log axes have no 0.
+            # A log axis cannot show 0.
             values = [max(d, 1e-9) for d in difference(runs[1], runs[workers])]
             below.plot(steps, values, linewidth=1, label=f"{workers} workers", color=f"C{workers - 1}")
     above.set(ylabel="training log loss (nats)", title="The same run on any number of workers")
@@ -67,8 +67,8 @@ def main(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...")] = None,
     smallest: Smallest = False,
 ) -> None:
-    """Train with each number of workers (the smallest form: 1 and 2), print the table, draw the picture."""
-    load_config(config, overrides or [])  # reports its errors before the first run
+    """Train with each number of workers (--smallest: 1 and 2), print the table and draw the figure."""
+    load_config(config, overrides or [])  # raises errors in the configuration before the first run
     with tempfile.TemporaryDirectory() as folder:
         runs = {
             workers: run(config, overrides or [], workers, Path(folder))

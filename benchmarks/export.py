@@ -1,14 +1,13 @@
-"""Export of a large table, and the speed of lookups in it.
+"""Speed and memory of the export of a large table, and speed of lookups in the export.
 
     python benchmarks/export.py [--gib 30] [--precisions fp32,int8] [--requests 2000] [--folder DIR]
 
-A run of DLRM is trained on 1,000 rows. One table of dim 64 in its checkpoint is enlarged to --gib: its
-parts are the same GiB of random values, so that the checkpoint takes 1 GiB on disk. `raytrec export`
-writes the whole table.
+DLRM is trained on 1,000 rows. One table of dim 64 in the run's checkpoint is enlarged to --gib by repeating the
+same GiB of random values, so the checkpoint takes only 1 GiB on disk. `raytrec export` writes the whole table.
 
-peak      largest resident memory of `raytrec export`, torch and TorchRec included
-lookups   2,000 rows per request, drawn by a power law (exponent 1.2) over all rows: hot, if the requests are
-          repeated; cold, each after the files have been dropped from the page cache
+peak      largest resident memory of `raytrec export`, including torch and TorchRec
+lookups   2,000 rows per request, drawn from a power law (exponent 1.2) over all rows; hot: the second run of the
+          same requests; cold: each after the files have been dropped from the page cache
 
 Writes benchmarks/results/export.json and the table of docs/benchmarks.md.
 """
@@ -37,12 +36,12 @@ from raytrec.scoring.lookups import BlockTable
 from raytrec.scoring.manifest import read_manifest
 
 GIB, DIM, KEYS = 1 << 30, 64, 2000
-TABLE, COLD = "C1", 50  # the table, and the number of cold requests
+TABLE, COLD = "C1", 50  # name of the table, and number of cold requests
 HEADER = ("tables", "size", "export", "peak memory", "2,000 rows hot, p50 / p99", "cold")
 
 
 def _trained(scratch: Path) -> Path:
-    """Train a run of 1,000 rows and return its folder."""
+    """Train DLRM on 1,000 rows, and return the run folder."""
     data, run = scratch / "data", scratch / "run"
     run_raytrec("prepare", "synthetic", "--rows", "1000", "--dim", str(DIM), "--out", data)
     places = [f"data.{split}={data}/{split}" for split in ("train", "valid", "test")]
@@ -52,7 +51,7 @@ def _trained(scratch: Path) -> Path:
 
 
 def _enlarge(run: Path, size: int) -> int:
-    """Enlarge a table of the newest checkpoint to `size` bytes and return its number of rows."""
+    """Enlarge a table in the newest checkpoint to `size` bytes, and return the table's number of rows."""
     folder, index = find(run)
     block_bytes = index["block_bytes"]
     part = min(GIB, size) // (4 * DIM)  # rows
@@ -73,7 +72,7 @@ def _enlarge(run: Path, size: int) -> int:
 
 
 def _measure(run: Path, out: Path, precision: str, rows: int, requests: int) -> dict[str, Any]:
-    """Export a run into a new folder, look up rows, remove the folder, and return the figures."""
+    """Export a run to a new folder, look up rows and remove the folder; return the figures."""
     words = ["export", str(run), "--out", str(out), "--golden-rows", "8"]
     words += [] if precision == "fp32" else ["--quantize", precision]
     began = perf_counter()
@@ -109,20 +108,20 @@ def _measure(run: Path, out: Path, precision: str, rows: int, requests: int) -> 
 
 
 def _keys(draw: np.random.Generator, rows: int) -> torch.Tensor:
-    """Return row numbers int64 [KEYS] by a power law whose frequent rows are spread over the table."""
+    """Draw row numbers, int64 [KEYS], from a power law whose frequent rows are spread over the table."""
     ranks = np.minimum(draw.zipf(1.2, KEYS), 2**62) % rows
     return torch.from_numpy(ranks * 2654435761 % rows)
 
 
 def _look_up(table: BlockTable, keys: torch.Tensor) -> float:
-    """Return the milliseconds of a lookup."""
+    """Look up rows, and return the duration in milliseconds."""
     began = perf_counter()
     table.vectors(keys)
     return 1000 * (perf_counter() - began)
 
 
 def grid(exports: list[dict[str, Any]]) -> Grid:
-    """Return the table: a row for each precision."""
+    """Return the table of results, with a row for each precision."""
     rows = [
         [
             each["precision"],
@@ -141,7 +140,7 @@ def main(
     gib: Annotated[float, typer.Option(help="Size of the table in GiB.")] = 30,
     precisions: Annotated[str, typer.Option(help="Precisions, separated by commas.")] = "fp32,int8",
     requests: Annotated[int, typer.Option(help="Number of hot requests.")] = 2000,
-    folder: Annotated[Path | None, typer.Option(help="Folder with room for an export and 2 GiB.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder with space for an export and 2 GiB more.")] = None,
     smallest: harness.Smallest = False,
 ) -> None:
     """Print the table and write benchmarks/results/export.json."""

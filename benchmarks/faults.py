@@ -1,6 +1,6 @@
-"""Faults of real processes, nodes, disks and files of a run.
+"""Faults that are caused in a run's real processes, nodes, disks and files.
 
-Each function causes a fault, helps the run if a person would have to, and returns the time of the fault.
+Each function causes a fault, takes the action required of a user, if any, and returns the time of the fault.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from watched import Problem, Run
 from raytrec.checkpoint.files import get_step_folder
 from raytrec.checkpoint.index import INDEX, read_index
 
-NOTICE_S = 15.0  # seconds from the notice to the end of a drained node
-OVER_S = 60.0  # limit for a run that cannot continue to report and end; 20 is promised on an idle machine
+NOTICE_S = 15.0  # seconds from the notice to the termination of a drained node
+OVER_S = 60.0  # limit for a run that cannot continue to report an error and end; 20 on an idle machine
 ENDED = 143  # exit code after SIGTERM
 FULL, ROOM = "cannot write to the run folder", "the run folder is writable again"
 
@@ -35,7 +35,7 @@ def signal_worker(run: Run, rng: random.Random, number: signal.Signals = signal.
 
 
 def kill_in_commit(run: Run, rng: random.Random) -> float:
-    """Kill a worker while a checkpoint is half written; repeat if the checkpoint was completed first."""
+    """Kill a worker while a checkpoint is being written; retry if the checkpoint was completed first."""
     for _ in range(5):
         rank, pid = run.worker(rng)
         run.wait("a checkpoint that is being written", lambda: not run.half_saved())
@@ -52,7 +52,7 @@ def kill_in_commit(run: Run, rng: random.Random) -> float:
 
 
 def corrupt_data(run: Run, rng: random.Random) -> float:
-    """Damage the largest tensor of the next checkpoint; bytes between tensors have no meaning."""
+    """Damage the largest tensor in the next checkpoint; a bit between tensors would have no effect."""
     step = run.new_checkpoint()
     folder = Path(get_step_folder(run.checkpoints, step))
     chunks = [chunk for tensor in read_index(str(folder))["tensors"].values() for chunk in tensor["chunks"]]
@@ -68,7 +68,7 @@ def corrupt_index(run: Run, rng: random.Random) -> float:
 
 
 def _corrupt(run: Run, rng: random.Random, step: int, path: Path, at: int) -> float:
-    """Flip a bit of a checkpoint and kill a worker; check that an earlier checkpoint is restored."""
+    """Flip a bit in a checkpoint and kill a worker; check that an earlier checkpoint is restored."""
     with open(path, "r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -83,7 +83,7 @@ def _corrupt(run: Run, rng: random.Random, step: int, path: Path, at: int) -> fl
 
 
 def kill_node(run: Run, rng: random.Random) -> float:
-    """Kill a node; if it was the last, add another one a little later."""
+    """Kill a node; if it was the last, add another node after 3 seconds."""
     node = run.node(rng)
     run.say(f"killing a node without notice; {len(run.nodes.all) - 1} nodes remain")
     done = time.time()
@@ -103,7 +103,7 @@ def add_node(run: Run, rng: random.Random) -> float:
 
 
 def drain_node(run: Run, rng: random.Random) -> float:
-    """Give notice of the end of a random node, and kill it NOTICE_S later."""
+    """Give notice that a random node will end, and kill the node NOTICE_S later."""
     node = run.node(rng)
     run.say(f"a node will be terminated in {NOTICE_S:.0f} s")
     done = time.time()
@@ -124,7 +124,7 @@ def kill_driver(run: Run, rng: random.Random) -> float:
 
 
 def interrupt_driver(run: Run, rng: random.Random) -> float:
-    """Send Ctrl-C to the driver and resume the run."""
+    """Send Ctrl-C (SIGINT) to the driver, and resume the run."""
     run.say("sending Ctrl-C to the driver")
     done = time.time()
     code = run.signal(signal.SIGINT)
@@ -134,7 +134,7 @@ def interrupt_driver(run: Run, rng: random.Random) -> float:
 
 
 def end_group(run: Run, rng: random.Random) -> float:
-    """Send SIGTERM to the driver's process group, as batch systems, containers and `timeout` do."""
+    """Send SIGTERM to the driver's process group, as batch systems do, and resume the run."""
     run.say("sending SIGTERM to the driver's process group")
     done = time.time()
     code = run.signal(signal.SIGTERM, group=True)
@@ -146,7 +146,7 @@ def end_group(run: Run, rng: random.Random) -> float:
 
 
 def kill_coordinator(run: Run, rng: random.Random) -> float:
-    """Kill the coordinator; the run continues without help, because Ray starts another coordinator."""
+    """Kill the coordinator; the run continues by itself, because Ray starts another coordinator."""
     pid = run.wait("a coordinator", run.nodes.coordinator)
     run.say(f"sending SIGKILL to the coordinator (pid {pid})")
     return _send(pid, signal.SIGKILL)
@@ -164,7 +164,7 @@ def kill_raylet(run: Run, rng: random.Random) -> float:
 
 
 def kill_in_head(run: Run, rng: random.Random, process: str) -> float:
-    """Kill a process without which the driver has no cluster; resume the run on another cluster.
+    """Kill a process of the head on which the driver's cluster depends; resume on another cluster.
 
     Raises:
         Problem: The run took too long to end, did not name --resume, or printed a traceback.
@@ -184,7 +184,7 @@ def kill_in_head(run: Run, rng: random.Random, process: str) -> float:
 
 
 def fill_run_disk(run: Run, rng: random.Random) -> float:
-    """Fill the disk of the run folder for some seconds; checkpoints are elsewhere, so training continues."""
+    """Fill the disk of the run folder for a while; training continues, as checkpoints are elsewhere."""
     written = len(run.output())
     run.say("filled the disk of the run folder")
     done = time.time()
@@ -212,7 +212,7 @@ def fill_disk(run: Run, rng: random.Random) -> float:
 
 @contextmanager
 def _full(disk: Path) -> Iterator[None]:
-    """Keep a disk full during the block, including space that the run frees."""
+    """Keep a disk full during the block, even if the run frees space."""
     over = Event()
 
     def fill() -> None:
@@ -238,7 +238,7 @@ def _send(pid: int, number: int) -> float:
     return done
 
 
-# Kind → (function, events by which the run shows that it has noticed the fault).
+# Kind → (function, names of the events by which the run shows that it has detected the fault).
 FAULTS: dict[str, tuple[Callable[[Run, random.Random], float], tuple[str, ...]]] = {
     "worker killed": (signal_worker, ("failed",)),
     "worker hangs": (partial(signal_worker, number=signal.SIGSTOP), ("hang",)),
@@ -258,4 +258,4 @@ FAULTS: dict[str, tuple[Callable[[Run, random.Random], float], tuple[str, ...]]]
     "GCS killed": (partial(kill_in_head, process="gcs_server"), ()),
     "process group ended": (end_group, ("asked",)),
 }
-GOES_ON = ("disk full", "run disk full")  # without a new worker group
+GOES_ON = ("disk full", "run disk full")  # faults after which training continues in the same worker group

@@ -1,17 +1,17 @@
-"""Speed of raytrec's computation on a device, compared with the limits of the device.
+"""Speed of raytrec's computation on a device, compared with the device's limits.
 
     python benchmarks/gpu.py [--device auto|cpu|cuda] [--only lookup,dense,step,kinds,host,ingest,exchange]
 
 The model is MLPerf's DLRM-DCNv2 as in jobs/criteo_1tb_8xa100.yaml, on one device. The cases:
 
 lookup   FBGEMM's kernels as TorchRec calls them: lookup and Adagrad's update of 26 tables of dim 128; with
-         1 id a feature, and with MLPerf's 214 ids a row
+         1 id per feature, and with MLPerf's 214 ids per row
 dense    forward, backward and optimizer of the dense layers: fp32, tf32, bf16, and the last two compiled
 step     raytrec's whole training step on batches in pinned host memory: train.matmul fp32, tf32, bf16
-kinds    whole steps of other kinds, tf32: DLRM with and without managed ids, SASRec and HSTU
-host     steps of one row, which are bound by the host: eager and compiled
-exchange with several GPUs, NCCL alone (gloo on CPU): a step's vectors to other ranks, dense gradients summed
-ingest   Parquet to batches on the device by raytrec's stream; and the copy to the device alone
+kinds    whole steps of other models in tf32: DLRM with and without managed ids, SASRec and HSTU
+host     steps of one row, which are limited by the host: eager and compiled
+exchange only the collectives of several ranks, NCCL or gloo: all-to-all of vectors, all-reduce of gradients
+ingest   raytrec's stream from Parquet to batches on the device, and the copy to the device alone
 
 The sides of a case take turns in one process, and the median of their turns counts. The least time follows
 from the device's data sheet (its peaks without sparsity): FLOPs of matrix products ÷ their peak + bytes of
@@ -51,7 +51,7 @@ from raytrec.worker.build import build_step
 from raytrec.worker.step import Step, numerics
 
 DENSE, FEATURES = 13, 26
-# Ids of each feature of a row in MLPerf's data: 214 in total.
+# Number of ids per feature in a row of MLPerf's data: 214 in total.
 MULTI_HOT = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1]
 TURN_S = 0.3
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -62,9 +62,11 @@ class Peaks:
     """Limits of a device.
 
     Attributes:
-        fp32: FLOP/s of matrix products, without sparsity; likewise tf32 and bf16.
-        memory: Bytes/s of its memory.
-        link: Bytes/s of one direction of the link to the host.
+        fp32: FLOP/s of fp32 matrix products, without sparsity.
+        tf32: FLOP/s of tf32 matrix products, without sparsity.
+        bf16: FLOP/s of bf16 matrix products, without sparsity.
+        memory: Memory bandwidth in bytes/s.
+        link: Bandwidth of the link to the host in one direction, in bytes/s.
         measured: True if the figures were measured because there is no data sheet.
     """
 
@@ -77,7 +79,7 @@ class Peaks:
 
 
 def peaks_of(name: str) -> Peaks | None:
-    """Return the limits of a device such as 'NVIDIA H100 80GB HBM3', or None if it is unknown."""
+    """Return the limits of a device, such as "NVIDIA H100 80GB HBM3", or None if it is unknown."""
     gpu = find_gpu(name)
     if gpu is None:
         return None
@@ -86,15 +88,15 @@ def peaks_of(name: str) -> Peaks | None:
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a device.
+    """Sizes of the cases for a device.
 
     Attributes:
-        batches: Rows of a batch in each case.
+        batches: Batch sizes, in rows, with which cases are measured.
         dim: Width of the tables.
-        lookup_rows: Rows of each table if kernels are measured alone.
-        step_rows: Rows of each table in whole steps.
+        lookup_rows: Number of rows per table where kernels are measured alone.
+        step_rows: Number of rows per table in whole steps.
         layers: Section `model` of the configuration.
-        turn_s: Seconds of a turn.
+        turn_s: Duration of a turn in seconds.
     """
 
     batches: tuple[int, ...]
@@ -117,7 +119,7 @@ SMALL = Size((64,), 8, 500, 500, MLPERF | {"bottom_mlp": [16, 8], "cross_rank": 
 
 
 def size_for(device: torch.device) -> Size:
-    """Return the sizes for a device: tables of the lookup and their state take at most 40 % of its memory."""
+    """Return sizes with which lookup tables and their state take at most 40 % of a device's memory."""
     if device.type == "cpu":
         return SMALL
     memory = torch.cuda.get_device_properties(device).total_memory
@@ -128,14 +130,14 @@ def size_for(device: torch.device) -> Size:
 
 @dataclass
 class Side:
-    """A side of a case.
+    """Side of a case.
 
     Attributes:
         name: Name in the table.
-        steps: Function that runs a number of steps, which may end after it returns.
-        rows: Rows of a step.
-        least_s: Least seconds of a step; None: unknown.
-        source: Batches of the case ingest; other callers may also consume batches.
+        steps: Function that starts a number of steps; the device may finish after the function returns.
+        rows: Number of rows per step.
+        least_s: Minimum duration of a step in seconds; None if unknown.
+        source: Batches of the case ingest, from which other code can also read; None for other cases.
     """
 
     name: str
@@ -147,7 +149,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a side: milliseconds of a step (median of the turns), the least milliseconds, least ÷ ms."""
+    """Figures of a side: median milliseconds per step, rows/s, minimum milliseconds, minimum ÷ median."""
 
     ms: float
     rows_per_s: float
@@ -156,10 +158,10 @@ class Figures:
 
 
 def measure(sides: list[Side], device: torch.device, rounds: int, turn_s: float) -> dict[str, Figures]:
-    """Measure the sides in turns."""
+    """Measure sides in turns; return name → figures."""
     turns = {}
     for side in sides:
-        side.steps(3)  # compiles, fills caches
+        side.steps(3)  # compiles and fills caches
         cost = timed(lambda side=side: side.steps(3), device) / 3
         count = max(1, min(200, int(turn_s / cost)))
         turns[side.name] = lambda side=side, n=count: timed(lambda: side.steps(n), device) / n
@@ -171,14 +173,14 @@ def measure(sides: list[Side], device: torch.device, rounds: int, turn_s: float)
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of a call until the device has finished."""
+    """Call a function, and return the seconds until the device has finished."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     return seconds_of(lambda: (call(), wait()))
 
 
 def free(device: torch.device) -> None:
-    """Release the memory of previous sides; sharded models are reference cycles."""
+    """Release the memory of previous sides, whose sharded models are reference cycles."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -188,7 +190,7 @@ def free(device: torch.device) -> None:
 
 
 def schema_of(rows: int, dim: int) -> Schema:
-    """Return a schema of 13 dense columns and 26 features with a table each."""
+    """Return a schema with 13 dense columns and 26 features, each with its own table."""
     names = [f"C{i + 1}" for i in range(FEATURES)]
     return Schema.parse(
         {
@@ -216,7 +218,7 @@ def config_of(size: Size, batch: int, **train: Any) -> RunConfig:
 
 
 def batch_of(rows: int, table_rows: int, ids: list[int], seed: int = 0) -> Batch:
-    """Return random rows with `ids` of each feature; in pinned memory if there is a GPU."""
+    """Return random rows with ids[i] ids for feature i, in pinned memory if there is a GPU."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.tensor(ids, dtype=torch.int32).repeat_interleave(rows)
     values = torch.randint(0, table_rows, (int(lengths.sum()),), generator=g)
@@ -226,11 +228,11 @@ def batch_of(rows: int, table_rows: int, ids: list[int], seed: int = 0) -> Batch
     return batch.pin_memory() if torch.cuda.is_available() else batch
 
 
-# The least time of a step
+# The minimum time of a step
 
 
 def matmul_flops(model: nn.Module) -> int:
-    """Return the FLOPs of a row's matrix products: forward, gradients of weights and inputs."""
+    """Return the FLOPs per row of matrix products, for forward and the gradients of weights and inputs."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     first = [layer for layer in layers if layer.in_features == DENSE]
     each = [2 * layer.in_features * layer.out_features for layer in layers]
@@ -238,12 +240,12 @@ def matmul_flops(model: nn.Module) -> int:
 
 
 def other_bytes(model: nn.Module, width: int, cross_layers: int) -> int:
-    """Return the bytes of a row that operations other than matrix products read and write.
+    """Return the bytes per row that operations other than matrix products read and write.
 
-    The traffic of matrix products is hidden by their arithmetic at these shapes.
+    At these shapes, the memory traffic of matrix products is hidden by their arithmetic.
 
-    A cross layer x ← x₀ ⊙ y + x reads 3 vectors of x₀'s width and writes 1; its backward reads 2 and writes 1
-    twice, and adds up two gradients, 3 each. x₀ is put together and taken apart. A ReLU reads 3 and writes 2.
+    A cross layer x ← x₀ ⊙ y + x reads 3 vectors of x₀'s width and writes 1. Its backward twice reads 2 and
+    writes 1, and adds to two gradients, 3 vectors each. x₀ is concatenated and split. A ReLU reads 3 and writes 2.
     """
     hidden = sum(
         m.out_features for m in model.modules() if isinstance(m, nn.Linear) and m.out_features not in (1, width)
@@ -252,16 +254,16 @@ def other_bytes(model: nn.Module, width: int, cross_layers: int) -> int:
 
 
 def lookup_bytes(ids: int, dim: int) -> int:
-    """Return the bytes of a row's lookups and update.
+    """Return the bytes that a row's lookups and updates read and write.
 
-    Each id's vector is read, its weight and Adagrad's sum are read and written by the update; each feature's
-    pooled vector is written, and its gradient read.
+    For each id, the lookup reads a vector, and the update reads and writes the weights and Adagrad's sums. For
+    each feature, the pooled vector is written and its gradient is read.
     """
     return 4 * dim * (ids * (1 + 2 + 2) + FEATURES * 2)
 
 
 def dense_least_s(size: Size, model: nn.Module, rows: int, precision: str, peaks: Peaks | None) -> float | None:
-    """Return the least seconds of the dense layers; with bf16 every value counts as 2 bytes."""
+    """Return the minimum seconds of the dense layers, or None; with bf16, every value takes 2 bytes."""
     if peaks is None:
         return None
     width = size.layers["bottom_mlp"][-1] + FEATURES * size.dim
@@ -273,7 +275,7 @@ def dense_least_s(size: Size, model: nn.Module, rows: int, precision: str, peaks
 
 
 def lookups(size: Size, batch: int, device: torch.device, peaks: Peaks | None) -> list[Side]:
-    """Return sides with FBGEMM's kernels alone."""
+    """Return sides that run only FBGEMM's kernels."""
     config, schema = config_of(size, batch), schema_of(size.lookup_rows, size.dim)
     step, _ = build_step(config, schema, device)
     (kernel,) = iterate_sharded_kernels(step.model)
@@ -292,7 +294,7 @@ def lookups(size: Size, batch: int, device: torch.device, peaks: Peaks | None) -
 
 
 def dense(size: Size, batch: int, device: torch.device, peaks: Peaks | None, compiled: bool = True) -> list[Side]:
-    """Return sides with the dense layers alone, on given embeddings."""
+    """Return sides that train only the dense layers, on random embeddings."""
     schema = schema_of(1, size.dim)
     embeddings = {f: torch.randn(batch, size.dim, device=device).requires_grad_() for f in schema.sparse}
     inputs = torch.randn(batch, DENSE, device=device)
@@ -326,7 +328,7 @@ def dense(size: Size, batch: int, device: torch.device, peaks: Peaks | None, com
 def whole_steps(
     size: Size, batch: int, device: torch.device, peaks: Peaks | None, precisions: tuple[str, ...] = PRECISIONS
 ) -> list[Side]:
-    """Return sides with raytrec's step of `raytrec train`, without reading."""
+    """Return sides that run whole steps of `raytrec train`, without reading data."""
     sides, schema = [], schema_of(size.step_rows, size.dim)
     batches = [batch_of(batch, size.step_rows, [1] * FEATURES, seed) for seed in range(4)]
     for precision in precisions:
@@ -340,7 +342,7 @@ def whole_steps(
 
 def _steps_of(step: Step, batches: list[Batch]) -> Callable[[int], None]:
     def steps(count: int) -> None:
-        fresh = (replace(batches[i % len(batches)]) for i in range(count))  # managed ids become rows in them
+        fresh = (replace(batches[i % len(batches)]) for i in range(count))  # training changes managed ids
         for _ in step.train(fresh, count):
             pass
 
@@ -348,7 +350,7 @@ def _steps_of(step: Step, batches: list[Batch]) -> Callable[[int], None]:
 
 
 def host_steps(size: Size, device: torch.device, compiled: bool) -> list[Side]:
-    """Return sides with steps of one row."""
+    """Return sides that run steps of one row."""
     sides, schema = [], schema_of(size.step_rows, size.dim)
     batches = [batch_of(1, size.step_rows, [1] * FEATURES)]
     for name, is_compiled in [("eager", False), ("compiled", True)][: 1 + compiled]:
@@ -362,7 +364,7 @@ NEXT_ITEM = {"negatives": "negatives", "blocks": 2, "heads": 2}
 
 
 def kinds_of_steps(size: Size, batch: int, device: torch.device) -> list[Side]:
-    """Return sides with plain and managed ids, and with models of sequences on a tenth of the rows."""
+    """Return sides with plain and managed ids, and with sequence models on a tenth of the rows."""
     sides, dim = [], min(size.dim, 64)
     plain = schema_of(size.step_rows, dim).model_dump(exclude_unset=True)
     managed = plain | {"tables": {name: {**t, "ids": "managed"} for name, t in plain["tables"].items()}}
@@ -396,7 +398,7 @@ def items_schema(rows: int, dim: int) -> Schema:
 
 
 def sequences_of(rows: int, table_rows: int, length: int, seed: int) -> Batch:
-    """Return random histories of 1 to `length` ids, each with an item and as many negatives as ids."""
+    """Return random histories of 1 to `length` ids, each with an item and an equal number of negatives."""
     g = torch.Generator().manual_seed(seed)
     own = torch.randint(1, length + 1, (rows,), generator=g, dtype=torch.int32)
     lengths = torch.cat([torch.ones_like(own), own, own])
@@ -407,7 +409,7 @@ def sequences_of(rows: int, table_rows: int, length: int, seed: int) -> Batch:
 
 
 def exchange(rank: int, device: torch.device, size: Size, batch: int, world: int) -> dict[str, Figures]:
-    """Measure the collectives of a step without anything else; runs on `world` ranks."""
+    """Measure only the collectives of a step; called on each of `world` ranks."""
     vectors = torch.randn(batch * FEATURES * size.dim // world * world, device=device)
     model = build_model(schema_of(1, size.dim), config_of(size, batch).model)
     gradients = torch.zeros(sum(p.numel() for p in model.parameters()), device=device)
@@ -427,7 +429,7 @@ def exchange(rank: int, device: torch.device, size: Size, batch: int, world: int
 
 @contextmanager
 def ingest(folder: Path, batch: int, device: torch.device, peaks: Peaks | None, readers: int) -> Iterator[list[Side]]:
-    """Yield sides that read one batch per step, on a local Ray that runs during the block."""
+    """Yield sides that read or copy one batch per step, on a local Ray that runs during the block."""
     from raytrec.cluster.session import ray_session
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order
@@ -471,7 +473,7 @@ def _tensors(batch: Batch) -> list[torch.Tensor]:
 
 
 def measured_peaks(device: torch.device) -> Peaks:
-    """Measure a CPU: products of matrices that fit its caches, and copies that do not."""
+    """Measure a CPU's peaks with matrix products that fit its caches and copies that do not."""
     a, big = torch.randn(512, 512, device=device), torch.zeros(1 << 24, device=device)
     flops = 2 * 512**3 / _fastest(lambda: a @ a, device)
     half = a.bfloat16()
@@ -489,7 +491,7 @@ def _fastest(call: Callable, device: torch.device) -> float:
 
 @contextmanager
 def alone(device: torch.device) -> Iterator[None]:
-    """Make this process the only rank of a group on its device during the block."""
+    """Make this process the only rank of a process group during the block."""
     with tempfile.TemporaryDirectory() as folder:
         join_group(0, 1, f"{folder}/store", device.type)
         try:
@@ -501,7 +503,7 @@ def alone(device: torch.device) -> Iterator[None]:
 def run(
     device: torch.device, size: Size, only: list[str], rounds: int, data: Path, readers: int, compiled: bool
 ) -> tuple[dict[str, dict[str, Figures]], Peaks | None]:
-    """Return {case: {side: figures}} and the limits of the device."""
+    """Run the chosen cases; return {case: {side: figures}} and the device's limits."""
     peaks = peaks_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else measured_peaks(device)
     out: dict[str, dict[str, Figures]] = {}
     with alone(device):
@@ -530,7 +532,7 @@ def run(
 
 
 def show(results: dict[str, dict[str, Figures]], peaks: Peaks | None, name: str) -> None:
-    """Print the table."""
+    """Print the table of all cases."""
     limits = "an unknown device"
     if peaks:
         limits = "peaks measured here" if peaks.measured else "its data sheet"
@@ -550,7 +552,7 @@ def main(
     only: harness.Only = "lookup,dense,step,kinds,host,exchange,ingest",
     rounds: harness.Rounds = 7,
     readers: Annotated[int, typer.Option(help="Number of Ray Data tasks that read.")] = 1,
-    data: Annotated[str, typer.Option(help="Folder of `raytrec prepare synthetic`.")] = "data/ingest",
+    data: Annotated[str, typer.Option(help="Folder written by `raytrec prepare synthetic`.")] = "data/ingest",
     compiled: Annotated[bool, typer.Option(help="Also compile; requires a C compiler.")] = True,
     out: Annotated[
         Path | None, typer.Option(help="Output file; default: benchmarks/results/gpu.json, only on a GPU.")

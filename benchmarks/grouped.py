@@ -1,11 +1,11 @@
-"""Training on rows that are requests with candidates, compared with a row for each candidate.
+"""Training on rows that are requests with candidates, compared with one row per candidate.
 
     python benchmarks/grouped.py [--cases two_tower,din] [--workers 1,2]
 
-Both sides train the same examples on CPU with batches in memory: 256 requests per rank and step. Like
-impressions of MovieLens-1M, a request has a history of 50 to 200 films and 5 candidates; a wide request
-has 100 columns, and 10 candidates of 2 columns. Collating is included, reading is not. The sides take
-turns, and the best turn of each counts.
+Both sides train the same examples on a CPU, with batches in memory: 256 requests per rank and step. Like
+impressions in MovieLens-1M, a request has a history of 50 to 200 films and 5 candidates; a wide request has 100
+columns, and 10 candidates with 2 columns each. Collating is included, reading is not. The sides take turns, and
+the best turn of each counts.
 
 Writes benchmarks/results/grouped.json and the table in docs/benchmarks.md.
 """
@@ -37,9 +37,9 @@ WIDE = {
     "tables": {f"c{i}": {"rows": 1000, "dim": DIM} for i in range(COLUMNS + 1)},
 }
 TOP, TOWERS = [128, 64], {"query": ["user", "history"], "item": ["item"]}
-OF_ITEM = ["price", f"c{COLUMNS}"]  # columns of candidates; the query's tower reads the others
+OF_ITEM = ["price", f"c{COLUMNS}"]  # columns of candidates; the query tower reads the others
 WIDE_TOWERS = {"query": [f"c{i}" for i in range(COLUMNS)], "item": OF_ITEM}
-# Schema, model, columns of candidates, candidates of a request.
+# Name → (schema, model, columns of candidates, number of candidates per request).
 CASES: dict[str, tuple[dict, dict, list[str], int]] = {
     "two_tower": (IMPRESSIONS, {"name": "two_tower", "towers": TOWERS, "tower_mlp": TOP}, ["item"], SHOWN),
     "sasrec": (
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[dict, dict, list[str], int]] = {
 
 
 def requests_of(case: str, seed: int) -> pa.Table:
-    """Return random requests of a case; histories have 50 to 200 ids."""
+    """Return random requests for a case; histories have 50 to 200 ids."""
     schema, _, candidates, count = CASES[case]
     rng = np.random.default_rng(seed)
     columns: dict[str, Any] = {}
@@ -72,7 +72,7 @@ def requests_of(case: str, seed: int) -> pa.Table:
 
 
 def repeat_rows(requests: pa.Table, candidates: list[str], count: int) -> pa.Table:
-    """Return the requests with a row for each candidate."""
+    """Return the requests as a table with one row per candidate."""
     rows, of_one = pa.array(np.repeat(np.arange(requests.num_rows), count)), ("label", *candidates)
     columns = {
         name: column.combine_chunks().flatten() if name in of_one else column.take(rows)
@@ -82,13 +82,13 @@ def repeat_rows(requests: pa.Table, candidates: list[str], count: int) -> pa.Tab
 
 
 def build(rank: int, world: int, case: str, grouped: bool) -> tuple[Any, Iterator[Any]]:
-    """Return the step of a case and its batches.
+    """Return the step and the batches of a case.
 
     Args:
-        rank: Number of the rank.
+        rank: Rank of this process.
         world: Number of ranks.
         case: Key of CASES.
-        grouped: True if a row is a request, False if a row is one of its candidates.
+        grouped: True if a row is a request; False if a row is one candidate of a request.
     """
     from raytrec.common.memory import retain_freed_memory
     from raytrec.data.canonical import canonical
@@ -106,7 +106,7 @@ def build(rank: int, world: int, case: str, grouped: bool) -> tuple[Any, Iterato
 
 
 def document(results: dict[str, Any]) -> str:
-    """Return the table for docs/benchmarks.md: a row for each point."""
+    """Return the table for docs/benchmarks.md, with a row for each point."""
     rows = []
     for point in results["points"]:
         speeds = [1e3 * point["examples"] / point[side]["step_ms"] for side in SIDES]

@@ -1,12 +1,12 @@
-"""Growth of the cost of a step, a record of statistics and a checkpoint with their sizes.
+"""Growth of the costs of a step, a record of statistics and a checkpoint with sizes such as rows.
 
     python benchmarks/growth.py [--only features,batch] [--steps 10] [--smallest]
 
-Each point is raytrec's own step with the observers, the agreement and the metrics of a run, on ranks
-without Ray and with random batches in memory. The figure is the CPU time of all ranks in the cheapest of
-several blocks of steps, which hardly depends on other load. The points of a curve differ in one size; the
-others are those of BASE. Each curve has a law that the work follows: constant, or a + b·x. A point that is
-off its law by more than a quarter is a kink.
+Each point measures raytrec's own step with the observers, the agreement between ranks and the metrics of a run,
+on ranks without Ray and with random batches in memory. The figure is the CPU time of all ranks in the cheapest
+of several blocks of steps, which hardly depends on other load. The points of a curve differ in one size; other
+sizes are as in BASE. Each curve has the law that its cost should follow: constant, or a + b·x. A point that
+deviates from the law by more than a quarter is a kink.
 
 Writes benchmarks/results/growth.json, docs/images/growth.png and the table of docs/benchmarks.md.
 """
@@ -28,8 +28,8 @@ import typer
 from harness import Grid
 from rank_group import on_ranks
 
-KINK = 1.25  # ratio to the law
-BLOCKS, BATCHES = 5, 4  # blocks, of which the cheapest counts; different batches
+KINK = 1.25  # ratio to the law, or its inverse, beyond which a point is a kink
+BLOCKS, BATCHES = 5, 4  # number of blocks, of which the cheapest counts; number of different batches
 NEVER = 10**9
 
 
@@ -38,13 +38,14 @@ class Point:
     """Sizes of one measurement.
 
     Attributes:
-        features: Number of features, each with its table.
+        features: Number of features, one table each.
         rows: Rows of each table.
         dim: Width of each table.
-        bag: Ids of each feature in each row.
-        batch: Rows of a rank.
+        bag: Number of ids per feature and row.
+        batch: Number of rows per rank and step.
         workers: Number of ranks.
-        what: "step"; "record": additional cost of a step that is probed and recorded; "save": a checkpoint.
+        what: Measured cost: "step"; "record", the additional cost of a step that is probed and recorded; or
+            "save", a checkpoint.
     """
 
     features: int = 26
@@ -61,12 +62,12 @@ BASE = Point()
 
 @dataclass(frozen=True)
 class Curve:
-    """Points that differ in one size.
+    """Curve of points that differ in one size.
 
     Attributes:
         label: Name of the size.
         unit: Unit of the cost.
-        linear: True if a part of the cost grows in proportion to the size; False if the cost is constant.
+        linear: True if part of the cost should be proportional to the size; False if it should be constant.
         points: Size → point.
     """
 
@@ -88,7 +89,7 @@ CURVES = {
         False,
         _vary("rows", [10**4, 10**5, 10**6, 10**7, 10**8], features=1, dim=4, bag=50),
     ),
-    "features": Curve("features, each with its table", "ms a step", True, _vary("features", TABLES, rows=1000, bag=1)),
+    "features": Curve("features, one table each", "ms a step", True, _vary("features", TABLES, rows=1000, bag=1)),
     "bag": Curve("ids of a bag", "ms a step", True, _vary("bag", [1, 10, 50, 200, 500], features=8)),
     "batch": Curve("rows of a batch", "ms a step", True, _vary("batch", [128, 512, 2048, 8192])),
     "workers": Curve(
@@ -113,7 +114,7 @@ CURVES = {
 
 
 class Unheard:
-    """Stand-in for a heartbeat and for the coordinator."""
+    """Substitute for the heartbeat and the coordinator that ignores all calls."""
 
     command = 0
     put = property(lambda self: self)
@@ -123,7 +124,7 @@ class Unheard:
 
 
 def schema_of(point: Point) -> Any:
-    """Return a schema with one table for each feature."""
+    """Return a schema with one table per feature."""
     from raytrec.config.schema import Schema
 
     names = [f"f{number}" for number in range(point.features)]
@@ -137,7 +138,7 @@ def schema_of(point: Point) -> Any:
 
 
 def batches_of(point: Point, schema: Any) -> Iterator[Any]:
-    """Yield the same few batches without end, numbered as by the stream."""
+    """Yield BATCHES random batches in an endless cycle, with step numbers as from the stream."""
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -163,7 +164,7 @@ def batches_of(point: Point, schema: Any) -> Iterator[Any]:
 
 
 class Loop:
-    """The loop of raytrec/worker/loop.py between two reports."""
+    """Training loop of raytrec/worker/loop.py between two reports."""
 
     def __init__(self, point: Point, rank: int, folder: str, every_steps: int):
         import torch
@@ -185,7 +186,7 @@ class Loop:
                 "run": {"dir": folder},
                 "data": {"train": "unused/train", "global_batch_size": self.rows},
                 "scaling": {"num_workers": point.workers},
-                # Its cost is proportional to the features; DLRM's dot products grow with their square.
+                # Its cost is proportional to the number of features, unlike that of DLRM's dot products.
                 "model": {"name": "dcn", "cross_layers": 1, "cross_rank": 1, "top_mlp": [8]},
                 "checkpoint": {"every_s": None},
                 "tracking": {"every_steps": every_steps},
@@ -204,7 +205,7 @@ class Loop:
         self.observers.begin()
 
     def train(self, steps: int) -> float:
-        """Train and return the CPU-ms of this rank per step."""
+        """Train, and return this rank's CPU milliseconds per step."""
         began = process_time()
         for outputs in self.step.train(self.batches, steps):
             self.progress.count(self.rows, outputs)
@@ -213,26 +214,26 @@ class Loop:
         return (process_time() - began) / steps * 1e3
 
     def save(self) -> float:
-        """Save a checkpoint and return the CPU-ms of this rank."""
-        self.train(1)  # the previous step may have a checkpoint
+        """Save a checkpoint, and return this rank's CPU milliseconds."""
+        self.train(1)  # the previous step may already have a checkpoint
         began = process_time()
         self.checkpoints.save(wait=True)
         return (process_time() - began) * 1e3
 
 
 def measure(rank: int, device: Any, points: list[Point], steps: int, folder: str) -> list[dict[str, float]]:
-    """Return cpu_ms of each point on this rank and, on rank 0, the bytes of a checkpoint."""
+    """Return the figures of each point on this rank, as in `measure_point`."""
     figures = []
     for number, point in enumerate(points):
         figures.append(measure_point(point, rank, steps, f"{folder}/{number}"))
-        gc.collect()  # models are cycles
+        gc.collect()  # models are reference cycles
         if rank == 0:
             print(point, figures[-1], flush=True)
     return figures
 
 
 def measure_point(point: Point, rank: int, steps: int, folder: str) -> dict[str, float]:
-    """Return cpu_ms of a point on this rank and, on rank 0, the bytes of a checkpoint."""
+    """Return {cpu_ms} of a point on this rank; for "save", also the checkpoint's bytes, 0 except on rank 0."""
     loops = [Loop(point, rank, folder, every) for every in ((1, NEVER) if point.what == "record" else (NEVER,))]
     for loop in loops:
         loop.train(2)
@@ -246,7 +247,7 @@ def measure_point(point: Point, rank: int, steps: int, folder: str) -> dict[str,
 
 
 def run(points: list[Point], steps: int) -> dict[Point, dict[str, Any]]:
-    """Return the figures of each point, summed over its ranks. Points with equal ranks share them."""
+    """Return each point's figures, summed over its ranks; points with the same number of ranks share ranks."""
     figures = {}
     for workers in sorted({point.workers for point in points}):
         chosen = [point for point in dict.fromkeys(points) if point.workers == workers]
@@ -258,7 +259,7 @@ def run(points: list[Point], steps: int) -> dict[Point, dict[str, Any]]:
 
 
 def law_of(xs: list[float], ys: list[float], linear: bool) -> list[float]:
-    """Return the law at each x: the first y, or a + b·x with the least relative errors."""
+    """Return the law at each x: the first y, or the a + b·x with the smallest squared relative errors."""
     if not linear:
         return [ys[0]] * len(xs)
     weighted = np.array([[1 / y, x / y] for x, y in zip(xs, ys, strict=True)])
@@ -267,7 +268,7 @@ def law_of(xs: list[float], ys: list[float], linear: bool) -> list[float]:
 
 
 def describe(curve: Curve, measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a curve for growth.json: x, y, the law, and the kinks."""
+    """Return a curve for growth.json: sizes, costs, the law and the kinks."""
     xs = list(curve.points)[: len(measured)]
     ys = [of["cpu_ms"] for of in measured]
     law = law_of(xs, ys, curve.linear)
@@ -297,7 +298,7 @@ def table_of(name: str, curve: dict[str, Any]) -> Grid:
 
 
 def document(curves: dict[str, Any]) -> str:
-    """Return the text for docs/benchmarks.md."""
+    """Return the text for docs/benchmarks.md: the table, checkpoint sizes and the figure."""
     header = "size", "from", "to", "CPU", "first", "last", "law", "last ÷ law", "kinks at"
     rows = []
     for curve in curves.values():
@@ -313,7 +314,7 @@ def document(curves: dict[str, Any]) -> str:
 
 
 def _short(x: float) -> str:
-    """Return a short form of a number, such as 10 M."""
+    """Format a number in a short form, such as "10 M"."""
     for size, unit in ((1e6, " M"), (1e3, " k")):
         if x >= size:
             return f"{x / size:g}{unit}"
@@ -321,7 +322,7 @@ def _short(x: float) -> str:
 
 
 def draw(curves: dict[str, Any], path: Path) -> None:
-    """Plot a panel for each curve: points, the law, and rings around kinks."""
+    """Plot each curve in a panel: points, the law, and rings around kinks."""
     from matplotlib.ticker import NullFormatter
 
     from raytrec.report.figures.style import BLUE, MUTED, PLAIN, VERMILION, new_figure, save_png, styled
@@ -351,7 +352,7 @@ def draw(curves: dict[str, Any], path: Path) -> None:
 
 def main(
     only: harness.Only = ",".join(CURVES),
-    steps: Annotated[int, typer.Option(help="Steps of a block; the cheapest of five counts.")] = 10,
+    steps: Annotated[int, typer.Option(help="Steps in a block; the cheapest of five blocks counts.")] = 10,
     largest: Annotated[float, typer.Option(help="Largest measured size.")] = 1e9,
     smallest: harness.Smallest = False,
 ) -> None:

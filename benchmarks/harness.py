@@ -1,9 +1,9 @@
-"""Shared parts of the benchmarks: turns of the sides, tables, results, documents.
+"""Shared parts of the benchmarks: turns of sides, tables, results and documents.
 
-A scenario is a script with a command and the options `Rounds` and `Smallest`. Its sides take turns, either in
-one process (`take_turns`) or as groups of ranks (`Ranks`), which run `SCRIPT side RANK WORLD STORE` and
-answer lines of JSON. `publish` stores the results in benchmarks/results/NAME.json and writes tables between
-`<!-- benchmarks/results/NAME.json -->` and `<!-- end -->` in the documents.
+A benchmark is a script with a command and the options `Rounds` and `Smallest`. Its sides take turns, either in
+one process (`take_turns`) or as groups of ranks (`Ranks`), which run `SCRIPT side RANK WORLD STORE` and answer
+lines of JSON. `publish` stores the results in benchmarks/results/NAME.json and writes tables between
+`<!-- benchmarks/results/NAME.json -->` and `<!-- end -->` in a document.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def integers(text: str) -> list[int]:
 
 
 def take_turns(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 0) -> dict[str, list[T]]:
-    """Call every side once in each round and return the values of each side, in the order of rounds.
+    """Call every side once per round; return side → values in the order of rounds.
 
     Args:
         sides: Name of a side → function that runs one turn of the side.
-        rounds: Number of rounds. The side that begins changes from round to round.
-        warm_up: Number of additional rounds at the beginning whose values are dropped.
+        rounds: Number of rounds. A different side begins each round.
+        warm_up: Number of additional initial rounds, whose values are dropped.
     """
     names, values = list(sides), {name: list[T]() for name in sides}
     for turn in range(warm_up + rounds):
@@ -72,14 +72,14 @@ def take_turns(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int =
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """Return the wall-clock seconds of a call."""
+    """Call a function, and return its wall-clock seconds."""
     began = perf_counter()
     call()
     return perf_counter() - began
 
 
 def median_ratio(values: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median of the ratios of two sides within rounds."""
+    """Return the median over rounds of the ratio of two sides' values."""
     return median(one / other for one, other in zip(values, others, strict=True))
 
 
@@ -88,14 +88,14 @@ def median_ratio(values: Sequence[float], others: Sequence[float]) -> float:
 
 @dataclass
 class Grid:
-    """A table of text for the terminal and for Markdown.
+    """Table of text for terminals and Markdown.
 
     Attributes:
         header: Titles of the columns.
-        rows: Cells, as many in each row as there are columns.
-        title: Title on the terminal.
-        left: Number of leading columns that are aligned to the left; the others hold numbers.
-        sections: Row indices below which the terminal shows a line.
+        rows: Cells of each row, one per column.
+        title: Title on terminals.
+        left: Number of leading columns that are left-aligned; the others contain numbers.
+        sections: Indices of rows below which terminals show a line.
     """
 
     header: Sequence[str]
@@ -108,7 +108,7 @@ class Grid:
         """Print the table.
 
         Args:
-            width: Width in columns; None: the width of the terminal, or 120 if there is no terminal.
+            width: Width in characters; None: the width of the terminal, or 120 without a terminal.
         """
         table = Table(title=self.title or None)
         for number, name in enumerate(self.header):
@@ -128,18 +128,18 @@ class Grid:
 
 
 def results_file(name: str) -> Path:
-    """Return the file with the stored results of a benchmark."""
+    """Return the path of a benchmark's stored results."""
     return RESULTS / f"{name}.json"
 
 
 def load(name: str) -> dict[str, Any]:
-    """Return the stored results of a benchmark, or an empty dictionary if there are none."""
+    """Return a benchmark's stored results, or {} if there are no results."""
     path = results_file(name)
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def keep(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file of results in one step."""
+    """Replace a file of results atomically."""
     path.parent.mkdir(exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
@@ -147,7 +147,7 @@ def keep(path: Path, content: dict[str, Any]) -> None:
 
 
 def store(name: str, content: dict[str, Any]) -> None:
-    """Replace the stored results of a benchmark."""
+    """Replace a benchmark's stored results."""
     keep(results_file(name), content)
 
 
@@ -156,18 +156,18 @@ def _block(name: str) -> re.Pattern:
 
 
 def fill(page: str, name: str, text: str) -> None:
-    """Replace the text between the markers of a benchmark in a document."""
+    """Replace the text between a benchmark's markers in a document."""
     path = REPO / page
     path.write_text(_block(name).sub(lambda found: f"{found[1]}\n{text}\n{found[3]}", path.read_text()))
 
 
 def filled(page: str, name: str) -> list[str]:
-    """Return the text between each pair of markers of a benchmark in a document."""
+    """Return the text between each pair of a benchmark's markers in a document."""
     return [text for _, text, _ in _block(name).findall((REPO / page).read_text())]
 
 
 def publish(name: str, content: dict[str, Any], text: str, page: str = BENCHMARKS_PAGE) -> None:
-    """Store the results of a benchmark and write its text into a document."""
+    """Store a benchmark's results, and write its text to a document."""
     store(name, content)
     fill(page, name, text)
 
@@ -176,13 +176,13 @@ def publish(name: str, content: dict[str, Any], text: str, page: str = BENCHMARK
 
 
 def run_raytrec(*words: str | Path) -> None:
-    """Run a raytrec command to its end and raise CalledProcessError if it fails."""
+    """Run a raytrec command, and raise CalledProcessError if it fails."""
     command = [sys.executable, "-m", "raytrec", *map(str, words)]
     subprocess.run(command, check=True, capture_output=True, timeout=PREPARE_S)
 
 
 def status_bytes(*fields: str, pid: int | str = "self") -> int:
-    """Return the sum of memory figures of a process in /proc, such as VmHWM or RssAnon, in bytes."""
+    """Return the sum, in bytes, of fields such as VmHWM or RssAnon in a process's /proc/PID/status."""
     with suppress(FileNotFoundError, ProcessLookupError):
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
         wanted = tuple(f"{field}:" for field in fields)
@@ -191,7 +191,7 @@ def status_bytes(*fields: str, pid: int | str = "self") -> int:
 
 
 def tree_cpu_s(pid: int | None = None) -> float:
-    """Return the CPU seconds of a process (default: this one) and its descendants, ended ones included."""
+    """Return the CPU seconds of a process (default: this process) and its descendants, even if they ended."""
     import psutil
 
     total, top = 0.0, psutil.Process(pid)

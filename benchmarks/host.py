@@ -1,14 +1,14 @@
-"""Work of the host for a step: kernels that it would launch on a GPU, and milliseconds of Python.
+"""Work of the host in a step: kernels that the host would launch on a GPU, and milliseconds of Python.
 
     python benchmarks/host.py [--models dcn,dlrm] [--rounds 120]
 
-On a GPU the host must launch the operators of a step before the GPU has finished it: with 8,192 rows per
-GPU the host, not the GPU, is the limit. One rank on CPU, one row, as many layers as in
-jobs/criteo_1tb_8xa100.yaml with vectors of width 8, so that arithmetic takes almost no time:
+With 8,192 rows per GPU, launching a step's operators takes the host longer than running them takes the GPU. The
+benchmark trains on one row, on one CPU rank, with as many layers as in jobs/criteo_1tb_8xa100.yaml but vectors of
+width 8, so arithmetic takes almost no time:
 
-launches   operators that compute something (no views, no allocations), by the part of the step
-ms         of a step in the fastest of many rounds, without counting; compiled: with train.compile; while
-           assembling: a thread assembles a batch of 8,192 rows for each step, as the stream does
+launches   operators that launch kernels on a GPU (neither views nor allocations), by the part of the step
+ms         milliseconds per step in the fastest of many rounds, without counting; compiled: with train.compile;
+           while assembling: a thread assembles a batch of 8,192 rows for each step, as the stream does
 assembling milliseconds of Python to assemble a batch from one row in each of 4 places of the data
 
 Writes benchmarks/results/host.json and the table of docs/benchmarks.md.
@@ -51,12 +51,12 @@ from operators import OperatorCounter, launches_kernel
 
 WARM, COUNTED, TIMED = MAX_PENDING_STEPS, MAX_PENDING_STEPS, 2 * MAX_PENDING_STEPS  # steps
 ROWS, WIDTH = 1000, 8
-LANES, BATCH = 4, 8192  # of one of 8 ranks: 32 places of the data
+LANES, BATCH = 4, 8192  # for one of 8 ranks, which read 32 places of the data
 CASES: dict[str, dict[str, Any]] = {
     "dcn": {"name": "dcn", "bottom_mlp": [8] * 3, "cross_layers": 3, "cross_rank": 8, "top_mlp": [8] * 4},
     "dlrm": {"name": "dlrm", "bottom_mlp": [8] * 3, "top_mlp": [8] * 4},
 }
-# Column of the table → figure.
+# Column of the table → name of the figure.
 SHOWN = {
     "ms": "ms",
     "compiled, ms": "compiled_ms",
@@ -66,7 +66,7 @@ SHOWN = {
 
 
 class Launches(OperatorCounter):
-    """A context manager that counts launched operators.
+    """Context manager that counts operators that would launch a kernel.
 
     Attributes:
         of_phases: Phase of the step → number of launches.
@@ -83,7 +83,7 @@ class Launches(OperatorCounter):
 
 
 def measure(model: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Return {"launches": {phase: number}} of a step, and the milliseconds in SHOWN."""
+    """Return {"launches": {phase: number}} of a step, and the figures of SHOWN in milliseconds."""
     batch = batch_of(1, ROWS, [1] * FEATURES)
     plain, compiled = _Loop(model, batch), _Loop(model, batch, compile=True)
     launches = plain.count()
@@ -116,13 +116,13 @@ class _Loop:
             self._progress.count(1, outputs)
 
     def count(self) -> dict[str, float]:
-        """Return the launches of a step by phase."""
+        """Return phase → number of launches per step."""
         with Launches(self._step) as launches:
             self._train(COUNTED)
         return {phase: number / COUNTED for phase, number in launches.of_phases.items()}
 
     def time(self, other: Assembling | None = None) -> float:
-        """Return the milliseconds of a step; another thread assembles batches meanwhile if `other` is set."""
+        """Return the milliseconds per step, while a thread calls `other`, if given, to assemble batches."""
         ready: Queue = Queue(4)
         thread = Thread(target=lambda: [ready.put(other()) for _ in range(TIMED)])
         if other:
@@ -136,7 +136,7 @@ class _Loop:
 
 
 class Assembling:
-    """A function that assembles batches of a number of rows from LANES pieces."""
+    """Function that assembles batches of `rows` rows from LANES pieces."""
 
     def __init__(self, rows: int):
         form, n = ResolvedReadPlan(ReadPlan(schema_of(ROWS, WIDTH))), rows // LANES
@@ -146,11 +146,11 @@ class Assembling:
         self._pieces = [Rows.of(table.to_batches()[0])] * LANES
 
     def __call__(self) -> Batch:
-        """Return a new batch."""
+        """Assemble and return a new batch."""
         return self._collate(self._pieces, self._rows, self._rows)
 
     def time(self) -> float:
-        """Return the milliseconds to assemble a batch."""
+        """Return the milliseconds that assembling a batch takes."""
         began = perf_counter()
         for _ in range(TIMED):
             self()
@@ -158,7 +158,7 @@ class Assembling:
 
 
 def grid(results: dict[str, Any]) -> Grid:
-    """Return the table: a row for each model."""
+    """Return the table of results, with a row for each model."""
     phases = list(dict.fromkeys(phase for figures in results.values() for phase in figures["launches"]))
     header = ["launches of a step", *(phase.replace("_", " ") for phase in phases), "all", *SHOWN]
     rows = []

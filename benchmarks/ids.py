@@ -1,11 +1,11 @@
-"""Cost of managed ids: a step compared with a step of a table without them, and a stream of distinct ids.
+"""Cost of managed ids: a step compared with a step on a static table, and a stream of distinct ids.
 
     python benchmarks/ids.py [--workers 1,2] [--stream 10000000]
 
-Steps have 2,048 rows per rank and 12 ids per row. They run on CPU with batches in memory, a row-wise table of
+Steps have 2,048 rows per rank and 12 ids per row. They run on a CPU with batches in memory, a row-wise table of
 100,000 × 16 and almost no dense work; collating is included. The sides take turns, and the best turn of each
-counts: a static table; managed ids that all have rows; managed ids of which a hundredth or a tenth is new, so
-that other ids lose their rows in a full table and return later.
+counts. The sides are a static table; managed ids that all have rows; and managed ids of which a hundredth or a
+tenth is new, so that other ids lose their rows in a full table and return later.
 
 The stream sends distinct ids through a map of 100,000 rows, 16,384 at a time.
 
@@ -31,7 +31,7 @@ from rank_group import Ranks, compare, rig, run_script, time_steps
 from torch import nn
 
 DIM, ROWS, BATCH, BAG, SINGLES, PIECES = 16, 100_000, 2048, 8, 4, 16
-AT_ONCE = 16_384  # ids of a step of the stream
+AT_ONCE = 16_384  # ids per step of the stream
 FIRST = 20  # steps of a new model, after which all known ids have rows
 MODEL = {"name": "ids:Sum"}
 SIDES = {
@@ -47,7 +47,7 @@ HEADER = (
 
 
 class Sum(nn.Module):
-    """Model whose logit is a linear layer over the sum of all embeddings: almost no dense work."""
+    """Model with almost no dense work: its logit is a linear layer over the sum of all embeddings."""
 
     def __init__(self, schema: Any, config: Any):
         super().__init__()
@@ -59,13 +59,14 @@ class Sum(nn.Module):
 
 
 def build(rank: int, world: int, ids: str, new_share: float) -> tuple[Any, Iterator[Any]]:
-    """Return a step over one table, and its batches.
+    """Return a step with one table, and its batches.
 
     Args:
-        rank: Number of the rank.
+        rank: Rank of this process.
         world: Number of ranks.
         ids: "static" or "managed".
-        new_share: Share of a batch's ids that have never occurred. The others follow a power law over 90,000.
+        new_share: Share of a batch's ids that have never occurred; the other ids follow a power law over 90,000
+            ids.
     """
     features = [*(f"f{i}" for i in range(SINGLES)), "bag"]
     schema = {
@@ -92,7 +93,7 @@ def build(rank: int, world: int, ids: str, new_share: float) -> tuple[Any, Itera
 
 
 def stream(world: int, ids: int) -> tuple[float, int]:
-    """Send distinct ids through a map and return (seconds, bytes of growth since a tenth of the steps)."""
+    """Map distinct ids to rows; return (seconds, memory growth in bytes after a tenth of the steps)."""
     from raytrec.common.collectives import Peers
     from raytrec.config.schema_parts import ManagedIds
     from raytrec.embeddings.managed.batches import IdExchange
@@ -109,7 +110,7 @@ def stream(world: int, ids: int) -> tuple[float, int]:
 
 
 def side(rank: int, world: int) -> Any:
-    """Return the function that answers a rank's requests: build, train, or send a stream through a map."""
+    """Return the function that answers a rank's requests: build and train, or map a stream of ids."""
     current: list[Any] = []
 
     def answer(steps: int = FIRST, stream_ids: int = 0, **request: Any) -> tuple[float, float]:
@@ -123,7 +124,7 @@ def side(rank: int, world: int) -> Any:
 
 
 def document(results: dict[str, Any]) -> str:
-    """Return the table for docs/benchmarks.md: a row for each number of workers."""
+    """Return the table for docs/benchmarks.md, with a row for each number of workers."""
     rows = []
     for point in results["points"]:
         static, *others = (point["sides"][side]["step_ms"] for side in SIDES)
@@ -138,7 +139,7 @@ def document(results: dict[str, Any]) -> str:
 def main(
     workers: harness.Workers = "1,2",
     rounds: harness.Rounds = 7,
-    ids: Annotated[int, typer.Option("--stream", help="Distinct ids of the stream.")] = 10_000_000,
+    ids: Annotated[int, typer.Option("--stream", help="Number of distinct ids in the stream.")] = 10_000_000,
     smallest: harness.Smallest = False,
 ) -> None:
     """Print the table and write benchmarks/results/ids.json."""

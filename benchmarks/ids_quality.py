@@ -1,22 +1,23 @@
-"""AUC on MovieLens-1M with managed ids and without a vocabulary, compared with hashing into the same rows.
+"""AUC on MovieLens-1M with managed ids, compared with a vocabulary and with hashing into as many rows.
 
     make bench-ids-quality DATA=DIR    (python benchmarks/ids_quality.py DIR [--seeds 5])
 
-DIR is a folder with ml-1m/pairs.parquet: userID and movieID as text, one row for each of 1,000,209
-ratings. The file has no stars, so the model predicts whether a user has rated a film: each pair is a
-positive, next to a film drawn uniformly from the films that this user has not rated. A hash selects a
-tenth of the pairs for the test. The model is `mf` with 16 numbers, trained for one epoch in batches of
-4,096 rows in one process.
+DIR is a folder with ml-1m/pairs.parquet, which contains userID and movieID as text for each of 1,000,209
+ratings. The file contains no stars, so the model predicts whether a user has rated a film: each pair is a
+positive, and its negative is a film drawn uniformly from the films that the user has not rated. A hash selects a
+tenth of the pairs for testing. The model is `mf` with dim 16, trained for one epoch in batches of 4,096 rows in
+one process.
 
-- vocabulary: users and films numbered before, one row each, and one more.
-- numbers: managed ids that are these numbers, in tables of the same rows: the same model.
-- managed: managed ids that are the texts. With fewer rows than ids, an id gets a row after five occurrences
+- vocabulary: prenumbered users and films, with one row each and one more row.
+- numbers: managed ids that are these numbers, in tables with as many rows; the same model.
+- managed: managed ids that are the texts. With fewer rows than ids, an id gets a row after five occurrences,
   and the least frequent ids lose their rows (lfu). A tenth of the rows is for the fallback.
-- lru: the default policy: a row at once; the ids not seen for longest lose their rows.
-- hashed: the texts, hashed into the same rows.
+- lru: as managed, with the default policy: an id gets a row immediately, and the ids not seen for the longest
+  time lose their rows.
+- hashed: the texts, hashed into as many rows.
 
-Writes benchmarks/results/ids_quality.json and the table in docs/benchmarks.md. Stored seeds are not measured
-again.
+Writes benchmarks/results/ids_quality.json and the table in docs/benchmarks.md. Seeds with stored results are not
+measured again.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ SIDES = (
     *((kind, 1.0) for kind in ("vocabulary", "numbers", "managed", "hashed")),
     *((kind, share) for share in (0.5, 0.1) for kind in ("managed", "lru", "hashed")),
 )
-# Sides with managed ids → policy if there are fewer rows than ids.
+# Kind of managed ids → policy if there are fewer rows than ids.
 KINDS: dict[str, dict[str, Any]] = {"numbers": {}, "managed": {"eviction": "lfu", "admit_after": 5}, "lru": {}}
 OPTIM = {"embeddings": {"name": "adagrad", "lr": 0.1}, "dense": {"lr": 0.01}}
 
 
 class Ratings:
-    """Pairs of users and films as numbers, and their texts.
+    """Numbered users and films of all rated pairs.
 
     Attributes:
-        texts: Texts of users and of films, in the order of their numbers.
-        train: Pairs for training, int64 [n, 2].
-        test: Pairs for the test, int64 [n, 2].
+        texts: Texts of users, and texts of films, in the order of their numbers.
+        train: (user, film) of each training pair, int64 [n, 2].
+        test: (user, film) of each test pair, int64 [n, 2].
     """
 
     def __init__(self, data: Path):
@@ -69,7 +70,7 @@ class Ratings:
         self.train, self.test = pairs[~for_test], pairs[for_test]
 
     def rows(self, pairs: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (pairs and as many drawn negatives [2 n, 2], labels float32 [2 n]), shuffled."""
+        """Return pairs and as many random negatives, int64 [2n, 2], and labels, float32 [2n]; shuffled."""
         random = np.random.default_rng(seed)
         drawn = pairs.copy()
         again = np.arange(len(drawn))
@@ -84,7 +85,7 @@ class Ratings:
 
 
 def auc_of(ratings: Ratings, kind: str, share: float, seed: int) -> float:
-    """Train one epoch and return the AUC of the test pairs."""
+    """Train for one epoch, and return the AUC on the test pairs."""
     import torch
     from sklearn.metrics import roc_auc_score
 
@@ -123,7 +124,7 @@ def _batches(rank_rig: Rig, codes: list[np.ndarray], pairs: np.ndarray, labels: 
 
 
 def document(results: dict[str, list[float]]) -> str:
-    """Return the table for docs/benchmarks.md: a row for each side."""
+    """Return the table for docs/benchmarks.md, with a row for each side."""
     rows = []
     for kind, share in SIDES:
         if values := results.get(f"{kind} {share:g}"):
@@ -135,7 +136,7 @@ def document(results: dict[str, list[float]]) -> str:
 
 def main(
     data: Annotated[Path | None, typer.Argument(help="Folder with ml-1m/pairs.parquet.")] = None,
-    seeds: Annotated[int, typer.Option(help="Seeds of each side.")] = 5,
+    seeds: Annotated[int, typer.Option(help="Number of seeds for each side.")] = 5,
     smallest: harness.Smallest = False,
 ) -> None:
     """Print the table and write benchmarks/results/ids_quality.json."""

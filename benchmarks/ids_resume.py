@@ -1,16 +1,16 @@
-"""Distinct ids through 100,000 managed rows, resumed with other numbers of workers.
+"""Training on a stream of distinct ids with 100,000 managed rows, resumed with other numbers of workers.
 
     python benchmarks/ids_resume.py [--ids 10000000] [--folder FOLDER]
 
-Steps have 12,288 rows and run on CPU with a table of 100,000 × 16 and Adagrad. A row looks up a new id and an
-id that the row at the same place looked up one to four steps earlier.
+Steps have 12,288 rows and run on a CPU with a table of 100,000 × 16 and Adagrad. A row looks up a new id, and
+the id that was new in the same row one to four steps earlier.
 
-Two workers train all steps and save a checkpoint after a third of them. From this checkpoint, two workers
-train the rest again; three workers train to the second third, and one worker to the end. At the end ids, rows
-and counters must be equal, and with two workers throughout every weight must be equal to the last bit.
+Two workers train all steps, and save a checkpoint after a third of them. From this checkpoint, two workers train
+the rest again; three workers train to the second third, and one worker trains to the end. At the end, ids, rows
+and counters must be equal. With two workers throughout, every weight must be bitwise equal.
 
-Prints the comparison, seconds, and the growth of each process since a tenth of its steps; writes
-benchmarks/results/ids_resume.json.
+Prints the comparison, and for each run its seconds and the memory growth of its processes after a tenth of its
+steps; writes benchmarks/results/ids_resume.json.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from harness import status_bytes
 from ids import DIM, MODEL, ROWS
 from rank_group import Ranks, Rig, rig, run_script
 
-BATCH = 12_288  # rows of a step
+BATCH = 12_288  # rows per step
 SCHEMA = {
     "sparse": {name: {"table": "item"} for name in ("new", "known")},
     "tables": {"item": {"rows": ROWS, "dim": DIM, "ids": "managed"}},
@@ -41,7 +41,7 @@ SCHEMA = {
 
 
 def batches_from(rank_rig: Rig, rank: int, world: int, first: int) -> Iterator[Any]:
-    """Yield this rank's batches from step `first` on; ids depend on the step alone."""
+    """Yield this rank's batches, starting at step `first`; the global batches depend only on the step."""
     size = BATCH // world
     places = np.arange(rank * size, (rank + 1) * size)
     for number in range(first, sys.maxsize):
@@ -54,10 +54,10 @@ def side(rank: int, world: int) -> Any:
     """Return the function that answers a rank's requests."""
 
     def resume(root: str, first: int, saves: list[int]) -> tuple[float, int]:
-        """Train from the checkpoint of step `first` and save after each step of `saves`.
+        """Train from the checkpoint of step `first`, and save after each step in `saves`.
 
         Returns:
-            (seconds, bytes of growth of this process since a tenth of the steps).
+            (seconds, memory growth of this process after a tenth of the steps, in bytes).
         """
         from raytrec.checkpoint.managed import allocate_ids, gather_ids, load_ids
         from raytrec.checkpoint.restore import restore
@@ -89,7 +89,7 @@ def side(rank: int, world: int) -> Any:
 
 
 def train(world: int, root: Path, first: int, saves: list[int]) -> dict[str, Any]:
-    """Train from step `first` to the last of `saves` on new ranks, unless the folder has the outcome."""
+    """Train on new ranks from step `first` to the last of `saves`, unless the figures are already stored."""
     record = root / f"{saves[-1]}.json"
     if record.exists():
         return json.loads(record.read_text())
@@ -107,7 +107,7 @@ def train(world: int, root: Path, first: int, saves: list[int]) -> dict[str, Any
 
 
 def differences(one: Path, other: Path) -> dict[str, float]:
-    """Return the largest difference of each tensor that is not equal in two checkpoints to the last bit."""
+    """Return the largest difference in each tensor that is not bitwise equal in two checkpoints."""
     from raytrec.checkpoint.blocks import DTYPES
     from raytrec.checkpoint.index import read_index
     from raytrec.checkpoint.restore import load
@@ -124,7 +124,7 @@ def differences(one: Path, other: Path) -> dict[str, float]:
 
 
 def measure(steps: int, root: Path) -> dict[str, Any]:
-    """Train all runs and return their figures and differences."""
+    """Train all runs; return their figures, and their differences from the uninterrupted run."""
     from raytrec.checkpoint.files import get_step_folder
 
     third, tail, paths = steps // 3, steps - steps // 3, {n: root / n for n in ("whole", "two", "others")}
@@ -141,13 +141,13 @@ def measure(steps: int, root: Path) -> dict[str, Any]:
 
 
 def main(
-    ids: Annotated[int, typer.Option(help="Distinct ids.")] = 10_000_000,
+    ids: Annotated[int, typer.Option(help="Number of distinct ids.")] = 10_000_000,
     folder: Annotated[
-        Path | None, typer.Option(help="Folder of checkpoints, from which an interrupted run continues.")
+        Path | None, typer.Option(help="Folder for checkpoints, with which an interrupted benchmark continues.")
     ] = None,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the comparison; exit with 1 if ids differ or, with two workers, anything else."""
+    """Print the comparison; exit with 1 if ids differ or, with two workers, if any tensor differs."""
     steps = 12 if smallest else -(-ids // BATCH)
     with TemporaryDirectory(prefix="ids-") as temporary:
         results = measure(steps, folder or Path(temporary))

@@ -1,19 +1,19 @@
-"""Rows per second of raytrec's stream, compared with decoding alone and with other ways to read Parquet.
+"""Rows per second of raytrec's stream, compared with decoding alone and with other Parquet readers.
 
     raytrec prepare synthetic --out data/ingest --rows 1250000
     python benchmarks/ingest.py [data/ingest/train] [--rounds 3] [--readers 1] [--times 4]
 
-Every variant delivers all rows of the folder, `times` times as one epoch, as batches of 4096 rows, from
-the same number of reading processes. The variants take turns; the table has medians over turns.
+Every variant reads an epoch of `times` times the folder's rows in batches of 4,096 rows, with the same number of
+reading processes. The variants take turns; the table shows medians over turns.
 
-decode          pyarrow.parquet row-group decode alone, every file opened once, in these processes: the limit
+decode          the limit: only decoding row groups with pyarrow.parquet in these processes, each file opened once
 stream          raytrec, shuffle: groups
 window          raytrec, shuffle: window
 numpy collate   ray.data iter_torch_batches(collate_fn) over NumPy, as in Ray's own recommender benchmark
-DataLoader      torch DataLoader with pyarrow in its worker processes, and a collate to a KeyedJaggedTensor
+DataLoader      torch DataLoader with pyarrow in its worker processes, collating to a KeyedJaggedTensor
 
-Then the stream reads the folder once and eight times, and the peak memory of both is compared; and the stream
-starts on the same rows in row groups of other sizes. Writes benchmarks/results/ingest.json.
+In addition, the peak memory of reading the folder once and eight times is compared, and the time to the first
+batch is measured for row groups of other sizes. Writes benchmarks/results/ingest.json.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ GROUP_ROWS = (10_000, 100_000, 1_000_000, 5_000_000)
 
 
 def decode_groups(groups: list[RowGroup], columns: list[str]) -> int:
-    """Decode row groups in this process and return the number of rows."""
+    """Decode row groups in this process, and return the number of rows."""
     files = {path: pq.ParquetFile(path, pre_buffer=True) for path in {group.path for group in groups}}
     return sum(
         files[group.path].read_row_group(group.index, columns=columns, use_threads=False).num_rows for group in groups
@@ -65,23 +65,23 @@ def decode_groups(groups: list[RowGroup], columns: list[str]) -> int:
 
 
 def decode(dataset: Dataset, schema: Schema, readers: int, pool: ProcessPoolExecutor) -> int:
-    """Decode all row groups in the processes of the pool and return the number of rows."""
+    """Decode all row groups in the pool's processes, and return the number of rows."""
     parts = [dataset.groups[i::readers] for i in range(readers)]
     return sum(pool.map(partial(decode_groups, columns=schema.columns), parts))
 
 
 def stream(dataset: Dataset, schema: Schema, readers: int, _, shuffle: str) -> int:
-    """Read an epoch with raytrec's stream and return the number of rows."""
+    """Read an epoch with raytrec's stream, and return the number of rows."""
     return sum(int(batch.weights.sum()) for batch in stream_of(dataset, shuffle, readers).batches())
 
 
 def stream_of(dataset: Dataset, shuffle: str, readers: int) -> Stream:
-    """Return raytrec's stream over a data set."""
+    """Return raytrec's stream over a dataset."""
     return Stream(dataset, Order(BATCH, LANES, shuffle, 2), rank=0, world=1, readers=readers)
 
 
 def numpy_collate(dataset: Dataset, schema: Schema, readers: int, _) -> int:
-    """Read the files with Ray Data and a collate over NumPy, and return the number of rows."""
+    """Read the files with Ray Data and a NumPy collate function, and return the number of rows."""
     import ray.data
 
     files = [group.path for group in dataset.groups if group.index == 0]
@@ -92,7 +92,7 @@ def numpy_collate(dataset: Dataset, schema: Schema, readers: int, _) -> int:
 
 
 def collate_numpy(schema: Schema, batch: dict[str, np.ndarray]):
-    """Return (dense, KeyedJaggedTensor, labels) of NumPy columns; lists are object arrays."""
+    """Convert NumPy columns, in which lists are object arrays, to (dense, KeyedJaggedTensor, labels)."""
     dense = torch.as_tensor(np.stack([batch[name] for name in schema.dense], axis=1), dtype=torch.float32)
     values, lengths = [], []
     for feature in schema.sparse:
@@ -112,7 +112,7 @@ def collate_numpy(schema: Schema, batch: dict[str, np.ndarray]):
 
 
 class Groups(torch.utils.data.IterableDataset):
-    """Batches as NumPy columns from row groups, which are divided among the loader's workers."""
+    """Dataset of batches decoded from row groups, which are divided among the loader's workers."""
 
     def __init__(self, groups: tuple[RowGroup, ...], schema: Schema):
         self.groups, self.schema = groups, schema
@@ -131,7 +131,7 @@ class Groups(torch.utils.data.IterableDataset):
 
 
 def data_loader(dataset: Dataset, schema: Schema, readers: int, _) -> int:
-    """Read all row groups with a torch DataLoader and return the number of rows."""
+    """Read all row groups with a torch DataLoader, and return the number of rows."""
     loader = torch.utils.data.DataLoader(
         Groups(dataset.groups, schema), batch_size=None, num_workers=readers, multiprocessing_context="spawn"
     )
@@ -149,7 +149,7 @@ VARIANTS: dict[str, Callable[[Dataset, Schema, int, ProcessPoolExecutor | None],
 
 @dataclass
 class Measured:
-    """Figures of one turn: rows per second, CPU-µs a row of all processes, CPU share of this process."""
+    """Figures of one turn: rows/s, CPU-µs per row in all processes, and CPU share of this process."""
 
     rows_per_s: float
     cpu_us: float
@@ -157,7 +157,7 @@ class Measured:
 
 
 def measure(run: Callable[[], int], rows: int) -> Measured:
-    """Run a variant once and return its figures."""
+    """Run a variant once, and return its figures."""
     cpu, own_cpu, began = tree_cpu_s(), process_time(), perf_counter()
     assert run() == rows
     seconds, own_cpu, cpu = perf_counter() - began, process_time() - own_cpu, tree_cpu_s() - cpu
@@ -165,7 +165,7 @@ def measure(run: Callable[[], int], rows: int) -> Measured:
 
 
 def memory_mib() -> float:
-    """Return the private memory of this process and its descendants and of Ray's object store."""
+    """Return the private memory of this process and its descendants plus Ray's object store, in MiB."""
     total = ray.cluster_resources()["object_store_memory"]
     total -= ray.available_resources().get("object_store_memory", 0)
     me = psutil.Process()
@@ -179,7 +179,7 @@ def memory_mib() -> float:
 
 
 def peak_memory_mib(run: Callable[[], int]) -> float:
-    """Return the peak of `memory_mib` during a call."""
+    """Call a function, and return the peak of `memory_mib` during the call."""
     over, peak = Event(), [memory_mib()]
 
     def watch() -> None:
@@ -197,24 +197,24 @@ def peak_memory_mib(run: Callable[[], int]) -> float:
 
 
 def repeated(dataset: Dataset, times: int) -> Dataset:
-    """Return a dataset with the same row groups several times."""
+    """Return a dataset in which each row group occurs `times` times."""
     return replace(dataset, groups=dataset.groups * times)
 
 
 def first_batches(
     source: Dataset, schema: Schema, readers: int, rounds: int, group_rows: tuple[int, ...]
 ) -> dict[str, dict[int, float]]:
-    """Return seconds from the start of a stream to its first batch, in a Ray that has had other streams.
+    """Measure the seconds from the start of a stream to its first batch, after earlier streams on this Ray.
 
     Args:
-        source: Data set whose rows are written again, in row groups of each size.
-        schema: Schema of the data set.
+        source: Dataset whose rows are rewritten in row groups of each size.
+        schema: Schema of the dataset.
         readers: Number of reading processes.
-        rounds: Turns of each size.
-        group_rows: Rows of a row group.
+        rounds: Number of turns for each size.
+        group_rows: Sizes of row groups, in rows.
 
     Returns:
-        shuffle → rows of a row group → median.
+        shuffle → rows per row group → median seconds.
     """
 
     def first(dataset: Dataset, shuffle: str) -> float:
@@ -259,7 +259,7 @@ def main(
     dataset, memory = repeated(once, times), {}
     pool = ProcessPoolExecutor(readers, mp_context=get_context("spawn"))
     with ray_session(num_cpus=readers + 1):
-        for size in (once, repeated(once, 8)):  # first, before other variants leave memory behind
+        for size in (once, repeated(once, 8)):  # before other variants, which leave memory behind
             memory[size.rows] = peak_memory_mib(partial(VARIANTS["stream"], size, schema, readers, None))
         with pool:
             runs = {name: partial(VARIANTS[name], dataset, schema, readers, pool) for name in only or VARIANTS}
@@ -294,7 +294,7 @@ def main(
 
 
 def show(rate: dict[str, float], cpu_us: dict[str, float], consumer: dict[str, float], title: str) -> None:
-    """Print the table of variants."""
+    """Print the table, with a row for each variant."""
     rows = []
     for name, speed in rate.items():
         share = f"{speed / rate['decode']:.2f}" if "decode" in rate else ""

@@ -1,8 +1,8 @@
-"""Words and phrases that raytrec's text avoids, with their replacements.
+"""Check raytrec's text for words and phrases to avoid, and suggest replacements.
 
     python benchmarks/language.py [PATH …]
 
-Reads strings, docstrings and comments of Python files, and Markdown except its code. `make lint` runs it.
+Reads strings, docstrings and comments in Python files, and Markdown except its code. `make lint` runs this script.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ CODE = re.compile(r"(?s)```.*?```|`[^`]*`|<!--.*?-->")
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (first line, text) of each string, block of comments and Markdown page that a person reads.
+    """Yield (first line, text) for each string and block of comments in a Python file, or for a Markdown page.
 
-    Adjacent string literals are one text, as are the constant parts of an f-string.
+    Adjacent string literals form one text, as do the constant parts of an f-string.
     """
     content = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
@@ -68,7 +68,7 @@ def _constant(part: ast.expr) -> ast.expr:
 
 
 def _comments(content: str) -> Iterator[tuple[int, str]]:
-    """Yield (first line, text) of each run of comments on consecutive lines."""
+    """Yield (first line, text) for each run of comments on consecutive lines."""
     first, lines = 0, list[str]()
     for token in tokenize.generate_tokens(io.StringIO(content).readline):
         if token.type == tokenize.COMMENT:
@@ -82,14 +82,14 @@ def _comments(content: str) -> Iterator[tuple[int, str]]:
 
 
 def files(places: list[Path]) -> list[Path]:
-    """Return the Python and Markdown files in these places."""
+    """Return the Python and Markdown files in files and folders, except this script."""
     found = [place.rglob("*") if place.is_dir() else [place] for place in places]
-    kinds, this = (".py", ".md"), Path(__file__).resolve()  # this file names the words
+    kinds, this = (".py", ".md"), Path(__file__).resolve()  # this file contains the words
     return sorted(path for paths in found for path in paths if path.suffix in kinds and path.resolve() != this)
 
 
 def main(arguments: list[str]) -> int:
-    """Print the words to replace in the files of these places; return 1 if there are any, else 0."""
+    """Print the words to replace in the given files and folders; return 1 if there are any, else 0."""
     count = 0
     for path in files([Path(argument) for argument in arguments] or [REPO / place for place in PLACES]):
         for first, text in texts(path):

@@ -1,11 +1,11 @@
-"""Memory of an evaluation's metrics on rank 0, at 10⁵, 10⁶ and 10⁷ rows.
+"""Memory that an evaluation's metrics use on rank 0, at 10⁵, 10⁶ and 10⁷ rows.
 
     python benchmarks/metric_memory.py [--rows 100000,1000000] [--exact-rows N] [--smallest]
 
 For each point, two new ranks without Ray receive random rows in batches of 2¹⁶, as in an evaluation, and
-compute the metrics. The figure is the growth of rank 0's peak resident memory (VmHWM) since before the
-first row. Rows of metrics `of an order` need 12 bytes each up to eval.max_exact_rows per rank, and then
-bins; rows of metrics `of groups` need 20 bytes each, and then files.
+compute the metrics. The figure is the growth of rank 0's peak resident memory (VmHWM) from before the first
+row. Up to eval.max_exact_rows per rank, metrics `of an order` need 12 bytes per row and metrics `of groups`
+need 20. With more rows, the former use bins and the latter use files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METRICS = {"of an order": ["auc", "pr_auc", "calibration"], "of groups": ["gauc"
 def evaluate(
     rank: int, device: Any, rows: int, exact_rows: int | None, metrics: list[str]
 ) -> tuple[int, float, dict[str, float]]:
-    """Evaluate random rows and return (bytes, seconds, values of the metrics) of this rank."""
+    """Evaluate random rows, and return this rank's (bytes, seconds, metric values)."""
     import torch
 
     from raytrec.common.collectives import Peers
@@ -59,7 +59,7 @@ def main(
     only: harness.Only = ",".join(METRICS),
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the table."""
+    """Measure the memory of each kind of metrics at each number of rows, and print a table."""
     lines = []
     for name in harness.split(only):
         for count in harness.integers("20000" if smallest else rows):

@@ -2,8 +2,8 @@
 
     python benchmarks/module_map.py
 
-Rooms are listed in the order of imports, which the contract in pyproject.toml defines. tests/test_map.py
-fails if the page is out of date.
+Packages are listed in import order, which the contract in pyproject.toml defines. tests/test_map.py fails if the
+page is out of date.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ PLACE = re.compile(r"(?s)(<!-- map -->\n).*?(<!-- end of the map -->)")
 WIDTH = 116
 
 
-def rooms() -> list[str]:
-    """Return the rooms and files at the top of raytrec/, in the order of imports."""
+def packages() -> list[str]:
+    """Return the packages and files at the top of raytrec/, in the order of imports."""
     settings = tomllib.loads((REPO / "pyproject.toml").read_text())
     return settings["tool"]["importlinter"]["contracts"][0]["layers"]
 
 
 def first_sentence(path: Path) -> str:
-    """Return the first sentence of a module's docstring, or "" without a docstring."""
+    """Return the first sentence of a module's docstring, or "" if there is no docstring."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0].split())
     return re.split(r"(?<=[^.]\.)\s(?=[A-Z`])", text)[0]
 
 
 def module_map() -> str:
-    """Return the map as Markdown: a list for each room."""
+    """Return the map as Markdown: a list for each package."""
     parts = []
-    for room in rooms():
-        place = REPO / "raytrec" / room
+    for package in packages():
+        place = REPO / "raytrec" / package
         if not place.is_dir():
-            parts.append(_entry(f"{room}.py", first_sentence(place.with_suffix(".py"))))
+            parts.append(_entry(f"{package}.py", first_sentence(place.with_suffix(".py"))))
             continue
-        parts.append(f"\n### {room}/\n\n{textwrap.fill(first_sentence(place / '__init__.py'), WIDTH)}\n")
+        parts.append(f"\n### {package}/\n\n{textwrap.fill(first_sentence(place / '__init__.py'), WIDTH)}\n")
         parts += _entries(place, place)
     return "\n".join(parts).replace("\n\n\n", "\n\n").strip()
 
 
-def _entries(folder: Path, room: Path) -> list[str]:
+def _entries(folder: Path, package: Path) -> list[str]:
     entries = []
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name)):
-        name = path.relative_to(room).as_posix()
+        name = path.relative_to(package).as_posix()
         if path.suffix == ".py" and path.name != "__init__.py":
             entries.append(_entry(name, first_sentence(path)))
         elif path.is_dir() and list(path.glob("*.py")):
-            entries += [_entry(f"{name}/", first_sentence(path / "__init__.py")), *_entries(path, room)]
+            entries += [_entry(f"{name}/", first_sentence(path / "__init__.py")), *_entries(path, package)]
     return entries
 
 

@@ -1,8 +1,8 @@
-"""The `raytrec` command, which also records when it and its ranks reach certain moments.
+"""The `raytrec` command, extended to record when the command and its ranks reach certain moments.
 
     START_MOMENTS=FILE python benchmarks/moments.py train CONFIG
 
-Each line of FILE is a Moment. For benchmarks/start.py.
+Each line of FILE is a Moment. benchmarks/start.py uses this script.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ RANK, FIRST = "rank began", "first step"
 
 @dataclass(frozen=True)
 class Moment:
-    """Time at which a part of a start had ended.
+    """Time at which a part of a run's start ended.
 
     Attributes:
         name: Name of the moment.
-        unix_s: Seconds since 1970.
-        pid: Process that recorded the moment.
+        unix_s: Time in seconds since 1970.
+        pid: Id of the process that recorded the moment.
     """
 
     name: str
@@ -35,14 +35,14 @@ class Moment:
 
 
 def note(name: str) -> None:
-    """Record that a moment has been reached."""
+    """Append a moment, reached now, to the file."""
     line = json.dumps(asdict(Moment(name, time.time(), os.getpid()))) + "\n"
     with open(os.environ[FILE], "a", encoding="utf-8") as file:
         file.write(line)
 
 
 def after(owner: Any, name: str, moment: str, once: bool = False) -> None:
-    """Replace a function by one that records a moment whenever, or the first time, it returns."""
+    """Replace a function with one that records a moment each time, or only the first time, it returns."""
     function, calls = getattr(owner, name), []
 
     def noting(*args: Any, **options: Any) -> Any:
@@ -56,7 +56,7 @@ def after(owner: Any, name: str, moment: str, once: bool = False) -> None:
 
 
 def timed_train_worker(task: Any) -> None:
-    """Run `train_worker` and record moments; runs in the ranks."""
+    """Run `train_worker` on a rank and record the rank's moments."""
     note(RANK)
     from raytrec.data.stream import PrefetchIterator
     from raytrec.worker import build, checkpointing, loop, observers
@@ -79,10 +79,10 @@ def timed_train_worker(task: Any) -> None:
 
 
 def main() -> None:
-    """Run the command; workers find the function by its name in this module."""
+    """Run the command; workers look up `timed_train_worker` by its name in this module."""
     from raytrec.cluster.session import warm_up_early
 
-    warm_up_early()  # as the command does, before its other imports
+    warm_up_early()  # as in the command, before the other imports
     import moments
 
     from raytrec import cli

@@ -1,6 +1,7 @@
 """SASRec and HSTU in raytrec compared with plain torch in one process: a part of `benchmarks/sequences.py`.
 
-Both sides train the same global batch: one process of plain torch (next_item_plain.py), and raytrec's ranks.
+Both sides train on the same global batch: one process with plain torch (next_item_plain.py), and raytrec's
+ranks.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from next_item_plain import PlainStep, padded
 from rank_group import Ranks, compare, rig, run_script, trainer
 
 SIDES = {"plain": True, "raytrec": False}
-PIECES = 4  # batches, on which the steps train repeatedly
+PIECES = 4  # number of batches, on which the steps train repeatedly
 HEADER = (*("model", "shape", "workers", "tokens/s: plain torch", "raytrec", ""), *("CPU-µs a token: plain", "raytrec"))
-# Histories are log-normal around `median`, cut to `shortest` and `length`: 157 and 7 ids on average.
+# Lengths of histories are log-normal around `median`, clipped to `shortest` and `length`: 157 and 7 on average.
 ML1M = {
     "rows": 128,
     "items": 3_706,
@@ -56,24 +57,24 @@ SMALLEST = {("hstu", "MovieLens-1M"): ML1M | {"rows": 4}}
 
 
 def lengths_of(shape: dict[str, Any]) -> np.ndarray:
-    """Return the length of each row's history: a long tail, cut at the length that is read."""
+    """Return the lengths of the rows' histories, drawn from a long-tailed distribution and clipped."""
     drawn = np.random.default_rng(0).lognormal(np.log(shape["median"]), shape["spread"], shape["rows"])
     return np.clip(drawn, shape["shortest"], shape["length"]).astype(int)
 
 
 def rows_of(shape: dict[str, Any], seed: int) -> tuple[np.ndarray, ...]:
-    """Return (offsets, ids, own item, negatives) of a global batch, with the same number of ids each time."""
+    """Return (offsets, ids, own items, negatives) of a global batch; the number of ids is always the same."""
     lengths = np.random.default_rng(seed).permutation(lengths_of(shape))
     rng = np.random.default_rng(seed)
     offsets = np.cumsum([0, *lengths])
-    # As in MovieLens, a few items are most of the ids.
+    # As in MovieLens, a few items make up most of the ids.
     popular = (shape["items"] * rng.random(offsets[-1] + len(lengths)) ** 2).astype(np.int64)
     negatives = rng.integers(0, shape["items"], (len(lengths), shape["negatives"]))
     return offsets, popular[: offsets[-1]], popular[offsets[-1] :], negatives
 
 
 def build_raytrec(shape: dict[str, Any], rank: int, world: int) -> tuple[Any, Iterator[Any]]:
-    """Return raytrec's step and its batches."""
+    """Return raytrec's step and the batches for this rank."""
     sequence = {"table": "item", "pooling": "sequence"}
     schema = {
         "sparse": {"item": {"table": "item"}, "history": sequence, "negatives": sequence},
@@ -105,18 +106,18 @@ def build_raytrec(shape: dict[str, Any], rank: int, world: int) -> tuple[Any, It
 
 
 def build_plain(shape: dict[str, Any]) -> tuple[Any, Iterator[Any]]:
-    """Return the step of plain torch and its batches."""
+    """Return the plain torch step and its batches."""
     pieces = [rows_of(shape, seed) for seed in range(PIECES)]
     return PlainStep(shape), (padded(*piece, shape) for piece in cycle(pieces))
 
 
 def build(rank: int, world: int, shape: dict[str, Any], plain: bool) -> tuple[Any, Iterator[Any]]:
-    """Return the step of a side and its batches."""
+    """Return a side's step and batches."""
     return build_plain(shape) if plain else build_raytrec(shape, rank, world)
 
 
 def measure(sides: dict[str, Ranks], model: str, shape: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Return tokens (ids of histories) per second and CPU-µs of a token over all processes for each side."""
+    """Return each side's tokens (ids in histories) per second and CPU-µs per token over all processes."""
     shape = shape | {"model": model}
     tokens = int(lengths_of(shape).sum())
     requests = {side: {"shape": shape, "plain": plain} for side, plain in SIDES.items()}
@@ -127,7 +128,7 @@ def measure(sides: dict[str, Ranks], model: str, shape: dict[str, Any], rounds: 
 
 
 def table_of(points: list[dict[str, Any]]) -> str:
-    """Return the table for docs/benchmarks.md: a row for each point."""
+    """Return the table for docs/benchmarks.md, with a row for each point."""
     rows = []
     for point in points:
         speeds, costs = ([point[side][figure] for side in SIDES] for figure in ("tokens_per_s", "cpu_us_per_token"))

@@ -1,7 +1,7 @@
-"""SASRec and HSTU written by hand in plain torch, for one process: padded, without raytrec.
+"""SASRec and HSTU written by hand in plain torch, without raytrec, for one process and padded rows.
 
-The same layers, loss, dropout and optimizer as raytrec's (raytrec/models/next_item.py), independently: rows
-are padded to the longest of the batch, oldest id first, so that causal attention needs no additional mask.
+This independent implementation has the layers, loss, dropout and optimizer of raytrec/models/next_item.py.
+Rows are padded to the longest row of the batch, oldest id first, so causal attention needs no other mask.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 
 class PlainModel(nn.Module):
-    """Model whose output is the loss of a batch: each item predicted from the items before it.
+    """Model that predicts each item from the items before it, and outputs the loss of a batch.
 
     Args:
-        shape: Shape in benchmarks/next_item.py.
+        shape: Sizes and settings, such as ML1M in benchmarks/next_item.py.
     """
 
     def __init__(self, shape: dict):
@@ -35,12 +35,12 @@ class PlainModel(nn.Module):
         self.norm = nn.LayerNorm(self.dim) if shape["model"] == "sasrec" else nn.Identity()
 
     def forward(self, ids: torch.Tensor, present: torch.Tensor, negatives: torch.Tensor) -> torch.Tensor:
-        """Return the mean over rows of Σ over places ÷ max_length.
+        """Return the mean over rows of the sum of losses over positions, divided by max_length.
 
         Args:
-            ids: Each row's history and its own item, int64 [B, T + 1].
-            present: True for places with an id, bool [B, T].
-            negatives: int64 [B, K].
+            ids: Each row's history and own item, int64 [B, T + 1].
+            present: True for positions with an id, bool [B, T].
+            negatives: Negative items, int64 [B, K].
         """
         vectors = self.items(ids)
         x = self.dropout(vectors[:, :-1] * self.dim**0.5 + self.positions.weight[: present.shape[1]])
@@ -62,7 +62,7 @@ class PlainModel(nn.Module):
 
 
 class SasrecBlock(nn.Module):
-    """A block of attention and a network of two layers: [B, T, D] → [B, T, D]."""
+    """Block of causal self-attention and a two-layer network: [B, T, D] → [B, T, D]."""
 
     def __init__(self, shape: dict):
         super().__init__()
@@ -84,7 +84,7 @@ class SasrecBlock(nn.Module):
 
 
 class HstuBlock(nn.Module):
-    """A block of pointwise attention with a bias for each distance: [B, T, D] → [B, T, D]."""
+    """Block of pointwise attention with a bias for each distance: [B, T, D] → [B, T, D]."""
 
     def __init__(self, shape: dict):
         super().__init__()
@@ -109,7 +109,7 @@ class HstuBlock(nn.Module):
 
 
 class PlainStep:
-    """Step of the plain model, with the method `train` of raytrec's Step.
+    """Training step of the plain model, with the same `train` method as raytrec's Step.
 
     Adam updates every row of the table, as in raytrec on CPU, where FBGEMM has no kernel for Adam.
     """
@@ -119,7 +119,7 @@ class PlainStep:
         self.optimizer = torch.optim.Adam(self.model.parameters(), fused=True)
 
     def train(self, batches: Iterator[tuple[torch.Tensor, ...]], steps: int) -> Iterator[torch.Tensor]:
-        """Train on a number of batches and yield the loss after each."""
+        """Train on `steps` batches, and yield the loss after each."""
         for _ in range(steps):
             loss = self.model(*next(batches))
             self.optimizer.zero_grad()
@@ -129,7 +129,7 @@ class PlainStep:
 
 
 def padded(offsets: np.ndarray, ids: np.ndarray, own: np.ndarray, negatives: np.ndarray, shape: dict):
-    """Return a batch of the plain model from concatenated ids, the oldest first."""
+    """Return a batch for the plain model, padded from concatenated ids, the oldest first."""
     lengths = np.diff(offsets)
     places = np.arange(lengths.max() + 1)
     present = places[:-1] < lengths[:, None]

@@ -1,4 +1,4 @@
-"""A cluster of several Ray nodes on this machine, which are added and killed; a disk that can be filled."""
+"""A cluster of Ray nodes on this machine that can be added and killed, and a disk that can be filled."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PREEMPTION = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"
 
 
 class Nodes:
-    """A Ray cluster on loopback: a head without CPUs, and nodes with room for one worker and its reader."""
+    """Ray cluster on loopback: a head node without CPUs, and nodes for one worker and its reader each."""
 
     def __init__(self, temporary: Path):
         stay_on_loopback()
-        use_token(create=True)  # as drivers do: nodes without the token could not reach them
+        use_token(create=True)  # as drivers do: nodes without the token could not connect to them
         paths = [os.environ.get("PYTHONPATH"), str(HERE)]  # workers import recorder
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        # Ray records the most recent cluster there; other users of this machine must not find this one.
+        # Ray records its most recent cluster in this folder; other users of the machine must not find this one.
         os.environ["RAY_TMPDIR"], self._temporary = str(temporary), str(temporary / "ray")
         Path(self._temporary).mkdir(parents=True)
         self._begin()
@@ -45,7 +45,7 @@ class Nodes:
         _end_in_order()
 
     def begin_again(self) -> None:
-        """Replace this cluster by a new one with as many nodes."""
+        """Replace this cluster with a new one that has the same number of nodes."""
         number = len(self.all)
         self.close()
         self._begin()
@@ -61,18 +61,18 @@ class Nodes:
         _end_in_order()
 
     def kill(self, node: Any) -> None:
-        """Kill the processes of a node without notice."""
+        """Kill a node's processes without notice."""
         self.all.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
     def drain(self, node: Any, seconds: float) -> None:
-        """Give notice that a node will be terminated."""
+        """Give notice that a node will be terminated after some seconds."""
         deadline = int((time.time() + seconds) * 1000)
         accepted, why = self._gcs.drain_node(node.node_id, PREEMPTION, "chaos", deadline)
         assert accepted, why
 
     def of(self, raylet: int) -> Any | None:
-        """Return the node of a raylet, or None if it is gone."""
+        """Return the node with this process id of its raylet, or None if the node is gone."""
         return next((node for node in self.all if self._raylet(node) == raylet), None)
 
     def coordinator(self) -> int | None:
@@ -84,13 +84,13 @@ class Nodes:
         return None
 
     def kill_raylet(self, node: Any) -> None:
-        """Kill the raylet of a node, and the other processes of the node a little later."""
+        """Kill a node's raylet, and 3 seconds later the node's other processes."""
         os.kill(self._raylet(node), signal.SIGKILL)
         time.sleep(3)
         self.kill(node)
 
     def kill_in_head(self, name: str) -> None:
-        """Kill a process of the head node: gcs_server or raylet."""
+        """Kill a process on the head node: gcs_server or raylet."""
         os.kill(self._cluster.head_node.all_processes[name][0].process.pid, signal.SIGKILL)
 
     def _raylet(self, node: Any) -> int:
@@ -102,13 +102,13 @@ class Nodes:
 
 
 def _end_in_order() -> None:
-    """Handle SIGTERM like Ctrl-C, so that no process stays behind; each Ray node installs another handler."""
+    """Handle SIGTERM like Ctrl-C, so that no process is left; each Ray node installs another handler."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @contextmanager
 def small_disk(place: Path, mib: int) -> Iterator[None]:
-    """Mount a file system in memory during the block."""
+    """Mount an in-memory file system of `mib` MiB for the duration of the block."""
     place.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "chaos", str(place)], check=True)
     try:

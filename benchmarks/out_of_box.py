@@ -2,13 +2,14 @@
 
     python benchmarks/out_of_box.py SOURCE [--seeds 5] [--only adult_income,numbers]
 
-SOURCE is the folder with adult/, ml-100k/ and ml-1m/; other data sets are scikit-learn's, or drawn
-(out_of_box_data.py). A data set is written as Parquet, inspected, and trained with no other keys than its
-places and run.seed. It is compared with scikit-learn's logistic regression (L2, C = 1; numbers at mean 0
-and variance 1, nulls as the mean, a column for each value of text, ids and lists) and boosted trees
-(HistGradientBoostingClassifier, text as ordered numbers). Figures are AUC and log loss on the test split.
+SOURCE is the folder with adult/, ml-100k/ and ml-1m/; other data sets are from scikit-learn or generated
+(out_of_box_data.py). Each data set is written as Parquet, inspected, and trained on. Only its paths and
+run.seed are configured. raytrec is compared with scikit-learn's logistic regression (L2, C = 1; numbers with
+mean 0 and variance 1, nulls replaced with the mean, a column for each value of text, ids and lists) and
+boosted trees (HistGradientBoostingClassifier, text as ordinals). Figures are AUC and log loss on the test
+split.
 
-Writes benchmarks/results/out_of_box.json and the table of docs/quality.md.
+Writes benchmarks/results/out_of_box.json and the table in docs/quality.md.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main(
     seeds: Annotated[int, typer.Option(help="Runs of each data set.")] = 5,
     only: Annotated[str, typer.Option(help="Data sets, separated by commas.")] = "",
 ) -> None:
-    """Print the rows, store the results and write the table."""
+    """Compare raytrec with scikit-learn on each data set; print and store the results and write the table."""
     results = harness.load("out_of_box")
     for name in harness.split(only) or list(SETS):
         split = SETS[name](source.expanduser())
@@ -66,7 +67,7 @@ def document(results: dict) -> str:
 
 
 def line(name: str, result: dict) -> list[str]:
-    """Return a row of the table."""
+    """Return the table row of a data set."""
     cells = [name, f"{result['rows']:,}", f"{result['positive']:.1%}".replace("%", " %")]
     for place in range(len(FIGURES)):
         ours = [each[place] for each in result["ours"]]
@@ -77,7 +78,7 @@ def line(name: str, result: dict) -> list[str]:
 
 
 def of_raytrec(trained: pd.DataFrame, tested: pd.DataFrame, seeds: int) -> list[tuple[float, float]]:
-    """Return AUC and log loss of each seed."""
+    """Train raytrec once per seed, and return each run's AUC and log loss."""
     scores = []
     with tempfile.TemporaryDirectory() as place:
         for name, rows in (("train", trained), ("test", tested)):
@@ -96,7 +97,7 @@ def of_raytrec(trained: pd.DataFrame, tested: pd.DataFrame, seeds: int) -> list[
 
 
 def of_scikit_learn(trained: pd.DataFrame, tested: pd.DataFrame) -> dict[str, tuple[float, float]]:
-    """Return AUC and log loss of logistic regression and of boosted trees."""
+    """Train logistic regression and boosted trees, and return the AUC and log loss of each."""
     lists = [name for name in trained if isinstance(trained[name].iloc[0], list | np.ndarray)]
     names = [name for name in trained if name not in (*lists, "label")]
     kinds = [n for n in names if not pd.api.types.is_numeric_dtype(trained[n]) or is_id(n)]
@@ -122,7 +123,7 @@ def of_scikit_learn(trained: pd.DataFrame, tested: pd.DataFrame) -> dict[str, tu
 
 
 def is_id(name: str) -> bool:
-    """Return True if a column of integers holds ids in these data sets."""
+    """Return True if an integer column of these data sets contains ids."""
     return name.endswith("_id") or (name[0] == "c" and name[1:].isdigit())
 
 

@@ -1,4 +1,4 @@
-"""The data sets of out_of_box.py: public ones, and laws whose rows are drawn here."""
+"""Data sets of out_of_box.py: public ones, and synthetic ones whose rows are drawn at random."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Split = tuple[pd.DataFrame, pd.DataFrame]
 
 
 def adult(source: Path, label: Callable[[pd.DataFrame], pd.Series], drop: list[str]) -> Split:
-    """Read UCI Adult, with one of its columns as the label."""
+    """Read UCI Adult with a label computed from its columns, and without the columns in `drop`."""
     parts = []
     for name, skip in (("adult.data", 0), ("adult.test", 1)):
         table = pd.read_csv(source / "adult" / name, names=ADULT, skipinitialspace=True, skiprows=skip)
@@ -28,7 +28,7 @@ def adult(source: Path, label: Callable[[pd.DataFrame], pd.Series], drop: list[s
 
 
 def ml100k(source: Path) -> Split:
-    """Read MovieLens-100K: ratings ≥ 4 by user, film and their columns; a random fifth is the test."""
+    """Read MovieLens-100K with the label "rating ≥ 4" and columns of users and films; a random fifth is the test."""
     folder = source / "ml-100k"
     users = pd.read_csv(folder / "u.user", sep="|", names=["user_id", "age", "gender", "occupation", "zip"])
     films = pd.read_csv(folder / "u.item", sep="|", encoding="latin1", header=None)
@@ -41,7 +41,7 @@ def ml100k(source: Path) -> Split:
 
 
 def seen_films(source: Path, rows: int = 120_000) -> Split:
-    """Read MovieLens-1M: a third are pairs of users and films they rated, for each two random films."""
+    """Read pairs of users and films they rated from MovieLens-1M, and add two random films per pair."""
     draw, pairs = np.random.default_rng(3), pd.read_parquet(source / "ml-1m" / "pairs.parquet")
     pairs = pairs.set_axis(["user_id", "item_id"], axis=1).astype("int64")
     seen = pairs.iloc[draw.permutation(len(pairs))[: rows // 3]]
@@ -52,7 +52,7 @@ def seen_films(source: Path, rows: int = 120_000) -> Split:
 
 
 def built_in(name: str, least: int) -> Split:
-    """Read a data set of scikit-learn; targets of `least` and more are 1. A column of three ids is noise."""
+    """Read a scikit-learn data set, with label 1 for targets ≥ `least`; an added column of 3 ids is noise."""
     found = getattr(datasets, f"load_{name}")(as_frame=True)
     table = found.data.set_axis([f"v{i}" for i in range(found.data.shape[1])], axis=1)
     table = table.assign(c0=np.arange(len(table)) % 3, label=(found.target >= least).astype("int8"))
@@ -60,7 +60,7 @@ def built_in(name: str, least: int) -> Split:
 
 
 def numbers(rows: int = 60_000) -> Split:
-    """Draw rows in the form of covertype: ten quantities of very different sizes, and 44 indicators."""
+    """Draw rows like those of covertype: ten quantities of very different scales, and 44 indicators."""
     draw = np.random.default_rng(1)
     values, label = datasets.make_classification(
         rows, 10, n_informative=8, n_redundant=2, n_clusters_per_class=8, class_sep=0.8, random_state=3
@@ -78,7 +78,7 @@ def numbers(rows: int = 60_000) -> Split:
 
 
 def clicks(rows: int, trained: int | None = None, seed: int = 1) -> Split:
-    """Draw rows in the form of Criteo: ids by a power law, numbers with long tails, linear log-odds."""
+    """Draw rows like those of Criteo: power-law ids, numbers with long tails, and linear log-odds."""
     draw, tables = np.random.default_rng(seed), (5, 9, 17, 50, 500, 3000)
     ids = [draw.zipf(1.6, rows) % count for count in tables]
     weights = [draw.normal(0, 0.6, count) for count in tables]
@@ -92,7 +92,7 @@ def clicks(rows: int, trained: int | None = None, seed: int = 1) -> Split:
 
 
 def rare_label(rows: int = 80_000) -> Split:
-    """Draw rows of which 0.5 % are positive; 40 % of the numbers are null; linear log-odds."""
+    """Draw rows of which 0.5 % are positive, with linear log-odds; 40 % of the numbers are null."""
     draw, tables = np.random.default_rng(5), (4, 12, 60, 300)
     n = draw.normal(0, 1, (rows, 12))
     ids = [draw.integers(0, count, rows) for count in tables]
@@ -104,7 +104,7 @@ def rare_label(rows: int = 80_000) -> Split:
 
 
 def rare_ids(rows: int = 60_000) -> Split:
-    """Draw rows with tables of which most ids occur a few times; linear log-odds."""
+    """Draw rows with two tables most of whose ids occur only a few times, and linear log-odds."""
     draw, tables = np.random.default_rng(6), (20_000, 8_000, 50, 12)
     ids = [(draw.pareto(0.8, rows) * 50).astype(np.int64) % count for count in tables[:2]]
     ids += [draw.integers(0, count, rows) for count in tables[2:]]
@@ -114,7 +114,7 @@ def rare_ids(rows: int = 60_000) -> Split:
 
 
 def contexts(rows: int = 72_000) -> Split:
-    """Draw rows in the form of Frappe: apps that people used in a context, for each two random apps."""
+    """Draw rows like those of Frappe: apps that people used in a context, and two random apps for each."""
     draw, people, apps, used = np.random.default_rng(7), 900, 4000, rows // 3
     of_people, of_apps = draw.normal(0, 1, (people, 6)), draw.normal(0, 1, (apps, 6))
     of_hours, popular = draw.normal(0, 0.5, (24, 6)), -1.1 * np.log(np.arange(1, apps + 1))
@@ -133,7 +133,7 @@ def contexts(rows: int = 72_000) -> Split:
 
 
 def census(rows: int = 90_000) -> Split:
-    """Draw rows in the form of census income: 14 columns of text, numbers that are mostly 0; 2 % positive."""
+    """Draw rows like census income: 14 columns of text, numbers that are mostly 0, and 2 % positives."""
     draw, sizes = np.random.default_rng(8), (9, 52, 47, 17, 7, 24, 15, 5, 10, 38, 8, 6, 43, 3)
     age, group = draw.integers(0, 90, rows), draw.integers(0, 6, rows)
     columns: dict[str, np.ndarray] = {"age": age}
@@ -152,7 +152,7 @@ def census(rows: int = 90_000) -> Split:
 
 
 def wide_numbers(rows: int = 24_000, count: int = 150) -> Split:
-    """Draw rows of 150 correlated numbers, of which a third count, and an id without information; linear."""
+    """Draw rows of correlated numbers, a third of them with linear effects, and an uninformative id."""
     draw = np.random.default_rng(9)
     values = draw.normal(0, 1, (rows, 20)) @ draw.normal(0, 0.3, (20, count)) + draw.normal(0, 1, (rows, count))
     odds = values @ (draw.normal(0, 1, count) * (draw.random(count) < 0.3)) * 0.14 - 1
@@ -162,13 +162,13 @@ def wide_numbers(rows: int = 24_000, count: int = 150) -> Split:
 
 
 def labelled(columns: dict[str, np.ndarray], odds: np.ndarray, draw: np.random.Generator) -> pd.DataFrame:
-    """Return the columns with labels drawn by their log-odds."""
+    """Return a table of the columns, with labels drawn according to their log-odds."""
     label = draw.random(len(odds)) < 1 / (1 + np.exp(-odds))
     return pd.DataFrame(columns).assign(label=label.astype("int8"))
 
 
 def split_rows(table: pd.DataFrame, trained: int | None = None) -> Split:
-    """Return the first rows for training, five sixths by default, and the others for the test."""
+    """Split rows into the first ones, five sixths by default, for training, and the others for the test."""
     cut = trained or len(table) * 5 // 6
     return table.iloc[:cut], table.iloc[cut:]
 

@@ -1,4 +1,4 @@
-"""Figures and tables of the effects of faults on a run."""
+"""Figures and tables that show how faults affect a run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ PARTS = ("notice", "restart", "build and restore", "first step")  # before, betw
 
 @dataclass
 class Fault:
-    """A fault and the reaction of the run.
+    """Fault and the run's reaction to it.
 
     Attributes:
-        kind: Key of FAULTS.
-        unix_s: Time of the fault, seconds since 1970.
+        kind: Kind of fault, a key of FAULTS.
+        unix_s: Time of the fault, in seconds since 1970.
         step: Last step before the fault.
         notice_s: Seconds until the run recorded the fault in events.jsonl.
         again_s: Seconds until the first step of the next worker group (or next step if the run continues).
-        pause_s: Seconds between the steps around the restart.
-        steps_lost: Steps that were trained again.
-        workers: Number of workers before the fault and after the recovery.
-        parts: again_s by PARTS.
+        pause_s: Seconds between the last step before the restart and the first step after it.
+        steps_lost: Number of steps that were trained again.
+        workers: Numbers of workers before the fault and after the recovery.
+        parts: Name in PARTS → seconds of this part of again_s.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Fault:
 
 
 def measure(run: Run, fault: Fault, event_names: tuple[str, ...]) -> None:
-    """Fill in the reaction of the run."""
+    """Record the run's reaction in `fault`."""
     attempts, at = run.record.look(), fault.unix_s
     events = run.events(at)
     if fault.kind in GOES_ON:
@@ -63,7 +63,7 @@ def measure(run: Run, fault: Fault, event_names: tuple[str, ...]) -> None:
 
 
 def show(faults: list[Fault], outcome: dict, seconds: float) -> None:
-    """Print every fault, the medians of each kind, the parts of a recovery, and the outcome."""
+    """Print every fault, the medians for each kind, the parts of a recovery, and the outcome."""
     names = ("noticed", "training again", "pause", "steps lost")
     every, kinds = [], []
     for f in faults:
@@ -82,7 +82,7 @@ def show(faults: list[Fault], outcome: dict, seconds: float) -> None:
 
 
 def medians(faults: list[Fault]) -> dict[str, dict]:
-    """Return the medians of each kind."""
+    """Return kind of fault → number of faults and median figures."""
     out = {}
     for kind in sorted({fault.kind for fault in faults}):
         each = [fault for fault in faults if fault.kind == kind]
@@ -94,7 +94,7 @@ def medians(faults: list[Fault]) -> dict[str, dict]:
 
 
 def recovery(faults: list[Fault]) -> dict[str, float]:
-    """Return the median of each part of the time between SIGKILL and the next step."""
+    """Return the median seconds of each part of the time between SIGKILL and the next step."""
     each = [fault.parts for fault in faults if fault.parts]
     return {part: statistics.median(parts[part] for parts in each) for part in PARTS} if each else {}
 

@@ -3,8 +3,8 @@
     python benchmarks/overhead.py [--workers 2] [--device cpu|cuda] [--rounds 30]
 
 Both sides have the same tables, plan, kernels, optimizers, dense layers, pipeline and batches. TorchRec's
-side pools means itself and calls backward on the local mean of the loss; raytrec's side looks sums up,
-divides them after the exchange, and weighs the loss by the global batch. The sides take turns of some
+side pools means itself and calls backward on the local mean of the loss. raytrec's side looks up sums,
+divides them after the exchange, and weights the loss by the global batch. The sides take turns of several
 steps in the same processes, and the times within each round are compared.
 
 Writes benchmarks/results/overhead.json.
@@ -39,12 +39,12 @@ from raytrec.models import build_model
 from raytrec.worker.build import build_step
 
 FEATURES, ROWS, DIM, DENSE, LONGEST = 20, 100_000, 64, 13, 10
-BATCHES, STEPS = 8, 8  # number of different batches; steps of a side in a turn
+BATCHES, STEPS = 8, 8  # number of different batches; number of steps per turn of a side
 CASES = [(sharding, pooling) for sharding in ("table_wise", "row_wise", "both") for pooling in ("sum", "mean", "half")]
 
 
 def schema_of(pooling: str) -> Schema:
-    """Return a schema of 20 features with a table each; with 'half', every second feature is a mean."""
+    """Return a schema of 20 features with a table each; with 'half', every second feature is mean-pooled."""
     tables = {f"t{i}": {"rows": ROWS, "dim": DIM} for i in range(FEATURES)}
     kinds = {"sum": ["sum", "sum"], "mean": ["mean", "mean"], "half": ["sum", "mean"]}[pooling]
     return Schema.parse(
@@ -59,7 +59,7 @@ def schema_of(pooling: str) -> Schema:
 
 
 def config_of(sharding: str, workers: int, batch: int) -> RunConfig:
-    """Return a configuration; with 'both', half of the tables are table-wise and half row-wise."""
+    """Return a configuration; with 'both', half of the tables are table-wise and half are row-wise."""
     ways = {"both": ["table_wise", "row_wise"]}.get(sharding, [sharding] * 2)
     return RunConfig.model_validate(
         {
@@ -104,7 +104,7 @@ class Uncorrected(nn.Module):
 
 
 def torchrec_pipeline(config: RunConfig, schema: Schema, device: torch.device, plan: ShardingPlan):
-    """Return TorchRec's train pipeline over Uncorrected, with raytrec's plan and optimizers."""
+    """Return TorchRec's training pipeline for Uncorrected, with raytrec's plan and optimizers."""
     model = Uncorrected(config, schema, device)
     optimizers = resolve_optimizers(config, schema)
     mark_fused([model.bags], optimizers, device.type)
@@ -141,20 +141,20 @@ def measure(rank: int, device: torch.device, workers: int, rounds: int, batch: i
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Return an interval of about 95 % for the median, from order statistics (binomial)."""
+    """Return a confidence interval of about 95 % for the median, from order statistics (binomial)."""
     values, n = sorted(values), len(values)
     reach = int(0.98 * n**0.5)
     return values[max(0, n // 2 - reach)], values[min(n - 1, (n - 1) // 2 + reach)]
 
 
 def main(
-    workers: Annotated[int, typer.Option(help="Ranks, each a process (on CUDA: a GPU).")] = 2,
+    workers: Annotated[int, typer.Option(help="Number of ranks, each a process (on CUDA: a GPU).")] = 2,
     device: harness.Device = "cpu",
     rounds: harness.Rounds = 30,
-    batch: Annotated[int, typer.Option(help="Rows of a batch on each rank.")] = 512,
+    batch: Annotated[int, typer.Option(help="Number of rows in each rank's batch.")] = 512,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the table and write benchmarks/results/overhead.json."""
+    """Compare the sides, print the table and write benchmarks/results/overhead.json."""
     rounds = 1 if smallest else rounds
     times = on_ranks(workers, measure, workers, rounds, batch, device=device)[0]
     title = f"{workers} × {device}, {batch} rows a rank, {FEATURES} features, {rounds} turns of {STEPS} steps"

@@ -2,13 +2,13 @@
 
     python benchmarks/plan.py [--rounds 5] [--smallest]
 
-The ranks that train a plan also measure the machine's rates, in turns with the plan's steps; each plan's
-memory and step are predicted from the medians of all these rates. If the machine has other work (its load
-is above 1.5 at the start), a step counts by CPU seconds: those of the busiest rank, or of all ranks ÷
-cores if this is more; otherwise by seconds. Memory is the peak of a rank's process, less its memory before
-the plan.
+The ranks that train a plan also measure the machine's rates, alternating with the plan's steps. Each plan's
+memory and step time are predicted from the medians of all these rates. A step is timed in seconds. If the
+machine runs other work (the load at the start is above 1.5), a step is timed in CPU seconds: those of the
+busiest rank, or those of all ranks ÷ cores if greater. Memory is the peak of a rank's process, less the
+memory before the plan.
 
-Writes benchmarks/results/plan.json and the table of docs/planning.md.
+Writes benchmarks/results/plan.json and the table in docs/planning.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from raytrec.worker.build import build_unsharded
 
 BUSY = 1.5
 CLOCKS = ("s", "cpu s")  # clocks for steps and collectives
-NOT_HERE = ("process", "read ahead", "checkpoint copies")  # parts that no rank of this benchmark has
+NOT_HERE = ("process", "read ahead", "checkpoint copies")  # memory parts that this benchmark's ranks do not have
 STEPS = 12
 FIGURES = ("ms", "predicted_ms", "mib", "predicted_mib")
 MiB = 2**20
@@ -45,9 +45,9 @@ HEADER = ("ranks", "schema", "sharding", "ms", "predicted", "", "MiB", "predicte
 
 @dataclass
 class Row:
-    """A plan on a number of ranks; milliseconds of a step, and MiB of the rank with the largest memory.
+    """Plan on a number of ranks, with milliseconds per step and MiB on the rank that uses the most memory.
 
-    `plan` identifies the plan: two ways of sharding that lead to one plan are measured twice.
+    `plan` identifies the plan: a plan to which two ways of sharding lead is measured twice.
     """
 
     ranks: int
@@ -77,8 +77,8 @@ class Measured:
     Attributes:
         world: Number of ranks.
         samples: For each rank, the medians of its samples of rates.
-        turns: Plan → for each turn and rank [seconds, CPU seconds] of a step.
-        memory: Plan → peak bytes of the fullest rank, in the turn in which this is lowest.
+        turns: Plan → [seconds, CPU seconds] per step, for each turn and rank.
+        memory: Plan → peak bytes of the fullest rank, in the turn with the lowest peak.
     """
 
     world: int
@@ -88,10 +88,10 @@ class Measured:
 
 
 def side(rank: int, world: int) -> Any:
-    """Return the function that answers a rank's requests.
+    """Return the function with which a rank answers requests.
 
-    {"sample": clock} measures the machine's rates ("cpu s": collectives by CPU time), {"case": name} builds
-    a plan, {"steps": n} trains it, {"memory": true} returns its peak bytes.
+    {"sample": clock} measures the machine's rates ("cpu s": collectives in CPU time), {"case": name} builds a
+    plan, {"steps": n} trains with the plan, and {"memory": true} returns the plan's peak bytes.
     """
     import torch
 
@@ -112,7 +112,7 @@ def side(rank: int, world: int) -> Any:
 
 
 def measure(world: int, schemas: list[str], ways: tuple[str, ...], rounds: int, clock: str) -> Measured:
-    """Train all plans on a number of ranks, in turns with samples of rates."""
+    """Train all plans on a number of ranks, alternating with samples of rates."""
     names = [f"{schema} {way}" for schema in schemas for way in ways]
     out, samples = Measured(world, [], {name: [] for name in names}, {}), []
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ def measure(world: int, schemas: list[str], ways: tuple[str, ...], rounds: int, 
 
 
 def predict(measured: Measured, clock: str) -> list[Row]:
-    """Predict memory and step of each plan from the ranks' rates."""
+    """Predict the memory and step time of each plan from the ranks' rates."""
     world, rows = measured.world, []
     rates = compute_rates([[sample] for sample in measured.samples])
     for name, turns in measured.turns.items():
@@ -148,7 +148,7 @@ def predict(measured: Measured, clock: str) -> list[Row]:
 
 
 def placement(tables: list[PlannedTable]) -> str:
-    """Return a text that identifies a plan up to the numbers of its ranks, which are on one host."""
+    """Return a text that identifies a plan up to a renumbering of its ranks, which are on one host."""
     names: dict[int, int] = {}
     of_tables = [
         (table.sharding_type, [(names.setdefault(rank, len(names)), *size) for rank, *size in table.shards])
@@ -158,19 +158,19 @@ def placement(tables: list[PlannedTable]) -> str:
 
 
 def took(turns: list[Any], clock: str) -> float:
-    """Return the seconds of a step: the median of the turns."""
+    """Return the seconds of a step, as the median over turns."""
     if clock == CLOCKS[0]:
         return statistics.median(max(seconds for seconds, _ in turn) for turn in turns)
     return critical(np.median([[cpu for _, cpu in turn] for turn in turns], axis=0).tolist())
 
 
 def critical(busy: list[float]) -> float:
-    """Return the seconds of a step whose ranks are busy for these seconds, on this machine's cores."""
+    """Return the seconds of a step on this machine's cores, given the CPU seconds of each rank."""
     return max(*busy, sum(busy) / len(os.sched_getaffinity(0)), 0.0)
 
 
 def summary(rows: list[Row]) -> dict[str, float]:
-    """Return the figures of the summary."""
+    """Return the summary's figures, such as the median error of predicted times."""
     groups: dict[tuple, list[Row]] = {}
     plans = of_plans(rows)
     for row in plans:
@@ -191,7 +191,7 @@ def summary(rows: list[Row]) -> dict[str, float]:
 
 
 def of_plans(rows: list[Row]) -> list[Row]:
-    """Return a row for each plan, with the mean of the figures if several ways lead to it."""
+    """Return a row for each plan, with mean figures if several ways of sharding lead to the plan."""
     same: dict[tuple, list[Row]] = {}
     for row in rows:
         same.setdefault((row.ranks, row.schema, row.plan), []).append(row)
@@ -227,7 +227,7 @@ def show(rows: list[Row], figures: dict[str, float], clock: str) -> None:
 
 
 def document(rows: list[Row], figures: dict[str, float]) -> str:
-    """Return the text for docs/planning.md: errors by way of sharding; --again prints all rows."""
+    """Return the text for docs/planning.md, with errors for each way of sharding; --again prints all rows."""
     header = ("sharding", "plans", "ms per step", "time error: median", "largest", "memory error: largest")
     lines = []
     for way in dict.fromkeys(row.way for row in rows):
@@ -245,7 +245,7 @@ def main(
     smallest: harness.Smallest = False,
     again: Annotated[bool, typer.Option("--again", help="Predict the measured plans of plan.json again.")] = False,
 ) -> None:
-    """Print the table."""
+    """Measure and predict all plans, print the table and write the results."""
     ways = {2: ("table_wise", "row_wise")} if smallest else WAYS
     schemas, rounds = (["clicks"], 1) if smallest else (list(SCHEMAS), rounds)
     if again:

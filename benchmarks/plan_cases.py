@@ -1,4 +1,4 @@
-"""Plans of `benchmarks/plan.py` (three schemas, several ways of sharding) and the rank that trains a plan."""
+"""Plans for `benchmarks/plan.py` (three schemas, several ways of sharding), and training under a plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raytrec.worker.build import build_step
 
 
 def _schema(dense: int, features: list[tuple[int, int, int]]) -> Schema:
-    """Return a schema with a table for each feature, given as (rows, columns, ids of a bag)."""
+    """Return a schema with a table for each feature, given as (rows, columns, ids per bag)."""
     names = [f"f{i}" for i in range(len(features))]
     statistics = {
         name: {"mean_length": ids, "p99_length": ids, "max_length": ids, "distinct": rows}
@@ -58,7 +58,7 @@ SCHEMAS: dict[str, tuple[Schema, dict[str, Any], int]] = {
         384,
     ),
 }
-PLANNED = "planned"  # as the planner chooses
+PLANNED = "planned"  # sharding types chosen by the planner
 WAYS = {
     1: ("table_wise", "data_parallel"),
     2: ("table_wise", "row_wise", "column_wise", "mixed", PLANNED),
@@ -69,7 +69,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class PlanCase:
-    """A schema's model under one way of sharding."""
+    """Model of a schema under one way of sharding."""
 
     schema: Schema
     model: dict[str, Any]
@@ -85,14 +85,15 @@ CASES = {
 
 
 def ids_of(case: PlanCase, feature: str) -> int:
-    """Return the number of ids of a bag."""
+    """Return the number of ids per bag of a feature."""
     return round(case.schema.statistics[feature].mean_length)
 
 
 def config_of(case: PlanCase, world: int) -> RunConfig:
     """Return the configuration of a case.
 
-    planned: as the planner chooses; mixed: the largest tables by rows, the smallest copied, the others whole.
+    With `planned`, the planner chooses. With `mixed`, the largest tables are row-wise, the smallest are
+    data-parallel, and the others are table-wise.
     """
     ways = {name: case.way for name in case.schema.tables}
     if case.way == "mixed":
@@ -116,14 +117,14 @@ def config_of(case: PlanCase, world: int) -> RunConfig:
 
 
 def release() -> None:
-    """Return free memory to the system and reset the peak."""
+    """Return free memory to the system, and reset the peak resident memory of this process."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 class Trained:
-    """A plan on this rank that trains on batches in memory."""
+    """Model under a plan on this rank, trained on batches in memory."""
 
     def __init__(self, name: str, rank: int, world: int):
         case = CASES[name]
@@ -133,7 +134,7 @@ class Trained:
         self._step, _ = build_step(config, schema, torch.device("cpu"), fill=False)
         for table in tables(self._step.model).values():
             for part in (table.weight, *table.state.values()):
-                for shard in part.local:  # touches its pages
+                for shard in part.local:  # touches the pages
                     shard.values.fill_(0.01)
         rng = np.random.default_rng(rank)
         lengths = torch.tensor([ids_of(case, name) for name in schema.sparse], dtype=torch.int32)
@@ -152,13 +153,13 @@ class Trained:
             self._batches.append(Batch(dense, sparse, labels, torch.ones(rows), rows * world))
 
     def train(self, steps: int) -> list[float]:
-        """Train and return the median [seconds, CPU seconds] of a step."""
+        """Train for some steps, and return the median [seconds, CPU seconds] per step."""
         batches = (self._batches[i % 4] for i in range(steps))
         times = [(perf_counter(), process_time()) for _ in self._step.train(batches, steps)]
         return np.median(np.diff(times, axis=0), axis=0).tolist()
 
     def memory(self) -> int:
-        """Return the peak bytes of the plan, without the batches that the pipeline does not hold."""
+        """Return the plan's peak bytes, without the batch that the pipeline does not hold."""
         spare = sum(t.numel() * t.element_size() for t in _tensors(self._batches[0]))
         return status_bytes("VmHWM") - self._before - spare
 

@@ -1,4 +1,4 @@
-"""A data set with numbered rows, and a configuration to train on it."""
+"""A data set with numbered rows, and a configuration for training on the data set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USERS, TAGS = 1000, 50
 
 
 def table(rows: int, seed: int, ids: np.ndarray) -> pa.Table:
-    """Return rows whose label depends on user, tags and price, with some noise."""
+    """Return rows whose noisy label depends on user, tags and price."""
     rng = np.random.default_rng(seed)
     user, price = rng.integers(0, USERS, rows), rng.normal(size=rows).astype(np.float32)
     lengths = rng.integers(1, 4, rows)
@@ -35,11 +35,11 @@ def table(rows: int, seed: int, ids: np.ndarray) -> pa.Table:
 
 
 def prepare(folder: Path, steps: int) -> int:
-    """Write data for a number of steps in EPOCHS epochs, whose last batches are small; return the rows."""
+    """Write data for `steps` steps in EPOCHS epochs with a small last batch; return the number of rows."""
     rows = steps // EPOCHS * BATCH - BATCH // 3
     for name, count, ids in (
         ("train", rows, np.arange(rows)),
-        ("test", TEST_ROWS, np.full(TEST_ROWS, rows)),  # an untrained row of the table
+        ("test", TEST_ROWS, np.full(TEST_ROWS, rows)),  # a table row that is never trained
     ):
         (folder / name).mkdir(parents=True)
         whole, part = table(count, len(name), ids), -(-count // 4)
@@ -61,7 +61,7 @@ def prepare(folder: Path, steps: int) -> int:
 
 
 def configure(folder: Path, data: Path, workers: int | dict[str, int]) -> Path:
-    """Write the configuration and return its file."""
+    """Write the configuration, and return the path of its file."""
     values = {
         "data": {
             "train": str(data / "train"),
@@ -71,7 +71,7 @@ def configure(folder: Path, data: Path, workers: int | dict[str, int]) -> Path:
             "buffer_gib": 0.06,
         },
         "model": {"bottom_mlp": [64], "top_mlp": [128, 64]},
-        # Sums over other numbers of ranks round differently; a large learning rate amplifies the difference.
+        # Sums over different numbers of ranks round differently, which a large learning rate would amplify.
         "optim": {"dense": {"lr": 3e-4}},
         "train": {"epochs": EPOCHS, "log_every_steps": 50},
         "checkpoint": {"every_steps": 25, "keep_last": 2},

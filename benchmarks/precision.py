@@ -3,9 +3,9 @@
     raytrec prepare synthetic --out data/synthetic
     python benchmarks/precision.py [CONFIG] [section.key=value]... [--seeds 5]
 
-Each precision is trained with the same seeds, so that the run of a seed differs from its fp32 run in the
-precision alone. The table has the mean of these differences ± its standard error. A run is stored in
-benchmarks/results/precision.json when it has ended: the same command continues with the missing runs.
+Each precision is trained with the same seeds, so that each run differs from the fp32 run with the same seed
+only in precision. The table shows the mean of these differences ± its standard error. Each run is stored in
+benchmarks/results/precision.json when it ends, so that the same command continues with the missing runs.
 Writes the table into docs/benchmarks.md.
 """
 
@@ -25,11 +25,11 @@ from raytrec.driver.launch import open_session
 from raytrec.driver.run import train
 
 HALF = "plan.tables={'*': {dtype: fp16}}"
-COLUMNS = ("tables", "embeddings", "gradients", "test AUC", "difference to fp32", "NE", "rows/s")
+COLUMNS = ("tables", "embeddings", "gradients", "test AUC", "difference from fp32", "NE", "rows/s")
 
 
 def sent(forward: str, backward: str) -> list[str]:
-    """Return the settings of quantized collectives."""
+    """Return the settings for collectives with these precisions."""
     return [f"plan.qcomms.forward_precision={forward}", f"plan.qcomms.backward_precision={backward}"]
 
 
@@ -55,13 +55,13 @@ def run(config: str, settings: list[str]) -> dict[str, float]:
 
 
 def kept(about: dict) -> Runs:
-    """Return the stored runs if they have this configuration."""
+    """Return the stored runs if they used this configuration, else {}."""
     stored = harness.load("precision")
     return stored["runs"] if stored and stored | about == stored else {}
 
 
 def rows_of(runs: Runs) -> list[list[str]]:
-    """Return the rows of the table, for the variants that have runs."""
+    """Return the table rows of the variants with runs."""
     exact, out = runs[" ".join(next(iter(VARIANTS)))], []
     for names in VARIANTS:
         if not (seed_runs := runs.get(" ".join(names))):
@@ -75,7 +75,7 @@ def rows_of(runs: Runs) -> list[list[str]]:
 
 
 def grid(rows: list[list[str]], title: str) -> Grid:
-    """Return the table."""
+    """Return the table of precisions and figures."""
     return Grid(COLUMNS, rows, title, left=3)
 
 
@@ -87,10 +87,10 @@ def document(rows: list[list[str]], title: str) -> str:
 def main(
     config: Annotated[str, typer.Argument(metavar="CONFIG")] = "jobs/synthetic.yaml",
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each precision.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs for each precision.")] = 5,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Train the missing runs, print the table and write it into the documents."""
+    """Train the missing runs, print the table and write it into docs/benchmarks.md."""
     settings = ["plan.sharding_types=[table_wise]", *QUIET, *(overrides or [])]
     settings += ["train.epochs=1", "train.max_steps=3"] if smallest else []
     variants, seeds = (list(VARIANTS)[::4], 1) if smallest else (list(VARIANTS), seeds)

@@ -1,7 +1,7 @@
-"""CPU time and memory of a command and of all processes that it starts, read from outside.
+"""CPU time and memory of a command and of all processes that the command starts, read from outside.
 
-The processes are known by a variable in their environment, which processes inherit even when they leave the
-tree, as Ray's do.
+The processes are identified by an environment variable, which processes inherit even if they leave the
+process tree, as Ray's do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Marked:
     """All current and future processes with a mark in their environment.
 
     Args:
-        mark: NAME=VALUE.
+        mark: Mark, an environment variable with its value, NAME=VALUE.
     """
 
     def __init__(self, mark: str):
@@ -30,7 +30,7 @@ class Marked:
         self._cpu_s: dict[tuple[int, str], float] = {}
 
     def pids(self) -> list[int]:
-        """Return the ids of marked processes that are alive. Each environment is read once."""
+        """Return the ids of live marked processes; each process's environment is read once."""
         alive = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         for pid in alive - self._known.keys():
             with suppress(OSError):
@@ -41,7 +41,7 @@ class Marked:
         return sorted(pid for pid, marked in self._known.items() if marked)
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds of all marked processes. Ended ones count with their last known value."""
+        """Return the CPU seconds of all marked processes; ended processes count with the last known value."""
         for pid in self.pids():
             with suppress(OSError, IndexError):
                 fields = _read(pid, "stat").rpartition(")")[2].split()
@@ -50,7 +50,7 @@ class Marked:
         return sum(self._cpu_s.values())
 
     def memory_mib(self) -> float:
-        """Return the memory of processes that are alive; shared pages count once (PSS)."""
+        """Return the memory of live marked processes in MiB; shared pages count once (PSS)."""
         total = 0
         for pid in self.pids():
             with suppress(OSError, AttributeError):
@@ -63,16 +63,16 @@ def _read(pid: int, name: str) -> str:
 
 
 class Command:
-    """A command in the background, with samples of its processes' CPU time.
+    """Command that runs in the background, with samples of its processes' CPU time.
 
     Args:
         command: Program and arguments.
-        folder: Folder of the command; its output goes to log.txt.
+        folder: Folder for the command's output, which is written to log.txt.
 
     Attributes:
-        samples: (seconds since 1970, CPU seconds).
-        peak_mib: Largest memory that `look` has found.
-        began: Seconds since 1970.
+        samples: Samples (seconds since 1970, CPU seconds).
+        peak_mib: Largest memory in MiB that `look` has measured.
+        began: Time of the start, in seconds since 1970.
     """
 
     def __init__(self, command: list[str], folder: Path):
@@ -98,21 +98,21 @@ class Command:
         return self._log.read_text(errors="replace")[-3000:]
 
     def look(self, memory_every_s: float | None) -> None:
-        """Sample CPU time and, at most every so many seconds because it is slower, memory."""
+        """Sample CPU time and, at most every `memory_every_s` seconds because it is slower, memory."""
         self.samples.append((time(), self._marked.cpu_s()))
         if memory_every_s is not None and monotonic() - self._looked >= memory_every_s:
             self.peak_mib = max(self.peak_mib, self._marked.memory_mib())
             self._looked = monotonic()
 
     def cpu_s(self, moment: float) -> float:
-        """Return CPU seconds at a moment, interpolated between the samples around it."""
+        """Return the CPU seconds at a time since 1970, interpolated between the nearest samples."""
         before = max((s for s in self.samples if s[0] <= moment), default=self.samples[0])
         after = min((s for s in self.samples if s[0] >= moment), default=self.samples[-1])
         share = (moment - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
         return before[1] + share * (after[1] - before[1])
 
     def end(self) -> int:
-        """Kill the remaining processes of the command and return its exit code."""
+        """Kill the command's remaining processes, and return the command's exit code."""
         for pid in self._marked.pids():
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,15 +1,15 @@
-"""Every model on public data with several seeds, next to published figures.
+"""Quality of every model on public data with several seeds, compared with published figures.
 
     python benchmarks/quality.py [SOURCE] [--seeds 5] [--only dlrm,toys] [--budget-s 3600] [--smallest]
     python benchmarks/quality.py SOURCE --exports [--only ml100k_dlrm,adult_mmoe]
 
-The rows, their data sets and published figures are in benchmarks/quality.yaml; the configuration of a row
-is jobs/quality/DATA_MODEL.yaml. SOURCE is the folder with the original data (ml-100k, ml-1m, toys, adult);
-missing data is left out. Data sets are prepared by their recipes, into data/quality.
+The table's rows, their data sets and published figures are in benchmarks/quality.yaml. The configuration of a
+row is jobs/quality/DATA_MODEL.yaml. SOURCE is the folder with the original data (ml-100k, ml-1m, toys, adult);
+rows whose data is missing are skipped. Data sets are prepared by their recipes, into data/quality.
 
-The run of a seed is stored in benchmarks/results/quality.json when it has ended: the same command
-continues with the missing seeds, and begins a row again if its configuration, data or recipe has changed.
-A row whose runs have taken its budget (an hour) gets no more seeds. Writes the table into docs/quality.md.
+Each run is stored in benchmarks/results/quality.json when it ends, so that the same command continues with
+the missing seeds. A row starts over if its configuration, data or recipe has changed. A row whose runs have
+used up its budget (an hour) gets no more seeds. Writes the table into docs/quality.md.
 
 With --exports, rows are trained once with seed 0 and exported with tables of each precision
 (benchmarks/results/quality_exports.json).
@@ -50,19 +50,19 @@ SHORT = ["train.epochs=1", "train.max_steps=3", "train.eval_every_steps=null", "
 
 @dataclass(frozen=True)
 class Row:
-    """A model on a data set.
+    """Table row: a model on a data set.
 
     Attributes:
         model: Name of the model.
         data: Name of the data set.
-        metrics: Figure in the table → its key in result.json; of logistic regression: → the label.
+        metrics: Figure in the table → key in result.json, or for logistic regression → label.
         recipe: Recipe of the data set, without --out; {source} is the folder with the original data.
         title: Title of the data set.
         published: Published values of these figures, and their source.
-        job: Name of the configuration; default: from data and model.
-        note: Text in the table after the model.
-        features: Features of logistic regression with one id a row; empty: all, and the dense columns.
-        budget_s: Seconds of runs after which the row gets no more seeds.
+        job: Name of the configuration; default: derived from data and model.
+        note: Text after the model's name in the table.
+        features: Features with one id per row for logistic regression; empty: all, and the dense columns.
+        budget_s: Total seconds of runs after which the row gets no more seeds.
     """
 
     model: str
@@ -78,18 +78,18 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Return the key of the row in the results."""
+        """Return the row's key in the results."""
         return self.job or f"{self.data}_{self.model.split()[0]}"
 
     @property
     def config(self) -> Path:
-        """Return the file of the row's configuration."""
+        """Return the path of the row's configuration."""
         return JOBS / f"{self.name}.yaml"
 
 
 def main(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder with the original data.")] = ".",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each row.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs for each row.")] = 5,
     only: Annotated[str, typer.Option(help="Rows, models or data sets, separated by commas.")] = "",
     budget_s: Annotated[
         float | None, typer.Option(help="Seconds after which a row gets no more seeds; default: the row's.")
@@ -99,7 +99,7 @@ def main(
 ) -> None:
     """Train the missing runs, print the table and write it into docs/quality.md.
 
-    The smallest form trains three steps of each row on made-up data.
+    With --smallest, each row is trained for three steps on synthetic data.
     """
     rows = chosen(read_rows(), only)
     if smallest:
@@ -120,7 +120,7 @@ def main(
 
 
 def read_rows() -> list[Row]:
-    """Return the rows of quality.yaml."""
+    """Return the rows in quality.yaml."""
     values = yaml.safe_load(ROWS.read_text())
     published = values["published"]
     return [
@@ -133,7 +133,7 @@ def read_rows() -> list[Row]:
 
 
 def chosen(rows: list[Row], only: str) -> list[Row]:
-    """Return the rows that are named by row, model or data set.
+    """Return the rows selected by names of rows, models or data sets, or all rows if `only` is empty.
 
     Raises:
         typer.BadParameter: A name is unknown.
@@ -147,7 +147,7 @@ def chosen(rows: list[Row], only: str) -> list[Row]:
 
 
 def prepare(row: Row, source: Path, into: Path) -> Path | None:
-    """Prepare a row's data set if necessary; return its folder, or None if its source is missing."""
+    """Prepare a row's data set if necessary; return its folder, or None if the source is missing."""
     from raytrec_datasets import app
 
     arguments = shlex.split(row.recipe.format(source=shlex.quote(str(source))))
@@ -160,7 +160,7 @@ def prepare(row: Row, source: Path, into: Path) -> Path | None:
 
 
 def settings_of(row: Row, folder: Path) -> list[str]:
-    """Return the overrides by which a row's configuration reads its data set in this folder."""
+    """Return the overrides that make a row's configuration read the data set in this folder."""
     values = load_config(row.config)
     settings = [f"data.{split}={folder}/{split}" for split in ("train", "valid", "test")]
     if values.data.schema_path:
@@ -171,7 +171,7 @@ def settings_of(row: Row, folder: Path) -> list[str]:
 
 
 def measure(row: Row, folder: Path, seeds: int, budget_s: float) -> None:
-    """Train the missing seeds of a row and store each when it has ended."""
+    """Train the missing seeds of a row, and store each run when it ends."""
     baseline = BASELINES.get(row.model)
     about = {
         "config": json.dumps([row.metrics, row.features]) if baseline else row.config.read_text(),
@@ -197,18 +197,18 @@ def measure(row: Row, folder: Path, seeds: int, budget_s: float) -> None:
 
 
 def kept_runs(row: Row, about: dict) -> list[dict]:
-    """Return the stored runs if they have the same configuration, data and recipe."""
+    """Return the stored runs if they used the same configuration, data and recipe, else []."""
     known = harness.load("quality").get(row.name, {})
     return known["runs"] if known and known | about == known else []
 
 
 def keep(row: Row, result: dict) -> None:
-    """Store a row's runs and keep the runs of other rows."""
+    """Store a row's runs, and keep the stored runs of other rows."""
     harness.store("quality", harness.load("quality") | {row.name: result})
 
 
 def run(row: Row, settings: list[str], seed: int) -> dict:
-    """Train once and return {seed, figures, parameters, rows_per_s, steps, seconds}."""
+    """Train once, and return {seed, figures, parameters, rows_per_s, workers, steps, seconds}."""
     began = time.monotonic()
     result = train(row.config, [*settings, f"run.seed={seed}"]).metrics
     config = load_config(row.config, settings)
@@ -225,7 +225,7 @@ def run(row: Row, settings: list[str], seed: int) -> dict:
 
 
 def measure_exports(row: Row, folder: Path) -> None:
-    """Train seed 0 of a row and store {figure: {precision of tables: value}}."""
+    """Train seed 0 of a row, export it in each precision, and store {figure: {precision: value}}."""
     settings = [*settings_of(row, folder), *QUIET, "run.seed=0"]
     with tempfile.TemporaryDirectory() as scratch:
         trained = train(row.config, [*settings, f"run.dir={scratch}/run"])
@@ -238,7 +238,7 @@ def measure_exports(row: Row, folder: Path) -> None:
 
 
 def parameters(config: RunConfig, schema: Schema) -> int:
-    """Return the number of parameters of the tables and of the dense layers."""
+    """Return the number of parameters in the tables and dense layers."""
     from raytrec.models import build_model
     from raytrec.tasks.task import count_logits, needs_vectors, resolve_tasks
 
@@ -250,10 +250,10 @@ def parameters(config: RunConfig, schema: Schema) -> int:
 
 
 def measure_smallest(rows: list[Row]) -> None:
-    """Train a few steps of every row.
+    """Train every row for a few steps on synthetic data.
 
     Raises:
-        typer.Exit: A row failed; the others have been run.
+        typer.Exit: A row failed. All other rows are run before the error is raised.
     """
     from quality_sources import write_sources
 
@@ -277,7 +277,7 @@ def measure_smallest(rows: list[Row]) -> None:
 
 
 def run_smallest(row: Row, scratch: Path) -> dict:
-    """Train three steps of a row on made-up data and return its figures."""
+    """Train a row for three steps on synthetic data, and return the result of the run."""
     folder = prepare(row, scratch, scratch / "prepared")
     assert folder is not None
     if baseline := BASELINES.get(row.model):

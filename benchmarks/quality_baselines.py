@@ -1,6 +1,6 @@
-"""Baselines of `make quality`: logistic regression, and the popularity of items in the last days.
+"""Baselines for `make quality`: logistic regression, and the popularity of items in recent days.
 
-Each function returns {seed: 0, figures, parameters, seconds} of a prepared data set. Figures have the names
+Each function returns {seed: 0, figures, parameters, seconds} for a prepared data set. Figures have the names
 used in the table.
 """
 
@@ -20,15 +20,15 @@ DAY_S, DAYS, TOP = 86_400, (1, 3, 7, 14, 30, 100), 10
 
 
 def measure_logistic(folder: Path, labels: dict[str, str], features: list[str]) -> dict[str, Any]:
-    """Fit scikit-learn's logistic regression for each label and return the figures.
+    """Fit scikit-learn's logistic regression for each label, and return the figures.
 
-    A model reads each dense column at mean 0 and variance 1, and a column of 0 and 1 for each value of a
-    feature with one id a row; L2 penalty, C = 1.
+    The inputs are the dense columns, scaled to mean 0 and variance 1, and a column of 0 and 1 for each value
+    of a feature with one id per row. The penalty is L2 with C = 1.
 
     Args:
         folder: Folder of the data set.
-        labels: Figure in the table, the AUC on the test split → its label.
-        features: Sparse features; empty: all that have one id a row, and the dense columns.
+        labels: Name of a figure in the table (AUC on the test split) → label.
+        features: Sparse features; empty: all features with one id per row, and the dense columns.
     """
     from sklearn.compose import make_column_transformer
     from sklearn.linear_model import LogisticRegression
@@ -53,10 +53,10 @@ def measure_logistic(folder: Path, labels: dict[str, str], features: list[str]) 
 
 
 def measure_popularity(folder: Path, names: dict[str, str], features: list[str]) -> dict[str, Any]:
-    """Rank items by the users that met them in the days before a row, without items that the user has seen.
+    """Rank items by the number of their users in the days before a row, and return the figures.
 
-    The number of days is chosen from DAYS by NDCG on the valid split. Among items with equal counts, the item
-    that was met more often over all time comes first.
+    Items that the row's user has seen are excluded. The number of days is chosen from DAYS by NDCG on the
+    valid split. Among items with equal counts, the item with more users at any earlier time comes first.
 
     Args:
         folder: Folder of the data set.
@@ -77,7 +77,7 @@ def measure_popularity(folder: Path, names: dict[str, str], features: list[str])
 
 
 def _popular(rows: pd.DataFrame, items: np.ndarray, times: np.ndarray, days: int) -> tuple[float, float]:
-    """Return HR@10 and NDCG@10 of the items that were popular in the days before each row."""
+    """Return HR@10 and NDCG@10 if items are ranked by their popularity in the days before each row."""
     rows = rows.sort_values("time")
     counts, ever, ranks = np.zeros(items.max() + 1), np.zeros(items.max() + 1), []
     firsts, ends = (np.searchsorted(times, rows["time"] - span) for span in (days * DAY_S, 0))

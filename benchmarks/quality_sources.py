@@ -1,4 +1,4 @@
-"""Made-up users, items and people in the layouts of the original data, for `make quality-smoke`."""
+"""Synthetic users, items and people in the layouts of the original data, for `make quality-smoke`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _ml100k(folder: Path, lists: list[np.ndarray], rng: np.random.Generator) -> 
 
 
 def _ml1m(folder: Path, lists: list[np.ndarray], rng: np.random.Generator) -> None:
-    """Write the form without values and times of ratings: datasets/movielens/candidates.py."""
+    """Write the layout without rating values and times that datasets/movielens/candidates.py reads."""
     number: dict[int, int] = {}
     for item in np.concatenate(lists):
         number.setdefault(int(item), len(number))

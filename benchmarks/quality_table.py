@@ -1,4 +1,4 @@
-"""Tables of docs/quality.md, from benchmarks/results/quality.json."""
+"""Tables in docs/quality.md, made from benchmarks/results/quality.json and quality_exports.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PRECISIONS = ("fp16", "int8", "int4")
 
 
 def lines_of(rows: list, results: dict) -> list[tuple[str, ...]]:
-    """Return a line for each figure of each row that has runs."""
+    """Return a table line for each figure of each row with runs."""
     lines = []
     for row in rows:
         runs = results.get(row.name, {}).get("runs", [])
@@ -30,19 +30,19 @@ def lines_of(rows: list, results: dict) -> list[tuple[str, ...]]:
 
 
 def spread(values: list[float]) -> str:
-    """Return mean ± standard deviation over seeds, or the value of one run."""
+    """Return the mean ± standard deviation over seeds as text, or the value of a single run."""
     if len(values) < 2:
         return "".join(f"{value:.4f}" for value in values)
     return f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}"
 
 
 def grid(rows: list, results: dict) -> Grid:
-    """Return the table."""
+    """Return the table of quality figures."""
     return Grid(COLUMNS, lines_of(rows, results), "make quality", left=4)
 
 
 def document(rows: list, results: dict) -> str:
-    """Return the text for docs/quality.md: the table, data sets, and the sources of published figures."""
+    """Return the text for docs/quality.md: the table, data sets, and sources of published figures."""
     measured: list[Any] = [row for row in rows if results.get(row.name, {}).get("runs")]
     if not measured:
         return ""
@@ -60,7 +60,7 @@ def document(rows: list, results: dict) -> str:
 
 
 def exports_document(rows: list, results: dict) -> str:
-    """Return the table of exports: values with fp32 tables, and the changes with fewer bits."""
+    """Return the table of exports: values with fp32 tables, and their changes with fewer bits."""
     lines = [
         [row.data, row.model, name, f"{of['fp32']:.5f}", *(f"{of[p] - of['fp32']:+.1e}" for p in PRECISIONS)]
         for row in rows

@@ -1,4 +1,4 @@
-"""Ranks of a benchmark without Ray: groups of processes that answer requests or run one function."""
+"""Benchmark ranks without Ray: groups of processes that answer requests or run one function."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ import typer
 from harness import HERE, REPO, take_turns
 
 Answer = Callable[..., Any]
-FIRST_STEPS = 2  # steps of a new model, from which the length of a turn is estimated
+FIRST_STEPS = 2  # number of steps of a new model, from which the length of a turn is estimated
 
 
 def join_group(rank: int, world: int, store: str | Path, device: str = "cpu") -> Any:
-    """Make this process a rank of a group on this machine and return its device.
+    """Make this process a rank of a group on this machine, and return the rank's device.
 
-    The rank uses one thread and prints neither warnings nor log messages below errors.
+    The rank uses one thread and prints no warnings or log messages below errors.
 
     Args:
         rank: Number of the rank.
         world: Number of ranks.
-        store: File that does not exist yet, the same for all ranks.
+        store: Path of a file that does not exist yet, the same for all ranks.
         device: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank).
     """
     import torch
@@ -68,14 +68,14 @@ def on_ranks(
     device: str = "cpu",
     meanwhile: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """Run function(rank, device, *args) on new ranks and return the value of each rank.
+    """Run function(rank, device, *args) on new ranks, and return each rank's value.
 
     Args:
         world: Number of ranks.
-        function: Function of a module that the ranks can import.
+        function: Function in a module that the ranks can import.
         args: Arguments of the function, which are pickled.
         device: "cpu" or "cuda".
-        meanwhile: Function that this process calls again and again until the ranks have ended.
+        meanwhile: Function that this process calls repeatedly until the ranks have ended.
     """
     import torch.multiprocessing as mp
 
@@ -97,7 +97,7 @@ def _run_rank(rank: int, world: int, device: str, folder: str, function: Answer,
 
 
 def group_seconds(call: Callable[[], Any], device: Any = None) -> float:
-    """Return the seconds of a call until it has ended on all ranks, GPU work included.
+    """Return the seconds until a call, including its GPU work, has ended on all ranks.
 
     Args:
         call: Function that every rank calls.
@@ -119,12 +119,12 @@ def group_seconds(call: Callable[[], Any], device: Any = None) -> float:
 
 
 class Ranks:
-    """The processes of one side of a benchmark, each of which answers a line of JSON with another line.
+    """Processes of one side of a benchmark, each of which answers a line of JSON with another line.
 
     Args:
-        script: Script in benchmarks/ that calls `run_script` with the function of its side.
+        script: Script in benchmarks/ that calls `run_script` with the side's function.
         world: Number of ranks.
-        stack: Stack at whose end the processes end.
+        stack: Exit stack; the processes end when the stack is closed.
     """
 
     def __init__(self, script: str, world: int, stack: ExitStack):
@@ -147,7 +147,7 @@ class Ranks:
         ]
 
     def ask(self, **values: Any) -> list[Any]:
-        """Send a request to all ranks and return the answer of each."""
+        """Send a request to all ranks, and return their answers."""
         for rank in self._ranks:
             rank.stdin.write(json.dumps(values) + "\n")
             rank.stdin.flush()
@@ -157,7 +157,7 @@ class Ranks:
         return answers
 
     def time(self, **values: Any) -> dict[str, float]:
-        """Send a request and return the seconds of the slowest rank and the CPU seconds of all ranks."""
+        """Send a request, and return the seconds of the slowest rank and the CPU seconds of all ranks."""
         answers = self.ask(**values)
         return {"s": max(s for s, _ in answers), "cpu_s": sum(cpu for _, cpu in answers)}
 
@@ -170,15 +170,15 @@ def compare(
     turn_s: float = 0.4,
     first_steps: int = FIRST_STEPS,
 ) -> dict[str, dict[str, float]]:
-    """Return milliseconds of a step and CPU-µs of a row for each side: the best of its turns.
+    """Return each side's milliseconds per step and CPU-µs per row, as the best values of the side's turns.
 
     Args:
-        sides: Name of a side → its ranks, which answer as `trainer` does.
+        sides: Name of a side → the side's ranks, which answer as `trainer` does.
         requests: Name of a side → request that builds the side's model.
-        rounds: Turns of each side.
-        rows: Rows of a step.
+        rounds: Number of turns of each side.
+        rows: Number of rows per step.
         turn_s: Approximate length of a turn in seconds.
-        first_steps: Steps that a side trains when its model is built.
+        first_steps: Number of steps that a side trains when its model is built.
     """
     steps = {}
     for side, ranks in sides.items():
@@ -195,13 +195,13 @@ def compare(
 
 
 def trainer(build: Callable[..., tuple[Any, Iterator[Any]]]) -> Callable[[int, int], Answer]:
-    """Return the side of a script whose ranks train.
+    """Return the function of a side whose ranks train, for `run_script`.
 
-    The request {"steps": n} trains n steps. Any other request is passed to `build` and trains FIRST_STEPS
-    steps of the new model. The answer is [seconds, CPU seconds], collating included.
+    The request {"steps": n} trains n steps. Any other request is passed to `build`, and the new model is
+    trained for FIRST_STEPS steps. The answer is [seconds, CPU seconds], including collation.
 
     Args:
-        build: Function of (rank, world, **request) that returns a Step and its batches.
+        build: Function of (rank, world, **request) that returns a Step and batches.
     """
 
     def side(rank: int, world: int) -> Answer:
@@ -218,11 +218,11 @@ def trainer(build: Callable[..., tuple[Any, Iterator[Any]]]) -> Callable[[int, i
 
 
 def run_script(main: Callable[..., None], side: Callable[[int, int], Answer]) -> None:
-    """Run a script: its command, or one of its ranks after `side RANK WORLD STORE`.
+    """Run a script's command or, if the arguments are `side RANK WORLD STORE`, one of its ranks.
 
     Args:
-        main: Command of the scenario.
-        side: Function of (rank, world) that returns the function which answers a request.
+        main: Command of the script.
+        side: Function of (rank, world) that returns the function that answers requests.
     """
     if sys.argv[1:2] != ["side"]:
         return typer.run(main)
@@ -238,13 +238,13 @@ def run_script(main: Callable[..., None], side: Callable[[int, int], Answer]) ->
 
 @dataclass
 class Rig:
-    """raytrec's training step on this rank, and the parts that make its batches.
+    """raytrec's training step on this rank, with the means to make batches.
 
     Attributes:
-        step: Step of raytrec/worker.
-        form: Form of the rows that are read.
+        step: Training step (worker.step.Step).
+        form: Resolved read plan of the rows.
         collate: Function that makes a batch from pieces of rows.
-        rows: Rows of the global batch.
+        rows: Number of rows in the global batch.
     """
 
     step: Any
@@ -253,7 +253,7 @@ class Rig:
     rows: int
 
     def piece(self, labels: list[Any], singles: list[Any], bags: Iterable[Any] = ()) -> Any:
-        """Return rows with these columns; the arguments are those of `batch`."""
+        """Return rows with these columns, given as in `batch`."""
         from raytrec.data.canonical import build_canonical_table
 
         return self.pieces(build_canonical_table(self.form, labels, [], singles, list(bags), len(labels[0])))
@@ -265,18 +265,18 @@ class Rig:
         return Rows.of(table.combine_chunks().to_batches()[0])
 
     def batch(self, labels: Any, singles: list[Any], bags: Iterable[Any] = (), number: int = 0) -> Any:
-        """Return a batch of this rank.
+        """Return a batch for this rank.
 
         Args:
-            labels: float32 [B].
-            singles: Ids of each feature with one id a row, [B].
+            labels: Labels, float32 [B].
+            singles: Ids of each feature with one id per row, [B].
             bags: (offsets, ids, weights or None) of each list feature.
             number: Step of the batch, counted from 0.
         """
         return self.collate([self.piece([labels], singles, bags)], len(labels), self.rows, number)
 
     def repeat(self, pieces: list[Any]) -> Iterator[Any]:
-        """Yield batches of these pieces of rows, one after the other, without end."""
+        """Yield a batch for each of these pieces of rows in turn, endlessly."""
         for number, piece in enumerate(cycle(pieces)):
             yield self.collate([piece], len(piece), self.rows, number)
 
@@ -284,13 +284,13 @@ class Rig:
 def rig(
     schema: dict[str, Any], model: dict[str, Any], world: int, rows: int, lists: Iterable[str] = (), **sections: Any
 ) -> Rig:
-    """Build a model on this rank (CPU).
+    """Build a model on this rank on CPU, and return the model's Rig.
 
     Args:
-        schema: Content of a schema; one label `y` and no dense columns unless stated otherwise.
+        schema: Content of a schema; by default, with one label `y` and no dense columns.
         model: Section `model` of the configuration.
         world: Number of ranks.
-        rows: Rows of the global batch.
+        rows: Number of rows in the global batch.
         lists: Features with a list of ids in each row.
         sections: Other sections of the configuration.
     """
@@ -312,7 +312,7 @@ def rig(
 
 
 def time_steps(step: Any, batches: Iterator[Any], steps: int) -> tuple[float, float]:
-    """Train and return (seconds, CPU seconds) of this rank."""
+    """Train for some steps, and return this rank's (seconds, CPU seconds)."""
     began, used = perf_counter(), process_time()
     for _ in step.train(batches, steps):
         pass

@@ -1,14 +1,14 @@
-"""The `raytrec` command with a record of the rows of every step, and the reader of the record.
+"""The `raytrec` command, extended to record the rows of every step, and the reader of such records.
 
     python benchmarks/recorder.py train CONFIG run.dir=RUN
 
-Every rank appends a line for each step to the file CHAOS_RECORDS/RUN/ATTEMPT-RANK-PID.jsonl (an
-environment variable and the name of the run) before anything else happens at the step: number of ranks,
-raylet, step, time, ids of the rows, their loss. The run folder is not used, because its disk may be full.
-The ids are read from the trained batch, so the data needs a sparse feature `row` with the number of the
-row as its id.
+Every rank appends a line for each step to the file CHAOS_RECORDS/RUN/ATTEMPT-RANK-PID.jsonl, in which
+CHAOS_RECORDS is an environment variable and RUN the name of the run. The line contains the number of ranks,
+raylet, step, time, the rows' ids and their loss. A rank writes the line before anything else happens after
+the step. The run folder is not used, because its disk may be full. The ids are read from the trained batch,
+so the data needs a sparse feature `row` with the number of the row as its id.
 
-The file `pace` there, if it exists, has the seconds by which each step is longer.
+The file `pace` in this folder, if it exists, contains the number of seconds added to each step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FEATURE, PACE, RECORDS = "row", "pace", "CHAOS_RECORDS"
 
 
 def records_of(run: str | Path) -> Path:
-    """Return the folder of a run's record."""
+    """Return the folder that contains a run's records."""
     return Path(os.environ[RECORDS]) / Path(run).name
 
 
 class Writer:
-    """The record of one rank."""
+    """Writer of one rank's records."""
 
     def __init__(self, checkpoints: Any):
         context = checkpoints._run.context
@@ -43,7 +43,7 @@ class Writer:
         self._file = open(self._folder / name, "ab", buffering=0)  # noqa: SIM115 (lives as long as the process)
 
     def step(self, checkpoints: Any, outputs: Any) -> None:
-        """Append the line of the current step, and sleep for the seconds in the file `pace`."""
+        """Append the line for the current step, and sleep for the number of seconds in the file `pace`."""
         from torch.nn.functional import binary_cross_entropy_with_logits as entropy
 
         step = checkpoints._run.progress.step
@@ -60,7 +60,7 @@ class Writer:
 
 
 def recorded_train_worker(task: Any) -> None:
-    """Run `train_worker` with a record; runs in the workers."""
+    """Run `train_worker` in a worker and record the worker's steps."""
     from raytrec.worker.checkpointing import CheckpointManager
     from raytrec.worker.loop import train_worker
 
@@ -84,9 +84,9 @@ class Attempt:
         name: Name of the attempt.
         world: Number of ranks.
         ranks: Rank → process id.
-        raylets: Rank → process id of its node's raylet. (The rank's parent process may have ended.)
+        raylets: Rank → process id of its node's raylet, which is not always the rank's parent process.
         rows: Step → rank → ids of the rows.
-        times: Step → time at which the first rank had trained it.
+        times: Step → time at which the first rank finished it.
         losses: Step → rank → sum of the rows' losses before the step's update.
     """
 
@@ -115,7 +115,7 @@ class Attempt:
 
 
 class Record:
-    """All attempts of a run, read while they grow.
+    """Records of all attempts of a run, which can be read while the run writes them.
 
     Args:
         folder: Folder of the run.
@@ -127,7 +127,7 @@ class Record:
         self._attempts: dict[str, Attempt] = {}
 
     def look(self) -> list[Attempt]:
-        """Read new lines and return all attempts, the earliest first."""
+        """Read new lines, and return all attempts, the earliest first."""
         for path in self._folder.glob("*.jsonl"):
             with open(path, "rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -148,18 +148,18 @@ class Record:
         attempt.times[step] = min(unix_s, attempt.times.get(step, unix_s))
 
     def trained(self) -> dict[int, np.ndarray]:
-        """Return step → sorted rows of the last attempt that trained the step."""
+        """Return step → sorted ids of the rows in the last attempt that trained the step."""
         last = {step: ranks for attempt in self.look() for step, ranks in attempt.rows.items()}
         return {step: np.sort(np.concatenate(list(ranks.values()))) for step, ranks in last.items()}
 
     def losses(self) -> dict[int, float]:
-        """Return step → mean loss of its rows in the last attempt that trained the step."""
+        """Return step → mean loss of the rows in the last attempt that trained the step."""
         last = {step: (ranks, a.rows[step]) for a in self.look() for step, ranks in a.losses.items()}
         return {s: sum(ls.values()) / sum(map(len, rows.values())) for s, (ls, rows) in last.items()}
 
 
 def compare(trained: dict[int, np.ndarray], other: dict[int, np.ndarray], rows: int, epochs: int) -> dict:
-    """Count rows that were not trained once in each epoch, and steps with other rows than in another run."""
+    """Count rows not trained exactly once per epoch, and steps whose rows differ from another run's."""
     each = len(other) // epochs
     lost = doubled = 0
     for epoch in range(epochs):
@@ -176,7 +176,7 @@ def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
 
 
 def main() -> None:
-    """Run the `raytrec` command; workers find the function by its name in this module."""
+    """Run the command; workers look up `recorded_train_worker` by its name in this module."""
     import recorder
 
     from raytrec import cli

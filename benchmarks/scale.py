@@ -1,11 +1,11 @@
-"""Cost of the control plane with 256 and 1,024 ranks and 1,000 tables, by part, and its growth.
+"""Cost of each part of the control plane with 256 and 1,024 ranks and 1,000 tables, and its growth.
 
     python benchmarks/scale.py [--smallest]
 
-The ranks are simulated: a client sends the messages of all ranks. The measured parts are real: the
-planner, the coordinator's actor, the recorder with its run folder, the feed and store of MLflow, the
-report, the cursor, and the planner and index of checkpoints. Each part runs in a separate process
-(scale_parts.py). Seconds are CPU seconds unless they are called "wall".
+The ranks are simulated: a client sends the messages of all ranks. The measured parts are real: the planner,
+the coordinator's actor, the recorder with its run folder, the MLflow feed and store, the report, the cursor,
+and the checkpoints' planner and index. Each part runs in a separate process (scale_parts.py). Seconds are CPU
+seconds unless they are called "wall".
 
 Writes benchmarks/results/scale.json.
 """
@@ -30,7 +30,7 @@ LIMIT_S = 300  # wall-clock limit of one part
 
 
 def measure(part: str, world: int, tables: int, folder: Path) -> dict:
-    """Run one part and return its figures, or {"missing": reason} if it failed."""
+    """Run one part, and return its figures, or {"missing": reason} if the part failed."""
     command = [sys.executable, "-W", "ignore", str(HERE / "scale_parts.py"), part, str(world), str(tables)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
@@ -43,7 +43,7 @@ def measure(part: str, world: int, tables: int, folder: Path) -> dict:
 
 
 def show(results: dict[str, dict[str, dict]]) -> None:
-    """Print a row for each figure and a column for each size."""
+    """Print a table with a row for each figure and a column for each size."""
     rows, sections = [], set()
     for part in PARTS:
         for name in dict.fromkeys(name for of_size in results.values() for name in of_size.get(part, {})):
@@ -54,14 +54,14 @@ def show(results: dict[str, dict[str, dict]]) -> None:
 
 
 def text_of(value: float | str | None) -> str:
-    """Return the text of a figure."""
+    """Return a figure as text; "–" if the figure is missing."""
     if value is None or isinstance(value, str):
         return value or "–"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def main(smallest: harness.Smallest = False, only: harness.Only = ",".join(PARTS)) -> None:
-    """Print the table; with all parts, write benchmarks/results/scale.json."""
+    """Measure the parts and print the table; with all parts, write benchmarks/results/scale.json."""
     results: dict[str, dict[str, dict]] = {}
     # The other parts need the plan, and some need the records.
     chosen = [part for part in PARTS if part in ("plan", "records", *harness.split(only))]

@@ -1,7 +1,7 @@
-"""The parts of benchmarks/scale.py, each in a separate process: PART RANKS TABLES FOLDER → figures as JSON.
+"""Parts of benchmarks/scale.py, each in a separate process: PART RANKS TABLES FOLDER → figures as JSON.
 
-`plan` comes first: it writes the plan, from which the other parts read the tables of each rank. `records`
-writes a run folder, which `mlflow` and `report` read.
+`plan` must run first, because it writes the plan from which the other parts read the tables of each rank.
+`records` writes the run folder that `mlflow` and `report` read.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from raytrec.config.schema import Schema
 
 DIM, IDS = 64, 20
 RECORDS = 3  # number of records in the run folder
-WEIGHT, STATE = 4 * DIM, 4  # bytes of a row, and of its row-wise Adagrad state
+WEIGHT, STATE = 4 * DIM, 4  # bytes of a row's weights, and of its row-wise Adagrad state
 PARTS: dict[str, Callable[..., dict]] = {}
 
 
 def part(function: Callable[..., dict]) -> Callable[..., dict]:
-    """Register a function as a part under its name."""
+    """Register a function as the part with the function's name (a decorator)."""
     PARTS[function.__name__] = function
     return function
 
 
 def schema_of(world: int, tables: int) -> Schema:
-    """Return a schema with tables of 100 to 5e8 rows that take a quarter of the GPUs' memory."""
+    """Return a schema with tables of 100 to 5e8 rows that take at most a quarter of the GPUs' memory."""
     rows = np.exp(np.random.default_rng(0).uniform(np.log(1e3), np.log(5e8), tables))
     rows = np.maximum(100, rows * min(1.0, 20e9 * world / WEIGHT / rows.sum())).astype(int)
     values = {
@@ -61,7 +61,7 @@ def planned(folder: Path) -> dict[str, list[int]]:
 
 
 class Cpu:
-    """A context manager that measures the CPU seconds of this process in a block."""
+    """Context manager that measures the CPU seconds that this process uses in a block."""
 
     def __enter__(self) -> Cpu:
         self._began = time.process_time()
@@ -78,7 +78,7 @@ def peak_mib() -> int:
 
 @part
 def plan(world: int, tables: int, folder: Path) -> dict:
-    """Plan all tables with the planner and write the ranks of each table."""
+    """Measure the planner on all tables, and write the ranks of each table."""
     from raytrec.planning.dry_run import dry_run
     from raytrec.planning.machines import Cluster
 
@@ -94,7 +94,7 @@ def plan(world: int, tables: int, folder: Path) -> dict:
 
 @part
 def cursor(world: int, tables: int, folder: Path) -> dict:
-    """Measure a rank's work for an epoch of a billion rows, and the arithmetic of one step."""
+    """Measure the cursor's work for an epoch of a billion rows on a rank, and the arithmetic of a step."""
     from raytrec.data.fragments import Dataset, RowGroup
     from raytrec.data.order import Order
 
@@ -111,7 +111,7 @@ def cursor(world: int, tables: int, folder: Path) -> dict:
 
 @part
 def beats(world: int, tables: int, folder: Path) -> dict:
-    """Measure the coordinator's actor with heartbeats of all ranks as fast as it answers."""
+    """Measure the coordinator's actor, with heartbeats from all ranks sent as fast as it answers."""
     import ray
 
     from raytrec.driver.coordinator import start_coordinator
@@ -140,7 +140,7 @@ def beats(world: int, tables: int, folder: Path) -> dict:
 
 
 def _process_of(actor: Any) -> Any:
-    """Return the actor's process when it answers: the only worker of this Ray with the name of its class."""
+    """Return the actor's process once the actor answers, found by the class name in its command line."""
     import psutil
     import ray
 
@@ -150,7 +150,7 @@ def _process_of(actor: Any) -> Any:
 
 
 def entry(draw: random.Random, rows: int) -> dict[str, Any]:
-    """Return random statistics of a shard (worker.statistics)."""
+    """Return random statistics for a shard, as in worker.statistics."""
     shares = ("dead_share", "collision_rate", "unique_ratio", "changed_share")
     norms = ("weight_norm", "gradient_norm", "update_norm", "state_norm", "max_abs", "row_norm_max")
     some = {name: draw.random() for name in (*shares, *norms, "row_norm_p05", "row_norm_p50", "row_norm_p95")}
@@ -161,7 +161,7 @@ def entry(draw: random.Random, rows: int) -> dict[str, Any]:
 
 
 def lines_of(world: int, ranks: dict[str, list[int]], step: int) -> list[RankLine]:
-    """Return the lines that the recorded ranks send at a step."""
+    """Return the lines that recorded ranks send at a step."""
     draw, rank_tables = random.Random(step), defaultdict(dict)
     for table, on in ranks.items():
         for rank in on:
@@ -187,7 +187,7 @@ def lines_of(world: int, ranks: dict[str, list[int]], step: int) -> list[RankLin
 
 @part
 def records(world: int, tables: int, folder: Path) -> dict:
-    """Measure the way from the actor's queue to the run folder."""
+    """Measure the transfer of records from the actor's queue to the run folder."""
     from raytrec.driver.coordinator import start_coordinator
     from raytrec.driver.recorder import Record, Watch
 
@@ -228,7 +228,7 @@ def _lines(run: Path) -> int:
 
 @part
 def mlflow(world: int, tables: int, folder: Path) -> dict:
-    """Measure the way from the run folder to an sqlite store."""
+    """Measure the transfer of records from the run folder to an SQLite store."""
     from raytrec.tracking.feed import RecordReader
     from raytrec.tracking.store import Store
 
@@ -253,7 +253,7 @@ def mlflow(world: int, tables: int, folder: Path) -> dict:
 
 @part
 def report(world: int, tables: int, folder: Path) -> dict:
-    """Measure the report of the run folder."""
+    """Measure reading the run folder and building the report."""
     from raytrec.report.report import build
     from raytrec.tracking.run_folder import RunFolder
 
@@ -267,7 +267,7 @@ def report(world: int, tables: int, folder: Path) -> dict:
 
 @part
 def checkpoint(world: int, tables: int, folder: Path) -> dict:
-    """Measure the plans of all ranks on rank 0, the commit, and reading the index."""
+    """Measure rank 0's global save plan, the commit, reading the index, and removing old checkpoints."""
     import torch
     from torch.distributed.checkpoint import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties

@@ -1,16 +1,16 @@
-"""Cost of a step over sequences as their length grows, and of models of the next item.
+"""Cost of a step over sequences as their length grows, and cost of next-item models.
 
     python benchmarks/sequences.py [--only lengths,models] [--lengths 10,50,100,200,500] [--workers 1,2]
 
-lengths: sequences that are read id by id, compared with the mean of all ids. models: next_item.py.
+`lengths` compares sequences that are read id by id with the mean of all ids. `models` is next_item.py.
 
-Id by id, TorchRec's EmbeddingCollection returns the vector of each of at most L ids; the mean is pooled by
-its EmbeddingBagCollection, and only sums travel between ranks. Both sides train 512 rows per rank on CPU
-with batches in memory, a row-wise table of 100,000 × 16 and almost no dense work; collating is included.
-The sides take turns, and the best turn of each counts. `full` lists have half to one and a half times as
-many ids as the model reads, `short` lists a tenth of these.
+Id by id, TorchRec's EmbeddingCollection returns the vector of each of at most L ids. The mean is pooled by its
+EmbeddingBagCollection, and ranks exchange only sums. Both sides train on 512 rows per rank on CPU, with
+batches in memory, a row-wise table of 100,000 × 16 and almost no dense work; collation is included. The sides
+take turns, and each side's best turn counts. `full` lists contain 0.5 to 1.5 times as many ids as the model
+reads, and `short` lists contain a tenth of these.
 
-Writes benchmarks/results/sequences.json, docs/images/sequences.png and a table of docs/benchmarks.md.
+Writes benchmarks/results/sequences.json, docs/images/sequences.png and a table in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LENGTHS = "10,50,100,200,500"
 
 
 class Means(nn.Module):
-    """Model with a linear layer over the mean of a sequence and its target: almost no dense work."""
+    """Model with almost no dense work: a linear layer on the mean of a sequence and its target."""
 
     def __init__(self, schema: Any, config: Any):
         super().__init__()
@@ -57,12 +57,12 @@ class Means(nn.Module):
 
 
 def build(rank: int, world: int, length: int | None, ids: int) -> tuple[Any, Iterator[Any]]:
-    """Return a step and its batches.
+    """Return the step of a model and this rank's batches.
 
     Args:
         rank: Number of the rank.
         world: Number of ranks.
-        length: Number of ids that are read at most; None: the mean of all ids.
+        length: Maximum number of ids that are read id by id; None: the mean of all ids.
         ids: Mean number of ids in a list.
     """
     schema = {
@@ -84,7 +84,7 @@ def build(rank: int, world: int, length: int | None, ids: int) -> tuple[Any, Ite
 
 
 def lengths_table(points: list[dict[str, Any]]) -> Grid:
-    """Return a row for each point of the lengths."""
+    """Return the table of lengths, with a row for each point."""
     rows = []
     for point in points:
         cells = [str(point["workers"]), str(point["length"]), str(point["ids"])]
@@ -96,7 +96,7 @@ def lengths_table(points: list[dict[str, Any]]) -> Grid:
 
 
 def draw(points: list[dict[str, Any]]) -> None:
-    """Plot the time of a step over length, with a panel for each number of workers."""
+    """Plot the step time against length, with a panel for each number of workers."""
     import matplotlib.pyplot as plt
 
     worlds = sorted({point["workers"] for point in points})
@@ -116,12 +116,12 @@ def draw(points: list[dict[str, Any]]) -> None:
 
 
 def document(results: dict[str, Any]) -> str:
-    """Return the table of models for docs/benchmarks.md; empty before models have been measured."""
+    """Return the table of models for docs/benchmarks.md, or "" if no models have been measured."""
     return next_item.table_of(results["models"]) if results.get("models") else ""
 
 
 def measure_lengths(worlds: list[int], lengths: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Return ms of a step and CPU-µs of a row of each side, for each number of workers, fill and length."""
+    """Return each side's ms per step and CPU-µs per row for each number of workers, fill and length."""
     points = []
     for world in worlds:
         with ExitStack() as stack:
@@ -137,7 +137,7 @@ def measure_lengths(worlds: list[int], lengths: list[int], rounds: int) -> list[
 
 
 def measure_models(worlds: list[int], cases: dict[tuple[str, str], dict], rounds: int) -> list[dict[str, Any]]:
-    """Return the figures of each side, for each number of workers and case."""
+    """Return each side's figures for each number of workers and case."""
     points = []
     for world in worlds:
         with ExitStack() as stack:
@@ -158,7 +158,7 @@ def main(
     rounds: harness.Rounds = 5,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the tables; with all lengths and workers, write benchmarks/results/sequences.json."""
+    """Measure and print the tables; with all lengths and workers, write the results and figures."""
     whole = not smallest and (lengths, workers) == (LENGTHS, "1,2")
     lengths, workers, rounds = ("3", "1", 1) if smallest else (lengths, workers, rounds)
     results, worlds = {"cpus": os.cpu_count()}, harness.integers(workers)

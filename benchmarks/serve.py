@@ -2,8 +2,9 @@
 
     python benchmarks/serve.py [--rounds 3] [--seconds 4]
 
-HTTP. DLRM with 26 tables of 100,000 rows and dim 64 and MLPs of 256-64 and 256-128-64; 32 rows per
-request; all on this machine over loopback, clients in a process that keeps 1, 10 or 50 connections busy:
+HTTP. The model is a DLRM with 26 tables of 100,000 rows and dim 64, and MLPs of 256-64 and 256-128-64. Each
+request contains 32 rows. Everything runs on this machine over loopback, with the clients in one process that
+keeps 1, 10 or 50 connections busy:
 
 ray           the recommender that Ray's makers published for Serve: an ingress and a model, JSON lists,
               `@serve.batch(max_batch_size=100, batch_wait_timeout_s=0.05)`
@@ -11,14 +12,14 @@ fastapi       FastAPI, pydantic, uvicorn and torch, one process (serve_sides.py)
 raytrec rows, columns, Arrow
               `raytrec serve`, one replica, with each form of request
 
-All services run at the same time; each receives requests in each round, one after the other. The table
-compares the medians of the ratios within rounds.
+All services run at the same time; in each round, they receive requests one after another. The table shows the
+medians of the ratios within rounds.
 
-In process. `predict(user=…, candidates=…)` compared with `predict(rows)` of the same 500 rows: SASRec with
-histories of 50 items, dim 64. And rows/s of `predict` in batches of 2,048, and of `raytrec predict` on one
-worker.
+In process. `predict(user=…, candidates=…)` is compared with `predict(rows)` on the same 500 rows, with SASRec
+on histories of 50 items, dim 64. Also measured are the rows/s of `predict` in batches of 2,048, and of
+`raytrec predict` on one worker.
 
-Writes benchmarks/results/serve.json and the tables of docs/benchmarks.md.
+Writes benchmarks/results/serve.json and the tables in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _dlrm(table_rows: int) -> tuple[str, pa.Table]:
     sizes = ["--rows", "20000", "--multi-hot", "0", "--dim", "64"]
     run_raytrec("prepare", "synthetic", "--out", "data", *sizes)
     schema = Path("data/schema.yaml")
-    # The drawn ids stay: the tables have as many rows as in Ray's benchmark, of which not all are read.
+    # The drawn ids are unchanged, so not all rows are read; the tables are as large as in Ray's benchmark.
     text = schema.read_text(encoding="utf-8")
     schema.write_text(re.sub(r"rows: \d+", f"rows: {max(table_rows, 50_000)}", text), encoding="utf-8")
     config = {
@@ -103,7 +104,7 @@ def _sasrec() -> tuple[str, pa.Table]:
 
 
 def _candidates(export: str, rows: pa.Table, user_columns: list[str]) -> dict[str, float]:
-    """Return milliseconds of 500 rows and of the same candidates of a user, and the difference of scores."""
+    """Return the milliseconds for 500 rows and for a user with the same candidates, and the score gap."""
     model, items = raytrec.load(export), rows.slice(0, CANDIDATES).drop_columns(user_columns)
     first = rows.slice(0, 1).select(user_columns)
     user = {name: first[name][0].as_py() for name in user_columns}
@@ -124,7 +125,7 @@ def _candidates(export: str, rows: pa.Table, user_columns: list[str]) -> dict[st
 
 
 def _rows_per_second(export: str) -> dict[str, float]:
-    """Return rows/s of `predict` in batches, and of `raytrec predict` without its start."""
+    """Return the rows/s of `predict` in batches, and of `raytrec predict` without its start."""
     model, rows = raytrec.load(export), pq.read_table("data/train").select(DENSE + SPARSE)
     batches = [rows.slice(start, 2048) for start in range(0, len(rows), 2048)]
     seconds = seconds_of(lambda: [model.predict(batch) for batch in batches])
@@ -133,7 +134,7 @@ def _rows_per_second(export: str) -> dict[str, float]:
 
 
 def _sides(stack: ExitStack, export: str, data: pa.Table, table_rows: int) -> dict[str, tuple[int, str, str]]:
-    """Start the services until the stack ends; return side → (port, type, file of bodies)."""
+    """Run the services until the stack is closed; return side → (port, content type, file of bodies)."""
     ports = dict(zip(("ray", "fastapi", "raytrec"), _free_ports(3), strict=True))
     environment, bodies = {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}, _bodies(data)
     lists, columns = (_first(bodies[form]) for form in ("lists", "columns"))
@@ -152,7 +153,7 @@ def _sides(stack: ExitStack, export: str, data: pa.Table, table_rows: int) -> di
 
 @contextmanager
 def _running(words: list[str], port: int, body: bytes, environment: dict[str, str]):
-    """Run a service and enter the block when it answers."""
+    """Run a service during the block, which begins when the service answers."""
     words = [str(HERE.parent / word) if word.startswith("benchmarks/") else word for word in words]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         process = subprocess.Popen([sys.executable, *words], env=os.environ | environment, stdout=log, stderr=log)
@@ -170,7 +171,7 @@ def _running(words: list[str], port: int, body: bytes, environment: dict[str, st
 
 
 def _answers(port: int, body: bytes) -> bool:
-    """Return True if a request is answered with scores."""
+    """Return True if a request succeeds."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}/predict", body, {"Content-Type": JSON})
     try:
         with urllib.request.urlopen(request, timeout=START_S) as answer:
@@ -188,7 +189,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _bodies(data: pa.Table) -> dict[str, str]:
-    """Write the same requests in each form; return form → file."""
+    """Write the same requests in each form, and return form → file."""
     by_form: dict[str, list[bytes]] = {"lists": [], "rows": [], "columns": [], "arrow": []}
     for place in range(BODIES):
         rows = data.slice(place * ROWS, ROWS).combine_chunks()
@@ -217,7 +218,7 @@ def _first(file: str) -> bytes:
 
 
 def _round(sides: dict[str, tuple[int, str, str]], seconds: float) -> dict[str, dict[str, dict[str, float]]]:
-    """Send requests to each side in turn; return side → clients → figures."""
+    """Send requests to each side in turn, and return side → number of clients → figures."""
     figures: dict[str, dict[str, dict[str, float]]] = {side: {} for side in sides}
     for clients in CLIENTS:
         for side, (port, kind, bodies) in sides.items():
@@ -262,7 +263,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="Seconds per side and client count.")] = 4,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the tables and write benchmarks/results/serve.json."""
+    """Run the services and models, print the tables and write benchmarks/results/serve.json."""
     torch.set_num_threads(1)
     rounds, seconds = (1, 0.5) if smallest else (rounds, seconds)
     table_rows = 1000 if smallest else 100_000

@@ -1,8 +1,9 @@
-"""Clients of `benchmarks/serve.py`: one process with many connections, each of which repeats requests.
+"""Clients for `benchmarks/serve.py`: one process with many connections that each send requests repeatedly.
 
     python benchmarks/serve_client.py PORT CLIENTS SECONDS TYPE BODIES
 
-BODIES is a file: a line with sizes as JSON, then the bodies. Prints requests/s and milliseconds as JSON.
+BODIES is a file with a line of sizes as JSON, followed by the bodies. Prints requests/s and milliseconds as
+JSON.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from time import perf_counter
 import numpy as np
 import uvloop
 
-STEP = 7  # bodies from one request of a client to its next
+STEP = 7  # distance between the bodies of two consecutive requests of a client
 
 
 async def ask(port: int, head: bytes, bodies: list[bytes], first: int, until: float, durations: list[float]) -> None:
-    """Send requests until the time is over and append the seconds of each to `durations`."""
+    """Send requests until the time `until`, and append the seconds of each to `durations`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     while perf_counter() < until:
         body = bodies[first % len(bodies)]
@@ -33,7 +34,7 @@ async def ask(port: int, head: bytes, bodies: list[bytes], first: int, until: fl
         start = answer.find(b"content-length:")
         if start >= 0:
             await reader.readexactly(int(answer[start + 15 : answer.index(b"\r", start)]))
-        else:  # Serve's proxy answers in chunks
+        else:  # Ray Serve's proxy answers in chunks
             while size := int(await reader.readline(), 16):
                 await reader.readexactly(size + 2)
             await reader.readline()
@@ -42,7 +43,7 @@ async def ask(port: int, head: bytes, bodies: list[bytes], first: int, until: fl
 
 
 async def run(port: int, clients: int, seconds: float, kind: str, bodies: list[bytes]) -> dict[str, float]:
-    """Return requests/s and the 50th and 99th percentile of milliseconds."""
+    """Run the clients, and return requests/s and the 50th and 99th percentiles of milliseconds."""
     head = (
         f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nAccept: {kind}\r\n"
         "Content-Length: %d\r\n\r\n"

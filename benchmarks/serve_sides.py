@@ -1,9 +1,9 @@
-"""The other sides of `benchmarks/serve.py`: one DLRM in two other services.
+"""The other sides of `benchmarks/serve.py`: the same DLRM in two other services.
 
     python benchmarks/serve_sides.py ray PORT        Ray Serve, as Ray's makers published it
     uvicorn serve_sides:app                          FastAPI and torch, a minimal service
 
-Both take {"dense": [[13 numbers] …], "sparse": [[26 ids] …]} and return {"score": […]}.
+Both services take {"dense": [[13 numbers] …], "sparse": [[26 ids] …]} and return {"score": […]}.
 """
 
 import sys
@@ -20,7 +20,7 @@ HOST = "127.0.0.1"
 
 
 class Dlrm(nn.Module):
-    """DLRM of Ray's benchmark: 26 tables of 100,000 rows and dim 64, MLPs 256-64 and 256-128-64."""
+    """DLRM of Ray's benchmark, with 26 tables of 100,000 rows and dim 64, and MLPs 256-64 and 256-128-64."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Dlrm(nn.Module):
 
 
 class Body(BaseModel):
-    """Rows as lists."""
+    """Request body with rows as lists."""
 
     dense: list[list[float]]
     sparse: list[list[int]]
@@ -54,7 +54,7 @@ app, model = FastAPI(), None
 
 @app.post("/predict")
 async def predict(body: Body) -> dict[str, list[float]]:
-    """Return the scores of rows."""
+    """Return the scores of a request's rows."""
     global model
     if model is None:
         torch.set_num_threads(1)
@@ -64,7 +64,7 @@ async def predict(body: Body) -> dict[str, list[float]]:
 
 
 def serve_on_ray(port: int) -> None:
-    """Serve an ingress, and a model that waits up to 50 ms for 100 requests."""
+    """Serve an ingress and a model that waits up to 50 ms for a batch of 100 requests."""
     from ray import serve
 
     from raytrec.cluster.session import ray_session

@@ -1,12 +1,12 @@
-"""Cost of faults: rows per second with a worker killed every 30 s, compared with the undisturbed run.
+"""Cost of faults: rows per second if a worker is killed every 30 s, compared with the undisturbed run.
 
     python benchmarks/share.py [--every 30] [--faults 3]
 
-`raytrec train` runs on a local Ray of this machine, on CPU, with two workers. Undisturbed periods of 30 s
-alternate with periods at whose beginning a random worker is killed with SIGKILL. The run saves every 2 s:
-the best interval is about the root of 2 · cost of a save · time between faults (Young 1974), and a save
-costs some hundredths of a second here. The progress of a run is the highest step that it has reached, so
-repeated steps count once. The goal is 85 % with a fault every 30 s.
+`raytrec train` runs on a local Ray on this machine, on CPU, with two workers. Undisturbed periods of 30 s
+alternate with periods at the beginning of which a random worker is killed with SIGKILL. The run saves every
+2 s: the best interval is about √(2 · cost of a save · time between faults) (Young 1974), and a save costs a
+few hundredths of a second here. A run's progress is the highest step reached, so repeated steps count once.
+The goal is 85 % with a fault every 30 s.
 
 Writes benchmarks/results/share.json and the sentence in docs/benchmarks.md.
 """
@@ -32,17 +32,17 @@ from start import BATCH, begun, prepare, read_moments, wait
 
 from raytrec.common.messages import METRICS
 
-SETTLES_S = 10.0  # seconds from the first step to the first period
+SETTLES_S = 10.0  # seconds between the first step and the first period
 
 
 def reached(folder: Path) -> list[tuple[float, int]]:
-    """Return (seconds since 1970, step) of a run's reports of training."""
+    """Return (seconds since 1970, step) for each of a run's training reports."""
     lines = [json.loads(line) for line in (folder / "run" / METRICS).read_text().splitlines()]
     return [(each["unix_s"], each["step"]) for each in lines if each.get("kind", "train") == "train"]
 
 
 def step_at(moment: float, reports: list[tuple[float, int]]) -> float:
-    """Return the highest step that the run had reached at a moment, interpolated between reports."""
+    """Return the highest step that the run had reached at a time, interpolated between reports."""
     earlier, later = (0.0, 0), None
     for at, step in reports:
         if at <= moment:
@@ -55,7 +55,7 @@ def step_at(moment: float, reports: list[tuple[float, int]]) -> float:
 
 
 def measure(config: Path, folder: Path, every_s: float, faults: int) -> dict[str, float]:
-    """Return the rows per second of periods without and with a fault."""
+    """Train a run, and return its rows per second in periods without and with a fault."""
     rng, ends = random.Random(0), []
     with begun(config, folder) as (process, moments):
         wait(process, folder, lambda: len(_pids(moments)) >= 2)
@@ -82,11 +82,11 @@ def _pids(moments: Path) -> list[int]:
 
 
 def main(
-    every: Annotated[float, typer.Option(help="Seconds of a period.")] = 30,
+    every: Annotated[float, typer.Option(help="Length of a period in seconds.")] = 30,
     faults: Annotated[int, typer.Option(help="Number of faults.")] = 3,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the share and write benchmarks/results/share.json."""
+    """Measure and print the share, and write benchmarks/results/share.json."""
     every, faults = (8.0, 1) if smallest else (every, faults)
     with tempfile.TemporaryDirectory(prefix="share-") as place:
         rates = measure(prepare(Path(place), save="every_s: 2"), Path(place) / "run", every, faults)

@@ -1,9 +1,9 @@
-"""Run the smallest form of every make target, one after the other.
+"""Run the smallest form of every make target, one after another.
 
     python benchmarks/smoke.py [--only train,parity]
 
-One fault, few cases, seconds of data; nothing is written into benchmarks/results or the repository. The exit
-code is 1 if a target fails, and the end of its output is printed.
+The smallest forms have one fault, few cases and little data, and write nothing into benchmarks/results or the
+repository. If a target fails, the exit code is 1 and the end of the target's output is printed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness import REPO, Grid, Only, split
 
 LIMIT_S = 300
 
-# Target (and part of it) → arguments of `python`. {folder} has data of a few rows, and is removed.
+# Target (and part of it) → arguments of `python`. {folder} contains data with a few rows and is removed.
 PYTEST = "-m pytest -q -p no:cacheprovider"
 DATA = "data.train={folder}/data/train data.valid={folder}/data/valid data.test={folder}/data/test"
 COMBINATIONS = "tests/parity/test_suite.py::test_all_combinations_match_one_process"
@@ -70,7 +70,7 @@ TARGETS = {
     "bench-gpu": "-W ignore benchmarks/gpu.py --device cpu --only dense,kinds,host,exchange --rounds 1 --no-compiled",
     "lint": "-m ruff check benchmarks",
 }
-# Targets that change the checkout or the environment, or run other targets, and have no smaller form.
+# Targets without a smaller form, which change the checkout or the environment, or run other targets.
 NONE = ("format", "map", "lock", "clean", "smoke", "test-all", "test-next", "quality-smoke")
 
 
@@ -80,7 +80,7 @@ def target_of(name: str) -> str:
 
 
 def run(smallest: str, folder: Path) -> tuple[float, subprocess.CompletedProcess]:
-    """Run a smallest form and return (seconds, completed process)."""
+    """Run a smallest form, and return (seconds, completed process)."""
     began = time.monotonic()
     command = [sys.executable, *shlex.split(smallest.replace("{folder}", shlex.quote(str(folder))))]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
@@ -96,7 +96,7 @@ def run(smallest: str, folder: Path) -> tuple[float, subprocess.CompletedProcess
 
 
 def main(only: Only = "") -> None:
-    """Print a table of targets, seconds and results."""
+    """Run the targets, and print a table of their seconds and results."""
     wanted = set(split(only))
     chosen = {name: command for name, command in TARGETS.items() if not only or target_of(name) in wanted}
     if unknown := wanted - {target_of(name) for name in TARGETS}:

@@ -1,12 +1,12 @@
-"""Time of a run's start and of its restart after a worker was killed, by part.
+"""Time that each part of a run's start takes, and of its restart after a worker is killed.
 
     python benchmarks/start.py [--rounds 5]
 
-`raytrec train` runs on a local Ray of this machine, on CPU, with two workers and little data. Its process
-and its ranks record moments in a file (moments.py). When the run has saved twice, a random worker is
-killed with SIGKILL; when the run trains again, it is ended, and the next round begins. The table has
-medians, and the CPU seconds of all processes of the run until the first step. The goal is 10 s and 3 s on
-an idle machine with two cores.
+`raytrec train` runs on a local Ray on this machine, on CPU, with two workers and little data. The driver and
+the ranks record moments in a file (moments.py). When the run has saved twice, a random worker is killed with
+SIGKILL. When the run trains again, it is terminated, and the next round begins. The table shows medians, and
+the CPU seconds of all the run's processes until the first step. The goals are 10 s for the start and 3 s for
+the restart, on an idle machine with two cores.
 
 Writes benchmarks/results/start.json and the table in docs/benchmarks.md.
 """
@@ -34,7 +34,7 @@ from moments import FILE, FIRST, RANK, Moment
 
 LONGEST_S = 240.0
 ROWS, BATCH = 20_000, 512
-# Moment → the part of a start that it ends.
+# Moment → part of a start that ends at the moment.
 START = {
     "driver imported": "Python, raytrec",
     "data read": "configuration, schema, footers",
@@ -42,27 +42,27 @@ START = {
     "Ray started": "GCS, raylet",
     "controller asked": "coordinator, Ray Train",
     RANK: "controller, worker processes, process group",
-    "entered": "the rank's place",
+    "entered": "rank setup",
     "built": "model, plan, sharding",
     "restored": "checkpoint or initial values",
     "checked": "observers, start checks",
     "first batch": "readers, first batch",
     FIRST: "first step",
 }
-AGAIN = {"noticed": "until it is noticed", **dict(list(START.items())[5:])}
+AGAIN = {"noticed": "failure detection", **dict(list(START.items())[5:])}
 
 
 class Failed(Exception):
-    """The run ended or took too long."""
+    """Error raised if the run ended or took too long."""
 
 
 @contextmanager
 def begun(config: Path, folder: Path) -> Iterator[tuple[subprocess.Popen, Path]]:
-    """Run the command during the block; yield its process and the file of its moments.
+    """Run the command during the block; yield the process and the file of moments.
 
     Args:
         config: Configuration of the run.
-        folder: New folder of the run. The output of the driver goes to a file next to it.
+        folder: New folder for the run. The driver's output is written to a file next to the folder.
     """
     folder.mkdir()
     moments = folder / "moments.jsonl"
@@ -81,7 +81,7 @@ def begun(config: Path, folder: Path) -> Iterator[tuple[subprocess.Popen, Path]]
 
 
 def one_round(config: Path, folder: Path, rng: random.Random) -> dict[str, Any]:
-    """Start a run and kill a worker; return the parts of the start and of the restart in seconds.
+    """Start a run and kill a worker; return the seconds of each part of the start and of the restart.
 
     Raises:
         Failed: The run ended or took too long.
@@ -105,7 +105,7 @@ def one_round(config: Path, folder: Path, rng: random.Random) -> dict[str, Any]:
 
 
 def parts(names: dict[str, str], began: float, moments: list[Moment]) -> dict[str, float]:
-    """Return part → seconds since the previous moment. The moment of the last rank counts."""
+    """Return part → seconds since the previous moment, in which the moment of the last rank counts."""
     seconds, previous = {}, began
     for name, part in names.items():
         firsts: dict[int, float] = {}
@@ -114,11 +114,11 @@ def parts(names: dict[str, str], began: float, moments: list[Moment]) -> dict[st
                 firsts[moment.pid] = min(moment.unix_s, firsts.get(moment.pid, moment.unix_s))
         at = max(firsts.values(), default=previous)
         seconds[part], previous = round(at - previous, 3), at
-    return seconds | {"in all": round(previous - began, 3)}
+    return seconds | {"total": round(previous - began, 3)}
 
 
 def read_moments(file: Path) -> list[Moment]:
-    """Return the recorded moments."""
+    """Return the moments recorded in a file; [] if the file does not exist yet."""
     with suppress(FileNotFoundError):
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         return [Moment(**json.loads(line)) for line in lines if line.endswith("\n")]
@@ -126,7 +126,7 @@ def read_moments(file: Path) -> list[Moment]:
 
 
 def _steps(file: Path) -> list[Moment]:
-    """Return the moments of first steps, or none until both ranks of a group have one."""
+    """Return the moments of first steps, or [] until both ranks of a group have recorded theirs."""
     found = [moment for moment in read_moments(file) if moment.name == FIRST]
     return found if len(found) % 2 == 0 else []
 
@@ -152,11 +152,11 @@ def wait(process: subprocess.Popen, folder: Path, ready: Callable[[], Any]) -> A
 
 
 def prepare(folder: Path, save: str) -> Path:
-    """Write little data, and a configuration that trains on it without end.
+    """Write a little data, and a configuration that trains on the data endlessly.
 
     Args:
-        folder: Folder of both.
-        save: When to save, a key of the section `checkpoint` and its value.
+        folder: Folder for the data and the configuration.
+        save: Time of saves, as a key of the section `checkpoint` with its value.
     """
     sizes = ["--rows", str(ROWS), "--sparse", "8", "--multi-hot", "2", "--table-rows", "1000"]
     run_raytrec("prepare", "synthetic", "--out", folder / "data", *sizes)
@@ -170,9 +170,9 @@ def prepare(folder: Path, save: str) -> Path:
 
 
 def grid(values: dict[str, Any]) -> Grid:
-    """Return the table: a row for each part, and the sum."""
+    """Return the table, with a row for each part and for the sum."""
     rows = []
-    for part in [*dict.fromkeys([*START.values(), *AGAIN.values()]), "in all"]:
+    for part in [*dict.fromkeys([*START.values(), *AGAIN.values()]), "total"]:
         seconds = (values[which].get(part) for which in ("start", "restart"))
         rows.append([part, *("" if value is None else f"{value:.2f}" for value in seconds)])
     return Grid(("part", "start, s", "restart, s"), rows)
@@ -185,13 +185,13 @@ def document(values: dict[str, Any]) -> str:
 
 
 def main(rounds: harness.Rounds = 5, smallest: harness.Smallest = False) -> None:
-    """Print the table and write benchmarks/results/start.json."""
+    """Measure the rounds, print the table and write benchmarks/results/start.json."""
     load, done, rng = round(os.getloadavg()[0], 1), [], random.Random(0)
     with tempfile.TemporaryDirectory(prefix="start-") as place:
         config = prepare(Path(place), save="every_steps: 100")
         for number in range(1 if smallest else rounds):
             done.append(one_round(config, Path(place, str(number)), rng))
-            start, restart = (done[-1][which]["in all"] for which in ("start", "restart"))
+            start, restart = (done[-1][which]["total"] for which in ("start", "restart"))
             print(f"round {number + 1}: start {start:.1f} s, restart {restart:.1f} s", flush=True)
     values: dict[str, Any] = {
         which: {part: round(median(each[which][part] for each in done), 2) for part in done[0][which]}

@@ -3,19 +3,19 @@
     raytrec prepare synthetic --out data/step --rows 1000000 --multi-hot 8
     python benchmarks/step.py [data/step/train] [--rounds 3] [--steps 240] [--models dlrm] [--workers 1,2]
 
-The data is Criteo-shaped: 13 dense columns, 26 sparse features with 50 ids per row in all. The sides are
-limit, by_hand and ray_recipe (benchmarks/step_sides.py), and `raytrec train` with its defaults except that
-it reads 0.06 GiB ahead: with half a GiB it would read everything before the measured steps. For the same
-reason the folder is read eight times as one epoch. Each side is a separate command, and the sides of a
-model and a number of workers take turns. The best round of each figure counts, because other load only
-slows a side. Each run warms up for 60 steps and measures --steps: about twenty seconds, so that work which
-is done once, such as opening MLflow's database, has little weight:
+The data has the shape of Criteo: 13 dense columns, and 26 sparse features with 50 ids per row in total. The
+sides are limit, by_hand and ray_recipe (benchmarks/step_sides.py), and `raytrec train` with its defaults,
+except that it reads 0.06 GiB ahead. With the default of half a GiB, it would read everything before the
+measured steps. For the same reason, the folder is read eight times as one epoch. Each side is a separate
+command, and the sides take turns for each model and number of workers. The best round of each figure counts,
+because other load can only slow a side down. Each run warms up for 60 steps and measures --steps steps, about
+twenty seconds, so that one-time work, such as opening MLflow's database, has little weight:
 
 rows/s          of all ranks together
-CPU-µs a row    over all processes that the command has started, Ray's included
+CPU-µs a row    over all processes that the command starts, including Ray's
 peak memory     of all these processes, before and after the measured steps; shared pages count once
-first step      seconds from the start of the command to the end of step 1 (of raytrec, which does not record
-                this step: to the end of step 20, less 19 steps at the measured pace)
+first step      seconds from the start of the command to the end of step 1 (for raytrec, which does not record
+                this step, to the end of step 20, less 19 steps at the measured pace)
 
 Writes benchmarks/results/step.json, docs/images/step.png and the tables in README.md and docs/benchmarks.md.
 """
@@ -45,16 +45,16 @@ MODELS = {
     "dlrm": {"name": "dlrm", "bottom_mlp": [512, 256], "top_mlp": [256, 128]},
     "dcn": {"name": "dcn", "cross_layers": 3, "cross_rank": 64, "top_mlp": [256, 128]},
 }
-BATCH = 2048  # rows of a rank
-TAIL = EVERY  # steps after those that are measured
-TIMES = 8  # copies of the folder that are read in an epoch
-LONGEST_S = 600.0  # limit of one run
-TICK_S, MEMORY_S = 0.2, 1.0  # seconds between two samples
+BATCH = 2048  # rows per rank
+TAIL = EVERY  # number of steps after the measured steps
+TIMES = 8  # number of copies of the folder that are read in an epoch
+LONGEST_S = 600.0  # time limit of one run
+TICK_S, MEMORY_S = 0.2, 1.0  # seconds between two samples of CPU time, and of memory
 
 
 @dataclass
 class Measured:
-    """Figures of one run of a side, as described at the top of this file."""
+    """Figures of one run of a side, as described in the module docstring."""
 
     samples_per_s: float
     cpu_us_per_row: float
@@ -83,7 +83,7 @@ def command_of(side: str, settings: Settings, folder: Path) -> list[str]:
 
 
 def times_of(side: str, settings: Settings, folder: Path) -> dict[int, float]:
-    """Return the steps that a side has recorded and the time (seconds since 1970) at the end of each."""
+    """Return step → time of its end (seconds since 1970), for the steps that a side has recorded."""
     path = folder / "run" / "metrics.jsonl" if side == "raytrec" else Path(settings.steps)
     if not path.exists():
         return {}
@@ -92,7 +92,7 @@ def times_of(side: str, settings: Settings, folder: Path) -> dict[int, float]:
 
 
 def run(side: str, settings: Settings, folder: Path, steps: int) -> Measured:
-    """Run a side once.
+    """Run a side once, and return its figures.
 
     Raises:
         RuntimeError: The side failed or took longer than LONGEST_S.
@@ -123,15 +123,15 @@ def run(side: str, settings: Settings, folder: Path, steps: int) -> Measured:
 
 def main(
     data: Annotated[str, typer.Argument(help="Folder with Parquet files.")] = "data/step/train",
-    rows: Annotated[int, typer.Option(help="Rows of a rank's batch.")] = BATCH,
-    steps: Annotated[int, typer.Option(help="Measured steps; a multiple of 20.")] = 240,
+    rows: Annotated[int, typer.Option(help="Number of rows in a rank's batch.")] = BATCH,
+    steps: Annotated[int, typer.Option(help="Number of measured steps; a multiple of 20.")] = 240,
     rounds: harness.Rounds = 3,
     models: Annotated[str, typer.Option(help="Models, separated by commas.")] = ",".join(MODELS),
     workers: harness.Workers = "1,2",
     sides: Annotated[str, typer.Option(help="Sides, separated by commas.")] = ",".join(SIDES),
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the tables; with all models, workers and sides, write results, picture and documents."""
+    """Run and print the tables; with all models, workers and sides, write results, plot and documents."""
     if steps % EVERY:
         raise typer.BadParameter(f"--steps must be a multiple of {EVERY}")
     whole = not smallest and (models, workers, sides) == (",".join(MODELS), "1,2", ",".join(SIDES))
@@ -168,9 +168,9 @@ def main(
 
 
 def repeat(data: Path, place: Path) -> Path:
-    """Return a new folder that holds TIMES copies of every file of a data set.
+    """Return a new folder that contains TIMES copies of every file of a data set.
 
-    Copies, because of links to one file raytrec reads only the first.
+    The files are copied, because raytrec reads only the first of several links to one file.
     """
     folder = place / "data" / "train"
     folder.mkdir(parents=True)

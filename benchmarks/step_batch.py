@@ -1,4 +1,4 @@
-"""A batch as people write it for TorchRec's train pipelines."""
+"""A batch as users write it for TorchRec's training pipelines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torchrec.streamable import Pipelineable
 
 @dataclass
 class Batch(Pipelineable):
-    """A batch for TorchRec's train pipelines.
+    """Batch for TorchRec's training pipelines.
 
     Attributes:
-        dense: float32 [B, dense columns].
-        sparse: KeyedJaggedTensor of stride B.
-        labels: float32 [B].
+        dense: Dense columns, float32 [B, dense columns].
+        sparse: Ids, with stride B.
+        labels: Labels, float32 [B].
     """
 
     dense: torch.Tensor
@@ -29,7 +29,7 @@ class Batch(Pipelineable):
         return Batch(*(part.to(device, non_blocking=non_blocking) for part in parts))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Record on a CUDA stream that the batch is used there."""
+        """Mark the batch's tensors as used by a CUDA stream."""
         for part in (self.dense, self.sparse, self.labels):
             part.record_stream(stream)
 

@@ -1,4 +1,4 @@
-"""Figures, tables and picture of `benchmarks/step.py`."""
+"""Figures, tables and plot of `benchmarks/step.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIDES = {
 NAMES = {"dlrm": "DLRM", "dcn": "DCN-V2"}
 FIGURES = ("samples_per_s", "cpu_us_per_row", "peak_mib", "first_step_s")
 OTHERS = ("limit", "by_hand", "ray_recipe")
-COLUMNS = ("side", "rows/s", "CPU-µs a row", "× limit", "peak MiB", "first step after, s")
+COLUMNS = ("side", "rows/s", "CPU-µs a row", "CPU ratio", "peak MiB", "first step after, s")
 
 
 def cases_of(models: list[str], workers: list[int]) -> dict[str, tuple[str, int]]:
@@ -34,12 +34,13 @@ def summarize(title: str, runs: dict[str, dict[str, list[Any]]]) -> dict[str, An
     """Return the content of step.json.
 
     Args:
-        title: Sizes and rounds.
+        title: Title, which states sizes and rounds.
         runs: Case → side → figures of each round.
 
     Returns:
-        Each figure as side → case → best of the rounds. `rounds`: case → side → rows/s of each round.
-        `ratios` of rows/s are the lowest over all cases, `cpu_ratio` is the highest; `by_case` has all.
+        Each figure as side → case → best round. `rounds` is case → side → rows/s of each round. `ratios`
+        contains the lowest ratios of rows/s over all cases, and `cpu_ratio` is the highest ratio of CPU time.
+        `by_case` contains the ratios of every case.
     """
     sides = list(next(iter(runs.values())))
     results: dict[str, Any] = {"title": title}
@@ -65,7 +66,7 @@ def summarize(title: str, runs: dict[str, dict[str, list[Any]]]) -> dict[str, An
 
 
 def _compare(results: dict[str, Any], case: str) -> dict[str, float]:
-    """Return the ratios of raytrec to the other sides in one case."""
+    """Return the ratios between raytrec and the other sides in one case."""
     speeds, cpu_us = (
         {side: of[case] for side, of in results[figure].items()} for figure in ("samples_per_s", "cpu_us_per_row")
     )
@@ -78,7 +79,7 @@ def _compare(results: dict[str, Any], case: str) -> dict[str, float]:
 
 
 def rows_of(results: dict[str, Any], case: str) -> list[tuple[str, ...]]:
-    """Return the cells of a case's table: a row for each side."""
+    """Return the cells of a case's table, with a row for each side."""
     rows = []
     for side, speeds in results["samples_per_s"].items():
         of = {figure: results[figure][side][case] for figure in FIGURES}
@@ -95,7 +96,7 @@ def table_of(results: dict[str, Any], case: str) -> Grid:
 
 
 def markdown(results: dict[str, Any], cases: list[str]) -> str:
-    """Return a table for a document: a row for each case and side."""
+    """Return a table for a document, with a row for each case and side."""
     rows = []
     for case in cases:
         titles = [case_title(case)] + [""] * len(SIDES)
@@ -104,7 +105,7 @@ def markdown(results: dict[str, Any], cases: list[str]) -> str:
 
 
 def documents(results: dict[str, Any]) -> dict[str, str]:
-    """Return document → text between its markers."""
+    """Return document → text to insert between the document's markers."""
     picture = f"![rows/s and CPU time of each side: {results['title']}](images/step.png)"
     return {
         "README.md": markdown(results, ["dlrm_2"]),
@@ -113,7 +114,7 @@ def documents(results: dict[str, Any]) -> dict[str, str]:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Plot rows/s and CPU time of each case and side as bars."""
+    """Plot the rows/s and CPU time of each case and side as bars."""
     from raytrec.report.figures.style import BLUE, GREEN, GREY, ORANGE, WHOLE, new_figure, save_png, styled
 
     colours = dict(zip(SIDES, (GREY, GREEN, ORANGE, BLUE), strict=True))

@@ -1,16 +1,16 @@
-"""The trainers with which `benchmarks/step.py` compares raytrec, each written by hand.
+"""Trainers with which `benchmarks/step.py` compares raytrec, each written by hand.
 
     python benchmarks/step_sides.py limit|by_hand|ray_recipe SETTINGS.json
 
-Each trainer has raytrec's dense model and optimizers, TorchRec's planner, DistributedModelParallel and
-TrainPipelineSparseDist, one thread a rank, and the mean of the local losses:
+Each trainer uses raytrec's dense model and optimizers, TorchRec's planner, DistributedModelParallel and
+TrainPipelineSparseDist, one thread per rank, and the mean of the local losses:
 
-limit       batches in memory, read before the first step: the upper bound of any trainer
-by_hand     a torch DataLoader with one reading process a rank, over pyarrow's row groups
-ray_recipe  Ray's TorchTrainer with get_dataset_shard, iter_torch_batches and a collate over NumPy
+limit       batches in memory, read before the first step: the upper bound for any trainer
+by_hand     a torch DataLoader with one reading process per rank, which reads row groups with pyarrow
+ray_recipe  Ray's TorchTrainer with get_dataset_shard, iter_torch_batches and a NumPy collate function
 
-SETTINGS.json has the fields of Settings. After the first step and every twentieth step, rank 0 appends a line
-with the number of the step and the time to `steps`.
+SETTINGS.json contains the fields of Settings. After the first step and every twentieth step, rank 0 appends a
+line with the number of the step and the time to the file `steps`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-EVERY = 20  # steps between two lines; the same as the default of train.log_every_steps
-WARM_UP = 3 * EVERY  # steps before those that are measured
-IN_MEMORY = 64  # batches of the side `limit`: 70 MB, more than any cache has
+EVERY = 20  # number of steps between two lines; equals the default of train.log_every_steps
+WARM_UP = 3 * EVERY  # number of steps before the measured steps
+IN_MEMORY = 64  # number of batches of the side `limit`: 70 MB, more than fits into any cache
 
 
 @dataclass
@@ -37,12 +37,12 @@ class Settings:
     """Settings of one run of a side.
 
     Attributes:
-        data: Folder of Parquet, with schema.yaml in the folder above.
+        data: Folder of Parquet files, with schema.yaml in the folder above.
         model: Section `model` of a configuration.
         workers: Number of ranks.
-        batch: Rows of a rank's batch.
+        batch: Number of rows in a rank's batch.
         total: Number of steps.
-        steps: File with the time of steps.
+        steps: File to which the times of steps are written.
     """
 
     data: str
@@ -66,7 +66,7 @@ class Settings:
 
 
 def train(settings: Settings, batches: Iterator[Any], rank: int) -> None:
-    """Run the loop of TorchRec's examples and record the time every EVERY steps."""
+    """Run the training loop of TorchRec's examples, and record the time every EVERY steps."""
     pipeline = build(settings)
     with open(settings.steps, "a", encoding="utf-8") as file:
         for step in range(1, settings.total + 1):
@@ -77,7 +77,7 @@ def train(settings: Settings, batches: Iterator[Any], rank: int) -> None:
 
 
 def build(settings: Settings) -> Any:
-    """Return a train pipeline as in TorchRec's examples; a collective."""
+    """Return a training pipeline as in TorchRec's examples; a collective."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -140,9 +140,9 @@ def build(settings: Settings) -> Any:
 
 
 def read_batches(settings: Settings, rank: int) -> Iterator[Any]:
-    """Yield batches of a rank's row groups without end, in a new order each epoch.
+    """Yield batches from a rank's row groups endlessly, in a new order each epoch.
 
-    Columns become tensors without a copy, and one KeyedJaggedTensor by concatenation.
+    The columns are converted without a copy and then concatenated into one KeyedJaggedTensor.
     """
     import numpy as np
     import pyarrow.parquet as pq
@@ -160,7 +160,7 @@ def read_batches(settings: Settings, rank: int) -> Iterator[Any]:
 
 
 def collate(table: Any, schema: Any) -> Any:
-    """Return the batch of an Arrow table."""
+    """Return a batch with the rows of an Arrow table."""
     import numpy as np
     import pyarrow as pa
     import torch
@@ -199,7 +199,7 @@ def limit(settings: Settings, rank: int) -> None:
 
 
 def by_hand(settings: Settings, rank: int) -> None:
-    """Train on batches of a torch DataLoader with one reading process."""
+    """Train on batches from a torch DataLoader with one reading process."""
     from torch.utils.data import DataLoader, IterableDataset
 
     class Rows(IterableDataset):
@@ -210,7 +210,7 @@ def by_hand(settings: Settings, rank: int) -> None:
 
 
 def ray_recipe(settings: Settings) -> None:
-    """Run Ray Train as in its documentation, on a local Ray."""
+    """Run Ray Train on a local Ray, as shown in Ray's documentation."""
     import ray.data
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -229,7 +229,7 @@ def ray_recipe(settings: Settings) -> None:
 
 
 def train_on_ray(settings: Settings) -> None:
-    """Train on a rank of Ray Train with batches of the shard's iter_torch_batches."""
+    """Train on a rank of Ray Train, with batches from the shard's iter_torch_batches."""
     import ray.train
     import torch
     from ingest import collate_numpy
@@ -264,7 +264,7 @@ def join(settings: Settings, rank: int) -> None:
 
 
 def main(side: str, path: str, rank: str | None = None) -> None:
-    """Run a side: as the driver of Ray, as a rank, or as the process that starts the ranks, like torchrun."""
+    """Run a side as Ray's driver, as a rank, or as the process that starts the ranks, like torchrun."""
     settings = Settings.load(path)
     if side == "ray_recipe":
         return ray_recipe(settings)
@@ -279,4 +279,4 @@ def main(side: str, path: str, rank: str | None = None) -> None:
 if __name__ == "__main__":
     import step_sides
 
-    step_sides.main(*sys.argv[1:])  # Ray's workers import its classes by this name
+    step_sides.main(*sys.argv[1:])  # Ray's workers import the module's classes by this name

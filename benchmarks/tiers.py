@@ -1,33 +1,34 @@
-"""Memory and speed of tables in memory (fused) and in a file (fused_mmap).
+"""Memory use and speed of tables in memory (fused) and in a file (fused_mmap).
 
     python benchmarks/tiers.py [--gib 1] [--steps 100] [--turns 20] [--kernels fused,fused_mmap]
 
-One rank without Ray trains DLRM over one table of --gib with row-wise Adagrad's state, from 8 features of
-0 to 4 ids per row, 2,048 rows per step.
+One rank without Ray trains DLRM with one table of --gib GiB, including row-wise Adagrad's state, and 8
+features of 0 to 4 ids per row, on 2,048 rows per step.
 
-Memory: for each kernel, a process initialises the table, trains --steps, saves it, and saves it again
-while it trains; another process restores the checkpoint and continues.
+Memory: for each kernel, a process initializes the table, trains --steps steps, saves the table, and saves it
+again during training. Another process restores the checkpoint and continues.
 
-÷ table   largest memory of the process's own in the phase, less the memory before the table was made, over
-          the bytes of weights and state. Pages of a table's file are excluded: the system can drop them
-resumed   whether the losses after restoring equal those of the first process, bit for bit
+÷ table   peak of the process's private and shared memory in the phase, less the memory before the table was
+          made, divided by the bytes of weights and state. Pages of a table's file are excluded, because the
+          system can drop them
+resumed   yes if the losses after restoring equal those of the first process, bit for bit
 
-Speed: one process trains a table of each kernel in turns of 16 steps. Ids are uniform (the worst case for
-a table in a file: almost every id is on another page) or skewed (half of all ids are from 3 % of the
-rows).
+Speed: one process trains a table with each kernel in turns of 16 steps. Ids are uniform or skewed. Uniform ids
+are the worst case for a table in a file, because almost every id is on a different page. Of skewed ids, half
+are from 3 % of the rows.
 
 ms a step the median over turns
-equal     whether all losses equal those of the first kernel, bit for bit
+equal     yes if all losses equal those of the first kernel, bit for bit
 
-Short memory: a table of --short-gib is trained on several sides in turns of 16 new steps, with lookups by
-a power law of exponent 1.05 (tiers_short.py). A cgroup limits memory, with the pages of files, to the size
-of the process without the table and a quarter of the table. This needs the right to create memory cgroups
-(v1); on other machines memory is not limited and no figures are stored.
+Short memory: a table of --short-gib GiB is trained on several sides in turns of 16 new steps, with lookups by
+a power law with exponent 1.05 (tiers_short.py). A cgroup limits memory, including the pages of files, to the
+size of the process without the table plus a quarter of the table. This requires the right to create memory
+cgroups (v1). On other machines, memory is not limited and no figures are stored.
 
-A table larger than memory: --gib 30 --steps 32 --kernels fused_mmap --turns 0 --short-gib 0, with room for
-twice that in --folder. Short memory alone: --kernels "".
+A table larger than memory: --gib 30 --steps 32 --kernels fused_mmap --turns 0 --short-gib 0, with twice as
+much free space in --folder. Short memory alone: --kernels "".
 
-Writes benchmarks/results/tiers.json and the tables of docs/benchmarks.md and docs/sharding.md.
+Writes benchmarks/results/tiers.json and the tables in docs/benchmarks.md and docs/sharding.md.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from tiers_short import run_short, short_table
 from tiers_side import BATCHES, DIM, IDS, ROW_BYTES, Settings, Trained, own_memory, set_up_once
 
 SAMPLE_S = 0.002
-WARM_UP = 2  # turns that are not counted
+WARM_UP = 2  # number of turns that are not counted
 PHASES = ("initialise", "train", "save", "save while training", "restore")
 
 
@@ -68,8 +69,8 @@ def watched(phase: Phase, base_bytes: int) -> Iterator[None]:
     """Record the seconds of a block and its peak memory.
 
     Args:
-        phase: Record that is filled in.
-        base_bytes: Bytes that are subtracted from the memory.
+        phase: Record to fill in.
+        base_bytes: Number of bytes to subtract from the memory.
     """
     over = Event()
 
@@ -88,7 +89,7 @@ def watched(phase: Phase, base_bytes: int) -> Iterator[None]:
 
 
 def first_run(rank: int, device: Any, settings: Settings) -> tuple[dict[str, dict], list[float]]:
-    """Initialise, train and save; return the phases, and the losses since the last save began."""
+    """Initialize, train and save; return the phases, and the losses since the last save began."""
     set_up_once(settings)
     base_bytes, phases = own_memory(), {name: Phase() for name in PHASES[:4]}
     with watched(phases["initialise"], base_bytes):
@@ -113,7 +114,7 @@ def second_run(rank: int, device: Any, settings: Settings) -> tuple[dict[str, di
 
 
 def run_in_turns(rank: int, device: Any, each: list[Settings], turns: int) -> list[dict[str, Any]]:
-    """Train all kernels in turns and return the speed and equality of each kind of ids."""
+    """Train all kernels in turns; return their speed, and the equality of losses, for each kind of ids."""
     set_up_once(each[0])
     rigs = {settings.kernel: Trained(settings, settings.rows, fill=True) for settings in each}
     lines = []
@@ -133,7 +134,7 @@ def run_in_turns(rank: int, device: Any, each: list[Settings], turns: int) -> li
 
 
 def measure_memory(settings: Settings) -> dict[str, Any]:
-    """Return the phases of a kernel and whether it resumes with the same losses."""
+    """Return the memory and seconds of a kernel's phases, and True if resuming reproduces the losses."""
     ((first, first_losses),) = on_ranks(1, first_run, settings)
     ((second, resumed),) = on_ranks(1, second_run, settings)
     phases, size = first | second, settings.rows * ROW_BYTES
@@ -146,7 +147,7 @@ def measure_memory(settings: Settings) -> dict[str, Any]:
 
 
 def measure_short(folder: Path, gib: float, smallest: bool) -> None:
-    """Print the third table; store it if memory was limited."""
+    """Measure and print the third table, and store it if memory was limited."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         found = run_short(place, *((0.25, 1, 1) if smallest else (gib, 16, 8)))
     text = short_table(found).markdown()
@@ -157,14 +158,14 @@ def measure_short(folder: Path, gib: float, smallest: bool) -> None:
 
 def main(
     gib: Annotated[float, typer.Option(help="Size of the table and its state in GiB.")] = 1.0,
-    steps: Annotated[int, typer.Option(help="Training steps before the table is saved.")] = 100,
-    turns: Annotated[int, typer.Option(help="Turns of each kernel for speed; 0: no turns.")] = 20,
+    steps: Annotated[int, typer.Option(help="Number of training steps before the table is saved.")] = 100,
+    turns: Annotated[int, typer.Option(help="Number of turns of each kernel for speed; 0: no turns.")] = 20,
     kernels: Annotated[str, typer.Option(help="Kernels, separated by commas.")] = "fused,fused_mmap",
-    folder: Annotated[Path, typer.Option(help="Folder of checkpoints and files of tables.")] = Path("data"),
+    folder: Annotated[Path, typer.Option(help="Folder for checkpoints and the tables' files.")] = Path("data"),
     short_gib: Annotated[float, typer.Option(help="Size in GiB of the table with limited memory; 0: skip.")] = 0.25,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the tables that the module docstring describes."""
+    """Measure and print the tables that the module docstring describes."""
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if short_gib:
@@ -207,7 +208,7 @@ def show_memory(lines: list[dict[str, Any]], rows: int) -> None:
 
 
 def speed_row(line: dict[str, Any]) -> list[str]:
-    """Return ms a step of each kernel, and the ratio of the last to the first."""
+    """Return a table row with each kernel's ms per step, and the ratio of the last to the first."""
     each = list(line["seconds"].values())
     return [line["ids"], *(f"{1000 * seconds:.1f}" for seconds in each), f"{each[-1] / each[0]:.2f}"]
 
@@ -232,7 +233,7 @@ def document(results: dict[str, Any]) -> str:
             for line in alone["memory"]
             for title, of, digits in (("memory ÷ table", "memory", 2), ("s", "seconds", 0))
         ]
-        grids.append(Grid((f"{size:,.0f} GiB, on a machine of {host:,.0f}", *PHASES), rows))
+        grids.append(Grid((f"{size:,.0f} GiB, on a {host:,.0f} GiB machine", *PHASES), rows))
     return "\n\n".join(grid.markdown() for grid in grids)
 
 

@@ -1,4 +1,4 @@
-"""The part of benchmarks/tiers.py in which the pages of a table do not fit in memory."""
+"""The part of benchmarks/tiers.py in which a table's pages do not fit into memory."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from raytrec.compat.fbgemm import measure_cache_hits
 from raytrec.compat.torchrec_ import iterate_sharded_kernels
 from raytrec.embeddings.mapped import ROW_BYTES as ROW_BYTES_IN_MEMORY
 
-EXPONENT = 1.05  # exponent of the power law of lookups
-BUDGET = 0.25  # memory for the table, as a share of its size
+EXPONENT = 1.05  # exponent of the lookups' power law
+BUDGET = 0.25  # memory for the table, as a share of the table's size
 SLACK = 16 << 20  # bytes that the system needs for a process
-HOT = 0.75  # share of BUDGET that is plan.memory_gib, for rows in memory
+HOT = 0.75  # share of BUDGET that plan.memory_gib reserves for rows in memory
 FEW = 0.01  # share of the table's rows
-# Side → (kernel, whether memory is limited, plan.memory_gib as a share of the table).
+# Side → (kernel, True if memory is limited, plan.memory_gib as a share of the table).
 SIDES = {
     "whole table in a file": ("fused_mmap", True, None),
-    "likewise, pages asked for at once": ("fused_mmap", True, FEW + ROW_BYTES_IN_MEMORY / ROW_BYTES),
+    "whole table in a file, pages prefetched": ("fused_mmap", True, FEW + ROW_BYTES_IN_MEMORY / ROW_BYTES),
     "hot rows in memory": ("fused_mmap", True, HOT * BUDGET),
     "all in memory": ("fused", False, None),
 }
 
 
 def groups_here() -> Path | None:
-    """Return the folder of this process's memory cgroup (v1), or None if no groups can be created in it."""
+    """Return the folder of this process's memory cgroup (v1), or None if no groups can be created there."""
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, kinds, name = line.split(":", 2)
         folder = Path(f"/sys/fs/cgroup/memory{name}")
@@ -45,10 +45,10 @@ def groups_here() -> Path | None:
 
 
 class Side:
-    """A process that trains a table, in a memory cgroup if `group` is set."""
+    """Process that trains a table, optionally in a memory cgroup."""
 
     def set_up(self, settings: dict[str, Any], group: str | None) -> bool:
-        """Enter the group and make the table."""
+        """Create and enter the memory cgroup, unless `group` is None, and make the table; return True."""
         self._group = Path(group) if group else None
         if self._group:
             self._group.mkdir()
@@ -59,10 +59,11 @@ class Side:
         return True
 
     def bound(self, limit: int | None) -> int:
-        """Limit this process's memory, files included, and return the limit (0: no group).
+        """Limit this process's memory, including files, and return the limit in bytes (0: no group).
 
         Args:
-            limit: Bytes; None: the current memory of the group without files, SLACK and BUDGET of the table.
+            limit: Limit in bytes; None: the group's current memory without files, plus SLACK, plus the
+                share BUDGET of the table.
         """
         if self._group is None:
             return 0
@@ -74,7 +75,7 @@ class Side:
         return limit
 
     def train(self, turn: int) -> tuple[float, list[float], float | None]:
-        """Return the seconds of BATCHES steps, their losses, and the share of lookups of rows in memory."""
+        """Train BATCHES steps; return the seconds, the losses, and the share of lookups found in memory."""
         trained = self._trained
         batches = trained.random_batches(power_law, seed=turn)
         began = perf_counter()
@@ -86,17 +87,17 @@ class Side:
 
 
 def side(rank: int, world: int) -> Any:
-    """Return the function that answers a rank's requests by calling a method of `Side`."""
+    """Return the function with which a rank answers requests by calling methods of `Side`."""
     process = Side()
     return lambda method, **values: getattr(process, method)(**values)
 
 
 def power_law(uniform: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return ids whose k-th is looked up k^-EXPONENT as often as the first, spread over the table.
+    """Return ids drawn by a power law, k^-EXPONENT for the k-th most frequent id, spread over the table.
 
     Args:
-        uniform: float64 from 0 to 1.
-        rows: Rows of the table.
+        uniform: Uniform random numbers from 0 to 1, float64.
+        rows: Number of rows in the table.
     """
     last = (rows + 1.0) ** (1 - EXPONENT)
     ranks = (uniform * (last - 1) + 1) ** (1 / (1 - EXPONENT)) - 1
@@ -104,13 +105,13 @@ def power_law(uniform: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def run_short(folder: str, gib: float, warm_up: int, turns: int) -> dict[str, Any]:
-    """Train on all sides in turns of BATCHES new batches.
+    """Train all sides in turns of BATCHES new batches, and return their figures.
 
     Args:
-        folder: Folder of the tables' files.
-        gib: Size of the table with its state.
-        warm_up: Turns that are not counted. Memory is limited after the first turn.
-        turns: Turns that are counted.
+        folder: Folder for the tables' files.
+        gib: Size of the table with its state, in GiB.
+        warm_up: Number of turns that are not counted. Memory is limited after the first turn.
+        turns: Number of turns that are counted.
     """
     rows, above = int(gib * 2**30) // ROW_BYTES, groups_here()
     durations, losses, hits = ({side: [] for side in SIDES} for _ in range(3))
@@ -153,7 +154,7 @@ def short_table(results: dict[str, Any]) -> Grid:
         for side, rate in rates.items()
     ]
     title = f"{size:,.0f} MiB, of which {BUDGET:.0%} fit in memory"
-    return Grid((title, "rows a second", "÷ first", "lookups of rows in memory"), rows)
+    return Grid((title, "rows a second", "÷ first", "lookups served from memory"), rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Model and table of the rank that benchmarks/tiers.py measures."""
+"""Model and table on the rank that benchmarks/tiers.py measures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IDS = {"uniform": 1.0, "skewed": 5.0}  # power to which a uniform number is rais
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one run of one kernel."""
+    """Settings for one run of one kernel."""
 
     kernel: str
     rows: int
@@ -38,7 +38,7 @@ class Settings:
 
 
 class Trained:
-    """Model over one table on this rank, and its batches."""
+    """Model with one table on this rank, and batches for training."""
 
     def __init__(self, settings: Settings, rows: int, *, fill: bool):
         self.config, self.schema = describe(settings, rows)
@@ -51,12 +51,12 @@ class Trained:
         }
 
     def train(self, steps: int, ids: str = "uniform") -> list[float]:
-        """Train, beginning with the first batch, and return the losses."""
+        """Train for some steps, starting with the first batch, and return the losses."""
         batches = islice(cycle(self._batches[ids]), steps)
         return [float(outputs.loss.detach()) for outputs in self.step.train(batches, steps)]
 
     def random_batches(self, ids_of: Callable[[torch.Tensor, int], torch.Tensor], seed: int = 1) -> list[Any]:
-        """Return batches whose ids `ids_of` makes from uniform numbers and the number of rows."""
+        """Return random batches, whose ids `ids_of` computes from uniform numbers and the number of rows."""
         batches = []
         for whole in make_random_batches(self.schema, BATCH, BATCHES, seed=seed):
             batch, rows = make_local_batch(whole, self.schema, [0, BATCH], 0), self.schema.tables["t"].rows
@@ -96,22 +96,22 @@ class Trained:
 
 
 def skewed(uniform: torch.Tensor, rows: int, power: float) -> torch.Tensor:
-    """Return ids spread over the table; a higher power makes small uniform numbers more frequent."""
+    """Return skewed ids spread over the table; a higher power makes frequent ids more frequent."""
     return scattered((uniform**power * rows).long(), rows)
 
 
 def scattered(ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the ids permuted, so that frequent ids are not neighbours."""
+    """Return the ids mapped by a multiplicative permutation, so that frequent ids are not neighbors."""
     return ids * 2_654_435_761 % rows
 
 
 def own_memory() -> int:
-    """Return the bytes of this process's memory that belong to no file."""
+    """Return the bytes of this process's memory that are not backed by files."""
     return status_bytes("RssAnon", "RssShmem")
 
 
 def describe(settings: Settings, rows: int) -> tuple[Any, Any]:
-    """Return the configuration and the schema."""
+    """Return the configuration and the schema for a table with this number of rows."""
     sparse = {f"f{i}": {"table": "t"} for i in range(FEATURES)}
     tables = {"t": {"rows": rows, "dim": DIM}}
     schema = Schema.parse({"labels": ["y"], "dense": ["a"], "sparse": sparse, "tables": tables}, "tiers")

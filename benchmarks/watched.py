@@ -22,11 +22,11 @@ from raytrec.checkpoint.index import INDEX
 T = TypeVar("T")
 MOST = 2  # largest number of workers
 LONGEST_S, FINISH_S = 240.0, 900.0  # limits of a single wait, and of the rest of the run
-SETTLED_STEPS = 30  # consecutive steps, which with a checkpoint show that the run has recovered
+SETTLED_STEPS = 30  # number of consecutive steps that, with a checkpoint, show that the run has recovered
 
 
 class Problem(Exception):
-    """A violation of the behavior required of the run."""
+    """Error raised if the run does not behave as required."""
 
 
 class Run:
@@ -34,10 +34,10 @@ class Run:
 
     Args:
         folder: Folder of the run.
-        checkpoints: Folder of its checkpoints.
-        config: File of its configuration.
-        nodes: Cluster on which it runs.
-        until: Monotonic time at which the benchmark must have ended.
+        checkpoints: Folder of the run's checkpoints.
+        config: File of the run's configuration.
+        nodes: Cluster on which the run trains.
+        until: Monotonic time by which the benchmark must end.
     """
 
     def __init__(self, folder: Path, checkpoints: Path, config: Path, nodes: Nodes, until: float):
@@ -47,7 +47,7 @@ class Run:
         self._process: subprocess.Popen | None = None
 
     def start(self, *arguments: str) -> None:
-        """Start the command `raytrec train` with arguments."""
+        """Start the command `raytrec train` with these arguments."""
         command = [sys.executable, str(HERE / "recorder.py"), "train", *arguments]
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
@@ -64,7 +64,7 @@ class Run:
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Run the command until the end of the block."""
+        """Run the command, and kill the driver at the end of the block."""
         command = [str(self._config), f"run.dir={self.folder}", f"checkpoint.dir={self.checkpoints}"]
         self.start(*command)
         try:
@@ -73,7 +73,7 @@ class Run:
             self.kill()
 
     def finish(self) -> None:
-        """Wait for the end of the run.
+        """Wait until the run has finished.
 
         Raises:
             Problem: The run failed.
@@ -88,7 +88,7 @@ class Run:
         return json.loads((self.folder / "result.json").read_text())
 
     def signal(self, number: int, group: bool = False) -> int:
-        """Send the driver or its process group a signal, wait for its end and return the exit code."""
+        """Send a signal to the driver or its process group, wait for its end, and return the exit code."""
         if group:
             os.killpg(self._process.pid, number)
         else:
@@ -96,10 +96,10 @@ class Run:
         return self.end()
 
     def end(self, seconds: float = 90) -> int:
-        """Wait for the driver's end and return the exit code.
+        """Wait until the driver ends, and return the exit code.
 
         Raises:
-            Problem: The driver did not end.
+            Problem: The driver did not end in time.
         """
         try:
             return self._process.wait(seconds)
@@ -107,7 +107,7 @@ class Run:
             raise Problem(f"the driver did not exit within {seconds:.0f} s\n{self.tail()}") from None
 
     def output(self, since: int = 0) -> str:
-        """Return the output of the run from a character on."""
+        """Return the run's output, starting at a character index."""
         return self.log.read_text(errors="replace")[since:]
 
     def kill(self) -> None:
@@ -117,7 +117,7 @@ class Run:
             self._process.wait(30)
 
     def ended(self) -> int | None:
-        """Return the exit code of the driver, or None if it is running."""
+        """Return the exit code of the driver, or None if the driver is running."""
         return self._process.poll()
 
     def say(self, text: str) -> None:
@@ -130,7 +130,7 @@ class Run:
         """Wait until `ready` returns a true value, and return it.
 
         Raises:
-            Problem: The time is over, or the driver ended although it should be alive.
+            Problem: The time limit is exceeded, or the driver ended although `alive` is True.
         """
         end = min(time.monotonic() + seconds, self._until)
         while not (value := ready()):
@@ -146,7 +146,7 @@ class Run:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
 
     def events(self, since: float = 0) -> list[dict[str, Any]]:
-        """Return the recorded events of the run."""
+        """Return the run's recorded events since a time, in seconds since 1970."""
         out = []
         with suppress(FileNotFoundError):
             for line in (self.folder / "events.jsonl").read_text().splitlines():
@@ -159,11 +159,11 @@ class Run:
         return self.record.look()[-1]
 
     def since(self, unix_s: float) -> list[Attempt]:
-        """Return the attempts that began after a time."""
+        """Return the attempts that began after a time, in seconds since 1970."""
         return [attempt for attempt in self.record.look() if attempt.began > unix_s]
 
     def settled(self) -> bool:
-        """Return True if the largest possible number of workers has trained steps and saved one of them."""
+        """Return True if the largest possible number of workers has trained SETTLED_STEPS and saved one."""
         attempts = self.record.look()
         if not attempts or attempts[-1].world != min(MOST, len(self.nodes.all)):
             return False
@@ -174,7 +174,7 @@ class Run:
         )
 
     def pace(self, seconds: float) -> None:
-        """Set the seconds by which each further step is longer."""
+        """Set the number of seconds that are added to each further step."""
         partial = records_of(self.folder) / (PACE + ".partial")
         partial.write_text(str(seconds))
         partial.replace(partial.with_name(PACE))
@@ -194,11 +194,11 @@ class Run:
         return [s for s in steps(self.checkpoints) if os.path.exists(f"{get_step_folder(self.checkpoints, s)}/{INDEX}")]
 
     def half_saved(self) -> str | None:
-        """Return the folder of a checkpoint that is being written, if any."""
+        """Return the folder of a checkpoint that is being written, or None."""
         folders = [get_step_folder(self.checkpoints, step) for step in steps(self.checkpoints)[:1]]
         return next((folder for folder in folders if not os.path.exists(f"{folder}/{INDEX}")), None)
 
     def new_checkpoint(self) -> int:
-        """Wait for the next checkpoint and return its step."""
+        """Wait for the next checkpoint, and return its step."""
         before = self.saved()[:1]
         return self.wait("a new checkpoint", lambda: self.saved()[:1] != before and self.saved())[0]

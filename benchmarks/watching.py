@@ -2,12 +2,12 @@
 
     python benchmarks/watching.py [--workers 2] [--device cpu|cuda] [--rounds 15]
 
-Three copies of one model (tables half table-wise, half row-wise, half of them means) take turns of 100
-steps in the same processes: without tracking and checks; with their defaults (statistics every 100 steps,
-checks every 500); with statistics and checks every 10 steps. The messages of the ranks go to a process
-that writes the run folder and an MLflow store on sqlite, on the same cores: the messages of a side's turn
-are written during its next turn, and a turn begins when no message of another side is queued. The times
-within each round are compared.
+Three copies of one model (half of the tables table-wise, half row-wise; half of the features mean-pooled)
+take turns of 100 steps in the same processes. The first copy runs without tracking and checks, the second with
+their defaults (statistics every 100 steps, checks every 500), and the third with statistics and checks every
+10 steps. The ranks send their messages to a process that writes the run folder and an MLflow store in SQLite,
+on the same cores. The messages of a side's turn are written during the side's next turn, and a turn begins
+when no message of another side is queued. The times within each round are compared.
 
 Writes benchmarks/results/watching.json.
 """
@@ -58,7 +58,7 @@ SIDES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Mailbox:
-    """Stand-in for the coordinator that sends the messages of a side's ranks to the main process."""
+    """Stand-in for the coordinator, which sends the messages of a side's ranks to the main process."""
 
     queue: Any
     side: int
@@ -82,7 +82,7 @@ class Unheard:
 
 
 class Side:
-    """A copy of the model with its own pipeline and observers."""
+    """Copy of the model with a separate pipeline and separate observers."""
 
     def __init__(self, config: RunConfig, rank: int, device: torch.device, mailbox: Mailbox):
         schema, world, rows = schema_of("half"), config.scaling.max_workers, config.data.global_batch_size
@@ -100,7 +100,7 @@ class Side:
         self._observers.begin()
 
     def turn(self) -> float:
-        """Return the seconds of STEPS steps."""
+        """Train STEPS steps, and return the seconds."""
         return group_seconds(self._train, self._device)
 
     def _train(self) -> None:
@@ -119,13 +119,13 @@ def _endless(batches: list[Batch]) -> Iterator[Batch]:
 def measure(
     rank: int, device: torch.device, workers: int, rounds: int, batch: int, queue: Any, turns: Any
 ) -> dict[str, list[float]]:
-    """Return side → seconds of each turn."""
+    """Run the sides in turns, and return side → seconds of each turn."""
     plain = config_of("both", workers, batch).model_dump(by_alias=True)
 
     def turn(number: int, side: Side) -> float:
         if rank == 0:
             queue.put((number, None))
-            turns.acquire()  # until the messages of the other sides have been written
+            turns.acquire()  # waits until the messages of the other sides have been written
         return side.turn()
 
     sides = {
@@ -139,13 +139,13 @@ def measure(
 
 
 def main(
-    workers: Annotated[int, typer.Option(help="Ranks, each a process (on CUDA: a GPU).")] = 2,
+    workers: Annotated[int, typer.Option(help="Number of ranks, each a process (on CUDA: a GPU).")] = 2,
     device: harness.Device = "cpu",
     rounds: harness.Rounds = 15,
-    batch: Annotated[int, typer.Option(help="Rows of a batch on each rank.")] = 512,
+    batch: Annotated[int, typer.Option(help="Number of rows in each rank's batch.")] = 512,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the table and write benchmarks/results/watching.json."""
+    """Compare the sides, print the table and write benchmarks/results/watching.json."""
     rounds = 2 if smallest else rounds  # an interval needs two rounds
     with tempfile.TemporaryDirectory() as name:
         folder, spawn = Path(name), mp.get_context("spawn")
@@ -183,10 +183,10 @@ def main(
 
 
 def show(seconds: dict[str, list[float]], title: str) -> dict[str, dict[str, float]]:
-    """Print the table and return the figures of each side."""
+    """Print the table, and return the figures of each side."""
     results, rows = {}, []
     for name, of_side in seconds.items():
-        # Checks run in one turn of five, so means are compared instead of medians.
+        # By default, checks run in one turn out of five, so means are compared instead of medians.
         added = [one / off - 1 for one, off in zip(of_side, seconds["off"], strict=True)]
         mean, error, ms = fmean(added), stdev(added) / len(added) ** 0.5, 1e3 * fmean(of_side) / STEPS
         low, high = mean - 2 * error, mean + 2 * error

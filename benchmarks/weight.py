@@ -2,11 +2,11 @@
 
     python benchmarks/weight.py [--against COMMIT]
 
-Lines of code are lines with code: docstrings, comments and blank lines do not count. Keys are those
-of the configuration and of a schema's managed ids; the keys of single models and transforms are left out.
+Docstrings, comments and blank lines do not count as lines of code. Configuration keys include those of a
+schema's managed ids, but not those of individual models and transforms.
 
 With `--against`, the exit code is 1 if raytrec/ has grown by more code lines than CHANGELOG.md allows. A
-change that needs more lines adds its budget to its entry in CHANGELOG.md: "(budget: +120 code lines)".
+change that needs more lines states a budget in its entry in CHANGELOG.md: "(budget: +120 code lines)".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BUDGET = re.compile(r"\(budget: \+([\d,]+) code lines\)")
 GENERATED = re.compile(r"(?s)<!-- map -->.*?<!-- end of the map -->")
 TOP_PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
 LONG_FILE_LINES = 300
-LARGE_ROOM_FILES = 20
+LARGE_PACKAGE_FILES = 20
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 KEYS = """
 import typing
@@ -58,7 +58,7 @@ print(len({*keys(RunConfig, ""), *keys(ManagedIds, "ids.")}))
 
 
 def lines_of_code(text: str) -> int:
-    """Return the number of lines of a Python file with code."""
+    """Return the number of lines with code in the text of a Python file."""
     lines: set[int] = set()
     statement: list[tokenize.TokenInfo] = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -73,26 +73,26 @@ def lines_of_code(text: str) -> int:
 
 
 def weigh(tree: Path) -> dict[str, int]:
-    """Return figure → value for a checkout of raytrec."""
+    """Return figure → value for a checkout of the repository."""
     texts = {path: path.read_text() for path in sorted((tree / "raytrec").rglob("*.py"))}
     code = {path: lines_of_code(text) for path, text in texts.items()}
-    rooms = Counter(path.parent for path in texts)
+    packages = Counter(path.parent for path in texts)
     pages = [*(tree / name for name in TOP_PAGES), *(tree / "docs").glob("*.md")]
     architecture = GENERATED.sub("", (tree / "ARCHITECTURE.md").read_text())
     keys = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", KEYS],
         capture_output=True, text=True, check=True, cwd=tree, env={"PYTHONPATH": str(tree)},
     )  # fmt: skip
-    by_room: Counter[str] = Counter()
+    by_package: Counter[str] = Counter()
     for path, count in code.items():
         parts = path.relative_to(tree / "raytrec").parts
-        by_room[parts[0] + "/" if len(parts) > 1 else "(top)"] += count
+        by_package[parts[0] + "/" if len(parts) > 1 else "(top)"] += count
     return {
         CODE_LINES: sum(code.values()),
-        **{f"  {room}": count for room, count in by_room.most_common()},
+        **{f"  {package}": count for package, count in by_package.most_common()},
         "files of raytrec/": len(texts),
         f"files over {LONG_FILE_LINES} lines": sum(text.count("\n") > LONG_FILE_LINES for text in texts.values()),
-        f"rooms over {LARGE_ROOM_FILES} files": sum(count > LARGE_ROOM_FILES for count in rooms.values()),
+        f"packages over {LARGE_PACKAGE_FILES} files": sum(count > LARGE_PACKAGE_FILES for count in packages.values()),
         "configuration keys": int(keys.stdout),
         "words of documentation, without the map": sum(
             len(GENERATED.sub("", page.read_text()).split()) for page in pages
@@ -107,7 +107,7 @@ def weigh(tree: Path) -> dict[str, int]:
 
 
 def budgets(changelog: str) -> Counter[str]:
-    """Return how often each entry of CHANGELOG.md with a budget occurs.
+    """Return the number of occurrences of each entry in CHANGELOG.md that states a budget.
 
     Args:
         changelog: Text of CHANGELOG.md.
@@ -117,7 +117,7 @@ def budgets(changelog: str) -> Counter[str]:
 
 
 def allowed_growth(older: str, newer: str) -> int:
-    """Return the sum of the budgets of entries that were added between two texts of CHANGELOG.md.
+    """Return the sum of the budgets in entries that were added between two versions of CHANGELOG.md.
 
     Args:
         older: Text of CHANGELOG.md at the older commit.
@@ -127,8 +127,8 @@ def allowed_growth(older: str, newer: str) -> int:
     return sum(int(lines.replace(",", "")) for entry in added.elements() for lines in BUDGET.findall(entry))
 
 
-def main(against: Annotated[str, typer.Option(help="A commit to compare with.")] = "") -> None:
-    """Print the size of the tree; with `--against`, exit with 1 if raytrec/ has grown too much."""
+def main(against: Annotated[str, typer.Option(help="Commit to compare with.")] = "") -> None:
+    """Print the size of the tree; with `--against`, exit with code 1 if raytrec/ has grown too much."""
     columns, allowed = {"now": weigh(REPO)}, 0
     if against:
         with tempfile.TemporaryDirectory() as folder:

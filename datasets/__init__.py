@@ -1,15 +1,15 @@
-"""Recipes that turn public data into Parquet and a schema.yaml; commands of `raytrec prepare`.
+"""Recipes that convert public data into Parquet and a schema.yaml; the commands of `raytrec prepare`.
 
-A recipe is a function. The command's options follow from the types and defaults of its parameters, and their
-help from the section `Args` of its docstring:
+A recipe is a function. The types and defaults of its parameters determine the command's options, and the
+section `Args` or `Options` of its docstring contains their help texts:
 
     def prepare(out: Path, rows: int = 1000, force: bool = False):
         '''Write clicks of our shop.'''
         output = Output(out, "shop", {"rows": rows}, force)  # raytrec_datasets/writing.py
         ...
 
-A recipe of this folder is a function named `prepare` in NAME/__init__.py and runs as `raytrec prepare NAME`;
-criteo/ is an example to copy. Slow imports belong inside the function, so that --help answers at once. Users
+A recipe in this folder is a function named `prepare` in NAME/__init__.py and runs as `raytrec prepare NAME`;
+criteo/ is an example to copy. Slow imports belong inside the function, so that --help responds quickly. Users
 run their own recipes with `raytrec prepare module:function`.
 """
 
@@ -31,14 +31,14 @@ from raytrec.common.storage import RAY_JOB_COPIES, ROOT, make_absolute
 
 
 def resolve_path_option(text: str) -> Path:
-    """Return the path as given, or a path in the shared folder in a job of a cluster (storage.absolute)."""
+    """Return the path as given, or in a job on a cluster, the path in the shared folder (make_absolute)."""
     return Path(make_absolute(text)) if os.environ.get(ROOT) or RAY_JOB_COPIES in os.getcwd() else Path(text)
 
 
 Count = Annotated[int, typer.Option(min=0)]
 PositiveCount = Annotated[int, typer.Option(min=1)]
 File = Annotated[Path | None, typer.Option(parser=resolve_path_option, metavar="FILE")]
-# Options that recipes share. A parameter with one of these names needs no annotation.
+# Options shared by recipes. A parameter with one of these names needs no annotation.
 SHARED = {
     "out": typer.Option(
         parser=resolve_path_option, metavar="PATH", help="Folder to write train/, valid/, test/ and schema.yaml to."
@@ -51,7 +51,7 @@ SHARED = {
 
 
 class Recipes(TyperGroup):
-    """Command group with the recipes of this folder and recipes of the user (`module:function`)."""
+    """Command group with the recipes in this folder and users' own recipes (`module:function`)."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the recipes in this folder, sorted."""
@@ -84,7 +84,7 @@ def find_recipe(path: str) -> Callable[..., None]:
     """Return the function that `module:function` names.
 
     Raises:
-        ConfigError: The name cannot be imported or is not a function.
+        ConfigError: The name cannot be imported or does not name a function.
     """
     from raytrec.common.registry import find_code
 

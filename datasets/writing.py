@@ -1,4 +1,4 @@
-"""Output folder, Parquet writer and progress bar of recipes."""
+"""Output folder, Parquet writer and progress bar for recipes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPLITS = ("train", "valid", "test")
 
 
 class Output:
-    """The folder of one prepared dataset, used as a context manager.
+    """Folder of a prepared dataset, used as a context manager.
 
     Files are written to a hidden folder next to the dataset. When the block ends without an error, the hidden
     folder replaces the dataset's folder, so an interrupted recipe never looks complete.
@@ -32,9 +32,10 @@ class Output:
     Args:
         folder: Folder of the dataset.
         recipe: Name of the recipe.
-        options: Options of the recipe. They are stored in prepared.json and compared when the recipe runs
+        options: Options of the recipe, which are stored in prepared.json and compared when the recipe runs
             again.
-        force: Replace a folder that a recipe prepared with other options. Other folders are never replaced.
+        force: True to replace a folder that a recipe prepared with other options. Other folders are never
+            replaced.
     """
 
     def __init__(self, folder: Path, recipe: str, options: dict, force: bool):
@@ -47,8 +48,8 @@ class Output:
         """Return True, and print a message, if the folder was prepared with the same options.
 
         Raises:
-            ConfigError: The folder was prepared with other options and `force` is False, or it was not
-                written by a recipe, or it contains the source, which would be deleted.
+            ConfigError: The folder was prepared with other options and `force` is False, was not written by
+                a recipe, or contains the source, which would be deleted.
         """
         source = self.options.get("source")
         if source and Path(source).is_relative_to(self.folder):
@@ -80,7 +81,7 @@ class Output:
         )
 
     def _previous_options(self) -> dict | None:
-        """Return the options that the folder was prepared with, or None if it has no valid marker."""
+        """Return the options with which the folder was prepared, or None if there is no valid marker."""
         try:
             return self.facts()["options"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -100,7 +101,7 @@ class Output:
         self.partial.rename(self.folder)
 
     def facts(self) -> dict:
-        """Return the content of the marker that `finish` wrote: options, rows and facts of the recipe."""
+        """Return the content of the marker written by `finish`: options, rows and facts of the recipe."""
         return json.loads((self.folder / MARKER).read_text())
 
     def finish(
@@ -110,12 +111,12 @@ class Output:
         comments: Mapping[tuple[str, str], str] | None = None,
         **facts: object,
     ) -> None:
-        """Write schema.yaml and the marker.
+        """Write schema.yaml and the marker prepared.json.
 
         Args:
             schema: Schema of the dataset.
-            rows: Number of rows of each split.
-            comments: Comments of schema.yaml, as for Schema.to_yaml.
+            rows: Number of rows in each split.
+            comments: Comments in schema.yaml, as for Schema.to_yaml.
             **facts: Further facts to store in the marker.
         """
         (self.partial / "schema.yaml").write_text(schema.to_yaml(comments))
@@ -123,11 +124,11 @@ class Output:
         (self.partial / MARKER).write_text(text + "\n")
 
     def summary(self, job: str = "own", settings: Sequence[str] = (), lines: Sequence[str] = ()) -> None:
-        """Print the rows of each split, further lines, and the next command.
+        """Print the number of rows in each split, further lines, and the next command.
 
         Args:
-            job: Name of the example in jobs/ that fits the data.
-            settings: Overrides that the example needs in addition to the paths.
+            job: Name of the example in jobs/ that suits the data.
+            settings: Overrides that the example requires in addition to the paths.
             lines: Lines to print between the rows and the next command.
         """
         rows, place = self.facts()["rows"], make_relative(self.folder)
@@ -140,14 +141,14 @@ class Output:
 
 
 class SplitWriter:
-    """A writer of one split: files part-*.parquet, compressed with zstd.
+    """Writer of one split, as files part-*.parquet compressed with zstd.
 
     Args:
         folder: Folder of the split.
         schema: Arrow schema of every table.
-        group_rows: Number of rows of a row group.
-        file_rows: Number of rows after which a new file begins.
-        prefix: Beginning of the file names; several writers may share a folder.
+        group_rows: Number of rows in a row group.
+        file_rows: Number of rows after which a new file is started.
+        prefix: Prefix of the file names, so that several writers can share a folder.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class SplitWriter:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, table: pa.Table) -> None:
-        """Add rows. Row groups have their full size, also across calls."""
+        """Add rows, which are written in full row groups that can span several calls."""
         self._waiting.append(table.cast(self._schema))
         self.rows += len(table)
         waiting = sum(map(len, self._waiting))
@@ -179,7 +180,7 @@ class SplitWriter:
                 self._write_group(whole.slice(start, self._group_rows))
 
     def close(self) -> None:
-        """Write the last, smaller row group and close the file."""
+        """Write the last, possibly smaller row group, and close the file."""
         remaining = pa.concat_tables(self._waiting) if self._waiting else self._schema.empty_table()
         if len(remaining) or not self._files:
             self._write_group(remaining)
@@ -198,7 +199,7 @@ class SplitWriter:
 
 
 def write_table(folder: Path, table: pa.Table, group_rows: int = 16_384) -> int:
-    """Write one table as a split and return its number of rows."""
+    """Write one table as a split, and return its number of rows."""
     writer = SplitWriter(folder, table.schema, group_rows)
     writer.write(table)
     writer.close()

@@ -1,12 +1,12 @@
 """raytrec: a Ray-orchestrated distributed trainer for recommender models.
 
-The sharded run computes what one process would have computed, on any number of workers.
+A sharded run on any number of workers computes the same results as a single process.
 
     import raytrec
     result = raytrec.train("jobs/synthetic.yaml", ["train.epochs=2"])
     print(result.metrics["eval.auc"])
 
-Importing this needs neither torch nor Ray; the names below load what they need when they are first used.
+Importing this package needs neither torch nor Ray. Each name below imports its module at first use.
 """
 
 __version__ = "0.1.0"

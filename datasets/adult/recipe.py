@@ -6,10 +6,10 @@ all other columns except three:
 
 - marital_status is the second label;
 - relationship reveals the second label: husbands and wives are married, and 88 % of own children never were;
-- fnlwgt, the survey's estimate of how many people a row stands for, is not a property of the person. The
-  files have the column, but schema.yaml does not, so `sample_weight: fnlwgt` can name it.
+- fnlwgt, the survey's estimate of the number of people that a row represents, is not a property of a person.
+  The files contain the column, but schema.yaml does not, so that `sample_weight: fnlwgt` can name it.
 
-Dense columns are standardized with the mean and deviation of train, gains and losses as log(1 + x). Ids are
+Dense columns are standardized with the mean and deviation in train, gains and losses as log(1 + x). Ids are
 positions in the sorted values of train, from 1; id 0 stands for "?" (missing) and for values not in train.
 """
 
@@ -50,7 +50,7 @@ LABELS = ["income", "never_married"]
 NUMBERS = {*DENSE, "fnlwgt"}
 INCOMES = {"<=50K": 0, ">50K": 1}
 MISSING = "?"
-VALID_SHARE = 5  # one of this many rows of adult.data
+VALID_SHARE = 5  # one in this many rows of adult.data is in valid
 
 
 def write(out: Path, source: Path, seed: int, dim: int, force: bool) -> None:
@@ -69,7 +69,7 @@ def read(path: Path) -> pd.DataFrame:
     """Read adult.data or adult.test: numbers as int64, income as 0 or 1, all other columns as text.
 
     Raises:
-        DataError: The file cannot be read, has no rows, or has an invalid line, which the error names.
+        DataError: The file cannot be read, or contains no rows or an invalid line, which the error names.
     """
     try:
         lines = path.read_text("utf-8").splitlines()
@@ -87,7 +87,7 @@ def read(path: Path) -> pd.DataFrame:
 
 
 def _rows(lines: list[str], path: Path) -> Iterator[list]:
-    """Yield the fields of each line, except empty lines and UCI's remark in the first line of adult.test."""
+    """Yield the fields of each line, except for empty lines and UCI's remark in the first line of adult.test."""
     for number, line in enumerate(lines, 1):
         if not line.strip() or (number == 1 and line.startswith("|")):
             continue
@@ -105,7 +105,7 @@ def _rows(lines: list[str], path: Path) -> Iterator[list]:
 
 
 def _problem(fields: list[str]) -> str | None:
-    """Describe the first problem in the fields of a line, or return None if they are valid."""
+    """Return a description of the first problem in a line's fields, or None if the fields are valid."""
     if len(fields) != len(COLUMNS):
         return f"the line has {len(fields)} fields"
     for name, value in zip(COLUMNS, fields, strict=True):
@@ -117,17 +117,17 @@ def _problem(fields: list[str]) -> str | None:
 
 
 def _income(text: str) -> int | None:
-    """Return 0 or 1, or None for any other text. In adult.test each line ends with a full stop."""
+    """Return 0 or 1, or None for an unknown text; in adult.test, each line ends with a period."""
     return INCOMES.get(text.removesuffix("."))
 
 
 class Adult:
-    """People with splits, scales and vocabularies. Scales and vocabularies come from train alone.
+    """People by split, with scales and vocabularies, which are computed from train alone.
 
     Attributes:
-        splits: Name → people. train and valid are adult.data in seeded random order.
+        splits: Name of a split → people. train and valid are adult.data in seeded random order.
         scales: Dense column → [mean, standard deviation].
-        vocabularies: Sparse column → sorted values, without the missing one.
+        vocabularies: Sparse column → sorted values, without the value for missing.
     """
 
     def __init__(self, data: pd.DataFrame, test: pd.DataFrame, seed: int):
@@ -152,7 +152,7 @@ class Adult:
         return pa.table({**columns, "fnlwgt": people["fnlwgt"].to_numpy()})
 
     def write(self, folder: Path, split: str) -> int:
-        """Write a split and return its number of rows."""
+        """Write a split, and return its number of rows."""
         return write_table(folder, self.table(split), group_rows=4_096)
 
     def schema(self, dim: int) -> Schema:

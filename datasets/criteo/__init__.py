@@ -23,10 +23,10 @@ def prepare(
     """Write Criteo Kaggle and 1TB click logs from their original TSV layouts.
 
     Options:
-        source: train.txt, a day file, or the folder that holds them.
+        source: train.txt, a day file, or the folder that contains them.
         layout: Kaggle or 1TB files.
         vocabulary: Method that maps values to ids.
-        hash_rows: Rows of each table (hash).
+        hash_rows: Number of rows in each table (hash).
         min_count: Rarer values share id 0 (frequency).
         on_bad_line: Stop with an error at a malformed line, or skip the line.
     """

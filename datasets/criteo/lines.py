@@ -1,6 +1,6 @@
 """Criteo's TSV lines as Arrow tables.
 
-A line has a label, 13 integers and 26 hexadecimal values. The files have no header.
+A line contains a label, 13 integers and 26 hexadecimal values. The files have no header.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Chunk:
 
     Attributes:
         path: Path of the file.
-        start: First byte.
-        stop: End of the bytes; None: the end of the file (compressed files).
+        start: Offset of the first byte.
+        stop: Offset after the last byte; None: the end of the file (compressed files).
     """
 
     path: str
@@ -46,7 +46,7 @@ class Chunk:
 
 
 def chunks(path: Path) -> list[Chunk]:
-    """Return the chunks of a file: 64 MiB each, or a single one for a .gz file, which is read as a stream."""
+    """Return the chunks of a file: 64 MiB each, or a single chunk for a .gz file, which is read as a stream."""
     if path.suffix == ".gz":
         return [Chunk(str(path), 0, None)]
     size = path.stat().st_size
@@ -60,7 +60,7 @@ def read(chunk: Chunk, skip_bad: bool) -> Iterator[tuple[pa.Table, int]]:
         DataError: A line is malformed and `skip_bad` is False; the error names the file and the line and
             quotes its beginning.
     """
-    line_offset = 0  # lines of earlier blocks of a stream
+    line_offset = 0  # number of lines in earlier blocks of a stream
     for block in _blocks(chunk):
         yield _parse(block, chunk, skip_bad, line_offset)
         if chunk.stop is None:
@@ -115,7 +115,7 @@ def _well_formed(table: pa.Table) -> bool:
 
 
 def _line_by_line(block: bytes, chunk: Chunk, skip_bad: bool, line_offset: int) -> tuple[pa.Table, int]:
-    """Parse a block that holds a malformed line: report the line, or skip it if `skip_bad` is set."""
+    """Parse a block line by line, and raise DataError for a malformed line, or skip it if `skip_bad` is set."""
     good, bad = [], 0
     for number, line in enumerate(block.splitlines(), 1):
         if LINE.fullmatch(line):
@@ -134,7 +134,7 @@ def _line_by_line(block: bytes, chunk: Chunk, skip_bad: bool, line_offset: int) 
 
 
 def _problem(line: bytes) -> str:
-    """Describe why a line does not match LINE."""
+    """Return the reason why a line does not match LINE."""
     fields = line.split(b"\t")
     if len(fields) != len(COLUMNS):
         return f"the line has {len(fields)} fields"
@@ -145,7 +145,7 @@ def _problem(line: bytes) -> str:
 
 
 def _lines_before(chunk: Chunk) -> int:
-    """Count the lines that begin before a chunk. This reads the file, so it is called only for an error."""
+    """Return the number of lines that begin before a chunk; the file is read, so call only for an error."""
     count = 0
     if chunk.start:
         with open(chunk.path, "rb") as file:
@@ -159,7 +159,7 @@ def _lines_before(chunk: Chunk) -> int:
 
 
 def hex_values(column: pa.ChunkedArray) -> np.ndarray:
-    """Return hexadecimal text of at most 8 digits as int64 [n]; -1 for missing values."""
+    """Return the values of hexadecimal texts of at most 8 digits, int64 [n]; -1 for missing texts."""
     missing = column.is_null().to_numpy()
     padded = pc.utf8_lpad(column.fill_null(""), 8, "0").combine_chunks()
     digits = padded.buffers()[2]

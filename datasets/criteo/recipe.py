@@ -1,9 +1,9 @@
 """Criteo click logs as Parquet, written by Ray Data tasks.
 
-Dense columns are log(1 + x) with missing and negative values as 0, as in MLPerf's DLRM. In sparse columns,
-id 0 stands for missing values and, with a frequency vocabulary, for rare ones. The last seventh of Kaggle's
-file and the last day of 1TB are held out: the first half is valid, the second half test. All other rows are
-train.
+Dense columns are log(1 + x), with missing and negative values as 0, as in MLPerf's DLRM. In sparse columns,
+id 0 stands for missing values and, with a frequency vocabulary, for rare values. The last seventh of Kaggle's
+file and the last day of 1TB are held out: the first half is valid, and the second half is test. All other
+rows are train.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def write(
 
 @dataclass(frozen=True)
 class Files:
-    """Source files in their order.
+    """Source files.
 
     Attributes:
-        all: All files.
+        all: All files in order.
         held_out: File with valid and test (1TB); None: the only file is split by rows (Kaggle).
     """
 
@@ -87,7 +87,7 @@ def find_files(source: Path, layout: str) -> Files:
     """Find Kaggle's train.txt, or 1TB's day_0 … day_23 (also .gz), in a folder or as a single file.
 
     Raises:
-        DataError: There are no such files, or they do not fit the layout.
+        DataError: There are no such files, or the files do not match the layout.
     """
     names = [source] if source.is_file() else sorted(source.iterdir()) if source.is_dir() else []
     days = [p for p in names if re.fullmatch(r"day_\d+(\.gz)?", p.name)]
@@ -113,7 +113,7 @@ def find_files(source: Path, layout: str) -> Files:
 
 
 def schema_of(sizes: list[int], dim: int) -> Schema:
-    """Return a schema with 13 dense columns and 26 features, each with its own table."""
+    """Return a schema with 13 dense columns, and 26 features with a table each."""
     return Schema.parse(
         {
             "labels": ["label"],
@@ -126,7 +126,7 @@ def schema_of(sizes: list[int], dim: int) -> Schema:
 
 
 def _firsts(counts: list[int]) -> list[int]:
-    """Return the number of the first row of each chunk."""
+    """Return the index of the first row of each chunk."""
     return (np.cumsum([0, *counts[:-1]])).tolist()
 
 
@@ -176,16 +176,16 @@ def _each(tasks: list, function, skip_bad: bool, text: str) -> Iterator:
 
 
 def _count(chunk: Chunk, skip_bad: bool) -> tuple[int, int]:
-    """Return (rows, skipped lines) of a chunk."""
+    """Return the numbers of rows and skipped lines in a chunk."""
     parts = [(len(table), bad) for table, bad in read(chunk, skip_bad)]
     return sum(n for n, _ in parts), sum(b for _, b in parts)
 
 
 def _count_values(chunk: Chunk, skip_bad: bool) -> pa.Table:
-    """Count the distinct values of each block in a chunk.
+    """Count the values in each block of a chunk.
 
     Returns:
-        Table with column (column number), value (-1: missing) and count.
+        Table with the columns column (column number), value (-1: missing) and count.
     """
     parts = []
     for table, _ in read(chunk, skip_bad):
@@ -197,14 +197,14 @@ def _count_values(chunk: Chunk, skip_bad: bool) -> pa.Table:
 
 
 def _vocabulary(train: list[Chunk], skip_bad: bool, min_count: int, folder: Path) -> dict[str, np.ndarray]:
-    """Return the values of each column that occur at least min_count times in train; also write Parquet.
+    """Return the values of each column that occur at least min_count times in train, and write them as Parquet.
 
-    Values are sorted by descending count (ties by value); the id of a value is 1 + its position.
+    Values are sorted by descending count, then by value. The id of a value is 1 + its position.
     """
     parts: list[pa.Table] = []
     for part in _each(train, _count_values, skip_bad, "counting values"):
         parts.append(part)
-        if sum(map(len, parts[1:])) >= len(parts[0]):  # rarely enough that the total cost stays linear
+        if sum(map(len, parts[1:])) >= len(parts[0]):  # rarely enough for the total cost to stay linear
             parts = [_added_up(parts)]
     total = _added_up(parts)
     folder.mkdir()
@@ -219,13 +219,13 @@ def _vocabulary(train: list[Chunk], skip_bad: bool, min_count: int, folder: Path
 
 
 def _added_up(parts: list[pa.Table]) -> pa.Table:
-    """Add up the counts of equal columns and values."""
+    """Return the sums of the counts of each column and value."""
     counts = pa.concat_tables(parts).group_by(["column", "value"]).aggregate([("count", "sum")])
     return counts.rename_columns({"count_sum": "count"})
 
 
 class ChunkWriter:
-    """The task that writes a chunk as part files of its splits."""
+    """Task that writes a chunk as part files of the splits."""
 
     def __init__(self, folder: str, bounds: tuple[int, int], tables: dict[str, np.ndarray] | None, hash_rows: int):
         self._folder, self._bounds, self._hash_rows = folder, bounds, hash_rows
@@ -235,7 +235,7 @@ class ChunkWriter:
             self._tables = {name: (values[orders[name]], orders[name] + 1) for name, values in tables.items()}
 
     def __call__(self, task: tuple[Chunk, int, int], skip_bad: bool) -> dict[str, int]:
-        """Write a chunk and return the number of rows of each split and of skipped lines."""
+        """Write a chunk, and return the numbers of rows in each split and of skipped lines."""
         chunk, first, number = task
         writers: dict[str, SplitWriter] = {}
         skipped = 0

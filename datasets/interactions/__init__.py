@@ -39,23 +39,23 @@ def prepare(
         source: Parquet (also a folder), CSV, a text file with a user and its items in each line (S3-Rec), a
             folder with train, valid and test of these (LightGCN, RecBole), or NAME.train.rating (NCF).
         user: Column of users, in Parquet and CSV.
-        item: Column of items, or of lists of items in the order of time.
-        time: Column of times; default: the order of the file is the order of time.
-        split: Choice of test and valid: each user's last and last but one interaction, the last two
-            tenths in time, or two tenths at random; default: as the source divides it, else leave-one-out.
-        negatives: Candidates for each user of valid and test: items the user has not met. 0: all items are
-            ranked.
-        candidates: Given candidates of the test: Parquet, or text with a user and items in each line.
+        item: Column of items, or of lists of items in chronological order.
+        time: Column of times; default: the file is in chronological order.
+        split: Choice of test and valid: each user's last and next-to-last interaction, the last two tenths
+            in time, or two tenths at random; default: the source's own splits, else leave-one-out.
+        negatives: Number of candidates for each user in valid and test: items the user has not met. 0: all
+            items are ranked.
+        candidates: Given candidates for the test: Parquet, or text with a user and items in each line.
         user_features: Parquet or CSV with a column of users and one for each feature.
         item_features: Parquet or CSV with a column of items and one for each feature; or JSON, {"item":
             [attribute, …], …}, as in S3-Rec.
-        train_negatives: Rows of label 0 in train for each interaction: items its user has not met.
+        train_negatives: Number of rows with label 0 in train per interaction: items the user has not met.
         max_length: Maximum number of ids in a history; 0: no histories.
         rows: Rows of train: one for each interaction, or one for each user and --max-length interactions, for
             models that learn at every position of a sequence.
-        test_rows: Rows of valid and test: one for each held-out interaction, or one for each user with their
-            list right_items, as LightGCN and BARS evaluate; needs --negatives 0.
-        min_interactions: Leave out users and items with fewer interactions, until all have as many (k-core).
+        test_rows: Rows of valid and test: one for each held-out interaction, or one for each user with the
+            list right_items, as in the evaluation of LightGCN and BARS; requires --negatives 0.
+        min_interactions: Remove users and items with fewer interactions until all have this many (k-core).
         with_valid: Add the interactions of valid to train, for a final run with settings already chosen.
     """
     options = {**locals()}

@@ -1,6 +1,6 @@
-"""Candidates among which the items of each test user are ranked.
+"""Candidates among which each test user's items are ranked.
 
-FILE.parquet      a column of users and one of items or lists of items, with the names used in the source
+FILE.parquet      a column of users and a column of items or lists of items, named as in the source
 FILE.txt          a user and items in each line, like NAME_sample.txt of S3-Rec
 """
 
@@ -16,28 +16,28 @@ from raytrec_datasets.interactions.events import Columns, InteractionBuilder, Pa
 
 from raytrec.common.errors import ConfigError, DataError
 
-ROUNDS = 30  # rounds of redrawing rejected items; the few remaining users draw from an explicit list
+ROUNDS = 30  # number of rounds in which rejected items are redrawn; remaining users draw from an explicit list
 
 
 def is_among(keys: np.ndarray, sorted_keys: np.ndarray) -> np.ndarray:
-    """Return True for each key that is among the sorted known keys; bool [n]."""
+    """Return True for each key that is in `sorted_keys`, bool [n]."""
     if not len(sorted_keys):
         return np.zeros(len(keys), bool)
     return sorted_keys[np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)] == keys
 
 
 def draw_unmet(users: np.ndarray, count: int, items: int, met: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw `count` different items for each entry of `users` that the user has not met; int64 [n, count].
+    """Draw `count` distinct items that the user has not met, for each entry of `users`; int64 [n, count].
 
     Args:
         users: User of each entry, int [n]; a user may occur several times.
-        count: Number of items for each entry.
-        items: Number of items; items are drawn from [0, items).
-        met: Keys user · items + item of all known interactions, int64, sorted.
+        count: Number of items to draw for each entry.
+        items: Number of all items; items are drawn from [0, items).
+        met: Sorted keys, user · items + item, of all known interactions; int64.
         rng: Random number generator.
 
     Raises:
-        DataError: A user has fewer than `count` items left.
+        DataError: A user has fewer than `count` unmet items.
     """
     users = users.astype(np.int64)
     _check_enough(users, count, items, met)
@@ -59,7 +59,7 @@ def draw_unmet(users: np.ndarray, count: int, items: int, met: np.ndarray, rng: 
 
 
 def _wrong(users: np.ndarray, drawn: np.ndarray, items: int, met: np.ndarray) -> np.ndarray:
-    """Return True for each drawn item that was met or occurs earlier in its row; bool [n, count]."""
+    """Return True for each drawn item that the user met or that occurs earlier in the row; bool [n, count]."""
     wrong = is_among((users[:, None] * items + drawn).ravel(), met).reshape(drawn.shape)
     order = np.argsort(drawn, axis=1, kind="stable")
     rising = np.take_along_axis(drawn, order, axis=1)
@@ -82,9 +82,9 @@ def _check_enough(users: np.ndarray, count: int, items: int, met: np.ndarray) ->
 
 
 def read_candidates(path: Path, builder: InteractionBuilder, columns: Columns) -> Pairs:
-    """Read the candidates in a file, in the ids of a source that has been read.
+    """Read the candidates in a file, as ids of a source that has already been read.
 
-    Users that the source does not have are skipped. Items that the source does not have get new ids.
+    Users that are not in the source are skipped. Items that are not in the source get new ids.
 
     Raises:
         ConfigError: The file is not in a known layout.

@@ -13,14 +13,14 @@ from raytrec.common.errors import ConfigError, DataError
 TRAIN, VALID, TEST = 0, 1, 2
 VALID_NAMES = ("valid", "validation", "val", "dev")  # names of the valid split in sources
 LEAVE_ONE_OUT, BY_TIME, RANDOM = "leave-one-out", "time", "random"
-MIN_USER_INTERACTIONS = 3  # interactions of a user for leave-one-out: one for test, one for valid, one for train
+MIN_USER_INTERACTIONS = 3  # minimum per user for leave-one-out: one for test, one for valid, one for train
 
 
 class Vocabulary:
-    """A mapping from keys to ids that grows with each call of `ids`.
+    """Mapping from keys to ids, to which each call of `ids` adds new keys.
 
     Attributes:
-        keys: Key of each id, in the type of the first values: int64 or string.
+        keys: Key of each id, with the type of the first values: int64 or string.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Vocabulary:
         return 0 if self.keys is None else len(self.keys)
 
     def ids(self, values: pa.Array) -> np.ndarray:
-        """Return the id of each key, int32 [n]. New keys get new ids; null keys are not allowed."""
+        """Return the id of each key, int32 [n]; new keys get new ids, and null keys are not allowed."""
         encoded = pc.dictionary_encode(values)
         distinct = encoded.dictionary
         if self.keys is None:
@@ -50,7 +50,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns, for layouts that have named columns."""
+    """Names of columns, for layouts with named columns."""
 
     user: str = "user"
     item: str = "item"
@@ -59,13 +59,13 @@ class Columns:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Users and items side by side: int32 [n] each."""
+    """Pairs of users and items: int32 [n] each."""
 
     user: np.ndarray
     item: np.ndarray
 
     def keys(self, items: int) -> np.ndarray:
-        """Return one number for each pair, int64 [n]."""
+        """Return a unique key for each pair, user · items + item; int64 [n]."""
         return self.user.astype(np.int64) * items + self.item
 
 
@@ -78,12 +78,12 @@ class Interactions:
         item: Item id of each interaction, from 0; int32 [n].
         time: Time of each interaction, int64 or float64 [n]; None if the source has no times.
         time_type: Arrow type of the times in files.
-        users: Key of each user id in the source.
-        items: Key of each item id in the source.
-        split: TRAIN, VALID or TEST of each interaction, int8 [n]; None if the source does not divide them.
-        candidates: Given candidates of test users; None if the source has none.
-        in_order: True if the interactions of each user are in the order of time.
-        of_all: True if the interactions of all users together are in the order of time.
+        users: Key in the source for each user id.
+        items: Key in the source for each item id.
+        split: TRAIN, VALID or TEST for each interaction, int8 [n]; None if the source has no splits.
+        candidates: Given candidates for test users; None if there are none.
+        in_order: True if the interactions of each user are in chronological order.
+        of_all: True if the interactions of all users together are in chronological order.
     """
 
     user: np.ndarray
@@ -101,17 +101,17 @@ class Interactions:
         return len(self.user)
 
     def only(self, selected_rows: np.ndarray) -> Interactions:
-        """Return the interactions selected by a mask, or by positions in their order. Ids do not change."""
+        """Return the interactions selected by a mask or by positions, in this order; ids do not change."""
         some = {name: getattr(self, name) for name in ("user", "item", "time", "split")}
         return replace(self, **{name: None if v is None else v[selected_rows] for name, v in some.items()})
 
     def order(self) -> np.ndarray:
-        """Return positions sorted by user, then by time. Ties keep the order of the source."""
+        """Return the positions sorted by user, then by time; ties keep the order of the source."""
         return np.lexsort((self.user,) if self.time is None else (self.time, self.user))
 
 
 class InteractionBuilder:
-    """A builder that combines the parts of a source into one Interactions."""
+    """Builder that combines the parts of a source into one Interactions."""
 
     def __init__(self) -> None:
         self.users, self.items = Vocabulary(), Vocabulary()
@@ -125,7 +125,7 @@ class InteractionBuilder:
             users: Key of each interaction's user, without nulls.
             items: Key of each interaction's item, without nulls.
             times: Time of each interaction; None if the source has no times.
-            split: TRAIN, VALID or TEST.
+            split: Split of the interactions: TRAIN, VALID or TEST.
         """
         user, item = self.users.ids(users), self.items.ids(items)
         parts = [user, item, np.full(len(user), split, np.int8)]
@@ -136,7 +136,7 @@ class InteractionBuilder:
         self._parts.append(tuple(parts))
 
     def finish(self, where: str, **more: object) -> Interactions:
-        """Return all interactions that were added; `more` holds further attributes of Interactions.
+        """Return all added interactions; `more` contains further attributes of Interactions.
 
         Raises:
             DataError: No interactions were added.
@@ -192,7 +192,7 @@ def keep_core(data: Interactions, least: int) -> Interactions:
 
 
 def _renumbered(pairs: Pairs | None, users: np.ndarray, items: np.ndarray) -> Pairs | None:
-    """Convert pairs of old ids to new ids; pairs with removed ids are dropped."""
+    """Return pairs with new ids in place of old ids; pairs with removed ids are dropped."""
     if pairs is None:
         return None
     mask = np.isin(pairs.user, users) & np.isin(pairs.item, items)
@@ -201,23 +201,23 @@ def _renumbered(pairs: Pairs | None, users: np.ndarray, items: np.ndarray) -> Pa
 
 
 def divide(data: Interactions, order: np.ndarray, split_method: str | None, seed: int, lenient: bool) -> np.ndarray:
-    """Return TRAIN, VALID or TEST of each interaction, int8 [n].
+    """Return TRAIN, VALID or TEST for each interaction, int8 [n].
 
-    leave-one-out: of each user's interactions, the last is test and the last but one is valid. time: of all
-    interactions, the last tenth is test and the tenth before is valid. random: the same sizes, drawn with the
-    seed. A division of the source is kept. If such a source has no valid, one train interaction of each user
-    with two or more becomes valid: the last if they have an order, else a random one.
+    leave-one-out: the last of each user's interactions is test, and the next-to-last is valid. time: the last
+    tenth of all interactions is test, and the tenth before is valid. random: the same sizes, drawn with the
+    seed. The source's own splits are kept. If these lack valid, one train interaction of each user with two
+    or more becomes valid: the last if the interactions are in order, else a random one.
 
     Args:
         data: All interactions of a source.
         order: Positions of the interactions, user after user (Interactions.order).
-        split_method: leave-one-out, time or random; None: as the source divides them, else leave-one-out.
+        split_method: leave-one-out, time or random; None: the source's own splits, else leave-one-out.
         seed: Seed of random choices.
-        lenient: Put users with fewer than three interactions into train instead of raising an error.
+        lenient: True to put users with fewer than three interactions into train instead of raising an error.
 
     Raises:
-        ConfigError: The source has its own division, or no order of time.
-        DataError: A user has fewer than three interactions, with leave-one-out.
+        ConfigError: `split_method` is set although the source has splits, or the source has no order.
+        DataError: With leave-one-out, a user has fewer than three interactions.
     """
     rng = np.random.default_rng([seed, 1])
     if data.split is not None:

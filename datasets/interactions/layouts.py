@@ -1,16 +1,16 @@
-"""Layouts of sources, and reading them as Interactions.
+"""Layouts of sources, which are read as Interactions.
 
 FILE.parquet, or a folder of them    columns of users, items and times; items may be ordered lists
 FILE.csv, FILE.tsv                   with a line of names (tables.py; also compressed: FILE.csv.gz)
-FILE.inter                           as CSV, with tabs and name:type (RecBole)
-FILE.txt                             a user and its items in the order of time in each line (S3-Rec)
-a folder of train, valid and test    files or folders of any of these, named by their split; .txt has no order
+FILE.inter                           like CSV, with tabs and name:type (RecBole)
+FILE.txt                             a user and its items in chronological order in each line (S3-Rec)
+a folder of train, valid and test    files or folders of any of these, named by their split; .txt is unordered
                                      there (LightGCN)
 NAME.train.rating, or its folder     Neural Collaborative Filtering (He et al., 2017): user, item, rating and
-                                     time, with tabs between them
-  NAME.test.rating                   the pair of each user that was left out
-  NAME.valid.rating                  pairs of the validation, optional
-  NAME.test.negative                 (user,item) of that pair, then the items with which it is ranked
+                                     time, separated by tabs
+  NAME.test.rating                   the left-out pair of each user
+  NAME.valid.rating                  pairs for validation, optional
+  NAME.test.negative                 (user,item) of the left-out pair, then the items with which it is ranked
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EXPECTED = (
     "each line), a folder with train, valid and test of one of these, or NAME.train.rating"
 )
 SPLITS = {"train": TRAIN, "training": TRAIN, "test": TEST} | dict.fromkeys(VALID_NAMES, VALID)
-# Name of the data set, split and number of the file: clicks.train, test-00000-of-00002.
+# Name of the data set, split, and number of the file, as in clicks.train or test-00000-of-00002.
 SPLIT = re.compile(rf"(?:(.*)[._-])?({'|'.join(SPLITS)})(?:[._-]?\d+(?:-of-\d+)?)?", re.IGNORECASE)
 
 
@@ -59,7 +59,7 @@ def read_interactions(source: Path, columns: Columns, candidates: Path | None) -
         candidates: File with the candidates of each test user; None: the source's own, if any.
 
     Raises:
-        ConfigError: The source lacks a column, or has its own candidates in addition to the file.
+        ConfigError: The source lacks a column, or contains candidates in addition to the file.
         DataError: The source has no known layout, or a line or row is invalid; the error names the file and
             the line.
     """
@@ -77,7 +77,7 @@ def read_interactions(source: Path, columns: Columns, candidates: Path | None) -
 
 
 def _read(source: Path, columns: Columns, builder: InteractionBuilder) -> dict[str, Any]:
-    """Add all interactions of a source and return further attributes of Interactions."""
+    """Add all interactions of a source, and return further attributes of Interactions."""
     if train := _ncf_file(source):
         return _read_ncf(train, builder)
     facts: dict[str, Any] = {}
@@ -93,18 +93,18 @@ def _read(source: Path, columns: Columns, builder: InteractionBuilder) -> dict[s
 
 
 def suffix_of(path: Path) -> str | None:
-    """Return the suffix that decides how a file is read, or None if the file is not in a known format."""
+    """Return the suffix that determines how a file is read, or None if the format is unknown."""
     return next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), None)
 
 
 def find_splits(source: Path) -> dict[int, list[Path]]:
-    """Return the files of train, valid and test in a folder, in this order, or {} if it has no splits.
+    """Return the files of train, valid and test in a folder, in this order, or {} if there are no splits.
 
     Files or folders are named by their split, such as train.csv, clicks.valid.inter, test-0001.parquet
     or val/. The valid split is optional.
 
     Raises:
-        DataError: The folder has train without test, or splits of several data sets.
+        DataError: The folder contains train without test, or splits of several data sets.
     """
     datasets: dict[tuple[str, str], dict[int, list[Path]]] = {}
     for place in sorted(source.iterdir()) if source.is_dir() else ():
@@ -137,13 +137,13 @@ def find_splits(source: Path) -> dict[int, list[Path]]:
 
 
 def _ncf_file(source: Path) -> Path | None:
-    """Return NAME.train.rating, given directly or by its folder, or None for other sources."""
+    """Return the path of NAME.train.rating, given directly or by its folder, or None for other sources."""
     paths = sorted(source.glob(f"*{TRAIN_END}")) if source.is_dir() else [source]
     return paths[0] if paths and paths[0].name.endswith(TRAIN_END) else None
 
 
 def _read_ncf(train: Path, builder: InteractionBuilder) -> dict[str, Any]:
-    """Read all files of a name. If NAME.test.negative exists, users of the test have its candidates.
+    """Read all files of a name, including the candidates in NAME.test.negative if this file exists.
 
     Raises:
         DataError: A line is invalid, or the files disagree.
@@ -166,14 +166,14 @@ def _read_ncf(train: Path, builder: InteractionBuilder) -> dict[str, Any]:
 
 
 def _as_pairs(lists: dict[int, list[int]], builder: InteractionBuilder) -> Pairs:
-    """Convert candidates from keys of users and items to ids of a source."""
+    """Return candidates, given by keys of users and items, as pairs of ids of a source."""
     users = np.repeat(list(lists), [len(items) for items in lists.values()])
     items = np.concatenate([np.array(items) for items in lists.values()])
     return Pairs(builder.users.ids(pa.array(users)), builder.items.ids(pa.array(items)))
 
 
 def read_negatives(path: Path) -> dict[int, list[int]]:
-    """Read NAME.test.negative: user → distinct candidates; the first is the left-out item.
+    """Read NAME.test.negative as user → distinct candidates, of which the first is the left-out item.
 
     Raises:
         DataError: A line is not a user with candidates; the error names the line.
@@ -210,7 +210,7 @@ def check_same(rated: dict[int, int], left_out: dict[int, int], path: Path) -> N
 
 
 def read_ratings(path: Path) -> np.ndarray:
-    """Read user, item and, if present, time of each line; int64 [n, 2 or 3].
+    """Read the user, item and, if present, time in each line; int64 [n, 2 or 3].
 
     Raises:
         DataError: The file is missing, or a line is invalid; the error names the file and the line.
@@ -226,7 +226,7 @@ def read_ratings(path: Path) -> np.ndarray:
 
 
 def _broken(path: Path, why: str) -> DataError:
-    """Return the error for a file that does not parse. It names the first invalid line."""
+    """Return the error for a file that cannot be parsed, which names the first invalid line."""
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, 1):

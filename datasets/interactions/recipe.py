@@ -1,22 +1,22 @@
-"""Interactions as train/, valid/, test/, items/ and users/.
+"""Interactions written to train/, valid/, test/, items/ and users/.
 
 Rows of train, valid and test:
 
     label         1: the user met the item; 0: a candidate or a drawn negative
-    user, item    ids from 0, in the order in which they appear in the source
-    history       items that the user met before, the most recent last (rows.py defines of which splits); with
-                  --split time and --negatives 0 up to the row itself, as a service would know it
+    user, item    ids from 0, in order of appearance in the source
+    history       items that the user met before, the most recent last (rows.py defines in which splits); with
+                  --split time and --negatives 0 up to the row itself, as a service would know the history
     history_time  times of the history, if the source has times
     later         number of items that the user met after this one in train; 0 in valid and test
-    time          time of the row, if the source has times; a candidate has the time of a row of its user
+    time          time of the row, if the source has times; a candidate has the time of a row of the same user
     item_count    number of occurrences of the item in train, at least 1
     seen          with --negatives 0, in valid and test: all items that the user met before
     right_items   with --test-rows user, in valid and test: all items that the user met in the split; item
                   and time are those of the first, and the history ends before the split
-    …             side features of users and items, if a recipe has any
+    …             side features of users and items, if any
 
-items/ has a row for each item: item, item_key (the key in the source), item_count and side features; users/
-has a row for each user: user, user_key and side features.
+items/ contains a row for each item: item, item_key (the key in the source), item_count and side features.
+users/ contains a row for each user: user, user_key and side features.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ OWN, SASREC, TWO_TOWER = "own", "interactions/sasrec", "interactions/two_tower"
 MF = "interactions/mf"
 LOSS = {SASREC: {"loss": "from_model"}}
 IN_BATCH = {"loss": "in_batch_softmax", "item": "item", "item_frequency": "item_count"}
-LENGTH, TOWERS = 50, {"query": ["user", "history"], "item": ["item"]}  # settings of the examples
+LENGTH, TOWERS = 50, {"query": ["user", "history"], "item": ["item"]}  # settings in the example jobs
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Options of `raytrec prepare interactions` that decide which rows are written."""
+    """Options of `raytrec prepare interactions` that determine which rows are written."""
 
     split: str | None = None
     negatives: int = 99
@@ -118,17 +118,17 @@ def write(out: Path, files: Files, columns: Columns, chosen: Choices, force: boo
 
 
 def write_rows(output: Output, data: Interactions, chosen: Choices, sides: Sides) -> None:
-    """Divide interactions and write all files.
+    """Divide interactions into splits, and write all files.
 
     Args:
         output: Folder of the dataset.
         data: All interactions of a source.
         chosen: Options of the command.
-        sides: Features of users and items, by the keys of `data`.
+        sides: Features of users and items, identified by the keys in `data`.
 
     Raises:
-        ConfigError: The interactions cannot be divided or left out as chosen.
-        DataError: A user has too few interactions, or too few items that it has not met.
+        ConfigError: The interactions cannot be divided or removed as chosen.
+        DataError: A user has too few interactions or too few unmet items.
     """
     data = _core(data, chosen.min_interactions)
     order = data.order()
@@ -168,15 +168,15 @@ def _core(data: Interactions, least: int | None) -> Interactions:
 
 
 def _write_keys(folder: Path, name: str, keys: pa.Array, columns: dict[str, pa.Array]) -> None:
-    """Write one row for each id."""
+    """Write one row for each id, with its key and further columns."""
     ids = pa.array(np.arange(len(keys), dtype=np.int32))
     write_table(folder, pa.table({name: ids, f"{name}_key": keys, **columns}))
 
 
 def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema:
-    """Return the schema; item and history share a table.
+    """Return the schema of the dataset, in which item and history share a table.
 
-    Rows of whole users are for models of the next item. Their schema has only item, history and `negatives`,
+    Rows of whole users are for next-item models. Their schema contains only item, history and `negatives`,
     which are drawn when rows are read.
     """
     if chosen.rows == "user":
@@ -201,10 +201,10 @@ def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema
 
 
 def choose_example_job(folder: Path, chosen: Choices) -> tuple[str, list[str], list[str]]:
-    """Return the job that fits: its name below jobs/, overrides, and a line about other jobs that fit.
+    """Return the name of a suitable job below jobs/, overrides, and lines about other suitable jobs.
 
-    Rows of label 1 alone are learned against other items, of the batch or drawn. Without candidates, items
-    are ranked among all.
+    If all rows have label 1, models learn to distinguish each row's item from other items, in the batch or
+    drawn. Without candidates, a row's items are ranked among all items.
 
     Args:
         folder: Folder of the dataset.

@@ -14,12 +14,12 @@ from raytrec_datasets.writing import SplitWriter
 
 from raytrec.common.errors import DataError
 
-CHUNK_IDS = 1 << 23  # ids of histories in memory at a time
+CHUNK_IDS = 1 << 23  # maximum number of ids in histories that are in memory at a time
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The users, items and histories of rows to write.
+    """Users, items and histories of rows to write.
 
     Attributes:
         user: User of each row, int64 [n].
@@ -27,8 +27,8 @@ class Targets:
         label: 1 if the user met the item, else 0; int8 [n].
         start: First position of the row's history in Past, int64 [n].
         end: Position after the row's history in Past, int64 [n].
-        time: Time of the interaction. A candidate has the time of a row of its user, so that the time does
-            not reveal candidates. None if the source has no times.
+        time: Time of the interaction. A candidate has the time of a row of the same user, so that the time
+            does not reveal candidates. None if the source has no times.
     """
 
     user: np.ndarray
@@ -47,7 +47,7 @@ class Targets:
 
 
 class Past:
-    """Items that users met in some splits, user after user, in the order of time."""
+    """Items that users met in some splits, user after user, in chronological order."""
 
     def __init__(self, data: Interactions, kept: np.ndarray):
         self.user, self.item = data.user[kept].astype(np.int64), data.item[kept]
@@ -62,25 +62,25 @@ class Past:
 class Rows:
     """Rows of all splits.
 
-    The history of a row of train is everything that its user met in train before the row. The history of a
-    row of valid is everything in train, that of a row of test everything in train and valid. Each is cut to
-    its last `length` ids. All rows of a user in valid or test have the same history, so that they can be
-    ranked against each other. With `rolling`, each history also has the interactions of the row's own split
-    before the row.
+    The history of a row in train contains the items that the user met in train before the row. The history of
+    a row in valid contains the user's items in train, and in test, those in train and valid. Each history is
+    cut to its last `length` ids. All rows of a user in valid or test have the same history, so that they can
+    be ranked against each other. With `rolling`, each history also contains the interactions of the row's own
+    split before the row.
 
     Args:
-        data: Interactions in the order of Interactions.order.
-        split: TRAIN, VALID or TEST of each interaction.
+        data: Interactions, sorted by Interactions.order.
+        split: TRAIN, VALID or TEST for each interaction.
         length: Maximum number of ids in a history; 0: rows have no history.
         seed: Seed of the order of train and of drawn negatives.
-        of_user: Side features of users: column → a value for each id.
-        of_item: Side features of items: column → a value for each id.
-        with_seen: Add to rows of valid and test all items that their user met before, without the limit of
+        of_user: Side features of users: column → value for each id.
+        of_item: Side features of items: column → value for each id.
+        with_seen: True to add to rows of valid and test all items that the user met before, regardless of
             `length`.
-        with_valid: Add the interactions of valid to train.
-        rolling: Extend the histories of valid and test up to each row; not with candidates.
-        by_user: Write one row for each user in valid and test, with the list of held-out items `right_items`;
-            not with candidates, and not with `rolling`.
+        with_valid: True to add the interactions of valid to train.
+        rolling: True to extend the histories of valid and test up to each row; not with candidates.
+        by_user: True to write one row for each user in valid and test, with the list of held-out items,
+            `right_items`; not with candidates or `rolling`.
     """
 
     def __init__(
@@ -111,19 +111,19 @@ class Rows:
         self._met = self._keys(slice(None))
 
     def _keys(self, rows) -> np.ndarray:
-        """Return the keys user · items + item of the selected interactions, each once; int64, sorted."""
+        """Return the distinct keys, user · items + item, of the selected interactions; int64, sorted."""
         return np.unique(self._data.user[rows].astype(np.int64) * self.items + self._data.item[rows])
 
     def write_train(self, folder: Path, per_interaction: bool, negatives: int, advance: Callable[[int], None]) -> int:
-        """Write train in random order and return its number of rows.
+        """Write train in random order, and return the number of rows.
 
         Args:
             folder: Folder of the split.
-            per_interaction: True: a row for each interaction; False: a row for each user and `length`
-                interactions.
-            negatives: Number of rows of label 0 for each row, drawn from items that the user has not met in
-                train.
-            advance: Called with the number of rows of label 1 written.
+            per_interaction: True to write a row for each interaction; False to write a row for each user and
+                `length` interactions.
+            negatives: Number of rows with label 0 for each row, drawn from items that the user has not met
+                in train.
+            advance: Function called with the number of rows with label 1 that have been written.
         """
         past, rng = self._past[TRAIN], np.random.default_rng([self._seed, 2])
         place = np.arange(len(past)) if per_interaction else self._ends(past)
@@ -141,9 +141,9 @@ class Rows:
         return writer.rows
 
     def _ends(self, past: Past) -> np.ndarray:
-        """Return positions backwards from each user's last interaction, `length` apart, that have a history.
+        """Return positions with a history, `length` apart, backwards from each user's last interaction.
 
-        Each interaction except the first is the item of a row or in the history of one row.
+        Each interaction except a user's first is then a target once: as the item of a row, or in its history.
         """
         counts = np.diff(past.offsets)
         rows = np.where(counts > 0, np.maximum(1, -(-(counts - 1) // self._length)), 0)
@@ -157,7 +157,7 @@ class Rows:
         return Targets(user, past.item[place].astype(np.int64), np.ones(len(place), np.int8), start, place, time)
 
     def _with_drawn(self, rows: Targets, count: int, met: np.ndarray, rng: np.random.Generator) -> Targets:
-        """Return each row with `count` drawn items of its user, in random order."""
+        """Return each row, and `count` rows with drawn items for the same user, in random order."""
         drawn = draw_unmet(rows.user, count, self.items, met, rng)
         wide = rows.part(np.repeat(np.arange(len(rows)), 1 + count))
         first = np.arange(len(wide)) % (1 + count) == 0
@@ -170,12 +170,12 @@ class Rows:
         Args:
             folder: Folder of the split.
             split: VALID or TEST.
-            negatives: Candidates drawn for each user from items that the user has never met, unless the
-                source has candidates of the test.
-            advance: Called with the number of held-out rows written.
+            negatives: Number of candidates drawn for each user from items that the user has never met,
+                unless the source contains candidates for the test.
+            advance: Function called with the number of held-out rows that have been written.
 
         Returns:
-            Number of rows.
+            Number of rows in the split.
         """
         rows = self._held_out(split, negatives)
         writer = self._writer(folder, split, len(rows))
@@ -219,7 +219,7 @@ class Rows:
         return np.repeat(users, negatives), drawn.ravel()
 
     def _given(self, users: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the given candidates of users, each once, without the users' held-out items."""
+        """Return the distinct given candidates of users, without the users' held-out items."""
         pairs = self._data.candidates
         keys = np.unique(pairs.keys(self.items)[np.isin(pairs.user, users)])
         keys = keys[~is_among(keys, np.sort(positive))]
@@ -269,14 +269,14 @@ class Rows:
 
 
 def _in_turn(users: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Assign to each entry of `others` a position in `users` of the same user, in turn. Both are sorted."""
+    """Return, for each entry of `others`, a position of the same user in `users`, in turn; both are sorted."""
     first = np.searchsorted(users, others)
     count = np.searchsorted(users, others, side="right") - first
     return first + (np.arange(len(others)) - np.searchsorted(others, others)) % count
 
 
 def _group_rows(rows: int) -> int:
-    """Return the size of row groups. Small data has several groups, so that several workers get some."""
+    """Return the size of row groups, which for small data still results in groups for several workers."""
     return 512 if rows < 50_000 else 4_096 if rows < 1_000_000 else 16_384
 
 

@@ -1,11 +1,10 @@
 """Features of users and items, from files or recipes.
 
-    FILE.parquet, FILE.csv     a column of keys, with the name of the source's users or items, and a column
-    for
-                               each feature: whole numbers, text, or lists; other numbers are dense columns
+    FILE.parquet, FILE.csv     a column of keys, named like the source's users or items, and a column for each
+                               feature: whole numbers, text, or lists; other numbers are dense columns
     FILE.json                  {"key": [attribute, …], …}, S3-Rec's item2attributes.json: feature `attributes`
 
-Ids of a feature are positions in its sorted values, from 1; 0 is a user or item without a known value.
+Ids of a feature are positions in its sorted values, from 1; 0 stands for users or items without a known value.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ RESERVED_COLUMN_NAMES = (
 
 @dataclass(frozen=True)
 class Side:
-    """One feature of users or items.
+    """Feature of users or items.
 
     Attributes:
         name: Name of the column.
-        keys: Keys of users or items, each once.
-        values: Ids from 1, lists of ids, or float32; otherwise a description, which is written to items/
-            only.
+        keys: Distinct keys of users or items.
+        values: Value for each key: an id from 1, a list of ids, or float32; otherwise a description, which is
+            written to items/ only.
         rows: Number of rows of the feature's table; 0: the feature has no table.
     """
 
@@ -100,7 +99,7 @@ def read_sides(path: Path, key: str) -> list[Side]:
 
     Args:
         path: Parquet, CSV or JSON file.
-        key: Column of users or items.
+        key: Name of the column that contains users or items.
 
     Raises:
         ConfigError: The column is missing, or a feature has an unsupported name or type.
@@ -144,7 +143,7 @@ def _side(name: str, keys: pa.Array, values: pa.Array, path: Path) -> Side:
 
 
 def encode(name: str, keys: pa.Array, values: pa.Array) -> Side:
-    """Encode a feature of values, or of lists of values, as ids."""
+    """Return a feature with values, or lists of values, encoded as ids."""
     flat = values.flatten() if pa.types.is_list(values.type) else values
     vocabulary = pc.unique(flat.drop_null())
     vocabulary = vocabulary.take(pc.sort_indices(vocabulary))

@@ -1,8 +1,8 @@
-"""Interactions in Parquet, in CSV with named columns, and in lines of text, read in batches.
+"""Interactions read in batches from Parquet, from CSV with named columns, and from lines of text.
 
-FILE.txt has a user and its items in each line:
+FILE.txt contains a user and its items in each line:
 
-1 17 4 23          S3-Rec: items in the order of time. LightGCN: train.txt and test.txt, without order
+1 17 4 23          S3-Rec: items in chronological order. LightGCN: train.txt and test.txt, unordered
 2 5 8
 """
 
@@ -28,7 +28,7 @@ Batch = tuple[pa.Array, pa.Array, pa.Array | None]
 
 
 def read(files: list[Path], columns: Columns, builder: InteractionBuilder, split: int = TRAIN) -> dict[str, bool]:
-    """Add the interactions of files of one layout, and return which of their orders are known.
+    """Add the interactions in files of one layout, and return the attribute `of_all` of Interactions.
 
     Raises:
         ConfigError: A column is missing or has an unsupported type.
@@ -43,7 +43,7 @@ def read(files: list[Path], columns: Columns, builder: InteractionBuilder, split
 
 
 def batches(path: Path, columns: Columns) -> Iterator[Batch]:
-    """Return users, items and times of a file of any layout, a batch at a time."""
+    """Return an iterator over the users, items and times in a file of any layout, a batch at a time."""
     kinds = {".parquet": parquet_batches, ".txt": text_batches}
     return kinds.get(path.suffix, csv_batches)(path, columns)
 
@@ -54,7 +54,7 @@ def has_lists(path: Path, columns: Columns) -> bool:
 
 
 def parquet_batches(path: Path, columns: Columns) -> Iterator[Batch]:
-    """Yield users, items and times of a Parquet file. A list of items counts as one interaction per item."""
+    """Yield the users, items and times in a Parquet file; a list of items is one interaction per item."""
     try:
         file = pq.ParquetFile(path)
         required = [name for name in (columns.user, columns.item, columns.time) if name]
@@ -68,7 +68,7 @@ def parquet_batches(path: Path, columns: Columns) -> Iterator[Batch]:
 
 
 def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
-    """Yield users, items and times of a CSV file (tabs in .tsv and .inter).
+    """Yield the users, items and times in a CSV file (tabs in .tsv and .inter).
 
     Users and items are read as text; the type of times is inferred.
     """
@@ -94,7 +94,7 @@ def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
 
 
 def text_batches(path: Path, columns: Columns) -> Iterator[Batch]:
-    """Yield (the user of each item, items, None), both int64, for about 16 MiB of text at a time.
+    """Yield (user of each item, items, None), both int64, for about 16 MiB of text at a time.
 
     A line with only a user has no items.
 
@@ -125,19 +125,19 @@ def text_batches(path: Path, columns: Columns) -> Iterator[Batch]:
 
 
 def _first_bad(words: pa.Array) -> int:
-    """Return the position of the first word that is not a number, from 1, or 0 if all are numbers."""
+    """Return the position, from 1, of the first word that is not a number, or 0 if all words are numbers."""
     return pc.index(pc.match_substring_regex(words, NUMBER), pa.scalar(False)).as_py() + 1
 
 
 def _of_inter(columns: Columns, names: list[str]) -> Columns:
-    """Return the columns as named in a .inter file (name:type). RecBole's own names are the fallback."""
+    """Return the columns as named in a .inter file (name:type), with RecBole's own names as a fallback."""
     by_name = {name.partition(":")[0]: name for name in names}
     user, item = (by_name.get(name if name in by_name else f"{name}_id", name) for name in (columns.user, columns.item))
     return Columns(user, item, by_name.get(columns.time or "timestamp", columns.time))
 
 
 def check_columns(required_columns: list[str], available_columns: list[str], path: Path) -> None:
-    """Check that a file has columns.
+    """Check that a file contains the required columns.
 
     Args:
         required_columns: Names of the required columns.
@@ -185,7 +185,7 @@ def _whole(values: pa.Array) -> pa.Array:
 
 
 def _keys(values: pa.Array, name: str, where: str) -> pa.Array:
-    """Convert whole numbers to int64 and text to string."""
+    """Return whole numbers as int64 and text as string; raise an error for other types and empty values."""
     values = _whole(values)
     if pa.types.is_integer(values.type):
         values = values.cast(pa.int64())
@@ -203,7 +203,7 @@ def _keys(values: pa.Array, name: str, where: str) -> pa.Array:
 
 
 def _times(values: pa.Array, name: str, where: str) -> pa.Array:
-    """Convert whole numbers to int64, other numbers to float64 and dates to timestamps."""
+    """Return whole numbers as int64, other numbers as float64 and dates as timestamps."""
     values, kind = _whole(values), values.type
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         values = values.cast(pa.int64() if pa.types.is_integer(kind) else pa.float64())
@@ -230,9 +230,9 @@ def _refuse(empty: pa.Array, name: str, where: str) -> None:
 
 
 def _broken(path: Path, divider: str, time: str | None, why: str) -> DataError:
-    """Return the error of a CSV file that does not parse.
+    """Return the error for a CSV file that cannot be parsed.
 
-    It names the first line with an unexpected number of fields or an invalid time.
+    The error names the first line with an unexpected number of fields or an invalid time.
     """
     expected = "the same number of fields in each line" + f", {time}: a number or timestamp" * bool(time)
     try:

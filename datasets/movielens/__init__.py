@@ -29,20 +29,20 @@ def prepare(
 ) -> None:
     """Write MovieLens 100K, 1M, 20M, 25M or 32M from their original layouts, label: rating ≥ 4.
 
-    The other layout is leave-one-out with given candidates (NAME.test.negative), label: seen. With --split
-    leave-one-out of any set, or --split time with --rows user: the columns of `raytrec prepare interactions`,
-    and features of users and films.
+    The layout of leave-one-out with given candidates (NAME.test.negative) can also be read, label: seen. With
+    --split leave-one-out, or --split time with --rows user, the columns are those of `raytrec prepare
+    interactions`, and features of users and films.
 
     Options:
         split: Method that divides rows into train, valid and test.
         history: Maximum number of liked items before a rating; with leave-one-out, of all items.
-        download: Fetch this set from GroupLens.
-        negatives: Items drawn for each pair of train, with leave-one-out and the layout of
+        download: Download this set from GroupLens.
+        negatives: Number of items drawn for each pair of train, with leave-one-out and the layout of
             NAME.test.negative.
-        candidates: Items drawn for each user of valid, and of test if the source has no candidates, with
-            leave-one-out. 0: all items are ranked.
-        rows: Rows of train with leave-one-out: one for each pair, or one for each user and --history of its
-            films. With --split time, user writes such rows, of interactions instead of ratings.
+        candidates: Number of items drawn for each user in valid, and in test if the source has no candidates,
+            with leave-one-out. 0: all items are ranked.
+        rows: Rows of train with leave-one-out: one for each pair, or one for each user and --history films.
+            With --split time, `user` writes such rows, made from interactions instead of ratings.
         with_valid: Add the interactions of valid to train, for a final run with settings already chosen.
     """
     options = {**locals()}

@@ -1,15 +1,15 @@
 """Leave-one-out with given candidates, as He et al. (Neural Collaborative Filtering, 2017) published it.
 
-    NAME.test.rating       user, item, rating, time (tabs): the pair of each user left out for the test
+    NAME.test.rating       user, item, rating, time (tabs): each user's pair that is left out for the test
     NAME.test.negative     (user,item), then 99 items that the user has not seen (tabs)
     NAME.train.rating      all other pairs, in the format of test.rating; or instead:
     pairs.parquet          userID, movieID as text, in the order of MovieLens's ratings.dat; user is
                            userID - 1, and items are numbered in the order in which movieIDs first appear
     movies.dat             titles (only with pairs.parquet)
 
-Users and items are numbers from 0. A test file has each user's candidates: the left-out pair with label 1,
-then the items of test.negative with label 0. Duplicate pairs are written once, with label 1 if any copy has
-it (156 users of ML-1M have their own pair among their negatives).
+Users and items are numbers from 0. The test split contains each user's candidates: the left-out pair with
+label 1, then the items of test.negative with label 0. Duplicate pairs are written once, with label 1 if any
+copy has label 1 (for 156 users of ML-1M, the negatives include the left-out pair).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ CHUNK_ROWS = 500_000
 
 @dataclass(frozen=True)
 class Candidates:
-    """Pairs of users and items that were seen, and the candidates of each user.
+    """Observed pairs of users and items, and the candidates of each user.
 
     Attributes:
-        train: User and item of each pair, without pairs of the test; int64 [n, 2].
+        train: User and item of each pair, without the test pairs; int64 [n, 2].
         test: User → candidates; the first candidate is the left-out item.
         movies: movieID of each item; None if unknown.
         users: Number of users.
@@ -54,12 +54,12 @@ class Candidates:
 
 
 def has_candidates(folder: Path) -> bool:
-    """Return True if a folder holds this layout."""
+    """Return True if a folder contains this layout."""
     return any(folder.glob(f"*{NEGATIVE}"))
 
 
 def read_candidates(folder: Path) -> Candidates:
-    """Read the layout.
+    """Read the pairs and candidates from a folder with this layout.
 
     Raises:
         DataError: A file is missing, or a line is invalid; the error names the file and the line.
@@ -113,11 +113,11 @@ def _key(users: np.ndarray, items: np.ndarray) -> np.ndarray:
 
 
 def write_candidates(output: Output, source: Path, negatives: int, seed: int, dim: int) -> None:
-    """Write the dataset.
+    """Write the dataset of a source with this layout.
 
-    - train: each pair with `negatives` items drawn from those that its user has no pair with in train, in
+    - train: each pair, with `negatives` items drawn from the items that the user has not seen in train, in
       random order.
-    - valid: a pair of each user that is removed from train, with 99 candidates that the user has never seen.
+    - valid: one pair of each user, which is removed from train, with 99 candidates that the user never saw.
     - test: the given candidates.
     """
     data, rng = read_candidates(source), np.random.default_rng(seed)
@@ -157,13 +157,13 @@ def _write_train(folder, pairs, excluded, negatives, items, rng, advance) -> int
 def _with_negatives(
     pairs: np.ndarray, excluded: np.ndarray, count: int, items: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return each pair followed by `count` drawn pairs of its user, and the labels.
+    """Return each pair followed by `count` drawn pairs of the same user, and the labels.
 
     Args:
         pairs: User and item of each pair, int64 [n, 2].
         excluded: Sorted keys of pairs that must not be drawn.
-        count: Number of pairs drawn for each pair.
-        items: Number of items to draw from.
+        count: Number of pairs to draw for each pair.
+        items: Number of items from which pairs are drawn.
         rng: Random number generator.
 
     Returns:

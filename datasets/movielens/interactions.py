@@ -1,10 +1,10 @@
-"""Ratings as interactions: each user's last film, or the last tenth in time, is left out for the test.
+"""Ratings as interactions, of which each user's last film, or the last tenth in time, is left out for the test.
 
-The source is a set of ratings, read in the order of time, or leave-one-out with given candidates
+The source is a set of ratings, read in chronological order, or leave-one-out with given candidates
 (candidates.py), whose test pairs and candidates are kept. In the second case, sequences.parquet defines the
-order of the other films if the file exists:
+order of the other films, if the file exists:
 
-    sequences.parquet      userID, and the movieIDs in the order of time (columns user, movies)
+    sequences.parquet      userID, and the movieIDs in chronological order (columns user, movies)
     users.dat              sex, age, occupation and zip of users, as in the set 1M
 """
 
@@ -29,10 +29,10 @@ SEQUENCES, USERS, MOVIES = "sequences.parquet", "users.dat", "movies.dat"
 
 
 def write_interactions(output: Output, source: Path, chosen: Choices) -> None:
-    """Write the dataset.
+    """Write the dataset of a source as interactions.
 
-    With chosen.negatives = 0, all films are ranked and given candidates are ignored. Each user's last film is
-    then the test if the source has an order of time; otherwise the given test pair is kept.
+    With chosen.negatives = 0, all films are ranked, and given candidates are ignored. Each user's last film is
+    then in test if the source is in chronological order; otherwise, the given test pair is kept.
 
     Args:
         output: Folder of the dataset.
@@ -52,7 +52,7 @@ def _of_ratings(source: Path) -> tuple[Interactions, pd.DataFrame | None, pd.Dat
 
 
 def _of_candidates(source: Path, ranked: bool) -> tuple[Interactions, pd.DataFrame | None, pd.DataFrame | None]:
-    """Read the layout with candidates. Keys are userID and movieID if pairs.parquet exists, else numbers."""
+    """Read the layout with candidates; keys are userID and movieID if pairs.parquet exists, else numbers."""
     layout, has_keys = read_candidates(source), (source / "pairs.parquet").is_file()
     ordered = has_keys and (source / SEQUENCES).is_file()
     test = np.array([(user, items[0]) for user, items in layout.test.items()])
@@ -80,7 +80,7 @@ def _of_candidates(source: Path, ranked: bool) -> tuple[Interactions, pd.DataFra
 def _item_keys(layout: Candidates) -> np.ndarray:
     """Return a key for each item: its movieID, or its number in the layout if movieIDs are unknown.
 
-    Candidates that occur in no pair get negative numbers, so that keys are unique.
+    Candidates that occur in no pair get negative keys, so that keys are unique.
     """
     if layout.movies is None:
         return np.arange(layout.items)
@@ -91,7 +91,7 @@ def _in_order(path: Path, layout: Candidates, pairs: np.ndarray) -> np.ndarray:
     """Return the pairs of users and items in the order of sequences.parquet, int64 [n, 2].
 
     Raises:
-        DataError: The file cannot be read or has other pairs.
+        DataError: The file cannot be read or contains other pairs.
     """
     try:
         table = pq.read_table(path, columns=["user", "movies"])
@@ -119,7 +119,7 @@ def _of_users(users: pd.DataFrame) -> list[Side]:
 
 
 def _of_movies(movies: pd.DataFrame) -> list[Side]:
-    """Return the features of films. Titles are written to items/ only."""
+    """Return the features of films, of which titles are written to items/ only."""
     movies = movies.drop_duplicates("item")
     keys, years = pa.array(movies["item"].to_numpy()), movies["year"]
     return [

@@ -1,4 +1,4 @@
-"""MovieLens in its original file layouts, and the download from GroupLens.
+"""MovieLens in its original file layouts, and its download from GroupLens.
 
 100k        u.data (tabs), u.item, u.user (pipes, latin-1, 19 genre flags)
 1m          ratings.dat, movies.dat, users.dat (double colons, latin-1)
@@ -47,8 +47,8 @@ class MovieLens:
 
     Attributes:
         ratings: Table with user, item (original ids), rating and timestamp (s since 1970, UTC).
-        items: Table with item, title, year (0: unknown) and genres (list of names), one row for each item.
-        users: Table with user, age, gender, occupation and zip; None if the set has no attributes.
+        items: Table with item, title, year (0: unknown) and genres (list of names), one row per item.
+        users: Table with user, age, gender, occupation and zip; None if the set has no user attributes.
     """
 
     ratings: pd.DataFrame
@@ -60,7 +60,7 @@ def read(folder: Path) -> MovieLens:
     """Read the set in a folder.
 
     Raises:
-        DataError: The folder has no known layout, or a file does not parse; the error names the file.
+        DataError: The folder has no known layout, or a file cannot be parsed; the error names the file.
     """
     for marker, others, reader in LAYOUTS:
         if (folder / marker).is_file():
@@ -110,14 +110,14 @@ def _read_1m(folder: Path) -> MovieLens:
 
 
 def user_table(path: Path) -> pd.DataFrame:
-    """Read users.dat: user, age, gender, occupation, zip."""
+    """Read users.dat as a table with user, age, gender, occupation and zip."""
     users = _lines(path, "::", 5)[[0, 2, 1, 3, 4]]
     users.columns = ["user", "age", "gender", "occupation", "zip"]
     return users.astype({"user": int, "age": int})
 
 
 def movie_table(path: Path) -> pd.DataFrame:
-    """Read movies.dat: item, title, year (0: unknown), genres."""
+    """Read movies.dat as a table with item, title, year (0: unknown) and genres."""
     return _movies(*_lines(path, "::", 3).values.T)
 
 
@@ -139,7 +139,7 @@ LAYOUTS: list[tuple[str, list[str], Callable[[Path], MovieLens]]] = [
 
 
 def has_ratings(folder: Path) -> bool:
-    """Return True if a folder holds one of these layouts."""
+    """Return True if a folder contains one of these layouts."""
     return any((folder / marker).is_file() for marker, *_ in LAYOUTS)
 
 
@@ -151,7 +151,7 @@ def _movies(ids, titles, genres) -> pd.DataFrame:
 
 
 def _lines(path: Path, separator: str, fields: int) -> pd.DataFrame:
-    """Read a small latin-1 file of lines as text columns 0, 1, …."""
+    """Read the lines of a small latin-1 file as a table with text columns 0, 1, …."""
     rows = [line.split(separator) for line in path.read_text("latin-1").split("\n") if line]
     for number, row in enumerate(rows, 1):
         if len(row) != fields:
@@ -187,11 +187,11 @@ def _broken(path: Path, error: object, expected: str) -> DataError:
 
 
 def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> Path:
-    """Download and extract a set unless it exists, and return the folder with its files.
+    """Download and extract a set unless it exists, and return the folder with the set's files.
 
     Args:
         name: Key of MD5, such as 1m.
-        folder: Folder for the zip and its content.
+        folder: Folder for the zip and the extracted files.
         base: URL of the folder with the zips.
         md5: Expected checksum; None: the checksum in MD5.
 
@@ -230,7 +230,7 @@ def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> 
 
 
 def _download(url: str, archive: Path) -> str:
-    """Download the file and return its MD5."""
+    """Download a file, and return its MD5."""
     digest = hashlib.md5(usedforsecurity=False)
     partial = archive.with_suffix(".partial")
     try:

@@ -1,4 +1,4 @@
-"""MovieLens ratings as rows with the items that the user liked before."""
+"""MovieLens ratings as rows with the items that the user liked earlier."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def split_of(ratings: pd.DataFrame, split: str, rng: np.random.Generator) -> np.
     """Return 0 (train), 1 (valid) or 2 (test) for each rating, int8 [n].
 
     - random: 80/10/10 by a seeded permutation.
-    - per-user: the last tenth of each user's ratings in time is test, the tenth before is valid.
-    - time: the last tenth of all ratings in time is test, the tenth before is valid.
+    - per-user: the last tenth of each user's ratings in time is test, and the tenth before is valid.
+    - time: the last tenth of all ratings in time is test, and the tenth before is valid.
     """
     rows = len(ratings)
     if split == "random":
@@ -103,9 +103,9 @@ def split_of(ratings: pd.DataFrame, split: str, rng: np.random.Generator) -> np.
 class Ratings:
     """Ratings with vocabularies, splits and histories.
 
-    Ids are positions in sorted vocabularies, from 1; 0 is unknown. A history holds the user's last `history`
-    liked items of the train split with a timestamp strictly before the row's own: neither the row's own label
-    nor any label of valid or test is ever an input.
+    Ids are positions in sorted vocabularies, from 1; 0 is unknown. A history contains the user's last
+    `history` liked items in train with a timestamp strictly before the row's own. Neither the row's own label
+    nor any label in valid or test is ever an input.
     """
 
     def __init__(self, data: MovieLens, split: str, seed: int, history: int):
@@ -130,7 +130,7 @@ class Ratings:
         return len(self._rating)
 
     def _user_attributes(self) -> dict[str, np.ndarray]:
-        """Return the id of each attribute by user index (0: unknown), or {} if the set has no attributes."""
+        """Return attribute → ids by user index (0: unknown), or {} if the data set has no user attributes."""
         if self._data.users is None:
             return {}
         users = self._data.users.assign(zip_prefix=self._data.users["zip"].str[:2]).set_index("user")
@@ -146,7 +146,7 @@ class Ratings:
         liked = np.flatnonzero((self._rating >= LIKED) & (self._split == 0))
         order = np.lexsort((self._item[liked], self._time[liked], self._user[liked]))
         liked = liked[order]
-        # User and time share one sort key: the user takes the high bits, the time the low ones.
+        # User and time share one sort key, with the user in the high bits and the time in the low bits.
         self._like_keys = (self._user[liked] << TIME_BITS) + self._time[liked]
         self._like_items = self._item[liked]
 
@@ -178,7 +178,7 @@ class Ratings:
         return pa.table(columns)
 
     def write(self, folder: Path, split: int, advance) -> int:
-        """Write a split in seeded random order and return its number of rows."""
+        """Write a split in seeded random order, and return the number of rows."""
         rows = self._order[self._split[self._order] == split]
         group = 4_096 if len(self) < 1_000_000 else 16_384
         writer = SplitWriter(folder, self.table(rows[:0]).schema, group_rows=group)
@@ -196,7 +196,7 @@ class Ratings:
         return items
 
     def schema(self, dim: int) -> Schema:
-        """Return the schema; history shares the table of items."""
+        """Return the schema of the dataset, in which history shares the table of items."""
         rows = {"user_id": len(self._user_ids) + 1, "item_id": len(self._items) + 1}
         rows |= {name: int(ids.max()) + 1 for name, ids in self._of_user.items()}
         rows |= {"release_year": len(self._years) + 1, "genres": len(self._genres) + 1, "hour": 24, "weekday": 7}
@@ -214,7 +214,7 @@ def _index(vocabulary: np.ndarray, values) -> np.ndarray:
 
 
 def _bags(genres: pd.Series, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (lengths, ids) of the items' genres. Item 0, unknown, has no genres."""
+    """Return (lengths, ids) of the items' genres; item 0 (unknown) has no genres."""
     code = {name: i + 1 for i, name in enumerate(names)}
     lengths = np.array([0, *(len(g) for g in genres)], dtype=np.int64)
     return lengths, np.array([code[name] for g in genres for name in g], dtype=np.int64)

@@ -20,14 +20,14 @@ def prepare(
     dim: int = 16,
     force: bool = False,
 ) -> None:
-    """Write Criteo-shaped data with a planted model, whose best reachable AUC is printed.
+    """Write Criteo-shaped data with labels from a planted model, and print the best reachable AUC.
 
     Options:
-        rows: Rows of train; valid and test have a tenth each.
-        dense: Dense columns.
-        sparse: Sparse features.
-        multi_hot: How many of the sparse features are bags of several ids.
-        table_rows: Rows of the largest table.
+        rows: Number of rows in train; valid and test contain a tenth each.
+        dense: Number of dense columns.
+        sparse: Number of sparse features.
+        multi_hot: Number of sparse features that are bags of several ids.
+        table_rows: Number of rows in the largest table.
     """
     options = {**locals()}
     from raytrec_datasets.synthetic.recipe import write

@@ -3,8 +3,8 @@
     logit = bias + dense part + Σ over features of their ids' effects + Σ over pairs of features of u·v
 
 Each part is scaled to its share of the logit's variance on a fixed sample. Ids are drawn log-uniformly by
-rank (the most frequent id of a table of 10,000 takes 7.5 % of its draws). Effects shrink with the rank: no
-model can learn ids that occur a few times in a million rows, so these have small effects.
+rank (the most frequent id in a table of 10,000 rows takes 7.5 % of the draws). Effects shrink with the rank:
+no model can learn ids that occur a few times in a million rows, so such ids have small effects.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def schema_of(shape: Shape, dim: int) -> Schema:
 
 
 def _write_split(folder: Path, model: Planted, seed: int, split: int, rows: int, advance) -> float:
-    """Write a split and return the AUC of its true probabilities."""
+    """Write a split, and return the AUC of the true probabilities."""
     writer, histogram = None, np.zeros((2, BINS), np.int64)
     for chunk, start in enumerate(range(0, rows, CHUNK_ROWS)):
         rng = np.random.default_rng((seed, 3, split, chunk))
@@ -95,7 +95,7 @@ def _table(model: Planted, drawn: Rows, label: np.ndarray) -> pa.Table:
 
 
 def _auc(negative: np.ndarray, positive: np.ndarray) -> float:
-    """Return the area under the ROC curve from counts by bin. Rows in one bin are ties and count half."""
+    """Return the area under the ROC curve, given counts by bin; pairs of rows in one bin count half."""
     below = np.cumsum(negative) - negative
     pairs = negative.sum() * positive.sum()
     return float((positive * (below + negative / 2)).sum() / pairs) if pairs else 0.5
@@ -117,7 +117,7 @@ class Shape:
 
     @classmethod
     def of(cls, dense: int, sparse: int, multi_hot: int, largest: int) -> Shape:
-        """Return a shape with table sizes from 100 to `largest`, log-spaced and in mixed order."""
+        """Return a shape with log-spaced table sizes from 100 to `largest`, in mixed order."""
         sizes = np.geomspace(100, largest, sparse).round().astype(int)
         return cls(dense, tuple(int(s) for s in np.random.default_rng(26).permutation(sizes)), multi_hot)
 
@@ -126,16 +126,16 @@ class Shape:
         return feature >= len(self.tables) - self.multi_hot
 
     def is_mean(self, feature: int) -> bool:
-        """Return True if the feature is pooled by mean: every second bag. Other bags are pooled by sum."""
+        """Return True if the feature is mean-pooled, as every second bag is; other bags are sum-pooled."""
         return self.is_bag(feature) and feature % 2 == 0
 
 
 @dataclass
 class Rows:
-    """A chunk of drawn inputs.
+    """Chunk of drawn inputs.
 
     Attributes:
-        dense: float32 [n, dense].
+        dense: Dense columns, float32 [n, dense].
         lengths: Number of ids in each row, [n] for each feature.
         ranks: Frequency ranks of the ids, [sum of lengths] for each feature.
     """
@@ -146,7 +146,7 @@ class Rows:
 
 
 def draw(shape: Shape, rng: np.random.Generator, rows: int) -> Rows:
-    """Draw the inputs of `rows` rows."""
+    """Draw the inputs of `rows` rows, and return them."""
     dense = rng.standard_normal((rows, shape.dense), dtype=np.float32)
     dense[:, 1::2] = np.log1p(np.abs(dense[:, 1::2]) * 3)  # like Criteo's counts after their logarithm
     lengths, ranks = [], []
@@ -160,7 +160,7 @@ def draw(shape: Shape, rng: np.random.Generator, rows: int) -> Rows:
 
 
 class Planted:
-    """The planted model of a shape and a seed."""
+    """Planted model for a shape and a seed."""
 
     def __init__(self, shape: Shape, seed: int):
         self.shape = shape
@@ -170,7 +170,7 @@ class Planted:
         decay = 1 / (1 + np.arange(EFFECT_RANKS) / 25)
         self._effects = [s * decay * rng.normal(size=EFFECT_RANKS) for s in strength]
         for effect in self._effects:
-            effect[-1] = 0  # the last rank stands for all higher ranks
+            effect[-1] = 0  # the last rank also stands for all higher ranks
         single = [f for f in range(len(shape.tables)) if not shape.is_bag(f)] or [0, 1]
         self._pairs = [tuple(rng.choice(single, 2, replace=len(single) < 2)) for _ in range(PAIRS)]
         self._factors = [rng.normal(size=(2, PAIR_IDS + 1, PAIR_DIM)) for _ in range(PAIRS)]
@@ -186,7 +186,7 @@ class Planted:
         return self._bias + sum(self._scale[name] * part for name, part in self._parts(rows).items())
 
     def ids(self, feature: int, ranks: np.ndarray) -> np.ndarray:
-        """Scatter ranks over the table, so that an id does not reveal its frequency; int64 [n]."""
+        """Return the ids of ranks, scattered so that an id does not reveal its frequency; int64 [n]."""
         factor, shift = self._scatter[feature]
         return (ranks * factor + shift) % self.shape.tables[feature]
 
@@ -211,7 +211,7 @@ class Planted:
         return sums / divisor
 
     def _calibrate(self, sample: Rows) -> None:
-        """Scale the parts to their shares and find the bias that gives the positive rate."""
+        """Scale the parts to their shares, and set the bias that results in the positive rate."""
         parts = self._parts(sample)
         for name, part in parts.items():
             self._scale[name] = LOGIT_STD * np.sqrt(SHARES[name]) / max(part.std(), 1e-9)

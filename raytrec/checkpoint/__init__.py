@@ -1,1 +1,1 @@
-"""Checkpoints: contents, locations, writing and reading."""
+"""Checkpoints: their contents and locations, saving and loading."""

@@ -23,7 +23,7 @@ DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
 def to_metadata(index: dict) -> Metadata:
-    """Return a valid index as torch's metadata, with a StoredChunk for every chunk."""
+    """Convert a valid index to torch's metadata, with a StoredChunk for every chunk."""
     tensors, chunks = {}, {}
     for fqn, entry in index["tensors"].items():
         boxes = []
@@ -36,7 +36,7 @@ def to_metadata(index: dict) -> Metadata:
 
 
 class Target:
-    """Destination tensor for a box of a chunk.
+    """Destination tensor for a box (a rectangular part) of a chunk.
 
     Attributes:
         tensor: Tensor of the box's shape.
@@ -60,13 +60,13 @@ class Target:
         self._memory = memory(self.tensor) if is_contiguous and is_host_contiguous(self.tensor) else None
 
     def memory(self, begin: int, end: int) -> memoryview | None:
-        """Return the memory into which these bytes of the chunk can be read directly, or None."""
+        """Return memory into which bytes [begin, end) of the chunk can be read directly, or None."""
         if self._memory is None or begin < self.begin or end > self.end:
             return None
         return self._memory[begin - self.begin : end - self.begin]
 
     def take(self, block: torch.Tensor, begin: int) -> None:
-        """Copy the values of the box from a block of values that starts at byte `begin` of the chunk."""
+        """Copy the box's values from a block that starts at byte `begin` of the chunk."""
         first = begin // block.element_size()
         for values, box in iterate_overlaps(block, first, self._sizes, self._offsets, self.tensor):
             box.copy_(values)
@@ -78,7 +78,7 @@ def is_host_contiguous(tensor: torch.Tensor) -> bool:
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a plain tensor without a copy."""
+    """Return the bytes of a contiguous tensor in host memory, without copying them."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
@@ -101,7 +101,7 @@ def blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
 
 
 def iterate_row_pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield the values of a tensor; a plain tensor is split into views of some rows at a time."""
+    """Yield the values of a tensor; a contiguous tensor in host memory is split into views of a few rows."""
     if not is_host_contiguous(tensor) or not tensor.dim() or not tensor.numel():
         yield tensor
         return
@@ -113,17 +113,17 @@ def iterate_row_pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch
 def iterate_overlaps(
     block: torch.Tensor, first: int, sizes: Sequence[int], offsets: Sequence[int], box: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield views of the values that a block and a box of a chunk have in common: (of the block, of the box).
+    """Yield pairs of views (part of the block, part of the box) of the values that both contain.
 
-    Complete rows in the block are one view. The first and last row may be partly in the block; each is
-    treated as a chunk with one dimension less.
+    The block's complete rows form one view. If the block contains only part of its first or last row, that
+    row is treated as a chunk with one dimension fewer.
 
     Args:
         block: Consecutive values of the chunk, [n].
-        first: Index in the chunk of the first value.
+        first: Index of the block's first value in the chunk.
         sizes: Shape of the chunk.
         offsets: Offsets of the box in the chunk.
-        box: Box with its full shape.
+        box: Tensor of the box's shape.
     """
     if not sizes:
         yield block[0], box

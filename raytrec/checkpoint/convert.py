@@ -1,6 +1,6 @@
-"""`raytrec convert`: rewrites a checkpoint with tables of other kinds or sizes.
+"""`raytrec convert`: rewriting a checkpoint with tables of another kind or size.
 
-Tensors are processed block by block, in this process only.
+Tensors are processed block by block in a single process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raytrec.config.schema_parts import ManagedIds
 from raytrec.data.ids import hash_bits
 from raytrec.embeddings.hashing import compute_initial_values
 
-BAND_BYTES = 4 << 20  # float32 values of whole rows that are processed at a time
+BAND_BYTES = 4 << 20  # whole rows in float32 that are processed at a time, in bytes
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class TableConversion:
 
     Attributes:
         table: New settings of the table.
-        note: Line about the conversion for the user.
-        source: Row of the checkpoint for each new row, int64 [table.rows]; -1: the row gets its initial
-            values, without optimizer state. None: all rows are unchanged.
-        ids: Saved managed ids of the table: name after ids/TABLE/ → int64 [n].
-        about: Entry of the managed ids in the index; None without managed ids.
+        note: Line that describes the conversion to the user.
+        source: Row in the checkpoint of each new row, int64 [table.rows]. For -1, the row gets its initial
+            values, and its optimizer state is 0. None: all rows are unchanged.
+        ids: Managed ids of the new table: tensor name after ids/TABLE/ → int64 [n].
+        about: Entry for the table's managed ids in the index; None without managed ids.
     """
 
     table: Table
@@ -50,9 +50,9 @@ class TableConversion:
 
 
 def to_managed(name: str, table: Table) -> TableConversion:
-    """Return the change to managed ids: ids 0 to rows - 1 keep their rows.
+    """Return the conversion to managed ids, in which ids 0 to rows - 1 keep their rows.
 
-    Another row is added for ids that have none.
+    A row is added for ids without a row.
     """
     if table.ids:
         raise _conversion_error(name, "its ids are already managed", "a table whose ids are its row numbers")
@@ -73,9 +73,9 @@ def to_managed(name: str, table: Table) -> TableConversion:
 
 
 def to_hash(name: str, table: Table) -> TableConversion:
-    """Return the change to hashed ids: ids below the number of rows keep their rows.
+    """Return the conversion to hashed ids, in which ids below the number of rows keep their rows.
 
-    All other ids, and text, are hashed to the same rows.
+    All other ids, and ids that are text, are hashed to these rows.
     """
     if table.ids:
         reason = "the checkpoint does not record whether its ids were text (hashed differently from integers)"
@@ -89,9 +89,10 @@ def to_hash(name: str, table: Table) -> TableConversion:
 
 
 def resize_table(folder: str, index: Mapping[str, Any], name: str, table: Table, rows: int) -> TableConversion:
-    """Return the change to another number of rows.
+    """Return the conversion to a table with another number of rows.
 
-    Without managed ids, the first rows stay. With managed ids, all ids stay, or those seen most often.
+    Without managed ids, the first rows are kept. With managed ids, all ids are kept if they fit, else the ids
+    seen most often.
     """
     if table.out_of_range == "hash":
         raise _conversion_error(
@@ -114,9 +115,9 @@ def resize_table(folder: str, index: Mapping[str, Any], name: str, table: Table,
 def _resize_ids(
     saved: Mapping[str, torch.Tensor], about: Mapping[str, Any], name: str, old: Table, new: Table
 ) -> TableConversion:
-    """Return the change of a table with managed ids to another number of rows.
+    """Return the conversion of a table with managed ids to another number of rows.
 
-    Rows that the new table also has stay in place; the others move to rows without an id.
+    Row numbers that exist in the new table do not change; other rows move to rows without an id.
     """
     values, capacity = {key: tensor.numpy() for key, tensor in saved.items()}, new.own_rows
     selected = np.lexsort((-values["last"], -values["sightings"]))[:capacity]  # ties: the lowest key
@@ -154,18 +155,18 @@ def _conversion_error(table: str, reason: str, expected: str) -> SchemaError:
 def rewrite_checkpoint(
     folder: str, index: dict[str, Any], out: str, changes: Mapping[str, TableConversion], about: dict, seed: int
 ) -> None:
-    """Write a checkpoint with the tensors of another one, with changes to some tables.
+    """Write a copy of a checkpoint in which some tables are converted.
 
     Args:
         folder: Folder of the checkpoint to read.
         index: Index of the checkpoint to read.
-        out: Folder of the new checkpoint, without a checkpoint.
-        changes: Table → change of the table.
+        out: Folder of the new checkpoint; it must not contain a checkpoint.
+        changes: Table → conversion of the table.
         about: Entry "about" of the new index.
-        seed: Seed of initial values.
+        seed: Seed for initial values.
 
     Raises:
-        CheckpointError: The checkpoint to read is damaged, or there is no space for the new one.
+        CheckpointError: The checkpoint to read is damaged, or the new one cannot be written.
     """
     attempt = uuid.uuid4().hex[:8]
     with ExitStack() as stack:
@@ -198,15 +199,15 @@ def rewrite_checkpoint(
 
 
 class _TensorWriter:
-    """Writer of tensors to one file, each as a single chunk or in its previous chunks."""
+    """Writer of tensors to one file: new tensors as a single chunk each, copied tensors in their old chunks."""
 
     def __init__(self, sink: RawFileWriter, file: str, block_bytes: int):
         self._sink, self._file, self._block_bytes = sink, file, block_bytes
 
     def write(self, dtype: str, shape: list[int], pieces: Iterator[torch.Tensor]) -> dict[str, Any]:
-        """Write a tensor that consists of these pieces, and return its entry in the index.
+        """Write a tensor given as consecutive pieces, and return its entry in the index.
 
-        Pieces need not end at the limits of blocks.
+        Pieces need not end at block boundaries.
         """
         start, crc32, waiting = self._sink.align(), [], bytearray()
         for piece in pieces:
@@ -221,7 +222,7 @@ class _TensorWriter:
         return {"dtype": dtype, "shape": shape, "chunks": [{**chunk, "crc32": crc32}]}
 
     def copy(self, folder: str, sources: dict[str, Source], name: str, entry: dict[str, Any]) -> dict[str, Any]:
-        """Copy a tensor of another checkpoint, and return its entry in the index."""
+        """Copy a tensor from another checkpoint, and return its entry in the new index."""
         chunks = []
         for chunk, part in zip(parse_chunks(name, entry), entry["chunks"], strict=True):
             start = self._sink.align()
@@ -236,13 +237,13 @@ class _TensorWriter:
 
 
 def _read_new_rows(stored: StoredTable, name: str, change: TableConversion, seed: int | None) -> Iterator[torch.Tensor]:
-    """Yield the new rows of a table, some at a time: float32 [n, dim].
+    """Yield the rows of a converted table in order, a few at a time: float32 [n, dim].
 
     Args:
         stored: Table in the checkpoint.
         name: Name of the table.
-        change: Change of the table.
-        seed: Seed of the initial values of rows that the checkpoint does not have; None: these rows are 0.
+        change: Conversion of the table.
+        seed: Seed for the initial values of rows that are not in the checkpoint; None: these rows are 0.
     """
     assert change.source is not None
     count = max(1, BAND_BYTES // (4 * stored.dim))

@@ -1,4 +1,4 @@
-"""Locations of checkpoints: one folder per step, complete if it has an index. No torch."""
+"""Locations of checkpoints: one folder per step, which is complete if it contains an index. No torch."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from raytrec.config.trust import describe_foreign_file, is_own_file
 from raytrec.metrics.selection import MetricDisplay
 
 STEP_PREFIX = "step-"
-FOLDER = "checkpoints"  # below the run folder, unless checkpoint.dir is set
-# Cache: folder → size and time of its index, and the index's `about`. Reading an index of many shards takes
-# seconds.
+FOLDER = "checkpoints"  # in the run folder, unless checkpoint.dir is set
+# Cache: folder → (size and modification time of its index, the index's `about`). Reading the index of a
+# checkpoint with many shards takes seconds.
 _ABOUT_CACHE: dict[str, tuple[tuple[int, int], dict]] = {}
 
 
 def get_step_folder(root: str, step: int) -> str:
-    """Return the folder of the checkpoint of a step."""
+    """Return the folder of a step's checkpoint."""
     return join_uri(root, f"{STEP_PREFIX}{step:010d}")
 
 
 def steps(root: str) -> list[int]:
-    """Return the steps that have a folder, complete or not, the newest first."""
+    """Return the steps whose checkpoint folder exists, complete or not, newest first."""
     from pyarrow import fs
 
     filesystem, path = open_filesystem(root)
@@ -55,11 +55,11 @@ def steps(root: str) -> list[int]:
 def iterate_indexes(
     root: str, find_obstacle: Callable[[dict[str, Any]], str | None]
 ) -> Iterator[tuple[str, dict[str, Any], CheckpointError | None]]:
-    """Yield (folder, index, reason why it is incomplete or None) of all checkpoints, the newest first.
+    """Yield (folder, index, error if it cannot be used or None) for each checkpoint, newest first.
 
     Args:
         root: Folder of all checkpoints.
-        find_obstacle: Function that returns why an index's `about` cannot be used, or None if it can.
+        find_obstacle: Function that returns the reason why an index's `about` cannot be used, or None.
     """
     for step in steps(root):
         folder = get_step_folder(root, step)
@@ -77,18 +77,18 @@ def iterate_indexes(
 def find_newest_checkpoint(root: str) -> tuple[str | None, dict[str, Any]]:
     """Return the newest complete checkpoint and its index, or (None, {}) if there is none.
 
-    Only the index is read; damaged data is only detected by loading the checkpoint.
+    Only the index is read; damaged data is detected when the checkpoint is loaded.
     """
     found = iterate_indexes(root, lambda about: None if isinstance(about.get("data"), str) else "about: no data")
     return next(((folder, index) for folder, index, error in found if error is None), (None, {}))
 
 
 def find(place: str | Path) -> tuple[str, dict[str, Any]]:
-    """Return a checkpoint and its index: the given folder, or the newest complete one of a run folder.
+    """Return the newest complete checkpoint of a run folder, or the given checkpoint folder, and its index.
 
     Raises:
-        RunError: No checkpoint was found.
-        CheckpointError: The given checkpoint is damaged.
+        RunError: The folder contains no checkpoint.
+        CheckpointError: The checkpoint is damaged, or is not from a training run.
     """
     place = make_absolute(str(place))
     for root in _list_roots(place):
@@ -106,11 +106,11 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
-    """Return the checkpoint of one step of a run, and its index.
+    """Return the checkpoint of a run at a step, and its index.
 
     Raises:
-        RunError: The step has no checkpoint.
-        CheckpointError: The checkpoint is damaged.
+        RunError: There is no checkpoint of the step.
+        CheckpointError: The checkpoint is damaged, or is not from a training run.
     """
     place = make_absolute(str(place))
     saved: set[int] = set()
@@ -127,10 +127,10 @@ def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
 
 
 def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]]:
-    """Return the checkpoint of a run with the best evaluation by a metric, and its index.
+    """Return the checkpoint of a run whose evaluation is best by a metric, and its index.
 
     Raises:
-        RunError: No checkpoint has been evaluated.
+        RunError: No checkpoint has been evaluated with the metric.
     """
     for root in _list_roots(make_absolute(str(place))):
         if best := _select_best(_read_all_abouts(root), 1, by):
@@ -144,10 +144,10 @@ def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]
 
 
 def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
-    """Remove all complete checkpoints except the newest `last` and the `best` ones by a metric.
+    """Remove complete checkpoints except the `last` newest and the `best` best by a metric.
 
-    Incomplete checkpoints older than the newest complete one are removed as well. A checkpoint that cannot be
-    read stays, because it may be readable later.
+    Incomplete checkpoints older than the newest complete one are removed as well. A checkpoint whose index
+    cannot be read is kept, because it may be readable later.
     """
     abouts = _read_all_abouts(root)
     complete = [step for step, about in abouts.items() if about is not None]
@@ -158,16 +158,16 @@ def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
 
 
 def remove_incomplete(root: str) -> None:
-    """Remove the remains of interrupted saves; called by the only writer before it starts to write."""
+    """Remove incomplete checkpoints; call only when no process is writing to this folder."""
     for step, about in _read_all_abouts(root).items():
         if about is None:
             _remove(root, step, complete=False)
 
 
 def remove_oldest(root: str, best: int, by: MetricDisplay | None) -> str | None:
-    """Remove the oldest complete checkpoint to make room; return its folder, or None if all must stay.
+    """Remove the oldest removable checkpoint; return its folder, or None if all must be kept.
 
-    The newest one, from which a run resumes, and the `best` ones by a metric stay.
+    The newest complete checkpoint, from which a run resumes, and the `best` best by a metric are kept.
     """
     abouts = _read_all_abouts(root)
     complete = [step for step, about in abouts.items() if about is not None]
@@ -179,9 +179,9 @@ def remove_oldest(root: str, best: int, by: MetricDisplay | None) -> str | None:
 
 
 def _read_all_abouts(root: str) -> dict[int, dict | None]:
-    """Return, by step, the `about` of each index, None if there is no index, the newest first.
+    """Return step → `about` of the checkpoint's index, or None without an index; newest first.
 
-    Checkpoints whose index cannot be read are left out.
+    Checkpoints whose index exists but cannot be read are omitted.
     """
     abouts: dict[int, dict | None] = {}
     for step in steps(root):
@@ -195,7 +195,7 @@ def _read_all_abouts(root: str) -> dict[int, dict | None]:
 
 
 def _about(folder: str) -> dict:
-    """Return the `about` of an index, which is read again only if the file has changed."""
+    """Return the `about` of a checkpoint's index, from a cache unless the file has changed."""
     info = query_file_info(join_uri(folder, INDEX))
     version = info.size, info.mtime_ns
     if None in version or _ABOUT_CACHE.get(folder, (None,))[0] != version:
@@ -224,7 +224,7 @@ def _remove(root: str, step: int, *, complete: bool) -> None:
 
 
 def remove_other_attempts(folder: str, attempt: str) -> None:
-    """Remove the files of earlier attempts from a checkpoint that is complete now."""
+    """Remove the files of all attempts except `attempt` from the folder of a complete checkpoint."""
     from pyarrow import fs
 
     filesystem, path = open_filesystem(folder)
@@ -235,7 +235,7 @@ def remove_other_attempts(folder: str, attempt: str) -> None:
 
 
 def measure_free_bytes(root: str) -> int | None:
-    """Return the bytes free for this user where checkpoints are, or None if unknown (object stores)."""
+    """Return the bytes available to this user on the checkpoints' disk; None for object stores."""
     filesystem, path = open_filesystem(root)
     if not is_local(filesystem):
         return None
@@ -244,7 +244,7 @@ def measure_free_bytes(root: str) -> int | None:
 
 
 def discard(folder: str, attempt: str) -> None:
-    """Remove the files of a failed attempt, which take up space; errors are ignored."""
+    """Remove the files of a failed attempt, and the folder if it is then empty; errors are ignored."""
     from pyarrow import fs
 
     filesystem, path = open_filesystem(folder)
@@ -260,10 +260,10 @@ def discard(folder: str, attempt: str) -> None:
 
 
 def _check_run_index(folder: str, index: dict[str, Any]) -> dict[str, Any]:
-    """Return the index unchanged after a check.
+    """Return an index unchanged if it describes a training run's checkpoint.
 
     Raises:
-        CheckpointError: The index lacks an entry that a run's checkpoint has.
+        CheckpointError: The index lacks an entry that a run's checkpoint must have.
     """
     if problem := find_run_problem(index["about"]):
         raise make_unreadable_error(f"its index is not from a training run (about: {problem})", join_uri(folder, INDEX))
@@ -275,7 +275,7 @@ def _is_step(name: str) -> bool:
 
 
 def _list_roots(place: str) -> list[str]:
-    """Return the folders that may hold a run's checkpoints.
+    """Return the folders that may contain a run's checkpoints.
 
     These are checkpoint.dir of the run's configuration, the default folder in the run folder, and `place`.
 

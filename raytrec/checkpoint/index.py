@@ -1,7 +1,7 @@
-"""The index of a checkpoint, which lists its contents and their places. It is written last, as the commit.
+"""The index of a checkpoint: a list of its tensors and their places in files.
 
-The index is JSON with a hash of itself, without pickle; its content is validated in addition. The module does
-not import torch, because the driver reads indexes.
+Writing the index, which happens last, commits the checkpoint. The index is JSON, not pickle; it contains its
+own hash, and its content is validated. This module does not import torch, because the driver reads indexes.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _About(TypedDict):
 
 
 class CheckpointError(RunError):
-    """Error for a checkpoint that is damaged, or cannot be read or written."""
+    """Error for a checkpoint that is missing or damaged, or that cannot be read or written."""
 
 
 class InsufficientSpaceError(CheckpointError):
@@ -114,7 +114,7 @@ def read_index(folder: str) -> dict:
         {"format", "attempt", "block_bytes", "tensors", "about", "sha256"}: see `storage.ShardWriter`.
 
     Raises:
-        CheckpointError: The index is missing, damaged or of another format, or the storage does not answer.
+        CheckpointError: The index is missing, damaged or in another format, or the storage does not answer.
     """
     where = join_uri(folder, INDEX)
     try:
@@ -150,16 +150,16 @@ def write_index(folder: str, content: dict) -> None:
 
     Args:
         folder: Local path or URI of an existing folder.
-        content: Index without format and hash, as JSON returns it when read back, with an "attempt".
+        content: Index without "format" and "sha256", of values that JSON preserves (no tuples).
 
     Raises:
-        CheckpointError: The index cannot be written; an earlier index is unchanged.
+        CheckpointError: The index cannot be written; an existing index is unchanged.
     """
     index = {"format": FORMAT, **content}
     text = _to_canonical_json({**index, "sha256": _hash_index(index)})
     filesystem, path = open_filesystem(folder)
 
-    def put() -> None:  # an object appears as a whole when its stream is closed
+    def put() -> None:  # an object appears only when its stream is closed, with its whole content
         with filesystem.open_output_stream(f"{path}/{INDEX}") as stream:
             stream.write(text)
 
@@ -171,7 +171,7 @@ def write_index(folder: str, content: dict) -> None:
 
 
 def make_unreadable_error(what: str, where: str) -> CheckpointError:
-    """Return the error for a part of a checkpoint that is damaged or cannot be read."""
+    """Return the error for a checkpoint, or a part of one, that is damaged or cannot be read."""
     return CheckpointError(
         f"the checkpoint cannot be read: {what}",
         where=where,
@@ -183,10 +183,10 @@ def make_unreadable_error(what: str, where: str) -> CheckpointError:
 
 @contextmanager
 def convert_write_errors(where: str) -> Iterator[None]:
-    """Turn errors of the file system in a block into CheckpointErrors with their place.
+    """Convert each OSError raised in the block to a CheckpointError that names `where`.
 
     Raises:
-        CheckpointError: Raised instead of any OSError.
+        CheckpointError: The block has raised an OSError.
     """
     try:
         yield
@@ -201,12 +201,12 @@ def convert_write_errors(where: str) -> Iterator[None]:
 
 
 def reason(error: OSError) -> str:
-    """Return the message of the operating system or the object store in one line."""
+    """Return the one-line message of an error from the operating system or the object store."""
     return error.strerror or get_first_line(error)
 
 
 def is_local(filesystem) -> bool:
-    """Return True if a pyarrow file system is local to this machine or mounted here."""
+    """Return True if a pyarrow filesystem is the local one, which includes network mounts."""
     return filesystem.type_name == "local"
 
 
@@ -230,7 +230,7 @@ def _to_canonical_json(index: dict) -> bytes:
 
 
 def _hash_index(index: dict) -> str:
-    """Return the sha256 of an index without its hash."""
+    """Return the SHA-256 of an index without its entry "sha256", in hexadecimal."""
     return hashlib.sha256(
         _to_canonical_json({key: value for key, value in index.items() if key != "sha256"})
     ).hexdigest()
@@ -247,12 +247,12 @@ def find_index_problem(index: dict[str, Any]) -> str | None:
 
 
 def find_run_problem(about: dict[str, Any]) -> str | None:
-    """Return why an index's `about` does not describe a run's checkpoint, or None if it does."""
+    """Return the reason why an index's `about` does not describe a run's checkpoint, or None if it does."""
     return _find_type_problem(_About, about)
 
 
 def find_progress_problem(about: dict[str, Any]) -> str | None:
-    """Return why a run cannot resume from an index's `about`, or None if it can."""
+    """Return the reason why a run cannot resume from an index's `about`, or None if it can."""
     return _find_type_problem(_Progress, about.get("progress")) or _find_type_problem(
         _Ids, {"ids": about.get("ids", {})}
     )
@@ -267,7 +267,7 @@ def _find_tensor_problem(name: str, tensor: dict[str, Any], block_bytes: int) ->
         if not len(offsets) == len(sizes) == len(shape):
             return f"a chunk of tensor {name} has a different number of dimensions"
         if any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):
-            return f"a chunk of tensor {name} is outside of the tensor"
+            return f"a chunk of tensor {name} is outside the tensor"
         if file in ("", ".", "..") or "/" in file or "\0" in file:
             return f"it names a file in another folder: {file[:80]}"
     if sum(math.prod(chunk["sizes"]) for chunk in tensor["chunks"]) != math.prod(shape):

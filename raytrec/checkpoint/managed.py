@@ -1,14 +1,14 @@
-"""Managed ids in checkpoints, whose names depend neither on the plan nor on the number of ranks.
+"""Managed ids in checkpoints, in tensors that depend neither on the plan nor on the number of ranks.
 
     ids/TABLE/id            int64 [n], ids that have a row
     ids/TABLE/row, sightings, last
-                            int64 [n], for each id: its row, how often it was seen, the step of the last time
+                            int64 [n], for each id: its row, its number of sightings, the step of the last one
     ids/TABLE/waiting_id, waiting_sightings, waiting_last
-                            int64 [m], the same for ids that were not seen often enough
-    ids/TABLE/left          int64 [l], rows of ids that have left, in the order in which they are reused
+                            int64 [m], the same for ids that have not been seen often enough to get a row
+    ids/TABLE/left          int64 [l], free rows of earlier ids, in the order in which they will be reused
 
-Ids are in the order of their keys (embeddings/hashing.py). Tensors without values are not saved. The lengths
-of the tensors and other values of a map are in the index under `ids`.
+Ids are sorted by their keys (embeddings/hashing.py). Empty tensors are not saved. The index stores the
+lengths of the tensors and other values of each map under `ids`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ ROWS, WAITING = ("row", "sightings", "last"), ("sightings", "last")
 
 
 def gather_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
-    """Return the managed ids of all tables and their entry in the index; a collective.
+    """Return the managed ids of all tables, and the index entry that describes them; a collective.
 
     Args:
-        maps: Table → this rank's part of its map; no pipeline may be ahead of the tables.
+        maps: Table → this rank's part of its map. No pipeline may have mapped ids of batches that have not
+            been trained.
 
     Returns:
-        Tensors in host memory, which nothing changes any more, and values for `about` of the index.
+        Tensors in host memory, which do not change when training continues, and entries for the index's `about`.
     """
     peers, tensors, about = Peers(), {}, {}
     for table, part in maps.items():
@@ -61,11 +62,11 @@ def gather_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
 
 
 def allocate_ids(about: Mapping[str, Any], tables: Mapping[str, object]) -> State:
-    """Return empty tensors for the ids saved by `gather_ids`, of which each rank reads a part.
+    """Allocate tensors for the ids saved by `gather_ids`; each rank reads a part of them.
 
     Args:
         about: Entry "about" of the index.
-        tables: Tables whose ids are read.
+        tables: Names of the tables whose ids are read.
     """
     peers, tensors = Peers(), {}
     for table in tables:
@@ -81,13 +82,13 @@ def allocate_ids(about: Mapping[str, Any], tables: Mapping[str, object]) -> Stat
 
 
 def load_ids(maps: Mapping[str, RowMap], tensors: State, about: Mapping[str, Any], *, new_run: bool = False) -> None:
-    """Load maps, which must be empty, from the tensors of `allocate_ids`; a collective.
+    """Load empty maps from the tensors of `allocate_ids`; a collective.
 
     Args:
         maps: Table → this rank's part of its map.
-        tensors: Tensors of `allocate_ids`, after they have been read.
+        tensors: Tensors of `allocate_ids`, filled by `restore.load`.
         about: Entry "about" of the index.
-        new_run: True for a run that begins: all ids count as last seen before its first step.
+        new_run: True when a new run starts: all ids count as last seen before its first step.
     """
     for table, part in maps.items():
         sizes, device = about["ids"][table], part.device
@@ -108,7 +109,7 @@ def load_with_ids(
     *,
     new_run: bool = False,
 ) -> None:
-    """Read tensors and the managed ids of some tables from a checkpoint; a collective.
+    """Read tensors, and the managed ids of the tables in `maps`, from a checkpoint; a collective.
 
     Args:
         folder: Folder of the checkpoint.
@@ -124,7 +125,7 @@ def load_with_ids(
 
 
 def find_stored_rows(folder: str, index: Mapping[str, Any], name: str, table: Table, ids: torch.Tensor) -> torch.Tensor:
-    """Return the rows of ids in a checkpoint, int64 [n]; needs no process group.
+    """Return the rows of ids in a checkpoint, int64 [n]; no process group is needed.
 
     Args:
         folder: Folder of the checkpoint.
@@ -140,15 +141,15 @@ def find_stored_rows(folder: str, index: Mapping[str, Any], name: str, table: Ta
 def read_stored_ids(
     folder: str, index: Mapping[str, Any], table: str, kinds: tuple[str, ...] = ("id", *ROWS)
 ) -> dict[str, torch.Tensor]:
-    """Return the ids with a row in a checkpoint, and their rows, sightings and last steps: int64 [n].
+    """Return columns of the ids that have a row in a checkpoint: kind → int64 [n].
 
-    The values are in the order of keys. No process group is needed.
+    The values are sorted by the ids' keys. No process group is needed.
 
     Args:
         folder: Folder of the checkpoint.
         index: Index of the checkpoint.
         table: Name of the table.
-        kinds: Columns to read.
+        kinds: Columns to read: "id", "row", "sightings" or "last".
     """
     count = index["about"]["ids"][table]["rows"]
     columns = {kind: torch.empty(count, dtype=torch.int64) for kind in kinds}
@@ -158,14 +159,14 @@ def read_stored_ids(
 
 
 def _list_tensor_names(table: str, sizes: Mapping[str, int]) -> list[tuple[list[str], int]]:
-    """Return (names of tensors, length) for ids with a row and for waiting ids."""
+    """Return (names of the tensors, their length) for ids with a row, then for waiting ids."""
     of_rows = [f"ids/{table}/{name}" for name in ("id", *ROWS)]
     of_waiting = [f"ids/{table}/waiting_{name}" for name in ("id", *WAITING)]
     return [(of_rows, sizes["rows"]), (of_waiting, sizes["waiting"])]
 
 
 def _to_columns(prefix: str, entries: KeyEntries, names: tuple[str, ...], sizes: list[int], peers: Peers) -> State:
-    """Return the entries of all ranks, concatenated in the order of ranks: name → int64 [Σ sizes]."""
+    """Return the entries of all ranks, concatenated in rank order: name → int64 [Σ sizes]."""
     if not sum(sizes):
         return {}
     columns = {"id": unhash_bits(entries.keys)} | {name: entries.fields[name].long() for name in names}
@@ -173,7 +174,7 @@ def _to_columns(prefix: str, entries: KeyEntries, names: tuple[str, ...], sizes:
 
 
 def _to_sharded(values: torch.Tensor, sizes: list[int], peers: Peers) -> ShardedTensor:
-    """Return a tensor [Σ sizes] of which each rank has its own number of consecutive values."""
+    """Return a sharded tensor [Σ sizes], in which rank r holds sizes[r] consecutive values."""
     metadata, start, local_shards = [], 0, []
     for rank, size in enumerate(sizes):
         if size:
@@ -184,7 +185,7 @@ def _to_sharded(values: torch.Tensor, sizes: list[int], peers: Peers) -> Sharded
 
 
 def _send_to_owners(names: list[str], tensors: State, device: torch.device) -> KeyEntries:
-    """Return the entries that this rank owns among those read by all ranks; a collective."""
+    """Return the entries read by any rank that this rank owns; a collective."""
     peers = Peers()
     local = [tensors[name].local_shards() if name in tensors else [] for name in names]
     empty = torch.empty(0, dtype=torch.int64)

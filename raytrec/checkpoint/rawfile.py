@@ -1,4 +1,4 @@
-"""Files of raw bytes on disks and object stores, written from start to end and read at any offset."""
+"""Files of raw bytes on disks and object stores, written sequentially and read at any offset."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from raytrec.checkpoint.index import (
 from raytrec.common.reading import open_regular, retry_read
 from raytrec.common.storage import join_uri, open_filesystem, sync_to_disk
 
-ALIGNMENT_BYTES = 64  # bytes
-WRITEBACK_INTERVAL_BYTES = 32 << 20  # bytes after which the disk starts to write
-SYNC_FILE_RANGE_WRITE = 2  # flag of Linux
-# Blocks read concurrently. On a disk, two: one is read while the other is checked. An object store has a
-# high latency, so that its speed depends on the number of concurrent requests.
+ALIGNMENT_BYTES = 64  # of the start of a chunk in its file
+WRITEBACK_INTERVAL_BYTES = 32 << 20  # bytes after which the kernel is asked to start writing to disk
+SYNC_FILE_RANGE_WRITE = 2  # flag of sync_file_range(2) on Linux
+# Blocks that are read concurrently. For a disk, two suffice: one is read while the other is checked. An object
+# store has a high latency, so its throughput depends on the number of concurrent requests.
 MAX_LOCAL_READS, MAX_REMOTE_READS = 2, 8
 
 
 def make_folder(folder: str) -> None:
-    """Create a checkpoint's folder and its parents; local ones are synced to survive a power failure.
+    """Create a checkpoint's local folder and its parents, synced to disk; object stores need no folder.
 
     Raises:
         CheckpointError: The folder cannot be created.
@@ -52,13 +52,14 @@ def make_folder(folder: str) -> None:
 
 
 class RawFileWriter:
-    """New file that is written from start to end. A local file is removed after an error.
+    """New file that is written sequentially. After an error, no file remains.
 
     Attributes:
         size: Number of bytes written.
 
     Raises:
-        OSError: Any method may raise it. FileExistsError: The file exists and may belong to a checkpoint.
+        OSError: A method has failed to write.
+        FileExistsError: The file exists, and may belong to a checkpoint.
     """
 
     def __init__(self, folder: str, name: str):
@@ -76,7 +77,7 @@ class RawFileWriter:
         return self
 
     def __exit__(self, kind, *_) -> None:
-        # After an error, the stream of an object is not closed, because that would create the object.
+        # After an error, an object's stream is not closed, because closing it would create the object.
         if kind is None or self._local:
             self._file.close()
         if kind is not None and self._local:
@@ -84,7 +85,7 @@ class RawFileWriter:
                 self._path.unlink()
 
     def align(self) -> int:
-        """Pad the file to the next possible start of a chunk, and return that offset in bytes."""
+        """Pad the file to the alignment of chunks, and return the resulting offset in bytes."""
         if gap := -self.size % ALIGNMENT_BYTES:
             self.write(memoryview(bytes(gap)))
         return self.size
@@ -95,8 +96,8 @@ class RawFileWriter:
         while len(data):
             data = data[self._file.write(data) :]
         if self._local and self.size - self._sent >= WRITEBACK_INTERVAL_BYTES:
-            # Without this call, Linux may not write to the disk until the final sync. Errors, and systems
-            # without the call, are ignored. (posix_fadvise would drop part of the file from the cache.)
+            # Without this call, Linux may not write to disk before the final sync. Errors, and systems without
+            # the call, are ignored. (posix_fadvise would drop part of the file from the page cache.)
             if begin := getattr(ctypes.CDLL(None), "sync_file_range", None):
                 start, count = ctypes.c_int64(self._sent), ctypes.c_int64(self.size - self._sent)
                 begin(self._file.fileno(), start, count, SYNC_FILE_RANGE_WRITE)
@@ -110,13 +111,13 @@ class RawFileWriter:
 
 
 class Source:
-    """File that can be read at any offset, from several threads.
+    """Open file that several threads can read at any offset.
 
     Attributes:
-        reads: Number of concurrent reads that is worthwhile.
+        reads: Recommended number of concurrent reads.
 
     Raises:
-        OSError: Any method may raise it.
+        OSError: The file cannot be opened or read.
     """
 
     def __init__(self, folder: str, name: str):
@@ -134,9 +135,9 @@ class Source:
         self._file.close()
 
     def read(self, start: int, into: memoryview) -> int:
-        """Fill memory with the bytes from `start` on, and return their number.
+        """Fill memory with the file's bytes from offset `start`, and return the number of bytes read.
 
-        The number is only smaller than the memory at the end of the file.
+        The number is smaller than the size of the memory only if the file ends.
         """
         if not self._local:
             data = retry_read(self._uri, lambda: self._file.read_at(len(into), start))
@@ -150,7 +151,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class StoredChunk:
-    """A tensor, or a shard of one, as stored in a file of a checkpoint.
+    """Tensor, or shard of a tensor, as stored in a file of a checkpoint.
 
     Attributes:
         fqn: Name of the tensor.
@@ -158,8 +159,8 @@ class StoredChunk:
         offsets: Offsets of the chunk in the tensor.
         sizes: Shape of the chunk.
         file: Name of the file in the checkpoint's folder.
-        start: First byte in the file.
-        crc32: Checksum of each block.
+        start: Offset of the chunk's first byte in the file.
+        crc32: CRC-32 of each block.
     """
 
     fqn: str
@@ -176,7 +177,7 @@ class StoredChunk:
         return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
 
     def where(self, folder: str, begin: int = 0, end: int | None = None) -> str:
-        """Describe bytes [begin, end) of the chunk for the user, with their place in the file."""
+        """Return a description, for errors, of the place of bytes [begin, end) of the chunk."""
         end = self.nbytes if end is None else end
         place = f"bytes {self.start + begin} to {self.start + end - 1}"
         return f"{join_uri(folder, self.file)}, tensor {self.fqn}, {place}"
@@ -184,17 +185,17 @@ class StoredChunk:
     def read(
         self, source: Source, folder: str, number: int, block_bytes: int, into: memoryview | None = None
     ) -> memoryview:
-        """Read a block and check it.
+        """Read a block of the chunk, and verify its checksum.
 
         Args:
             source: Open file of the chunk.
             folder: Folder of the checkpoint, for errors.
             number: Number of the block in the chunk.
-            block_bytes: Size of all blocks but the last.
-            into: Memory of the block's size; default: new memory.
+            block_bytes: Size of every block except the last, which may be smaller.
+            into: Memory of the block's size, which is filled and returned; default: new memory.
 
         Raises:
-            CheckpointError: The block cannot be read, or does not match its checksum.
+            CheckpointError: The block cannot be read, or its checksum does not match.
         """
         begin = number * block_bytes
         if into is None:
@@ -205,7 +206,7 @@ class StoredChunk:
 
 
 def parse_chunks(fqn: str, entry: dict[str, Any]) -> list[StoredChunk]:
-    """Return the chunks of a tensor from its entry in an index."""
+    """Return the chunks of a tensor as described by its entry in an index."""
     dtype = entry["dtype"]
     return [
         StoredChunk(fqn, dtype, part["offsets"], part["sizes"], part["file"], part["start"], part["crc32"])
@@ -219,7 +220,7 @@ def open_data_file(folder: str, name: str, where: str | None = None) -> Source:
     Args:
         folder: Folder of the checkpoint.
         name: Name of the file.
-        where: Place of the data for errors; default: the path of the file.
+        where: Place of the data, for errors; default: the path of the file.
 
     Raises:
         CheckpointError: The file cannot be opened, or its name points to another folder.
@@ -233,17 +234,17 @@ def open_data_file(folder: str, name: str, where: str | None = None) -> Source:
 
 
 def read_block(source: Source, start: int, into: memoryview, crc32: int | None, where: str) -> None:
-    """Fill memory with a block of a chunk, and check it.
+    """Fill memory with a block of a chunk, and verify its checksum.
 
     Args:
         source: Open file of the chunk.
-        start: First byte of the block in the file.
+        start: Offset of the block's first byte in the file.
         into: Memory of the block's size.
-        crc32: Checksum of the block; None for a part of a block, which has no checksum.
+        crc32: CRC-32 of the block; None for part of a block, which has no checksum.
         where: Place of the block, for errors.
 
     Raises:
-        CheckpointError: The block cannot be read, or does not match its checksum.
+        CheckpointError: The block cannot be read, or its checksum does not match.
     """
     try:
         count = source.read(start, into)
@@ -256,7 +257,7 @@ def read_block(source: Source, start: int, into: memoryview, crc32: int | None, 
 
 
 def check_files(folder: str, sizes: dict[str, int]) -> None:
-    """Check that this process sees the files that all ranks have written.
+    """Check that the files written by all ranks are visible to this process.
 
     Args:
         folder: Folder of the checkpoint.

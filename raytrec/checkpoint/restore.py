@@ -1,4 +1,4 @@
-"""Loading of checkpoints into live models, under any plan."""
+"""Loading checkpoints into live models, under any sharding plan."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class RestoreResult:
     """Result of `restore`.
 
     Attributes:
-        folder: Folder of the restored checkpoint; None if the run has no checkpoint.
-        about: Entry "about" of its index.
-        skip_reasons: Reasons why newer checkpoints were not used.
-        extra_tensors: Tensors that have been read in addition to the model's.
+        folder: Folder of the restored checkpoint; None if there is no usable checkpoint.
+        about: Entry "about" of the checkpoint's index.
+        skip_reasons: Reasons why newer checkpoints were skipped.
+        extra_tensors: Tensors that were read in addition to the model's.
     """
 
     folder: str | None = None
@@ -45,17 +45,16 @@ def restore(
 ) -> RestoreResult:
     """Load the newest valid checkpoint into a model; a collective.
 
-    Checkpoints that are incomplete, damaged or not finite are skipped.
+    Checkpoints that are incomplete or damaged, or contain NaN or infinity, are skipped.
 
     Args:
         root: Folder of all checkpoints.
-        state: State of the model to load.
-        find_obstacle: Function that returns why an index's `about` cannot be resumed from, or None if it can.
-        make_extra_tensors: Function that returns, from the same `about`, tensors to be read in addition to
-            the model's.
+        state: State of the model, which is overwritten.
+        find_obstacle: Function that returns the reason why an index's `about` cannot be resumed from, or None.
+        make_extra_tensors: Function that returns, for the same `about`, further tensors to read.
 
     Raises:
-        CheckpointError: There are complete checkpoints, and none of them can be read.
+        CheckpointError: At least one checkpoint is complete, but none of them can be loaded.
     """
     result, unreadable = RestoreResult(), 0
     for folder, about, reason in _broadcast_checkpoints(root, find_obstacle):
@@ -65,7 +64,7 @@ def restore(
         try:
             result.extra_tensors = make_extra_tensors(about)
             load(folder, state.tensors() | result.extra_tensors)
-            # Training from a state with NaN or infinity would yield NaN or infinity.
+            # Training cannot recover from NaN or infinity in its state.
             if nonfinite := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
                 raise CheckpointError(f"the checkpoint contains NaN or infinity: {nonfinite}", where=folder)
         except CheckpointError as error:
@@ -85,19 +84,19 @@ def restore(
 
 
 def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> None:
-    """Read tensors from a checkpoint in place; a collective.
+    """Fill tensors in place with values from a checkpoint; a collective.
 
     Args:
         folder: Folder of the checkpoint.
-        tensors: Name → destination; every name must be in the checkpoint, with the same shape.
-        rows: Table → number of first rows to read; the destination then has this number of rows.
+        tensors: Name → destination; the checkpoint must contain every name, with the same shape.
+        rows: Table → number of leading rows to read, which is also the destination's number of rows.
 
     Raises:
-        CheckpointError: Data is damaged or missing; raised on every rank, with the place.
+        CheckpointError: Data is damaged or missing; raised on every rank, and names the place.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecations inside torch that users cannot act on
+            warnings.simplefilter("ignore")  # deprecations within torch, on which users cannot act
             dcp.load(tensors, storage_reader=_FirstRowsReader(folder, rows or {}))
     except (Exception, CheckpointException) as error:  # torch's is a BaseException
         cause = get_root_cause(error)
@@ -114,21 +113,21 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
 
 
 def _find_planning_error(error: BaseException) -> str | None:
-    """Return torch's message about a tensor that is missing or has another shape; None for other errors."""
+    """Return torch's message for a tensor that is missing or has another shape; None for other errors."""
     errors = [f[0] for f in getattr(error, "failures", {}).values()] or [error]
     first_lines = [(str(failure).splitlines() or [""])[0] for failure in errors]
     return next((w for w in first_lines if "Missing key in checkpoint" in w or "ize mismatch" in w), None)
 
 
 class _FirstRowsReader(ShardReader):
-    """Reader that sees only the first rows of some tables of a checkpoint."""
+    """Reader that presents only the first rows of some tables in a checkpoint."""
 
     def __init__(self, folder: str, rows: dict[str, int]):
         super().__init__(folder)
         self._rows = rows
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata with the sizes of these tables reduced to the first rows."""
+        """Return the metadata, with the sizes of these tables reduced to their first rows."""
         metadata = super().read_metadata(*args, **kwargs)
         for name, entry in metadata.state_dict_metadata.items():
             rows = self._rows.get(name.split("/")[1]) if name.startswith("tables/") else None
@@ -145,9 +144,9 @@ class _FirstRowsReader(ShardReader):
 
 
 def _broadcast_checkpoints(root: str, why_not: Callable) -> list[tuple[str, dict, str | None]]:
-    """Return (folder, about, reason why it is incomplete or None) of all checkpoints, the newest first.
+    """Return (folder, about, reason why it cannot be used or None) for each checkpoint, newest first.
 
-    All ranks get the list that rank 0 reads.
+    Rank 0 reads the list, and all ranks receive it.
     """
     checkpoints: list[Any] = [None]
     if dist.get_rank() == 0:

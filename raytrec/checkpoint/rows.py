@@ -1,6 +1,6 @@
-"""Rows of a checkpoint's tables, read without torch and process groups, and the start of a new run's tables.
+"""Rows of a checkpoint's tables, read without torch or a process group, and warm starts of tables.
 
-Reading takes the memory of the requested rows; tables may be larger than this machine's memory.
+Reading takes only the memory of the requested rows; tables may be larger than this machine's memory.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ TENSOR_KEY = "tables/{}/{}"
 
 
 class StoredTable:
-    """Table in a checkpoint, saved under any plan.
+    """Table in a checkpoint that was saved under any sharding plan.
 
-    The table is a context manager, because it keeps the files open.
+    An instance is a context manager, because it keeps files open.
 
     Args:
         folder: Folder of the checkpoint, a local path or a URI.
         index: Index of the checkpoint, as returned by `read_index`.
         name: Name of the table.
         kind: "weight", or the name of an optimizer state; state with one value per row has one column.
-        checked: True to compare checksums, for which whole blocks are read; False if all of the table has
-            been checked before.
+        checked: True to verify checksums, which requires reading whole blocks; False if the whole table has
+            already been verified.
 
     Attributes:
         rows: Number of rows.
         dim: Number of columns.
 
     Raises:
-        RunError: The table does not exist.
-        CheckpointError: The table cannot be read.
+        RunError: There is no such table.
+        CheckpointError: The table cannot be read, or its dtype is not supported.
     """
 
     def __init__(self, folder: str, index: dict[str, Any], name: str, kind: str = "weight", checked: bool = True):
@@ -73,14 +73,14 @@ class StoredTable:
         self._files.close()
 
     def read(self, first: int, end: int) -> np.ndarray:
-        """Return the rows from `first` to before `end`: float32 [end - first, dim]."""
+        """Return the rows [first, end): float32 [end - first, dim]."""
         band = np.empty((end - first, self.dim), np.float32)
         for chunk in self._chunks:
             chunk.into(band, first)
         return band
 
     def take(self, rows: Sequence[int]) -> np.ndarray:
-        """Return some rows: float32 [len(rows), dim].
+        """Return the rows with these indices: float32 [len(rows), dim].
 
         Raises:
             RunError: A row does not exist.
@@ -98,19 +98,19 @@ class StoredTable:
 
 
 def list_table_names(index: dict[str, Any]) -> list[str]:
-    """Return the names of the tables in a checkpoint, sorted."""
+    """Return the sorted names of the tables in a checkpoint."""
     head, tail = TENSOR_KEY.format("\0", "weight").split("\0")
     names = [n for n in index["tensors"] if n.startswith(head) and n.endswith(tail)]
     return sorted(name.removeprefix(head).removesuffix(tail) for name in names)
 
 
 class _ChunkReader:
-    """Shard of a table in a file. The last block is cached, because the next rows may start in it.
+    """Reader of a table's shard in a file. The last block is cached, because the next read may start in it.
 
     Args:
         source: Open file of the chunk.
-        chunk: Place of the chunk in the file.
-        block_bytes: Size of blocks; None: only the rows are read, without checksums.
+        chunk: Chunk that contains the shard.
+        block_bytes: Size of a block; None: only the rows are read, without verifying checksums.
         folder: Folder of the checkpoint, for errors.
     """
 
@@ -122,7 +122,7 @@ class _ChunkReader:
         self._number, self._block = -1, memoryview(b"")
 
     def into(self, band: np.ndarray, first: int) -> None:
-        """Copy the rows of this shard into a band of rows, which starts with row `first` of the table."""
+        """Copy this shard's rows into a band of rows that starts with row `first` of the table."""
         low, high = max(first, self._first), min(first + len(band), self._first + self._rows)
         if low < high:
             columns = slice(self._column, self._column + self._columns)
@@ -149,18 +149,18 @@ class _ChunkReader:
 
 
 def _to_rows_and_columns(numbers: Sequence[int], second: int) -> tuple[int, int]:
-    """Return (rows, columns), with `second` as the columns of a one-dimensional tensor."""
+    """Return (rows, columns), where a one-dimensional tensor has `second` as its columns."""
     return numbers[0], numbers[1] if len(numbers) > 1 else second
 
 
 @dataclass(frozen=True)
 class TableWarmStart:
-    """Start of a new run's table from a checkpoint.
+    """Warm start of one of a new run's tables from a checkpoint.
 
     Attributes:
         policy: Name of the policy: exact, resize, new or drop.
-        rows: Number of rows taken from the checkpoint.
-        note: Line for the user; None if the whole table is taken over.
+        rows: Number of rows loaded from the checkpoint.
+        note: Line for the user about a difference; None if the whole table is loaded.
     """
 
     policy: str
@@ -169,15 +169,15 @@ class TableWarmStart:
 
 
 def resolve_warm_starts(config: RunConfig, stored_schema: Schema, schema: Schema) -> dict[str, TableWarmStart]:
-    """Return the start of each table under warm_start.tables, including tables only in the checkpoint.
+    """Return each table's warm start under warm_start.tables, including tables only in the checkpoint.
 
     Raises:
-        SchemaError: A table has changed, and warm_start.tables has no matching entry.
+        SchemaError: A table has changed, and warm_start.tables does not allow this change.
     """
     starts = {}
     for table in {**stored_schema.tables, **schema.tables}:
         matching = [policy for key, policy in config.warm_start.tables.items() if fnmatchcase(table, key)]
-        policy = matching[-1] if matching else "exact"  # the last matching pattern
+        policy = matching[-1] if matching else "exact"  # the last matching pattern takes precedence
         starts[table] = _resolve_warm_start(table, stored_schema.tables.get(table), schema.tables.get(table), policy)
     return starts
 
@@ -215,5 +215,5 @@ def _describe_table(table: Table) -> str:
 
 
 def parse_stored_schema(about: dict[str, Any]) -> Schema:
-    """Return the schema of a checkpoint's run."""
+    """Parse the schema stored in the `about` of a checkpoint's index."""
     return Schema.parse_stored(str(about.get("schema", "")), "the checkpoint's schema")

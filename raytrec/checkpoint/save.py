@@ -1,4 +1,4 @@
-"""Saving while training continues: the state of the step is preserved, and a thread writes it."""
+"""Saving while training continues: a step's state is preserved, and a thread writes it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from raytrec.compat.torch_ import ShardedTensor, list_local_parts
 from raytrec.config.training import CheckpointSection
 from raytrec.metrics.selection import MetricDisplay
 
-SLACK_BYTES = 1 << 20  # reserved on a disk for the index and Ray Train's notes of checkpoints
+SLACK_BYTES = 1 << 20  # reserved on a disk for the index and Ray Train's own files
 
 
 class NonfiniteStateError(RunError):
-    """Error for a state that is not saved because it contains NaN or infinity."""
+    """Error for a training state that is not saved because it contains NaN or infinity."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Saved:
     Attributes:
         step: Step of the run.
         folder: Folder of the checkpoint.
-        error: Reason why the save failed, the same on every rank; None after a success.
+        error: Error that made the save fail, the same on every rank; None if it succeeded.
         note: Remark for the user; None if there is none.
-        blocked_s: Seconds that training waited for copies.
-        seconds: Seconds from the start to the commit.
+        blocked_s: Seconds for which training waited for copies.
+        seconds: Seconds from the start of the save to its end.
     """
 
     step: int
@@ -65,17 +65,18 @@ class Saved:
 
 
 class CheckpointWriter:
-    """Writer of checkpoints of this rank's part of a run; the constructor and each `save` are collectives.
+    """Writer of this rank's part of a run's checkpoints; the constructor and `save` are collectives.
 
     Args:
-        root: Folder of all checkpoints, local or s3:// or gs://.
-        config: Section checkpoint; it sets how many to keep, and whether training continues during a save.
+        root: Folder of all checkpoints: a local path or a URI (s3:// or gs://).
+        config: Section `checkpoint` of the configuration: number of checkpoints to keep, and whether training
+            continues during a save.
         confirm: Function called on rank 0 before a checkpoint is committed and before old ones are removed;
             it raises RunError if these ranks no longer own the run.
-        unbounded: As in LogicalState.
-        best: Metric by which the best checkpoints are kept (checkpoint.keep_best).
-        rows: Snapshot that preserves rows of tables that training changes during a save; None: tables are
-            copied as a whole.
+        unbounded: Names of tensors that may contain infinity (LogicalState.unbounded).
+        best: Metric that determines which checkpoints are best (checkpoint.keep_best).
+        rows: Snapshot that preserves the table rows that training changes during a save; None: whole tables
+            are copied.
     """
 
     def __init__(
@@ -89,9 +90,9 @@ class CheckpointWriter:
     ):
         self._root, self._config, self._confirm, self._unbounded = root, config, confirm, unbounded
         self._best_metric, self._rows = best, rows
-        self._has_removed = False  # True if older checkpoints had to be removed first
-        # A separate group, because its collectives run concurrently with those of training; gloo, because the
-        # tensors are in host memory.
+        self._has_removed = False  # True if an older checkpoint had to be removed to free space
+        # A separate group, because saving and training run collectives concurrently; gloo, because the tensors
+        # are in host memory.
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[Saved] | None = None
@@ -100,17 +101,17 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Return True if a save is being written."""
+        """Return True if a save is in progress."""
         return self._running is not None and not self._running.done()
 
     def save(self, step: int, tensors: State, about: dict[str, Any], copied: Mapping[str, Any] | None = None) -> None:
-        """Start a save, and return when training may change the tensors.
+        """Start a save, and return as soon as training may change the tensors.
 
         Args:
             step: Number of steps of the run that have been trained.
-            tensors: LogicalState.tensors().
-            about: Further state as JSON values; the same on every rank.
-            copied: Further tensors, which are not changed any more.
+            tensors: Live tensors (LogicalState.tensors).
+            about: Further state as JSON values, equal on all ranks.
+            copied: Further tensors, which no longer change.
         """
         assert self._running is None, "the outcome of the last save has not been read"
         start_s = perf_counter()
@@ -126,7 +127,7 @@ class CheckpointWriter:
             self._running.result()
 
     def _protect(self, tensors: State) -> State:
-        """Return the same values, protected from changes by training."""
+        """Return tensors with the current values, which training does not change."""
         rows = self._rows
         if rows is None:
             return self._host.copy(tensors)
@@ -135,14 +136,14 @@ class CheckpointWriter:
         return {name: copies.get(name, value) for name, value in tensors.items()}
 
     def collect_outcome(self) -> Saved | None:
-        """Wait for the last save and return its outcome once; None if there is none."""
+        """Wait for the last save, and return its outcome; None if it was already collected or none was started."""
         if self._running is None:
             return None
         saved, self._running = self._running.result(), None
         return saved
 
     def close(self) -> None:
-        """Wait for the running save and release the memory of copies; no further save is possible."""
+        """Wait for the running save, and release the memory of the copies; no further save is possible."""
         self._thread.shutdown()
         self._host.close()
 
@@ -151,7 +152,7 @@ class CheckpointWriter:
         notes = [self._host.note] if self._host.note else []
         try:
             error = self._find_nonfinite_error(tensors, step) or self._store(folder, attempt, tensors, about, notes)
-        except Exception as failure:  # an error of the exchange between ranks
+        except Exception as failure:  # for example an error in a collective
             error = RunError(str(failure), where=folder)
         finally:
             if self._rows:
@@ -159,7 +160,7 @@ class CheckpointWriter:
         return Saved(step, folder, error, "; ".join(notes) or None, blocked, perf_counter() - start_s)
 
     def _find_nonfinite_error(self, tensors: State, step: int) -> NonfiniteStateError | None:
-        """Return an error if this state must not be saved, the same on all ranks; None otherwise."""
+        """Return an error, the same on all ranks, if this state contains NaN or infinity; else None."""
         pieces_of = self._rows.pieces if self._rows else iterate_row_pieces
         nonfinite = summarize_over_ranks(find_nonfinite(tensors, self._unbounded, pieces_of), self._group)
         if nonfinite is None:
@@ -171,10 +172,10 @@ class CheckpointWriter:
         )
 
     def _store(self, folder: str, attempt: str, tensors: State, about: dict, notes: list[str]) -> RunError | None:
-        """Write and commit the checkpoint; if space is missing, remove older checkpoints and try again.
+        """Write and commit the checkpoint; if the disk is full, remove older checkpoints and retry.
 
         Returns:
-            Error if there is no checkpoint, the same on all ranks; else None.
+            Error, the same on all ranks, if the checkpoint could not be written; else None.
         """
         needed = self._make_room(tensors, notes)
         for number in count():
@@ -205,8 +206,8 @@ class CheckpointWriter:
         return None
 
     def _make_room(self, tensors: State, notes: list[str]) -> int:
-        """Remove older checkpoints until one more should fit, and return the bytes that it takes."""
-        # Tensors that all ranks have are written by one rank; rank 0 counts them.
+        """Remove older checkpoints until the new one should fit, and return its size in bytes."""
+        # A replicated tensor is written by one rank only; rank 0 counts it.
         own_tensors = [v for v in tensors.values() if isinstance(v, ShardedTensor) or dist.get_rank() == 0]
         local_bytes = sum(part.nbytes for value in own_tensors for part in list_local_parts(value))
         needed = int(Peers(group=self._group).sum(torch.tensor(local_bytes)))
@@ -225,7 +226,7 @@ class CheckpointWriter:
         return free is not None and free < needed + SLACK_BYTES
 
     def _remove_oldest(self, notes: list[str]) -> bool:
-        """Remove an older checkpoint and return True if there was one; called on rank 0."""
+        """Remove the oldest removable checkpoint and return True, or return False; called on rank 0."""
         try:
             self._confirm()
             removed_folder = remove_oldest(self._root, self._config.keep_best, self._best_metric)

@@ -1,9 +1,9 @@
 """The state of a run at the start of a save, preserved while training continues.
 
-Tables on a CPU are not copied. The ids that a step looks up determine the rows that it changes, and their
-values are set aside before. The writing thread uses these values instead of the live ones. A save takes the
-memory of the rows that change meanwhile, up to a share of the tables; beyond that, training waits. All other
-tensors are copied to host memory.
+Tables on a CPU are not copied. The ids that a step looks up determine the rows that the step changes, and the
+values of these rows are set aside first. The writing thread uses these values instead of the live ones. A save
+takes the memory of the rows that change during the save, up to a share of the tables; beyond that, training
+waits. All other tensors are copied to host memory.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from raytrec.embeddings.tables import Table
 if TYPE_CHECKING:
     from torchrec.distributed.model_parallel import DistributedModelParallel
 
-MAX_ASIDE_SHARE = 0.1  # largest share of a table's bytes for the places and values of rows set aside
-MIN_ASIDE_BYTES = 8 << 20  # the same limit for small tables
-WAIT_INTERVAL_S = 1.0  # between two calls of `patient` while training waits
-ALIGNMENT_BYTES = 64  # of the start of a tensor, in bytes
-CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+MAX_ASIDE_SHARE = 0.1  # largest share of a table's bytes for the slots and values of rows set aside
+MIN_ASIDE_BYTES = 8 << 20  # lower bound of that limit, for small tables
+WAIT_INTERVAL_S = 1.0  # between two calls of `on_wait` while training waits
+ALIGNMENT_BYTES = 64  # of the start of a tensor in the buffer
+CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 
 
 class RowSnapshot:
-    """Snapshot of all tables on a CPU that are updated in backward, at the start of a save.
+    """Snapshot, at the start of a save, of the tables on a CPU that are updated in backward.
 
-    Tables with other kernels change everywhere at each step, and tables on GPUs must be copied to host memory
-    anyway; the snapshot does not contain them.
+    Tables with other kernels are not included, because every step may change all of their rows. Tables on GPUs
+    are not included, because they must be copied to host memory anyway.
 
     Args:
-        model: Sharded model, whose lookups are observed from now on.
-        tables: LogicalState.tables.
-        on_wait: Function called every second while training waits because no more rows can be set aside.
+        model: Sharded model; forward hooks observe its lookups.
+        tables: Live tables by name (LogicalState.tables).
+        on_wait: Function called every WAIT_INTERVAL_S while training waits for space to set rows aside.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class RowSnapshot:
         }
 
     def holds(self, value: torch.Tensor | ShardedTensor) -> bool:
-        """Return True if a tensor of LogicalState.tensors() needs no copy."""
+        """Return True if the snapshot preserves a tensor of LogicalState.tensors(), so that it needs no copy."""
         local = value.local_shards() if isinstance(value, ShardedTensor) else []
         return bool(local) and all(shard.tensor.data_ptr() in self._place for shard in local)
 
     def begin(self) -> None:
-        """Start to preserve the current values."""
+        """Start to preserve the current values of the tables."""
         with self._changed:
             for shard in self._shards.values():
                 shard.begin()
@@ -92,7 +92,7 @@ class RowSnapshot:
             self._changed.notify_all()
 
     def blocks(self, tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor at the start of the save, in the form of `blocks.blocks`."""
+        """Yield the bytes that a tensor had at the start of the save, block by block like `blocks.blocks`."""
         if not self._begun or tensor.data_ptr() not in self._place:
             yield from blocks(tensor, block_bytes)
             return
@@ -105,7 +105,7 @@ class RowSnapshot:
             yield data[begin - first * width : end - first * width]
 
     def pieces(self, tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
-        """Yield the values of a tensor at the start of the save, some rows at a time.
+        """Yield the values that a tensor had at the start of the save, a few rows at a time.
 
         Each piece is valid until the next one is requested.
         """
@@ -118,11 +118,11 @@ class RowSnapshot:
             yield self._read(tensor, first, min(first + count, len(tensor)), buffer)
 
     def preserve_rows(self, table: str, rows: torch.Tensor) -> None:
-        """Preserve the values of rows during a save; call before rows are written other than by training.
+        """Preserve the values of rows during a save; call before code other than a training step changes them.
 
         Args:
             table: Name of the table.
-            rows: Rows of this rank's shard, counted from its first row, int64.
+            rows: Row indices in this rank's shard, int64 [n].
         """
         shard = self._shards.get(table)
         if shard is None or not self._begun:
@@ -136,7 +136,7 @@ class RowSnapshot:
         shard, number = self._place[tensor.data_ptr()]
         live_rows = tensor[first:last]
         prefetch_pages(live_rows.data_ptr(), live_rows.nbytes)
-        # Rows that change during the copy have been set aside before; the saved values overwrite them.
+        # Rows that change during the copy were set aside first; the preserved values overwrite them.
         part = buffer[: last - first].copy_(live_rows)
         with self._changed:
             shard.restore_preserved(number, first, part)
@@ -155,10 +155,10 @@ class RowSnapshot:
 
 
 class _ShardSnapshot:
-    """A rank's part of a table.
+    """Snapshot of a rank's shard of a table.
 
     Args:
-        live: Weights [rows, columns] and state [rows, columns] or [rows], which training changes.
+        live: Weights [rows, columns], and optimizer state [rows, columns] or [rows], which training changes.
     """
 
     def __init__(self, live: list[torch.Tensor]):
@@ -171,7 +171,7 @@ class _ShardSnapshot:
         rows, size = len(self.live[0]), sum(values.nbytes for values in self.live)
         self._slots = torch.full((rows,), -1, dtype=torch.int32)
         capacity = max(MIN_ASIDE_BYTES, int(MAX_ASIDE_SHARE * size) - self._slots.nbytes) // (size // rows)
-        # The system allocates pages of these buffers as they are written to.
+        # The system allocates a page of these buffers only when the page is first written.
         self._aside = [values.new_empty(min(rows, capacity), *values.shape[1:]) for values in self.live]
         self._count = 0
 
@@ -179,7 +179,7 @@ class _ShardSnapshot:
         self._slots, self._aside = self._slots[:0].clone(), []
 
     def preserve_rows(self, rows: torch.Tensor) -> bool:
-        """Preserve the rows that are not yet preserved; return False if there is no space for them."""
+        """Preserve rows that are not yet preserved; return False if there is no space for them."""
         new = rows[self._slots[rows] < 0].unique()
         first, end = self._count, self._count + len(new)
         if end > len(self._aside[0]):
@@ -191,17 +191,17 @@ class _ShardSnapshot:
         return True
 
     def restore_preserved(self, number: int, first: int, part: torch.Tensor) -> None:
-        """Overwrite preserved rows in `part`, a copy of the rows from `first` on."""
+        """Overwrite preserved rows in `part`, a copy of consecutive rows that starts with row `first`."""
         slots = self._slots[first : first + len(part)]
         preserved = (slots >= 0).nonzero().squeeze(1)
         part[preserved] = self._aside[number][slots[preserved].long()]
 
 
 class HostStateBuffer:
-    """Buffer for one copy of the state, of exactly that size, which is reused by every save.
+    """Buffer of exactly the size of one copy of the state, reused by every save.
 
-    Copies from a GPU only run at full speed into page-locked memory. torch's pinned memory would take up to
-    twice the size, as it is allocated in powers of two, and would never be released.
+    Copies from a GPU run at full speed only into page-locked memory. torch's pinned memory could take twice the
+    size, because it is allocated in powers of two, and would never be released.
 
     Attributes:
         note: Remark about the last copy for the user; None if there is none.
@@ -214,10 +214,10 @@ class HostStateBuffer:
         self.note: str | None = None
 
     def copy(self, tensors: State) -> State:
-        """Return the tensors with values in host memory, valid until the next copy or `close`.
+        """Copy the tensors to host memory; the copies are valid until the next call or `close`.
 
-        The method returns when the values have arrived, and only waits for the streams of the copies. In a
-        process whose tensors are all in host memory, CUDA is not used.
+        The method returns when the values have arrived, and waits only for the current stream of each device. If
+        all tensors are in host memory, CUDA is not used.
         """
         self.note = None
         self._make_room(tensors)
@@ -233,7 +233,7 @@ class HostStateBuffer:
         return copies
 
     def close(self) -> None:
-        """Release the memory; the last copy must not be used any more."""
+        """Release the memory; the last copy must no longer be used."""
         self._places, self._layout = {}, []
         if self._memory is not None:
             self._memory.release()
@@ -261,7 +261,7 @@ class HostStateBuffer:
 
 
 class _HostMemory:
-    """Host memory in separate pages.
+    """Host memory in separate pages, which can be page-locked.
 
     Attributes:
         bytes: Memory as a uint8 tensor [size].
@@ -280,17 +280,17 @@ class _HostMemory:
         if code := int(runtime.cudaHostRegister(address, len(pages), CUDA_HOST_REGISTER_PORTABLE)):
             self.error = f"cudaHostRegister failed with error {code}"
             return
-        # Registered memory must be unregistered before it is unmapped; at exit, the CUDA driver does it.
+        # Registered memory must be unregistered before it is unmapped; at exit, the CUDA driver unregisters it.
         self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
         self._unlock.atexit = False
 
     def release(self) -> None:
-        """Unlock the memory; its pages are freed with the last tensor that uses them."""
+        """Unlock the memory; its pages are freed when no tensor uses them any longer."""
         if self._unlock is not None:
             self._unlock()
 
 
 def _iterate_local_tensors(tensors: State) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this rank's tensors and shards by name."""
+    """Yield (name, tensor) for each of this rank's plain tensors and shards."""
     for name, value in tensors.items():
         yield from ((f"{name}/{i}", part) for i, part in enumerate(list_local_parts(value)))

@@ -1,15 +1,15 @@
 """The state of a run: tables, dense layers and optimizers, under names that do not depend on the plan.
 
-    tables/NAME/weight     [rows, dim]
+    tables/NAME/weight     weights, [rows, dim]
     tables/NAME/KIND       optimizer state: [rows, dim], or [rows] with one value per row
-    tables/NAME/step       updates made by the table's optimizer, if the optimizer counts them (0-dim)
-    dense/FQN/value        a parameter or buffer of the dense layers
+    tables/NAME/step       number of updates by the table's optimizer, if the optimizer counts them (0-dim)
+    dense/FQN/value        parameter or buffer of the dense layers
     dense/FQN/KIND         optimizer state of the parameter
     dense/FQN/ema          average of the parameter over steps (train.ema)
     dense/ema/count        number of steps in these averages (0-dim)
 
-TorchRec's own keys depend on the plan, so that its state dicts can only be loaded under the same plan
-(TorchRec issue #2394: the state of a data-parallel table and of a row-wise table have different keys).
+TorchRec's own keys depend on the plan, so its state dicts can be loaded only under the same plan (TorchRec
+issue #2394: the keys of a data-parallel table's state differ from those of a row-wise table's state).
 """
 
 from __future__ import annotations
@@ -40,23 +40,22 @@ from raytrec.embeddings.tables import ShardedValues, Table, tables
 
 State = dict[str, torch.Tensor | ShardedTensor]
 EMA_COUNT = "dense/ema/count"
-MAX_SHOWN_TENSORS = 3  # number of tensors that an error names
+MAX_SHOWN_TENSORS = 3  # maximum number of tensors named in an error
 PIECE_BYTES = 4 << 20
 
 
 class LogicalState:
-    """The live state of a sharded model and its optimizer.
+    """Live state of a sharded model and its optimizer.
 
-    Reading the tensors reads the model. Writing the tensors, followed by `refresh_kernels`, changes the
-    model.
+    The tensors share memory with the model. After writing to them, call `refresh_kernels`.
 
     Args:
-        model: Model of `worker.build.build_step`.
-        optimizer: Optimizer of `worker.build.build_step`.
-        with_optimizer: True to include the optimizers' state. Averages of dense weights are always included.
+        model: Model built by `worker.build.build_step`.
+        optimizer: Optimizer built by `worker.build.build_step`.
+        with_optimizer: True to include optimizer state. Averages of dense weights are always included.
 
     Attributes:
-        unbounded: Names of buffers of the dense layers that contain infinity by design, such as masks.
+        unbounded: Names of the dense layers' buffers that contain infinity by design, such as masks.
     """
 
     def __init__(self, model: DistributedModelParallel, optimizer: KeyedOptimizer, *, with_optimizer: bool = True):
@@ -85,11 +84,11 @@ class LogicalState:
             self.dense |= self._collect_table_steps(model, plain)
 
     def tensors(self, rows: dict[str, int] | None = None, leave_out: Set[str] = frozenset()) -> State:
-        """Return live tensors by name: ShardedTensors of sharded tables, plain tensors of replicated values.
+        """Return live tensors by name: ShardedTensors for sharded tables, plain tensors for replicated values.
 
         Args:
-            rows: Table → number of first rows to include; None: all rows of all tables.
-            leave_out: Tables that are not included.
+            rows: Table → number of leading rows to include; None: all rows of all tables.
+            leave_out: Names of tables to omit.
         """
         for kernel in self._kernels:
             kernel.flush()  # writes cached rows back to the shards
@@ -105,22 +104,22 @@ class LogicalState:
         return out
 
     def refresh_kernels(self) -> None:
-        """Update the copies that kernels keep of the tensors; call after the tensors have been written."""
+        """Update values that kernels derive from the tensors; call after writing to the tensors."""
         for kernel in self._kernels:
             kernel.purge()  # drops cached rows
         for kernel, step in self._fused_steps:
             set_update_count(kernel, int(step))
 
     def _collect_table_steps(self, model: DistributedModelParallel, optimizer: KeyedOptimizer) -> State:
-        """Return the number of updates of each local table whose optimizer counts them."""
+        """Return the update counts of local tables whose optimizer counts its updates."""
         steps: State = {}
         for fqn, states in optimizer.state_dict()["state"].items():
-            # torch may also count steps of other optimizers, for a learning-rate decay that is never set.
+            # torch may also count steps in other optimizers, for a learning-rate decay that raytrec never sets.
             if (table := find_table_name(fqn)) and self.tables[table].optimizer.counts and "step" in states:
                 steps[f"tables/{table}/step"] = states["step"]
         for kernel in iterate_sharded_kernels(model):
             counting = [table for table in list_kernel_tables(kernel) if self.tables[table.name].optimizer.counts]
-            if not counting or find_fused_lookup(kernel) is None:  # torch keeps the count in its state
+            if not counting or find_fused_lookup(kernel) is None:  # torch keeps the count in its own state
                 continue
             step = torch.tensor(0.0)  # float32 as in torch
             steps |= {f"tables/{table.name}/step": step for table in counting}
@@ -129,11 +128,11 @@ class LogicalState:
 
 
 def make_logical_tensor(parts: ShardedValues, rows: int | None = None) -> torch.Tensor | ShardedTensor:
-    """Return parts of a table, over the live values, as torch.distributed.checkpoint expects them.
+    """Return a tensor over a table's live values in the form that torch.distributed.checkpoint expects.
 
     Args:
-        parts: Parts of the table.
-        rows: Number of first rows to include; None: all rows.
+        parts: Weights or optimizer state of the table.
+        rows: Number of leading rows to include; None: all rows.
     """
     rows = parts.shape[0] if rows is None else rows
     if parts.replicated:
@@ -147,7 +146,7 @@ def make_logical_tensor(parts: ShardedValues, rows: int | None = None) -> torch.
         metadata = ShardMetadata(
             shard_offsets=[shard.rows.start] if is_flat else [shard.rows.start, shard.columns.start],
             shard_sizes=[count] if is_flat else [count, len(shard.columns)],
-            # For remote shards only the rank matters; the device of a local shard must match the placement.
+            # For remote shards, only the rank matters; a local shard's device must match its placement.
             placement=f"rank:{shard.rank}/{parts.device if shard.values is None else shard.values.device}",
         )
         all_metadata.append(metadata)
@@ -157,15 +156,15 @@ def make_logical_tensor(parts: ShardedValues, rows: int | None = None) -> torch.
 
 
 def is_average(name: str) -> bool:
-    """Return True if a name belongs to the averages over steps (train.ema)."""
+    """Return True if a name denotes an average over steps, or the number of averaged steps (train.ema)."""
     return name.startswith("dense/") and (name.endswith("/ema") or name == EMA_COUNT)
 
 
 def _make_lazy_state(optimizer: KeyedOptimizer) -> None:
-    """Create the optimizer state that torch (2.13.0) creates in the first step, so that it can be loaded.
+    """Create the optimizer state that torch (2.13.0) creates only in the first step, so that it can be loaded.
 
-    As in torch, the step count is in host memory, except for fused and capturable groups: their kernels take
-    tensors of one device only.
+    As in torch, the step count is in host memory, except for fused and capturable groups, whose kernels require
+    all tensors on one device.
     """
     definitions = {part.torch_class(): part for part in OPTIMIZERS.parts.values()}
     for inner in iterate_torch_optimizers(optimizer):
@@ -188,14 +187,14 @@ def find_nonfinite(
     unchecked_names: frozenset[str] = frozenset(),
     pieces_of: Callable[[torch.Tensor, int], Iterable[torch.Tensor]] = iterate_row_pieces,
 ) -> list[str]:
-    """Return the names of tensors with NaN or infinity in this rank's part of them.
+    """Return the names of tensors whose part on this rank contains NaN or infinity.
 
-    Every value is read once, in place, without copies.
+    Every value is read once, in place, without a copy.
 
     Args:
         tensors: Tensors by name.
-        unchecked_names: Names that are not checked (LogicalState.unbounded).
-        pieces_of: Function that yields the values of a tensor to check, a number of bytes at a time; default:
+        unchecked_names: Names of tensors that are not checked (LogicalState.unbounded).
+        pieces_of: Function that yields the values of a tensor in pieces of a given number of bytes; default:
             the current values.
     """
     named = [
@@ -215,9 +214,9 @@ def find_nonfinite(
 
 
 def summarize_over_ranks(local_names: list[str], group: dist.ProcessGroup | None = None) -> str | None:
-    """Return a text with the tensors named by any rank and their ranks, or None if there are none.
+    """Return a description of the tensors named by any rank, with those ranks; None if none was named.
 
-    A collective.
+    This is a collective.
 
     Args:
         local_names: Result of `find_nonfinite` on this rank.
@@ -233,9 +232,9 @@ def summarize_over_ranks(local_names: list[str], group: dist.ProcessGroup | None
 
 
 def describe_tensor(name: str) -> str:
-    """Return a tensor's name for the user: `tables/user/sum` is "table user's sum".
+    """Return a tensor's name for the user.
 
-    `dense/top.0.weight/value` is "top.0.weight".
+    For example, `tables/user/sum` becomes "table user's sum", and `dense/top.0.weight/value` "top.0.weight".
     """
     part, _, path = name.partition("/")
     item, _, kind = path.rpartition("/")
@@ -243,11 +242,11 @@ def describe_tensor(name: str) -> str:
 
 
 def _are_finite(values: torch.Tensor) -> torch.Tensor:
-    """Return True if all values are finite, as a bool scalar.
+    """Return True, as a bool scalar tensor, if all values are finite.
 
-    NaN and infinity propagate to a sum, and to the minimum and maximum. Both are computed in one pass without
-    extra memory (torch.isfinite creates a mask first, and takes 40 times as long on CPU). The sum is 3 times
-    as fast, but may overflow although all values are finite.
+    NaN and infinity propagate to the sum, and to the minimum or maximum. Either takes one pass without extra
+    memory; torch.isfinite first creates a mask, and takes 40 times as long on a CPU. The sum is 3 times as fast
+    as minimum and maximum, but may overflow although all values are finite.
     """
     if values.dtype in (torch.float32, torch.float64) and values.device.type == "cpu":
         summed = values.sum().isfinite()

@@ -1,8 +1,8 @@
 """Storage of tensors for torch.distributed.checkpoint, as raw bytes with checksums, without pickle.
 
-Each rank writes one file, ATTEMPT-RANK.bin, with its chunks (whole tensors, or shards of them). A chunk is
-little-endian values in row-major order and starts at a multiple of 64 bytes. The index has the place of each chunk,
-and a crc32 for each of its blocks. Data is read one block at a time, so that memory does not grow with tables.
+Each rank writes its chunks (whole tensors or shards) to one file, ATTEMPT-RANK.bin. A chunk consists of
+little-endian values in row-major order, and starts at a multiple of 64 bytes. The index stores the place of each
+chunk, and a CRC-32 of each of its blocks. Data is read block by block, so memory use does not grow with tables.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of the lar
 class ShardWriter(StorageWriter):
     """Writer of the tensors and ShardedTensors of a state dict, for `torch.distributed.checkpoint.save`.
 
-    The checkpoint exists from the moment at which rank 0 has written the index,
+    The checkpoint exists as soon as rank 0 has written the index:
 
         {"format": 1, "attempt": str, "block_bytes": int, "about": dict, "sha256": of all the rest,
          "tensors": {name: {"dtype": "float32", "shape": [...], "chunks": [
             {"offsets": [...], "sizes": [...], "file": str, "start": bytes, "crc32": [of each block]}]}}}
 
-    An earlier index in the folder is replaced; other files are not. All files are synced to disk before the
-    index is written. Errors reach all ranks, as CheckpointErrors in torch's CheckpointException.
+    An existing index in the folder is replaced; other files are not. All files are synced to disk before the
+    index is written. Errors are raised on all ranks, as CheckpointErrors within torch's CheckpointException.
 
     Args:
-        folder: Local path, which is created if missing, or URI; the same place for all ranks.
-        attempt: Prefix of the names of files; never used before in this folder.
-        about: Further content of the index, as JSON values.
+        folder: URI, or local path of a folder that is created if missing; the same place for all ranks.
+        attempt: Prefix of file names, which must not have been used before in this folder.
+        about: Entry "about" of the index, as JSON values.
         confirm: Function called on rank 0 before the commit; an error prevents the commit.
-        read: Function that returns the blocks of a tensor, each of a given number of bytes (blocks.blocks).
+        read: Function that yields a tensor's blocks of a given number of bytes; default: blocks.blocks.
 
     Raises:
         CheckpointError: `about` is not JSON.
@@ -74,7 +74,7 @@ class ShardWriter(StorageWriter):
         read: Callable[[torch.Tensor, int], Iterator[memoryview]] = blocks,
     ):
         self._folder, self._attempt, self._confirm = folder.rstrip("/"), attempt, confirm
-        try:  # as JSON returns it: tuples become lists, keys strings
+        try:  # converted as by JSON: tuples become lists, and keys become strings
             self._about = json.loads(json.dumps(about, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise CheckpointError(
@@ -90,14 +90,14 @@ class ShardWriter(StorageWriter):
             self._folder = str(checkpoint_id).rstrip("/")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
-        """Create the folder of the checkpoint."""
+        """Create the checkpoint's folder."""
         make_folder(self._folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Reject values that are not tensors, and skip empty shards.
 
-        An empty shard may start at the same offset as another rank's shard. torch's planner takes such shards
-        for copies of one shard and would write either of them.
+        An empty shard may start at the same offset as another rank's shard. torch's planner would take both for
+        copies of the same shard, and write only one of them.
         """
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
@@ -105,7 +105,7 @@ class ShardWriter(StorageWriter):
             dtype = item.tensor_data.properties.dtype
             if dtype not in DTYPES.values():
                 raise CheckpointError(f"cannot save {item.index.fqn!r} with dtype {dtype}", expected=", ".join(DTYPES))
-        items = [  # tensors that are entirely empty stay in the plan
+        items = [  # tensors without any values remain in the plan
             item
             for item in plan.items
             if math.prod(item.tensor_data.chunk.sizes) or not math.prod(item.tensor_data.size)
@@ -119,16 +119,16 @@ class ShardWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the chunks of this rank, and return their places in the file."""
+        """Write this rank's chunks to its file, and return their places."""
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._write(plan, planner) if plan.items else [])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit on rank 0, after all ranks have written.
+        """Commit the checkpoint on rank 0 after all ranks have written their files.
 
         Raises:
-            CheckpointError: The index cannot be written, or this rank does not see the files of the others.
+            CheckpointError: The index cannot be written, or other ranks' files are not visible to this rank.
         """
         chunks = {result.index: result.storage_data for rank_results in results for result in rank_results}
         tensors = {}
@@ -146,7 +146,7 @@ class ShardWriter(StorageWriter):
         write_index(self._folder, {**content, "tensors": tensors, "about": self._about})
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return the folder as torch's metadata."""
+        """Return torch's storage metadata, which contains the folder."""
         return StorageMeta(checkpoint_id=self._folder)
 
     @classmethod
@@ -178,11 +178,11 @@ class ShardWriter(StorageWriter):
 class ShardReader(StorageReader):
     """Reader of a checkpoint into the tensors of a state dict, for `torch.distributed.checkpoint.load`.
 
-    Shards may differ from the saved ones. Values are cast if a tensor has another dtype than the saved one.
-    Tensors are written in place while blocks are checked, so that their content is undefined after an error.
+    Shards may differ from the saved shards. Values are cast if a tensor's dtype differs from the saved dtype.
+    Tensors are written in place while blocks are checked, so their content is undefined after an error.
 
-    Memory: `MAX_LOCAL_READS` blocks (`MAX_REMOTE_READS` for object stores) in addition to the tensors, whatever their
-    size.
+    Memory: `MAX_LOCAL_READS` blocks (`MAX_REMOTE_READS` for object stores) in addition to the tensors, whatever
+    their size.
 
     Args:
         folder: Local path or URI.
@@ -192,7 +192,7 @@ class ShardReader(StorageReader):
         self.reset(folder)
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Forget the index that has been read, and set the folder if one is given."""
+        """Discard the index that has been read, and set the folder if one is given."""
         if checkpoint_id is not None:
             self._folder = str(checkpoint_id).rstrip("/")
         self._error: CheckpointError | None = None
@@ -200,10 +200,10 @@ class ShardReader(StorageReader):
         self._block_bytes = BLOCK_BYTES
 
     def read_metadata(self, *args) -> Metadata:
-        """Return the metadata of the tensors in the checkpoint, empty if the index cannot be read.
+        """Return the metadata of the tensors in the checkpoint; it is empty if the index cannot be read.
 
-        torch's loader replaces an error raised here by one without its parts. The error is therefore raised
-        in the next step, `set_up_storage_reader`. Code that does not use the loader must call `read_index`.
+        torch's loader replaces an error raised here by an error without its parts. The error is therefore
+        raised later, in `set_up_storage_reader`. Code that does not use the loader must call `read_index`.
         """
         try:
             index = read_index(self._folder)
@@ -220,7 +220,7 @@ class ShardReader(StorageReader):
         self._chunks = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Remove empty reads, which empty shards cause."""
+        """Remove reads of zero values, which empty shards cause."""
         return dataclasses.replace(plan, items=[item for item in plan.items if math.prod(item.lengths)])
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -228,7 +228,7 @@ class ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the planned parts of chunks, one file after the other, in the order of the file."""
+        """Read the planned parts of chunks, file by file, in the order of their offsets."""
         items_by_chunk: dict[StoredChunk, list[ReadItem]] = {}
         for item in plan.items:
             items_by_chunk.setdefault(self._chunks[item.storage_index], []).append(item)
@@ -265,7 +265,7 @@ class ShardReader(StorageReader):
     def _read_block(
         self, source: Source, chunk: StoredChunk, targets: list[Target], buffers: SimpleQueue, number: int
     ) -> None:
-        """Read a block, check it, and copy it to its tensors; called in several threads."""
+        """Read a block, verify its checksum, and copy it to its tensors; called in several threads."""
         begin = number * self._block_bytes
         end = min(begin + self._block_bytes, chunk.nbytes)
         overlapping = [target for target in targets if target.begin < end and begin < target.end]

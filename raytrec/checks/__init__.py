@@ -1,1 +1,1 @@
-"""Checks of a run's correctness: live checks, and parity with one process."""
+"""Checks of a run's correctness: live checks, and parity with a single process."""

@@ -17,7 +17,7 @@ from raytrec.cli.options import with_options
 
 app = typer.Typer(
     name="raytrec",
-    help="Trains recommender models whose embedding tables outgrow one GPU.",
+    help="Train recommender models whose embedding tables outgrow one GPU.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,7 +36,7 @@ WORKER_COMMANDS = (runs.train, runs.check, saved.evaluate, saved.predict, saved.
 
 
 def _wrap_command(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that exits with 128 plus the signal's number if it is interrupted.
+    """Return a command that exits with 128 plus the signal's number if interrupted.
 
     Commands with workers start the warm process before the other imports.
     """
@@ -78,10 +78,10 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the `raytrec` command. A RaytrecError is printed as one message, without traceback; exit code 1.
+    """Run the `raytrec` command. A RaytrecError is printed without a traceback; the exit code is then 1.
 
     Args:
-        arguments: Arguments; None: use the arguments of the command line and end the process.
+        arguments: Command-line arguments; None: use sys.argv, and end the process afterwards.
     """
     from raytrec.common.processes import exit_after_block, handle_hangup_as_sigterm
     from raytrec.common.terminal import tolerate_stream_errors
@@ -115,7 +115,7 @@ def _run(arguments: list[str] | None) -> None:
 
 
 def _explain_missing_module(error: ModuleNotFoundError) -> Exception:
-    """Return an error with the packages to install if a package of an extra is missing, else the error."""
+    """Return an error that names the packages to install if an extra is missing, else `error`."""
     from raytrec.common.errors import RunError
 
     package = (error.name or "").partition(".")[0]

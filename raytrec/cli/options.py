@@ -1,4 +1,4 @@
-"""Options of commands, built from parameters and docstrings, and options that several commands share."""
+"""Command options, built from parameters and docstrings, and options shared by several commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typer.models import ParameterInfo
 if TYPE_CHECKING:
     from raytrec.driver.console import Result
 
-# An entry of a docstring's section Args or Options, with the option's metavar in parentheses.
+# An entry in the Args or Options section of a docstring, with the option's metavar in parentheses.
 ENTRY = re.compile(r"^    (\w+)(?: \((.+?)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 _CONFIG_HELP = "Path or URI of the configuration."
@@ -51,11 +51,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on 
 def with_options(
     command: Callable[..., None], shared: Mapping[str, ParameterInfo] | None = None
 ) -> Callable[..., None]:
-    """Return a command whose parameters are typer's arguments and options.
+    """Return a command whose parameters are typer arguments and options.
 
     A parameter is an option, unless its annotation contains an Argument. Help and metavar come from the entry
-    `name (METAVAR): help` in the docstring's section Args or Options, or from the annotation. Options need
-    not list all parameters. A bool that is False by default is a flag without a --no- form.
+    `name (METAVAR): help` in the docstring's Args or Options section, or from the annotation. The section
+    need not list all parameters. A bool that is False by default is a flag without a --no- form.
 
     Args:
         command: Function with a docstring.

@@ -47,7 +47,7 @@ def train(
         )
     try:
         result = run(config, overrides, warm_start, resume, resume_latest, allow_code)
-    except Unfinished as error:  # has a partial result
+    except Unfinished as error:  # the error contains a partial result
         print_result(error.result, json)
         raise
     print_result(result, json)
@@ -75,11 +75,11 @@ def tune(
     Options:
         space (SPACE.yaml): Keys to search and their distributions.
         trials: Number of trials; default: 10.
-        metric: Metric to compare trials by; default: as for checkpoint.best_metric.
+        metric: Metric by which trials are compared; default: as for checkpoint.best_metric.
         at_once: Number of concurrent trials; default: as many as the cluster has room for.
         seed: Seed of the search; the same seed draws the same trials.
         grace_steps: Steps before which no trial is stopped; default: train.eval_every_steps.
-        reduction_factor: One in this many trials of the same age continues.
+        reduction_factor: One in this many trials of the same age continues training.
         resume (FOLDER): Resume this search; --trials may add trials.
         resume_latest: Resume the newest interrupted search of this command; start a new one if there is none.
     """
@@ -93,7 +93,7 @@ def tune(
 
 
 def check(config: RequiredConfig, overrides: Overrides = None, json: Json = False):
-    """Compare a config, its plan and cluster with a single torch process; exit code 1 if they differ."""
+    """Compare a config's sharded training with a single torch process; exit code 1 if they differ."""
     from raytrec.driver.check import check as run
     from raytrec.driver.check import print_check
 
@@ -112,7 +112,7 @@ def doctor(
     ranks: Annotated[int | None, typer.Option(min=1)] = None,
     json: Json = False,
 ):
-    """Find problems of this machine or of each node of a cluster; exit code 1 on a failure.
+    """Find problems on this machine or on each node of a cluster; exit code 1 on a failure.
 
     Options:
         config: Config whose cluster, run folder and checkpoints are examined.
@@ -120,7 +120,7 @@ def doctor(
         storage (URI): Path that every node must be able to write and read (repeatable).
         share: Print Markdown for an issue, without hosts, users, paths and addresses.
         measure (FILE): Only measure this machine's ranks, and write their rates as JSON.
-        ranks: Number of ranks to measure with; default: one per GPU, or 2 on CPU.
+        ranks: Number of ranks in the measurement; default: one per GPU, or 2 on CPU.
     """
     from raytrec.doctor.examine import anonymize_examination, diagnose, print_examination, to_json_values, to_markdown
 
@@ -190,7 +190,7 @@ def config(config: Config = None, overrides: Overrides = None, schema: bool = Fa
     if schema:
         print(json.dumps(build_json_schema(), indent=2))
     elif config:
-        resolved = load_config(config, overrides or [], allow_code=True)  # its code is not run
+        resolved = load_config(config, overrides or [], allow_code=True)  # the config's code is not run
         print(hide_yaml(resolved.to_yaml()), end="")
     else:
         raise ConfigError("no config was given", expected="raytrec config CONFIG, or raytrec config --schema")

@@ -22,7 +22,7 @@ def evaluate(
     """Evaluate a run or checkpoint on any Parquet data, with any number of workers.
 
     Options:
-        data: Folder or file of Parquet; default: the run's data.test.
+        data: Parquet folder or file; default: the run's data.test.
         batch_size: Global batch size; default: as in training.
     """
     options = {**locals()}
@@ -44,11 +44,11 @@ def predict(
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Score every row of a folder of Parquet with a run or checkpoint. Repeat the command to resume.
+    """Score every row of Parquet data with a run or checkpoint. Repeat the command to resume.
 
     Options:
-        data: Folder or file of Parquet; labels are not needed.
-        out: Folder to write to: one file per file of the data, with the same name.
+        data: Parquet folder or file; labels are not needed.
+        out: Output folder, with one file for each file of the data, under the same name.
         columns (A,B,...): Columns to copy to the output (repeatable); default: data.reserve_columns; '':
             no columns.
         vectors: Write the vectors of this tower instead of scores; the data needs only the tower's features.
@@ -74,15 +74,15 @@ def index(
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Compute the vectors of items and an index to search them. Repeat the command to resume.
+    """Compute item vectors and an index for searching them. Repeat the command to resume.
 
     Options:
-        items: Folder or file of Parquet with one row per item.
+        items: Parquet folder or file with one row per item.
         out: Folder to write the index to.
         item: Column with the item's key; default: eval.retrieval.item of the run.
         columns (A,B,...): Columns of items to keep (repeatable); default: all.
         faiss (SPEC): Also build a faiss index, such as HNSW32 or 'IVF256,Flat'.
-        queries: Parquet to measure the recall of faiss with; default: the run's data.test.
+        queries: Parquet data on which the recall of faiss is measured; default: the run's data.test.
     """
     options = {**locals()}
     del options["json"]
@@ -108,8 +108,8 @@ def export(
 
     Options:
         out: Folder to write to: local, s3:// or gs://.
-        quantize: Precision of tables; default: fp32. Prints the metrics before and after quantization.
-        data: Parquet for types, golden rows and metrics; default: the run's data.test.
+        quantize: Precision of tables; default: fp32. The metrics before and after quantization are printed.
+        data: Parquet data for types, golden rows and metrics; default: the run's data.test.
         golden_rows: Number of rows that are exported with their scores; 0: no rows of the data are exported.
         onnx: Also export the dense model as model.onnx.
         mlflow: Log the export as a model of the run's MLflow run.
@@ -145,7 +145,7 @@ def convert(
     for line in notes:
         print(line)
     print(f"checkpoint   {hide(folder)}")
-    print(f"train on     raytrec train --warm-start {quote_for_shell(hide(folder))} data.train=DIR")
+    print(f"warm start   raytrec train --warm-start {quote_for_shell(hide(folder))} data.train=DIR")
 
 
 def report(run: RunFolder, out: str | None = None):
@@ -165,7 +165,7 @@ def report(run: RunFolder, out: str | None = None):
 
 
 def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
-    """Write a run's missing records to MLflow, whose server was unavailable when the run ended.
+    """Write a run's missing records to MLflow, e.g. if its server was unavailable when the run ended.
 
     Options:
         follow: Continue until standard input ends, while another process trains the run.
@@ -182,7 +182,7 @@ def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
 
 
 def compare(runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...")], out: str = "compare.html"):
-    """Compare results, configurations and curves of runs, on the terminal and as an HTML page.
+    """Compare the results, configurations and curves of runs on the terminal and as an HTML page.
 
     Options:
         runs: Run folders.
@@ -206,11 +206,11 @@ def inspect(
     dim: int = 16,
     rows: int | None = None,
 ):
-    """Inspect Parquet and print a complete schema.yaml (and a table of the columns on stderr).
+    """Inspect Parquet data and print a complete schema.yaml (and a table of the columns on stderr).
 
     Options:
-        path: Folder or file of Parquet: local, s3:// or gs://.
-        from_run (RUN): Print the run's schema instead, with statistics of the ids it looked up.
+        path: Parquet folder or file: local, s3:// or gs://.
+        from_run (RUN): Print the run's schema instead, with statistics of the ids that the run looked up.
         out: File to write the schema to; default: stdout.
         force: Overwrite the file.
         label: Column to predict (repeatable).

@@ -78,7 +78,7 @@ def skew(
     Options:
         log: Folder of `raytrec serve --log-requests`.
         export (URI): Export that produced the logged answers.
-        data: Parquet that the export was trained on; default: only scores are compared.
+        data: Parquet data on which the model was trained; default: only scores are compared.
         rows: Number of rows to read from the log and from the data.
     """
     from raytrec.skew.compare import skew as compare
@@ -99,7 +99,7 @@ def submit(
 
     Options:
         include: Additional file or folder to upload (repeatable).
-        root: Folder on the cluster to which paths are relative; default: its RAYTREC_ROOT.
+        root: Folder on the cluster to which paths are relative; default: the cluster's RAYTREC_ROOT.
         detach: Return immediately instead of following the job.
     """
     from raytrec.client.job_run import follow

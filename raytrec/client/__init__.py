@@ -1,1 +1,1 @@
-"""Runs followed from outside the cluster: jobs, notebooks and queries. No torch."""
+"""Runs followed from outside the cluster: jobs, notebooks and queries. Torch is not imported."""

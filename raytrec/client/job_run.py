@@ -1,4 +1,4 @@
-"""Runs as jobs of Ray's Job API, read from the logs of the jobs."""
+"""Runs submitted as jobs through Ray's Job API, and read from the jobs' logs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from raytrec.common.messages import EVENTS, METRICS
 from raytrec.config.overrides import to_override_texts
 from raytrec.tracking.progress_log import ERROR, FOLDER, RESULT, parse
 
-JOB_START_TIMEOUT_S = 600  # limit until a job has begun its run; the job may wait for nodes
-FAILED_LOG_LINES = 3  # of the log of a job that failed without an error of raytrec
-STOPPED_LOG_LINES = 4  # of the log of a stopped job: the signal, the save, the step, how to resume
+JOB_START_TIMEOUT_S = 600  # time limit for a job to begin its run; the job may wait for nodes
+FAILED_LOG_LINES = 3  # last log lines shown for a job that failed without a raytrec error
+STOPPED_LOG_LINES = 4  # last log lines shown for a stopped job: signal, save, step, how to resume
 
 
 class JobApi(Jobs):
-    """Cluster behind http://HOST:PORT of its dashboard, whose runs are jobs."""
+    """Cluster reached at http://HOST:PORT of its dashboard; its runs are jobs."""
 
     def train(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Run:
         """Submit a run; submitting the same run again resumes it."""
         return JobRun(self, self.submit(source, overrides, include))
 
     def run(self, job: str) -> Run:
-        """Return a run by the id of its job.
+        """Return the run of a job, given the job id.
 
         Raises:
             RunError: There is no such job.
@@ -48,7 +48,7 @@ class JobApi(Jobs):
         return JobRun(self, job)
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return the jobs of the cluster, newest first: name (job id), folder (None), state, unix_s."""
+        """Return the jobs of the cluster, newest first: name (job id), folder (None), state, unix_s (start time)."""
         return [
             {"name": job, "folder": None, "state": STATES.get(status, "running"), "unix_s": unix_s}
             for job, status, unix_s in self.list_submitted_jobs()
@@ -59,7 +59,7 @@ class JobApi(Jobs):
 
 
 class JobRun(Run):
-    """Run of a raytrec job, read from its log: lines of JSON between lines for people (progress_log.py).
+    """Run of a raytrec job, read from its log, which contains JSON lines among lines for people (progress_log.py).
 
     Args:
         jobs: Jobs of the cluster.
@@ -72,10 +72,10 @@ class JobRun(Run):
 
     @property
     def folder(self) -> str:
-        """Run folder on the cluster; waits until the job has begun its run.
+        """Return the run folder on the cluster; wait until the job has begun its run.
 
         Raises:
-            RunError: The job ended before it began a run, or has not begun one for ten minutes.
+            RunError: The job ended before it began a run, or did not begin one within ten minutes.
         """
         deadline = monotonic() + JOB_START_TIMEOUT_S
         while not self._folder and self._poll() not in ENDED:
@@ -87,7 +87,7 @@ class JobRun(Run):
         return self._folder
 
     def stop(self) -> None:
-        """Ask the job to save and end."""
+        """Ask the job to save a checkpoint and end."""
         if not self._jobs.stop(self.job):
             raise RunError("the job has already ended", where=self.job)
 
@@ -166,7 +166,7 @@ def follow(jobs: Jobs, job: str) -> int:
 
 
 def stop(jobs: Jobs, job: str) -> None:
-    """Ask a job to save and end, wait for its end, and print the last lines of its log.
+    """Ask a job to save a checkpoint and end, wait for it, and print the last lines of its log.
 
     Raises:
         RunError: The job has already ended.

@@ -1,4 +1,4 @@
-"""Ray's Job API (http://): submitting, querying and stopping jobs.
+"""Client of Ray's Job API (http://), which submits, queries and stops jobs.
 
 A run that is a job outlives the process that submitted the job.
 """
@@ -24,20 +24,20 @@ from raytrec.config.run_config import load_config
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray's client prefers these to its argument
-CLUSTER_READY_TIMEOUT_S = 60.0  # limit until a cluster that answers is ready for jobs
+CLUSTER_READY_TIMEOUT_S = 60.0  # time limit for a cluster that answers to become ready for jobs
 STATES = {"SUCCEEDED": "finished", "FAILED": "failed", "STOPPED": "stopped"}  # states of jobs that have ended
 T = TypeVar("T")
 
 
 class Jobs:
-    """Jobs of a cluster.
+    """Jobs of a cluster, managed through Ray's Job API.
 
     Args:
         address: http(s)://HOST:PORT of the dashboard; default: RAY_API_SERVER_ADDRESS, else the dashboard of
             this machine.
 
     Raises:
-        ConfigError: The address is not a URL of a dashboard.
+        ConfigError: The address is not the URL of a dashboard.
         RunError: The cluster cannot be reached, refuses the token, or runs another version of Ray.
     """
 
@@ -60,17 +60,17 @@ class Jobs:
         include: list[str | Path] | tuple = (),
         root: str | None = None,
     ) -> str:
-        """Submit a run, and return the id of its job.
+        """Submit a run, and return its job id.
 
-        Submitting the same run again resumes it after an interruption. The configuration is uploaded as a
-        file with its overrides, so that no command line shows them. Modules that the configuration names are
-        uploaded as well.
+        Submitting the same run again resumes it after an interruption. The configuration, with overrides
+        applied, is uploaded as a file, so that no command line shows its values. Modules that the
+        configuration names are uploaded as well.
 
         Args:
-            source: Config file, its values, or a RunConfig; paths in the config are paths on the cluster.
+            source: Path of a config file, a mapping of its values, or a RunConfig; its paths are on the cluster.
             overrides: `section.key=value` strings.
             include: Additional files and folders that the job needs.
-            root: Folder on the cluster for relative paths; default: the cluster's RAYTREC_ROOT.
+            root: Folder on the cluster to which paths are relative; default: the cluster's RAYTREC_ROOT.
         """
         name, config = get_config_file_name(source), load_config(source, overrides)
         patience = config.scaling.shutdown_grace_s + 30
@@ -110,7 +110,7 @@ class Jobs:
         return sorted(submitted, key=lambda job: job[2], reverse=True)
 
     def newest(self) -> str:
-        """Return the id of the job that was submitted last.
+        """Return the id of the most recently submitted job.
 
         Raises:
             RunError: No job has been submitted.
@@ -124,7 +124,7 @@ class Jobs:
         return str(self._call_api(lambda: self._client.get_job_status(job)).value)
 
     def exit_code(self, job: str) -> int:
-        """Wait for the end of a job, and return its exit code; 143 if the job was stopped."""
+        """Wait for a job to end, and return its exit code; 143 if the job was stopped."""
         while (status := self.status(job)) not in STATES:
             time.sleep(0.5)
         if status == "STOPPED":
@@ -137,11 +137,11 @@ class Jobs:
         return self._call_api(lambda: self._client.get_job_info(job)).message or ""
 
     def stop(self, job: str) -> bool:
-        """Ask a job to save and end. Return True if the job was running."""
+        """Ask a job to save a checkpoint and end. Return True if the job was running."""
         return self._call_api(lambda: self._client.stop_job(job))
 
     def read(self, job: str, log_offset: int) -> tuple[str, str]:
-        """Return a job's log from character `log_offset` on, and its status, queried before the log."""
+        """Return a job's log from character `log_offset` on, and the job's status, queried before the log."""
         status = self.status(job)
         try:
             return self._call_api(lambda: self._client.get_job_logs(job))[log_offset:], status
@@ -161,7 +161,7 @@ class Jobs:
             os.environ |= variables
 
     def _call_api(self, ask: Callable[[], T]) -> T:
-        """Return an answer of the job API; convert its errors to RunErrors."""
+        """Return the answer to a call of the job API; convert errors of the API to RunErrors."""
         from ray.exceptions import AuthenticationError
         from requests.exceptions import RequestException
 
@@ -187,7 +187,7 @@ class Jobs:
 
 
 def _check_no_secrets(command: str, runtime_env: dict[str, Any]) -> None:
-    """Refuse secrets in the parts of a job that Ray's dashboard shows to all of its users.
+    """Refuse secrets in the parts of a job that Ray's dashboard shows to all users.
 
     Raises:
         ConfigError: A part contains a secret.
@@ -203,7 +203,7 @@ def _check_no_secrets(command: str, runtime_env: dict[str, Any]) -> None:
 
 
 def _shorten_traceback(text: str) -> str:
-    """Return the last line of a traceback sent by a server, without the text about HTTP."""
+    """Return the last line of a traceback sent by a server, without its HTTP prefix."""
     text = re.sub(r"^Request failed with status code \d+: ", "", text)
     lines = [line.strip() for line in text.splitlines() if line.strip(" \".'")]
     return lines[-1][:500] if lines else text

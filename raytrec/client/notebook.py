@@ -17,17 +17,17 @@ from raytrec.tracking.history import History
 if TYPE_CHECKING:
     from raytrec.client.run import Run
 
-REDRAW_INTERVAL_S = 3.0  # seconds between two drawings of the curves
+REDRAW_INTERVAL_S = 3.0  # time between two redraws of the curves
 COLOURS = {"finished": "#009e73", "failed": "#d55e00", "interrupted": "#d55e00", "stopped": "#e69f00"}
 
 
 def display(name: str) -> NotebookDisplay | TerminalDisplay:
-    """Return a function that shows a run in this notebook or terminal each time it is called."""
+    """Return a callable that shows a run in this notebook or terminal each time it is called."""
     return NotebookDisplay(name) if _is_notebook() else TerminalDisplay()
 
 
 class NotebookDisplay:
-    """Progress, figures and curves as outputs of a cell, which are redrawn while the run trains."""
+    """Cell outputs with the progress, figures and curves of a run, redrawn while the run trains."""
 
     def __init__(self, name: str):
         self._name, self._drawn_at, self._drawn = name, 0.0, (0, 0)
@@ -55,7 +55,7 @@ class NotebookDisplay:
 
 
 class TerminalDisplay:
-    """Output of new lines of the run's log to stderr."""
+    """Display of a run that prints new lines of its log to stderr."""
 
     def __init__(self) -> None:
         self._printed = 0
@@ -67,7 +67,7 @@ class TerminalDisplay:
 
 
 class Pictures(dict):
-    """Pictures by name (PNG), displayed as images in notebooks."""
+    """Mapping of name → PNG picture, displayed as images in notebooks."""
 
     def __repr__(self) -> str:
         return f"<Pictures {', '.join(self)}>"
@@ -80,7 +80,7 @@ class Pictures(dict):
 
 
 class Page:
-    """HTML page displayed in a notebook, in a sandbox that cannot reach the notebook.
+    """HTML page displayed in a notebook, in a sandboxed frame without access to the notebook.
 
     Attributes:
         text: HTML of the page.
@@ -97,7 +97,7 @@ class Page:
 
 
 def render_progress(name: str, run: Run) -> str:
-    """Return a progress bar and a line of figures as HTML; after the end of the run, its result."""
+    """Return a progress bar, and the run's figures, result or error below the bar, as HTML."""
     progress = run.get_last_progress()
     share = 100 * progress["step"] / progress["total"] if progress["total"] else 0
     colour = COLOURS.get(run.state, "#0072b2")
@@ -119,7 +119,7 @@ def render_progress(name: str, run: Run) -> str:
 
 
 def render_curves(history: History) -> bytes:
-    """Return the curves of the metrics as PNG, as in the run's report; empty before the first metric."""
+    """Return the curves of the metrics as PNG, as in the run's report; b"" before the first metric."""
     from raytrec.report.figures.learning import curves
     from raytrec.report.figures.style import save_png
 
@@ -130,7 +130,7 @@ def render_curves(history: History) -> bytes:
 
 
 def _describe_progress(run: Run, progress: dict[str, Any]) -> list[str]:
-    """Return the parts of a line about a run that trains."""
+    """Return the parts of a progress line of a training run."""
     if not (keys := run.keys(Train)):
         return ["waiting for the first metrics"]
     speed = f"{progress['rows_per_s']:,.0f} rows/s" if progress["rows_per_s"] else ""
@@ -142,7 +142,7 @@ def _describe_progress(run: Run, progress: dict[str, Any]) -> list[str]:
 
 
 def _is_notebook() -> bool:
-    """Return True if this process is a notebook kernel, which accepts displays."""
+    """Return True if this process is a notebook kernel, which can display outputs."""
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module else None
     return shell is not None and hasattr(shell, "kernel")

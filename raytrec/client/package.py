@@ -1,4 +1,4 @@
-"""Files that are uploaded with a job: code, configuration, the user's modules."""
+"""Files that are uploaded with a job: code, the configuration and the user's modules."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ MAX_UPLOAD_BYTES = 100 << 20  # data belong on storage that all nodes reach; Ray
 
 @contextmanager
 def code(places: list[Path] | tuple = (), reserved_names: tuple[str, ...] = ()) -> Iterator[Path]:
-    """Yield a working directory for Ray, with raytrec's code as on this machine and other files and folders.
+    """Yield a working directory for Ray that contains this machine's raytrec code and the user's files.
 
-    The cluster needs only raytrec's dependencies and runs the same code. The folder is removed after the
-    block.
+    The cluster then runs the same code, and needs only raytrec's dependencies. The directory is removed after
+    the block.
 
     Args:
-        places: Files and folders to add. Places below the working directory keep their path; others come to
-            the top, under their name.
-        reserved_names: Names at the top that are reserved for other files.
+        places: Files and folders of the user to add. Places below the current directory keep their relative
+            path; others are added at the top level under their name.
+        reserved_names: Names at the top level that are reserved for other files.
 
     Raises:
-        ConfigError: A file is missing, cannot be read, or would have the path of another file; or all files
-            together are too large.
+        ConfigError: A file is missing, cannot be read, or would have the path of another file; or the files are too
+            many or too large.
     """
     package_files = {
         Path(package) / path: file
@@ -73,12 +73,12 @@ def code(places: list[Path] | tuple = (), reserved_names: tuple[str, ...] = ()) 
 
 
 def get_config_file_name(source: Source) -> str:
-    """Return the name of the config file in the package."""
+    """Return the name of the uploaded config file."""
     return f"{to_run_name(Path(source).stem)}.yaml" if isinstance(source, (str, Path)) else "run.yaml"
 
 
 def find_user_modules(config: RunConfig) -> list[Path]:
-    """Return files and folders, in the working directory, of modules that the configuration names.
+    """Return the files and folders of modules that the configuration names, if in the working directory.
 
     Other modules are installed or missing; the run reports missing ones.
     """
@@ -89,7 +89,7 @@ def find_user_modules(config: RunConfig) -> list[Path]:
 
 
 def _list_place_files(place: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield (path in the package, file) for each file of a place."""
+    """Yield (path in the upload, file) for each file of a place."""
     try:
         working_dir = Path.cwd().resolve()
         # The place's own name is kept even if it is a link; links in the folders above it are resolved.
@@ -102,7 +102,7 @@ def _list_place_files(place: Path) -> Iterator[tuple[Path, Path]]:
             raise _make_include_error(place, "the folder contains the working directory", "the needed files")
         for path, file in _walk_files(source, str(place)):
             yield top / path, file
-    except (OSError, RuntimeError, ValueError) as error:  # a circle of links, or an invalid name
+    except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, or an invalid name
         raise _make_include_error(place, f"cannot read the path: {error}", "a readable path") from None
 
 

@@ -1,7 +1,7 @@
 """Functions that a cluster runs for its Ray clients: queries about runs, and the driver of a run.
 
 A run is given by the name of a folder in runs/ below RAYTREC_ROOT, or by the path of a run folder. Only files
-that a run writes can be read, in a folder that has the config.yaml of a run. No torch.
+that a run writes can be read, and only in a folder with the config.yaml of a run. Torch is not imported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RUNS_FOLDER = "runs"
 GROWING_FILES = (METRICS, EVENTS, LOG_FILE)
 FILES = (CONFIG, "schema.yaml", "plan.json", RESULT, "report.html", "error.txt", "skipped.jsonl")
 PICTURES = "pictures"
-MAX_ANSWER_BYTES = 16 << 20  # limit of one answer
+MAX_ANSWER_BYTES = 16 << 20  # limit per answer
 STATES = {"FINISHED": "finished", "STOPPED": "stopped", "FAILED": "failed"}
 
 
@@ -55,16 +55,15 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
 
     Args:
         run: Name or folder of the run.
-        since: File (GROWING) → number of bytes that have been read; default: 0.
+        since: File (one of GROWING_FILES) → number of bytes that have been read; default: 0.
 
     Returns:
-        "lines": file → its new complete lines, up to MAX_ANSWER_BYTES; "since": the argument of "
-        "the next call;
+        "lines": file → its new complete lines, up to MAX_ANSWER_BYTES; "since": argument of the next call;
             "folder"; "state": running, finished, stopped, failed or interrupted; "error": parts of the error
-            of a failed run; "result": the content of result.json, or empty.
+            of a failed run, else None; "result": content of result.json, or empty.
     """
     folder = run_folder(run)
-    # First, so that the last lines of an ended run are read.
+    # The state is read first, so that the last lines of an ended run are read.
     state, note = _state(folder), read_driver_record(folder)
     lines = {name: _new_lines(folder / name, since.get(name, 0)) for name in GROWING_FILES}
     return {
@@ -89,7 +88,7 @@ def file(run: str, name: str) -> bytes:
 
 
 def pictures(run: str) -> dict[str, bytes]:
-    """Return the pictures of a run's report: name → PNG. The first request draws them."""
+    """Return the pictures of a run's report: name → PNG. The first request draws the pictures."""
     folder = run_folder(run)
     if not (png_files := _list_png_files(folder)) and (folder / "report.html").is_file():
         from raytrec.report.report import pictures as draw
@@ -104,7 +103,7 @@ def _list_png_files(folder: Path) -> list[Path]:
 
 
 def stop(run: str) -> None:
-    """Ask a run to save and end.
+    """Ask a run to save a checkpoint and end.
 
     Raises:
         RunError: The run is not running.
@@ -152,7 +151,7 @@ def run_folder(run: str) -> Path:
 
 
 def _is_run(folder: Path) -> bool:
-    """Return True if the folder has the config.yaml of a run."""
+    """Return True if the folder contains the config.yaml of a run."""
     try:
         values = parse_yaml(read_bytes(folder / CONFIG, MAX_YAML_BYTES))
         return Path(values["run"]["name"]).name == values["run"]["name"] and "train" in values["data"]
@@ -161,7 +160,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _state(folder: Path) -> str:
-    """Return running, finished, stopped, failed or interrupted (the driver has died)."""
+    """Return the state of a run: running, finished, stopped, failed or interrupted (the driver has died)."""
     note = read_driver_record(folder)
     if note.get("status") == "RUNNING":
         alive = is_alive(note)
@@ -173,7 +172,7 @@ def _state(folder: Path) -> str:
 
 
 def _hosts() -> dict[str, str]:
-    """Return host name → id of the live nodes; only this host if Ray is not running."""
+    """Return host name → node id of the live nodes; only this host if Ray is not running."""
     import sys
 
     if (ray := sys.modules.get("ray")) is None or not ray.is_initialized():
@@ -182,7 +181,7 @@ def _hosts() -> dict[str, str]:
 
 
 def _new_lines(path: Path, since: int) -> bytes:
-    """Return the complete lines from a byte offset on, up to MAX_ANSWER_BYTES."""
+    """Return the complete lines of a file from a byte offset on, up to MAX_ANSWER_BYTES."""
     missing = suppress(FileNotFoundError, NotADirectoryError)
     with convert_os_errors(f"cannot read {path.name}", where=str(path.parent)), missing, open_regular(path) as file:
         file.seek(since)
@@ -204,11 +203,11 @@ def _read_run_file(path: Path) -> bytes:
 class Driver:
     """Actor that drives a run on the cluster, in its main thread, where signal handlers can be installed.
 
-    Its methods return plain values and raise RaytrecErrors: a client may have neither torch nor torchrec.
+    Its methods return plain values and raise RaytrecErrors, because a client may have neither torch nor torchrec.
     """
 
     def begin(self, name: str, text: str) -> str:
-        """Find the interrupted run to resume, or prepare a new one.
+        """Find the interrupted run to resume, or prepare a new one, and return its folder.
 
         Args:
             name: Name of the config file, after which a new run is named.
@@ -230,11 +229,11 @@ class Driver:
 
         try:
             return _call_raising_raytrec_errors(raytrec.train, self._config, resume_latest=True).metrics
-        except STOP_EXCEPTIONS:  # Ray would treat it as a cancelled call
+        except STOP_EXCEPTIONS:  # Ray would treat the exception as a cancelled call
             return None
 
     def command(self, name: str, run: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-        """Return the figures of raytrec.evaluate, predict or index with the newest checkpoint of a run."""
+        """Call raytrec.evaluate, predict or index with a run, and return the figures."""
         import raytrec
 
         call = {"evaluate": raytrec.evaluate, "predict": raytrec.predict, "index": raytrec.index}[name]

@@ -1,4 +1,4 @@
-"""Runs over Ray client (ray://), which end with the client's connection.
+"""Runs started over Ray client (ray://), which end with the client's connection.
 
 The cluster is used as if it were local.
 """
@@ -26,11 +26,11 @@ from raytrec.driver.driver_state import LOG_FILE
 from raytrec.tracking.progress_log import strip_messages
 from raytrec.tracking.run_folder import decode
 
-ANSWER_TIMEOUT_S = 120  # limit of calls that take a second; the cluster may first start a process
+ANSWER_TIMEOUT_S = 120  # for calls that take a second, because the cluster may first start a process
 
 
 class RayClient:
-    """Cluster behind ray://HOST:PORT.
+    """Cluster reached at ray://HOST:PORT.
 
     Args:
         address: Address as printed by `ray start --head`.
@@ -90,11 +90,11 @@ class ClientRun(Run):
 
     @property
     def folder(self) -> str:
-        """Run folder on the cluster."""
+        """Return the run folder on the cluster."""
         return self._folder
 
     def stop(self) -> None:
-        """Wait until the run has started, and ask it to save and end."""
+        """Wait until the run has started, and ask it to save a checkpoint and end."""
         while self._poll() == "starting":
             sleep(self.poll_s)
         self._call_cluster(queries.stop)
@@ -145,11 +145,11 @@ class ClientRun(Run):
 
 
 class Connection:
-    """Connection of Ray client, separate from other uses of Ray in this process.
+    """Ray client connection, separate from other uses of Ray in this process.
 
     Args:
         address: ray://HOST:PORT of the cluster.
-        places: Files and folders of the user that its processes have, in addition to raytrec's code.
+        places: Files and folders of the user to upload to its processes, in addition to raytrec's code.
     """
 
     def __init__(self, address: str, places: tuple[Path, ...]):
@@ -166,7 +166,7 @@ class Connection:
 
     @contextmanager
     def activate_context(self) -> Iterator[None]:
-        """Use this connection for calls of Ray in the block.
+        """Use this connection for Ray calls in the block.
 
         Only one thread can be in such a block, because the context is swapped.
         """
@@ -189,21 +189,21 @@ class Connection:
         return self.result(reference, timeout)
 
     def actor(self, kind: type) -> Any:
-        """Start an actor of a class on the head node."""
+        """Start an actor of class `kind` on the head node."""
         import ray
 
         with self.activate_context():
             return ray.remote(kind).options(**pin_to_node(self._head)).remote()
 
     def is_done(self, reference: Any) -> bool:
-        """Return True if the result of a reference is available."""
+        """Return True if the result of an object reference is available."""
         import ray
 
         with self.activate_context():
             return bool(ray.wait([reference], timeout=0)[0])
 
     def result(self, reference: Any, timeout: float | None = ANSWER_TIMEOUT_S) -> Any:
-        """Return the result of a reference, or raise its error or a RunError about Ray."""
+        """Return the result of an object reference, or raise its error or a RunError about Ray."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
@@ -234,7 +234,7 @@ def _connect(address: str, folder: Path) -> Any:
     """Return a connection whose processes work in a copy of a folder.
 
     On a busy machine, the process that Ray 2.60 starts for a client may end before it has begun, without an
-    error (`proxier.start_specific_server`). The connection is therefore tried up to three times.
+    error (`proxier.start_specific_server`). Up to three attempts to connect are therefore made.
     """
     import ray
 
@@ -254,7 +254,7 @@ def _connect(address: str, folder: Path) -> Any:
 
 
 def _explain_connect_error(address: str, error: Exception) -> RunError:
-    """Return the error for people about a Ray client that could not connect.
+    """Return a readable error for a Ray client that could not connect.
 
     Raises:
         RunError: The cluster runs another version of Ray or Python.

@@ -44,23 +44,24 @@ class Cluster:
         else:
             what = f"'{address}' is not a cluster address"
             raise ConfigError(what, expected="ray://HOST:10001 (Ray client), or http://HOST:8265 (job API)")
-        logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # it asks for ipywidgets
+        logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # the module recommends ipywidgets
         self.address, self._backend = address, Backend(address)
 
     def train(self, source: Source, overrides: Overrides | None = None, include: list[str | Path] | tuple = ()) -> Run:
-        """Start a run, or resume it if the same run was interrupted; return at once.
+        """Start a run, or resume it if it was interrupted, and return immediately.
 
-        raytrec's code on this machine and modules that the config names are uploaded.
+        This machine's raytrec code and the modules that the config names are uploaded.
 
         Args:
-            source: Config file, its values, or a RunConfig; paths are on the cluster, from RAYTREC_ROOT.
+            source: Path of a config file, a mapping of its values, or a RunConfig; paths are on the cluster,
+                relative to RAYTREC_ROOT.
             overrides: `section.key=value` strings, or a mapping such as {"train.epochs": 3}.
             include: Additional files and folders that the run needs.
         """
         return self._backend.train(source, to_override_texts(overrides), tuple(map(Path, include)))
 
     def run(self, run: str | Path) -> Run:
-        """Return a run by its name in RAYTREC_ROOT/runs or its folder; over http://, by the id of its job."""
+        """Return a run by its name in RAYTREC_ROOT/runs or its folder; over http://, by its job id."""
         return self._backend.run(str(run))
 
     def runs(self) -> list[dict[str, Any]]:
@@ -100,16 +101,16 @@ class Run:
 
     @property
     def folder(self) -> str:
-        """Run folder on the cluster."""
+        """Return the run folder on the cluster."""
         raise NotImplementedError
 
     @property
     def name(self) -> str:
-        """Last part of the run folder."""
+        """Return the last part of the run folder's path."""
         return PurePosixPath(self.folder).name
 
     def stop(self) -> None:
-        """Ask the run to save and end. The same call of `Cluster.train` resumes it."""
+        """Ask the run to save a checkpoint and end. Calling `Cluster.train` again resumes the run."""
         raise NotImplementedError
 
     def _read(self) -> None:
@@ -117,7 +118,7 @@ class Run:
         raise NotImplementedError
 
     def _command(self, name: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-        """Return the figures of evaluate, predict or index on the cluster. `places` maps options to data."""
+        """Run evaluate, predict or index on the cluster, and return its figures. `places` maps options to paths."""
         raise NotImplementedError
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
@@ -125,7 +126,7 @@ class Run:
         raise NotImplementedError
 
     def progress(self) -> dict[str, Any]:
-        """Return step, total, rows_per_s, the metrics of training, state and eta_s; None: not known yet."""
+        """Return step, total, rows_per_s, training metrics, state and eta_s; values not known yet are None."""
         self._poll()
         return self.get_last_progress()
 
@@ -144,7 +145,7 @@ class Run:
     def metrics(self) -> dict[str, dict[str, list]]:
         """Return the figures so far: "train" (step, rows_per_s, metrics) and "eval" (step, metrics).
 
-        `pandas.DataFrame(run.metrics()["train"])` makes a table. A job has only the figures in its log.
+        `pandas.DataFrame(run.metrics()["train"])` creates a table. A job provides only the figures in its log.
         """
         self._poll()
         series: dict[str, dict[str, list]] = {}
@@ -155,7 +156,7 @@ class Run:
         return series
 
     def keys(self, kind: type[Measured]) -> list[str]:
-        """Return the keys of metrics that training, or evaluations, have recorded so far."""
+        """Return the keys of the metrics that training or evaluations have recorded so far."""
         recorded = {key for line in self.history.figures(kind) for key in line.figures}
         return [figure.key for figure in self.history.recorded_metrics if figure.key in recorded]
 
@@ -208,7 +209,7 @@ class Run:
         """Evaluate the newest checkpoint on the cluster.
 
         Args:
-            data: Folder or file of Parquet, as the cluster sees it.
+            data: Parquet folder or file, as seen from the cluster.
             options: workers, batch_size; default: as in training. overrides: such as data.on_error=skip.
 
         Returns:
@@ -219,11 +220,11 @@ class Run:
     def predict(self, data: str, out: str, **options: Any) -> dict[str, Any]:
         """Predict every row of Parquet data on the cluster with the newest checkpoint.
 
-        Each file gives an output file of the same name. The same call continues an interrupted prediction.
+        Each input file yields an output file of the same name. Repeat the call to resume an interrupted prediction.
 
         Args:
-            data: Folder or file of Parquet, as the cluster sees it.
-            out: Folder to write to, as the cluster sees it.
+            data: Parquet folder or file, as seen from the cluster.
+            out: Folder to write to, as seen from the cluster.
             options: columns, a list of columns to keep (default: data.reserve_columns); workers; checkpoint,
                 a step or "best"; overrides: such as data.on_error=skip.
 
@@ -235,11 +236,12 @@ class Run:
     def index(self, items: str, out: str, **options: Any) -> dict[str, Any]:
         """Write an index of items on the cluster with the newest checkpoint.
 
-        `raytrec.load_index` reads an index that it can reach. The same call continues an interrupted index.
+        `raytrec.load_index` reads the index from a path that this machine can access. Repeat the call to resume an
+        interrupted index.
 
         Args:
-            items: Folder or file of Parquet with one row for each item, as the cluster sees it.
-            out: Folder to write to, as the cluster sees it.
+            items: Parquet folder or file with one row per item, as seen from the cluster.
+            out: Folder to write to, as seen from the cluster.
             options: item, columns, faiss, queries, workers, checkpoint, overrides: as in `raytrec index`.
 
         Returns:
@@ -248,11 +250,11 @@ class Run:
         return self._command("index", {"items": items, "out": out}, options)
 
     def report(self) -> Page:
-        """Return report.html of the run for a notebook (ray:// only); `text` of the page is its HTML."""
+        """Return report.html of the run for a notebook (ray:// only); the page's `text` is its HTML."""
         return Page(self._ask(queries.file, "report.html").decode())
 
     def pictures(self) -> Pictures:
-        """Return the pictures of the report, name → PNG (ray:// only). A notebook shows them all."""
+        """Return the pictures of the report, name → PNG (ray:// only). Notebooks display all pictures."""
         return Pictures(self._ask(queries.pictures))
 
     def file(self, name: str) -> str:

@@ -3,8 +3,8 @@
 By default a token is required. The token is stored where Ray looks for it, readable by its owner alone.
 Without a token, any client that reaches a cluster's ports can run code there (docs/security.md). With
 RAY_AUTH_MODE=token, Ray 2.60 looks for a token in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, and
-~/.ray/auth_token. Ray reads RAY_AUTH_MODE at import, so this module does not import Ray. Ray itself takes
-minutes to report these errors.
+~/.ray/auth_token. Ray reads RAY_AUTH_MODE at import, so this module does not import Ray. The checks report
+in seconds what Ray itself reports after minutes.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _require_token_file(create: bool, local_only: bool) -> None:
 
 
 def check_cluster(address: str, address_source: str) -> None:
-    """Check that a cluster listens at its address and accepts our token, before Ray connects.
+    """Check that a cluster listens at its address and accepts this process's token, before Ray connects.
 
     Args:
         address: HOST:PORT of the head, ray://HOST:PORT of its Ray client server, or 'auto'.
@@ -233,8 +233,8 @@ def check_version_mismatch(reported: str, *, where: str, expected: str, do: str)
     Args:
         reported: Text of Ray's error.
         where: Address of the cluster.
-        expected: Field `expected` of the error about another Python.
-        do: Field `do` of the error about another Python.
+        expected: Field `expected` of the error if the Python versions differ.
+        do: Field `do` of the error if the Python versions differ.
 
     Raises:
         RunError: The versions differ.

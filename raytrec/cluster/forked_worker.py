@@ -1,4 +1,4 @@
-"""Replacement for Ray's setup_worker.py that gets a worker forked by the warm process.
+"""Replacement for Ray's setup_worker.py that requests a worker forked from the warm process.
 
 This process asks the warm process for a worker and exits when that worker ends.
 

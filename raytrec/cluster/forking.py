@@ -1,10 +1,10 @@
-"""Program of the warm process (warm.py), which imports the modules of workers and forks workers on request.
+"""Program of the warm process (warm_process.py), which imports workers' modules and forks workers on request.
 
-The program is run as a file, with one end of a socket pair as standard input, which delivers two messages.
-The first has Python's module search path and the modules to import. The second, sent after the raylet's
-start, has environment variables of Ray's workers, the modules that import Ray, and the listening socket. On a
-byte or the end of the stream, this process and every forked worker end. Without that byte the driver was
-killed, and the raylet's agents are ended as well.
+The program is run as a file. Its standard input is one end of a socket pair, which delivers two messages. The
+first contains Python's module search path and the modules to import. The second, sent after the raylet's
+start, contains environment variables of Ray's workers, the modules that import Ray, and the listening socket.
+When a byte or the end of the stream arrives, this process and every forked worker end. If the stream ends
+without a byte, the driver was killed, and the raylet's agents are ended as well.
 
 Ray may be imported before the fork under two conditions. First, Ray reads the ids of its job and raylet only
 once, so both must be known; other settings are read again in forked processes. Second, the generator of task
@@ -49,7 +49,7 @@ def main() -> None:
         ready = _forks_can_use_gpus() and _call_in_fork(_draw_object_id) != _call_in_fork(_draw_object_id)
     sys.path[:] = own_path
     gc.collect()
-    gc.freeze()  # garbage collection in forked processes then leaves the pages of these objects shared
+    gc.freeze()  # the pages of these objects then stay shared when forked processes collect garbage
     _serve(control, socket.socket(fileno=listener), ready)
 
 
@@ -155,7 +155,7 @@ def _answer_request(listener: socket.socket, ready: bool, pids: set[int], socket
 
 
 def _can_fork_for(env: dict[str, str], overrides: dict[str, str]) -> bool:
-    """Return True if the loaded modules would be the same in a process started with these variables.
+    """Return True if a process started with these variables would load the modules in the same way.
 
     Args:
         env: Environment with which Ray starts its workers.
@@ -207,9 +207,9 @@ def _reap_workers(pids: set[int]) -> None:
 
 
 def _kill_workers_and_exit(pids: set[int], driver_killed: bool) -> None:
-    """Kill all workers and exit; if the driver was killed, kill Ray's agents, which would stay for a minute.
+    """Kill all workers and exit; if the driver was killed, also kill Ray's agents, which would stay for a minute.
 
-    Otherwise, a raylet ends its agents itself.
+    If the driver was not killed, the raylet ends its agents itself.
     """
     agents = _find_ray_agents(int(os.environ["RAY_RAYLET_PID"])) if driver_killed else []
     for pid in [*pids, *agents]:

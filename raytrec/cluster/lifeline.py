@@ -1,7 +1,7 @@
 """Checks that the raylet and the GCS of a driver are running.
 
 Ray itself reports the end of a raylet after 13 s, or ends the process 60 s after the end of the GCS. Its
-reports have many lines and no hint how to resume. These checks take seconds and report one sentence.
+reports are long and do not state how to resume. These checks take seconds and report one sentence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RayLost(RunError):
 
 
 class RayMonitor:
-    """Watches the raylet and GCS of this driver by connecting to them.
+    """Monitor that checks by connections that the raylet and the GCS of this driver are running.
 
     Args:
         patience_s: Seconds to wait for a machine that does not answer at all.
@@ -96,7 +96,7 @@ class RayMonitor:
 
 
 def _places() -> dict[str, tuple[str, int]]:
-    """Return RAYLET, GCS → host and port; empty with Ray client, where only its server matters."""
+    """Return part (RAYLET or GCS) → (host, port); empty with Ray client, which depends only on its server."""
     import ray
     from ray.util.client import ray as client
 
@@ -114,7 +114,7 @@ def wait_for(ref: Any, lifeline: RayMonitor, on_poll: Callable[[], None] = lambd
 
     Args:
         ref: Object reference of the result.
-        lifeline: Lifeline of this driver.
+        lifeline: Monitor of this driver's Ray.
         on_poll: Function called every half second; its exceptions are passed on.
 
     Raises:

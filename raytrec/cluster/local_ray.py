@@ -37,9 +37,9 @@ LINGER_S = 2.0  # time for Ray's processes to exit by themselves
 
 @contextmanager
 def create_private_folder() -> Iterator[Path]:
-    """Create a folder for one Ray that only its user can enter; remove it at the end of the block.
+    """Create a folder for a local Ray that only this user can access; remove the folder after the block.
 
-    The folder is in RAY_TMPDIR, TMPDIR or /tmp, as Ray's own would be. Folders left by killed owners are
+    The folder is in RAY_TMPDIR, TMPDIR or /tmp, as Ray's own folder would be. Folders left by killed owners are
     removed first.
     """
     folder, owner = make_folder()
@@ -51,7 +51,7 @@ def create_private_folder() -> Iterator[Path]:
 
 
 def make_folder() -> tuple[Path, int]:
-    """Return a private folder and a file descriptor; after the descriptor is closed, the folder is swept.
+    """Return a new private folder and a file descriptor; `sweep` removes the folder once the latter is closed.
 
     Raises:
         RunError: The folder cannot be created.
@@ -69,7 +69,7 @@ def make_folder() -> tuple[Path, int]:
 
 
 def find_base_folder() -> Path:
-    """Return the parent of private folders; the path is short enough for the Unix sockets below."""
+    """Return the parent of private folders, whose path is short enough for the Unix sockets inside."""
     for name in (RAY_TMPDIR_VARIABLE, "TMPDIR"):
         if value := os.environ.get(name):
             base = Path(value).absolute()
@@ -107,7 +107,7 @@ def list_local_heads() -> list[str]:
 
 
 def listens(host: str, port: int, timeout_s: float = 2.0) -> bool:
-    """Return True if a connection to this port is accepted in time."""
+    """Return True if a connection to this port is accepted within `timeout_s` seconds."""
     try:
         socket.create_connection((host, port), timeout_s).close()
     except OSError:
@@ -147,7 +147,7 @@ def _remove(folder: Path) -> None:
 def isolate_sessions(
     folder: Path, environment: dict[str, str], on_raylet: Callable[[int], None]
 ) -> Iterator[Callable[[], None]]:
-    """Make Ray, when started in the block, keep its files in a folder and its processes in separate sessions.
+    """Make a Ray that is started in the block keep its files in a folder and its processes in separate sessions.
 
     Ray's processes still end with this process through the kernel (Ray's PR_SET_PDEATHSIG).
 
@@ -172,7 +172,7 @@ def isolate_sessions(
 
 
 def read_stderr_tails(logs: Path) -> str:
-    """Return the end of each stderr file of a Ray's processes: crashes and stack traces."""
+    """Return the ends of the stderr files of Ray's processes, which contain crashes and stack traces."""
     parts = []
     for file in sorted(logs.glob("*.err"), key=lambda file: file.stat().st_mtime):
         with suppress(OSError), open(file, "rb") as stream:
@@ -183,7 +183,7 @@ def read_stderr_tails(logs: Path) -> str:
 
 
 def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
-    """End all processes of these sessions; after `linger_s` seconds, kill them.
+    """Wait up to `linger_s` seconds for the processes of these sessions to end, then kill them.
 
     Otherwise, a raylet's agents outlive the raylet for up to a minute. The kernel does not reuse a session id
     while the session has processes. `leaders` are the process ids of the session leaders.

@@ -60,7 +60,7 @@ def _query_metadata(url: str, headers: dict[str, str], method: str = "GET") -> s
 
 
 def wait_for(notice: Callable[[], bool]) -> None:
-    """Wait until there is a notice."""
+    """Wait until `notice` returns True."""
     while not notice():
         time.sleep(POLL_INTERVAL_S)
 

@@ -135,7 +135,7 @@ def _start_local_ray(num_cpus: int | None) -> Iterator[None]:
 
 @dataclass
 class _RayState:
-    """State of this process's Ray.
+    """State of the Ray that this process uses.
 
     Attributes:
         is_own: True if this process started the Ray.
@@ -155,7 +155,7 @@ def has_local_ray() -> bool:
 
 
 def find_log_folder() -> Path | None:
-    """Return the log folder of the Ray that this process started, or None; it is removed with that Ray."""
+    """Return the log folder of the Ray that this process started, or None; the folder is removed with that Ray."""
     return get_logs_folder() if _state.is_own else None
 
 
@@ -175,7 +175,7 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def _shut_down_in_time() -> Iterator[None]:
-    """Call ray.shutdown() at the end of the block; wait at most RAY_SHUTDOWN_TIMEOUT_S."""
+    """Call ray.shutdown() at the end of the block; after a RayLost, wait at most RAY_SHUTDOWN_TIMEOUT_S."""
     import ray
 
     try:
@@ -266,7 +266,7 @@ def get_loopback_environment() -> dict[str, str]:
 
 
 def get_interface_variables(interface: str) -> dict[str, str]:
-    """Return the variables that restrict gloo, and NCCL unless its files set another, to one interface.
+    """Return the variables that restrict gloo, and NCCL unless its files set an interface, to one interface.
 
     NCCL treats a name as a prefix (eth1 also matches eth10) unless it begins with "=". The environment takes
     precedence over NCCL's files (NCCL 2.29.7: src/misc/param.cc). The variable is therefore omitted if an
@@ -287,7 +287,7 @@ def find_interface(address: str) -> str | None:
 
 
 def is_set_in_nccl_files(name: str) -> bool:
-    """Return True if a NCCL configuration file on this machine sets a variable."""
+    """Return True if an NCCL configuration file on this machine sets a variable."""
     # A user may have no home.
     user_file = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")
     for file in (Path(user_file), Path("/etc/nccl.conf")):

@@ -34,7 +34,7 @@ class SpotFirst(NodeProvider):
     """
 
     def create_node(self, node_config: dict[str, Any], tags: dict[str, str], count: int) -> dict[str, Any]:
-        """Launch machines; request machines that are not available as spot again, on demand.
+        """Launch spot machines; launch machines that are not available as spot on demand instead.
 
         Args:
             node_config: Request to the cloud, as in cluster.yaml.
@@ -69,7 +69,7 @@ class SpotFirst(NodeProvider):
 
 
 class AwsSpotFirst(SpotFirst, AwsProvider):
-    """Spot-first provider for AWS; each request tries all allowed subnets, and so zones, before the next."""
+    """Spot-first provider for AWS; each request tries all allowed subnets, and thus zones, before the next request."""
 
     @staticmethod
     def on_demand(node_config: dict[str, Any]) -> dict[str, Any] | None:

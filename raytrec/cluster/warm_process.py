@@ -1,7 +1,7 @@
 """Warm process with all imports, which forks the workers of a local Ray.
 
 Importing torch, TorchRec, FBGEMM and Ray takes 5 s of CPU time. A run starts about ten processes that import
-them, and again after a failure. The warm process imports them once, while the driver reads its configuration,
+them, and as many again after a failure. The warm process imports them once, while the driver reads its configuration,
 and lives as long as the driver. Requests use a Unix socket in the private folder of the local Ray
 (local_ray.py).
 """
@@ -44,14 +44,14 @@ ON_RAY = (
 
 
 class WarmProcess:
-    """Warm process; it ends when `close` is called or this process ends.
+    """Handle of the warm process, which ends when `close` is called or this process ends.
 
     Args:
         modules: Modules to import immediately.
         on_ray: Modules to import after the raylet's start, because they import Ray.
 
     Attributes:
-        listens: True if the warm process has an address.
+        listens: True after `listen` has been called.
     """
 
     def __init__(self, modules: Sequence[str], on_ray: Sequence[str]):

@@ -1,1 +1,1 @@
-"""What every room may use: errors, storage, texts and times."""
+"""Utilities for all packages: errors, storage, texts, messages and collectives."""

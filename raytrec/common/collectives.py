@@ -1,6 +1,6 @@
 """Collectives between ranks: exchanges of rows, gathers and reductions.
 
-This module imports torch; the driver does not import it.
+This module imports torch, so the driver must not import it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROWS_PER_EXCHANGE = 1 << 20  # rows per rank that `send` exchanges at a time
+ROWS_PER_EXCHANGE = 1 << 20  # maximum number of rows per rank that `send` exchanges at a time
 
 
 def get_collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device of this rank's collectives: its GPU, with an index, for NCCL; else the CPU."""
+    """Return the device of tensors in this rank's collectives: its GPU (with index) for NCCL, else the CPU."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -25,14 +25,14 @@ def get_collective_device(group: dist.ProcessGroup | None = None) -> torch.devic
 class Peers:
     """Ranks of a process group.
 
-    All methods are collectives, which every rank calls in the same order. A single process exchanges nothing.
-    Results are on the device of their arguments. Values are sent from `device`, because NCCL cannot read host
-    memory.
+    All methods are collectives, which every rank must call in the same order. A single process exchanges
+    nothing. Results are on the device of the arguments. Values are sent from `device`, because NCCL cannot read
+    host memory.
 
     Args:
-        device: Device over which the group communicates; default: `get_collective_device` the group.
-        at_once: Rows that `send` holds on that device at a time.
-        alone: True for this process only; default: the ranks of the group, if one has been initialized.
+        device: Device of the tensors that are sent; default: `get_collective_device` of the group.
+        at_once: Maximum number of rows that `send` copies to that device at a time.
+        alone: True to ignore other processes; default: the ranks of the group, if one is initialized.
         group: Process group; default: torch's default group.
 
     Attributes:
@@ -53,7 +53,7 @@ class Peers:
         self._at_once, self._group = at_once, group
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks of values [...], which have the same shape and dtype on all ranks."""
+        """Return the sum over ranks of values [...] of the same shape and dtype on all ranks."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def reduce_scatter_sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Peers:
         return part.to(values.device)
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the maximum over ranks of values [...], which have the same shape and dtype on all ranks."""
+        """Return the maximum over ranks of values [...] of the same shape and dtype on all ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def max_number(self, number: float) -> float:
@@ -74,14 +74,14 @@ class Peers:
         return float(self.max(torch.tensor(number, dtype=torch.float64, device=self.device)))
 
     def is_same_on_all(self, value: Any) -> bool:
-        """Return True if a value has the same repr on all ranks; hashes are compared."""
+        """Return True if the repr of a value, compared by its hash, is the same on all ranks."""
         digest = hashlib.sha256(repr(value).encode()).digest()
         number = int.from_bytes(digest[:8], signed=True)
         maximum, complement = self.max(torch.tensor([number, ~number], device=self.device)).tolist()
         return maximum == ~complement
 
     def stack(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values [...] of all ranks, of one shape and dtype, as [ranks, ...]."""
+        """Return the values [...] of all ranks, which must have the same shape and dtype, as [ranks, ...]."""
         if self.world == 1:
             return values.unsqueeze(0)
         sent = self._to_device(values)
@@ -90,7 +90,7 @@ class Peers:
         return gathered.to(values.device)
 
     def gather(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the rows of all ranks, in the order of ranks.
+        """Return the rows of all ranks in rank order, column by column.
 
         Args:
             columns: Tensors [N, ...] of any dtypes; N may differ between ranks.
@@ -101,11 +101,11 @@ class Peers:
         return [self.concatenate(column, sizes) for column in columns]
 
     def concatenate(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Return the rows of all ranks of one column whose sizes are known to all ranks.
+        """Return the rows of all ranks in rank order, given the number of rows on each rank.
 
         Args:
             values: This rank's rows, [N, ...].
-            sizes: N of each rank.
+            sizes: Number of rows on each rank.
         """
         if self.world == 1 or not sum(sizes):
             return values
@@ -114,11 +114,11 @@ class Peers:
         return torch.cat([part[:size] for part, size in zip(self.stack(padded), sizes, strict=True)])
 
     def join(self, values: torch.Tensor, sizes_WT: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Return the values of all ranks, separately for each table.
+        """Return the values of all ranks as one tensor per table.
 
         Args:
             values: This rank's values [n, ...], grouped by table.
-            sizes_WT: Number of values of each table on each rank.
+            sizes_WT: Number of values on each rank for each table.
         """
         of_ranks = [sum(of_rank) for of_rank in sizes_WT]
         of_tables = [sum(of_table) for of_table in zip(*sizes_WT, strict=True)]
@@ -128,7 +128,7 @@ class Peers:
         return list(values.split(of_tables))
 
     def union(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the sorted distinct keys of all ranks, int64; ranks with few keys need no padding."""
+        """Return the sorted distinct keys of all ranks, int64, without padding ranks that have few keys."""
         own_keys = keys.unique()
         if self.world == 1:
             return own_keys
@@ -138,14 +138,14 @@ class Peers:
         return self.sum(all_keys).unique()
 
     def send(self, columns: Sequence[torch.Tensor], ranks_N: torch.Tensor) -> list[torch.Tensor]:
-        """Send each row to a rank.
+        """Send each row to its destination rank.
 
         Args:
             columns: Tensors [N] of any dtypes.
             ranks_N: Destination rank of each row, int64.
 
         Returns:
-            The same columns, of the rows that this rank received.
+            Columns of the rows that this rank has received, in the order of `columns`.
         """
         if self.world == 1:
             return list(columns)
@@ -178,7 +178,7 @@ class Peers:
         return incoming.to(values.device)
 
     def objects(self, value: Any) -> list[Any]:
-        """Return the small Python values of all ranks, such as names in messages; never data of many rows."""
+        """Return the Python values of all ranks; only for small values, such as names in messages."""
         if self.world == 1:
             return [value]
         gathered: list[Any] = [None] * self.world
@@ -197,17 +197,17 @@ class Peers:
 
 
 class RoundTrip:
-    """Exchange of values of several tables with the ranks that own them, and of the answers.
+    """Exchange that sends values of several tables to the ranks that own them, and returns the answers.
 
     Each direction takes one all-to-all.
 
     Args:
         values: Values [n, ...], grouped by table and, within a table, ordered by destination rank.
-        sent_TW: Number of values of each table for each rank, int64 [tables, ranks].
+        sent_TW: Number of values to send to each rank for each table, int64 [tables, ranks].
         peers: Ranks that take part.
 
     Attributes:
-        received: Values [m, ...] of all ranks, grouped by table and ordered by rank.
+        received: Values [m, ...] received from all ranks, grouped by table and, within a table, ordered by rank.
         tables: Table number of each received value, int64 [m].
     """
 
@@ -224,7 +224,7 @@ class RoundTrip:
         self.tables = numbers.repeat_interleave(received_WT.sum(0), output_size=of_all)
 
     def send_answers(self, answers: torch.Tensor) -> torch.Tensor:
-        """Return the answers to the values that this rank sent, in their order.
+        """Send answers to the ranks that asked; return the answers to this rank's values, in their order.
 
         Args:
             answers: Answers to the received values, [m], in the order of `received`.
@@ -238,10 +238,10 @@ class RoundTrip:
 
 
 def compute_regrouping(sizes_AB: torch.Tensor, total: int) -> torch.Tensor:
-    """Return the permutation int64 [total] that groups values by b, then a, instead of a, then b.
+    """Return the permutation, int64 [total], that reorders values sorted by (a, b) to the order (b, a).
 
     Args:
-        sizes_AB: Number of values of each group, int64 [A, B].
+        sizes_AB: Number of values in each group, int64 [A, B].
         total: Sum of the sizes, known to the host.
     """
     flat = sizes_AB.flatten()
@@ -252,9 +252,9 @@ def compute_regrouping(sizes_AB: torch.Tensor, total: int) -> torch.Tensor:
 
 
 def to_device_tensor(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Return nested integers as a tensor, int64 [...].
+    """Copy nested lists of integers to a device, int64 [...].
 
-    A copy from page-locked memory does not make the host wait for a GPU.
+    The copy uses page-locked memory, so the host does not wait for a GPU.
     """
     tensor = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)

@@ -1,6 +1,6 @@
-"""JSON documents of raytrec, and the messages in the lines of a run folder. No torch.
+"""JSON documents of raytrec, and messages in the lines of a run folder. No torch.
 
-Both are written from typed objects and validated by pydantic when they are read.
+Both are written from typed objects, and validated by pydantic when they are read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLASSES: dict[str, type[Message]] = {
     for each in vars(messages).values()
     if isinstance(each, type) and issubclass(each, Message) and "KIND" in vars(each)
 }
-CLASS_OF_FILE = {messages.CHECKS: Outcome, messages.RANKS: RankLine}  # files whose lines have no kind
+CLASS_OF_FILE = {messages.CHECKS: Outcome, messages.RANKS: RankLine}  # files whose lines do not contain their kind
 T = TypeVar("T")
 
 
@@ -33,19 +33,19 @@ _adapter_of: Any = cache(TypeAdapter)
 
 
 def to_json_document(value: Any) -> bytes:
-    """Return a dataclass or pydantic model as JSON text; NaN becomes null."""
+    """Serialize a dataclass or pydantic model to JSON; NaN becomes null."""
     return _adapter_of(type(value)).dump_json(value, indent=2, by_alias=True) + b"\n"
 
 
 def validate_as(values: Any, kind: type[T]) -> T:
-    """Return values of JSON as an object of a type.
+    """Convert parsed JSON to an object of a type.
 
     Args:
-        values: Values of a JSON text.
+        values: Parsed JSON.
         kind: Dataclass, pydantic model, TypedDict or any other type that pydantic validates.
 
     Raises:
-        UnreadableError: The values do not fit the type; the message names the first key that differs.
+        UnreadableError: The values do not match the type; the message names the first invalid key.
     """
     try:
         return _adapter_of(kind).validate_python(values)
@@ -56,12 +56,12 @@ def validate_as(values: Any, kind: type[T]) -> T:
 
 
 def find_document(uri: str, kind: type[T], max_document_bytes: int = MAX_JSON_BYTES) -> T | None:
-    """Return a document, or None if the file does not exist or cannot be read as this type.
+    """Read a document; return None if the file does not exist or does not contain this type.
 
     Args:
         uri: Path or URI of the file.
         kind: Type of the document; see `validate_as`.
-        max_document_bytes: Largest number of bytes of the file.
+        max_document_bytes: Largest accepted size of the file in bytes.
     """
     try:
         return validate_as(parse_json(read_bytes(uri, max_document_bytes)), kind)
@@ -70,7 +70,7 @@ def find_document(uri: str, kind: type[T], max_document_bytes: int = MAX_JSON_BY
 
 
 def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str, do: str | None = None) -> T:
-    """Return the document that describes the content of a folder.
+    """Read the document that describes the content of a folder.
 
     Args:
         folder: Path or URI of the folder.
@@ -78,10 +78,10 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
         kind: Type of the document; see `validate_as`.
         what: Noun for the content of the folder, such as "index".
         made_by: Command that writes the folder, such as "raytrec index".
-        do: Advice for a missing document.
+        do: Advice to the user if the document is missing.
 
     Raises:
-        RunError: The folder has no such document, or it cannot be read.
+        RunError: The document does not exist or cannot be read.
     """
     uri = join_uri(folder, name)
     try:
@@ -103,16 +103,16 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
 
 
 def from_line(file: str, values: Mapping[str, Any]) -> Message:
-    """Return the message of a line of a run folder, without the fields LEFT_OUT.
+    """Convert a line of a file in a run folder to its message, without the fields LEFT_OUT.
 
-    Every field has its type; figures that are not numbers are None.
+    Fields have their declared types; figures that are not numbers are None.
 
     Args:
         file: Name of the file, which determines the kind of some lines.
-        values: Values of the line.
+        values: Parsed line.
 
     Raises:
-        ValueError: The values are not a line of that file.
+        ValueError: The values are not a valid line of that file.
     """
     try:
         kind, fields_of_line = _resolve_message_class(file, values)
@@ -145,7 +145,7 @@ def _to_number(value: Any) -> float | None:
 
 
 def _clean_table_figures(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures of a table's shards: numbers and three other keys; None for other values."""
+    """Return figures of a table's shards, in which invalid values are None; three keys are not numbers."""
     figures: dict[str, Any] = {key: _to_number(value) for key, value in values.items()}
     if isinstance(device := values.get("device"), str):
         figures["device"] = device
@@ -157,7 +157,7 @@ def _clean_table_figures(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _collect_fields(kind: type[Message], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a class; other values are collected in its flat field, if it has one."""
+    """Return the values of a class's fields; other values are collected in its flat field, if it has one."""
     flat = next((each.name for each in fields(kind) if each.metadata.get("flat")), None)
     names = {each.name for each in fields(kind)} - {flat}
     named = {name: value for name, value in values.items() if name in names}

@@ -1,8 +1,8 @@
 """Errors for people, in four parts: what, where, expected, do.
 
-Errors of these classes have a cause that a user can change; the command line prints them without a traceback.
-They are sent between Ray processes, so they pickle with all their parts. They reach terminals, logs and files
-that other people read, so passwords in addresses are hidden.
+Errors of these classes have causes that a user can fix; the command line prints them without a traceback. They
+are sent between Ray processes, so pickling preserves all their parts. They reach terminals, logs and files that
+other people read, so passwords in addresses are hidden.
 """
 
 import re
@@ -16,14 +16,14 @@ from typing_extensions import TypedDict
 
 from raytrec.common.redaction import hide
 
-MAX_WORD_LENGTH = 200  # characters; the time of a search for similar words grows with their square
-MAX_PART_BYTES = {"what": 2200, "where": 700, "expected": 500, "do": 450}  # bytes of UTF-8 of each part
-# Characters that move a terminal's cursor or reverse text, and those that UTF-8 cannot encode.
+MAX_WORD_LENGTH = 200  # characters; the time to search for similar words grows with the square of the length
+MAX_PART_BYTES = {"what": 2200, "where": 700, "expected": 500, "do": 450}  # maximum size of each part in bytes of UTF-8
+# Characters that move a terminal's cursor or reverse text, and characters that UTF-8 cannot encode.
 CONTROL = re.compile("[\\x00-\\x09\\x0b-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 
 
 class ErrorParts(TypedDict):
-    """Parts of a RaytrecError, as they are stored and sent."""
+    """Parts of a RaytrecError, in the form in which they are stored and sent."""
 
     what: str
     where: NotRequired[str | None]
@@ -35,9 +35,9 @@ class RaytrecError(Exception):
     """Base class of errors for people.
 
     Args:
-        what: Sentence that states the fault, with the value received.
+        what: Sentence that states the fault and the received value.
         where: File, row group, column, table, rank or configuration key.
-        expected: Noun phrase for a correct value.
+        expected: Noun phrase that describes a correct value.
         do: Advice to the user, as an imperative.
 
     Example:
@@ -63,11 +63,11 @@ class RaytrecError(Exception):
 
     @property
     def parts(self) -> ErrorParts:
-        """All parts by name, which are the arguments of an equal error."""
+        """All parts by name, from which an equal error can be created."""
         return {"what": self.what, "where": self.where, "expected": self.expected, "do": self.do}
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that a notebook shows: no traceback, as on the command line."""
+        """Return the lines that a notebook shows; like the command line, it shows no traceback."""
         return [f"error: {self}"]
 
     def __reduce__(self):
@@ -75,14 +75,14 @@ class RaytrecError(Exception):
 
 
 class ConfigError(RaytrecError):
-    """A configuration file, an override or a combination of keys is wrong."""
+    """A configuration file, an override or a combination of keys is invalid."""
 
 
 class GpuFailedError(ConfigError):
-    """A GPU must not be used before it has recovered.
+    """A GPU must not be used until it has recovered.
 
     Attributes:
-        place: Ray's id of the node, and its id of the GPU on that node.
+        place: Ray's id of the node, and Ray's id of the GPU on that node.
     """
 
     place = "", ""
@@ -101,16 +101,16 @@ class RunError(RaytrecError):
 
 
 def shorten_repr(value: object) -> str:
-    """Return the repr of a value, shortened to a line."""
+    """Return the repr of a value, shortened to fit on a line."""
     return _REPR.repr(value)
 
 
 def join_first_lines(lines: list[str], count: int | None = None) -> str:
-    """Return the first lines that fit into an error, and the number of the others.
+    """Join as many lines as fit in an error, and append the number of omitted lines.
 
     Args:
-        lines: First lines, or all.
-        count: Number of all lines; default: that of `lines`.
+        lines: All lines, or only the first ones.
+        count: Total number of lines; default: the length of `lines`.
     """
     count, first_lines, room = count or len(lines), [], MAX_PART_BYTES["what"] - 100
     for line in lines:
@@ -124,7 +124,7 @@ def join_first_lines(lines: list[str], count: int | None = None) -> str:
 
 
 def _sanitize_part(part: object, name: str) -> str:
-    """Return a part without secrets and control characters, cut to its longest length."""
+    """Return a part without secrets and control characters, truncated to its maximum size."""
     text = str(part)
     if len(text) > 1 << 20:  # the search for secrets takes time
         text = text[: 1 << 19] + " … " + text[-(1 << 19) :]
@@ -137,7 +137,7 @@ def _escape_match(match: re.Match) -> str:
 
 
 def _truncate_middle(text: str, limit: int) -> str:
-    """Return a text of at most `limit` bytes of UTF-8; the middle of a longer text is left out."""
+    """Return a text of at most `limit` bytes of UTF-8; the middle of a longer text is omitted."""
     data = text.encode(errors="replace")
     if len(data) <= limit:
         return text
@@ -152,7 +152,7 @@ _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 40
 
 
 def find_similar_word(word: str, known_words: list[str]) -> str | None:
-    """Return the known word that is most similar to a misspelt one, or None if none is similar."""
+    """Return the known word most similar to a misspelled word, or None if no known word is similar."""
     from difflib import get_close_matches
 
     if len(word) > MAX_WORD_LENGTH:
@@ -162,7 +162,7 @@ def find_similar_word(word: str, known_words: list[str]) -> str | None:
 
 
 def format_suggestion(word: str, known_words: Iterable[str]) -> str:
-    """Return "; did you mean 'NAME'?" with the most similar known word, or "" if none is similar."""
+    """Return "; did you mean 'NAME'?" with the most similar known word, or "" if no known word is similar."""
     near = find_similar_word(word, list(known_words))
     return f"; did you mean '{near}'?" if near else ""
 
@@ -176,15 +176,15 @@ def make_unknown_word_error(
     do: str | None = None,
     kind: type[RaytrecError] = ConfigError,
 ) -> RaytrecError:
-    """Return the error for an unknown word, with a hint at the most similar known word.
+    """Return the error for an unknown word, which suggests the most similar known word.
 
     Args:
         what: Sentence that states the fault; see RaytrecError.
         word: Unknown word.
         known_words: Known words.
         where: Place of the word; see RaytrecError.
-        expected: Default: "one of", and the known words.
-        do: Advice; see RaytrecError.
+        expected: Description of a correct word; default: "one of" and the known words.
+        do: Advice to the user; see RaytrecError.
         kind: Class of the error.
     """
     known_words = list(known_words)
@@ -197,13 +197,13 @@ def make_unknown_word_error(
 
 
 def get_first_line(error: BaseException) -> str:
-    """Return the first line of an error's text that is not blank, or the name of its type if all are."""
+    """Return the first line of an error's text that is not blank, or the error's type if all lines are."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextmanager
 def convert_os_errors(what: str, kind: type[RaytrecError] = RunError, **parts: str) -> Iterator[None]:
-    """Convert an OSError of the block into an error for people: `what`, and the reason.
+    """Convert an OSError raised in the block to an error for people, which states `what` and the reason.
 
     Args:
         what: Sentence before the reason.
@@ -217,14 +217,14 @@ def convert_os_errors(what: str, kind: type[RaytrecError] = RunError, **parts: s
 
 
 def get_last_line(text: str, otherwise: str) -> str:
-    """Return the last line of a text, such as a traceback, that is not blank."""
+    """Return the last nonblank line of a text, such as a traceback, or `otherwise` if all lines are blank."""
     return (text.strip().splitlines() or [otherwise])[-1].strip()
 
 
 def get_root_cause(error: BaseException) -> BaseException:
-    """Return the RaytrecError inside wrappers (Ray's task and training errors), or the error itself.
+    """Return the RaytrecError inside wrappers such as Ray's errors, or the error itself if there is none.
 
-    Ray wraps the error of a worker in several layers: `cause` (RayTaskError), `worker_failures`
+    Ray wraps a worker's error in several layers: `cause` (RayTaskError), `worker_failures`
     (TrainingFailedError), `__cause__` and `__context__`.
     """
     visited: set[int] = set()
@@ -234,7 +234,7 @@ def get_root_cause(error: BaseException) -> BaseException:
         if id(current) in visited:
             continue
         visited.add(id(current))
-        # Ray's wrapper is an instance of the wrapped error's class, too.
+        # Ray's wrapper is also an instance of the wrapped error's class.
         wrapped = isinstance(getattr(current, "cause", None), BaseException)
         if isinstance(current, RaytrecError) and not wrapped:
             return current

@@ -1,4 +1,4 @@
-"""Formatting of numbers and names for people, and checks of values from files."""
+"""Formatting of numbers and names for people, and conversion of untrusted values from files."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ from collections.abc import Callable, Mapping
 from math import isfinite, isnan, nan
 from typing import Any
 
-MAX_ABSOLUTE_VALUE = 1e60  # absolute value; larger numbers in files are taken for mistakes
+MAX_ABSOLUTE_VALUE = 1e60  # numbers in files with this absolute value or a larger one are taken for mistakes
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def parse_number(value: Any) -> float:
-    """Return a number from a file; NaN if the value is not a finite number below LARGEST."""
+    """Return a number from a file, or NaN if the value is not a number below MAX_ABSOLUTE_VALUE."""
     usable = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_ABSOLUTE_VALUE
     return float(value) if usable else nan
 
 
 def as_dict(value: Any) -> dict[str, Any]:
-    """Return a mapping from a file; an empty one if the value is not a mapping."""
+    """Return a mapping from a file, or an empty mapping if the value is not a mapping."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list from a file; an empty one if the value is not a list."""
+    """Return a list from a file, or an empty list if the value is not a list."""
     return value if isinstance(value, list) else []
 
 
 def null_nonfinite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace NaN and infinity, which JSON does not have, by None."""
+    """Return a copy in which NaN and infinity, which JSON cannot represent, are None."""
     return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
 
 
 def parse_number_or_zero(value: Any) -> float:
-    """Return a number from a file; 0 if the value is not a finite number below LARGEST."""
+    """Return a number from a file, or 0 if the value is not a number below MAX_ABSOLUTE_VALUE."""
     return 0.0 if isnan(found := parse_number(value)) else found
 
 
 def is_step(value: Any) -> bool:
-    """Return True if a value is an integer of at least 0."""
+    """Return True if a value is an integer in [0, 2**53)."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
 def format_percent(share: float) -> str:
-    """Format a share of 1: `0.708` is "71 %"; shares near 0 and 1 get more digits. NaN is "–"."""
+    """Format a share as a percentage: 0.708 → "71 %", with more digits near 0 and 1; NaN → "–"."""
     if isnan(share):
         return "–"
     if 0 < abs(share) < 0.0005:
@@ -55,7 +55,7 @@ def format_percent(share: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes in the largest unit below it: `2_500_000` is "2.38 MiB". NaN is "–"."""
+    """Format a number of bytes in the largest suitable unit: 2_500_000 → "2.38 MiB"; NaN → "–"."""
     if isnan(count):
         return "–"
     for unit in UNITS:
@@ -66,7 +66,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_figure(value: float) -> str:
-    """Format a number with about four significant digits: "1,234,567", "0.8104". NaN is "–"."""
+    """Format an integer exactly, other numbers with about four digits: "1,234,567", "0.8104"; NaN → "–"."""
     if isnan(value):
         return "–"
     if value == int(value) and abs(value) < 1e15:
@@ -77,12 +77,12 @@ def format_figure(value: float) -> str:
 
 
 def format_count(number: int, what: str) -> str:
-    """Format a number with its noun in singular or plural: "1 failure", "2 failures"."""
+    """Format a number with its noun in the singular or plural: "1 failure", "2 failures"."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds: "12 s", "3 min 5 s", "2 h 7 min"."""
+    """Format a duration in seconds: "12 s", "3 min 5 s", "2 h 7 min"."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds} s"
@@ -92,7 +92,7 @@ def format_duration(seconds: float) -> str:
 
 
 def shorten_name(name: object, max_characters: int = 20) -> str:
-    """Return at most `max_characters` printable characters of a name, without the middle of a longer name."""
+    """Shorten a name to `max_characters` by omitting its middle; unprintable characters become "?"."""
     text = "".join(c if c.isprintable() else "?" for c in str(name))
     if len(text) <= max_characters:
         return text
@@ -101,7 +101,7 @@ def shorten_name(name: object, max_characters: int = 20) -> str:
 
 
 def format_rank_ranges(ranks: list) -> str:
-    """Format ranks as ranges: [0, 1, 2, 5] is "0–2, 5"."""
+    """Format ranks as ranges: [0, 1, 2, 5] → "0–2, 5"."""
     whole = sorted({rank for rank in ranks if isinstance(rank, int)})
     parts: list[list[int]] = []
     for rank in whole:
@@ -115,12 +115,12 @@ def format_rank_ranges(ranks: list) -> str:
 def flatten(
     values: Mapping[str, Any], prefix: str = "", whole: Callable[[dict], bool] = lambda inner: False
 ) -> dict[str, Any]:
-    """Flatten nested values to section.key → value.
+    """Flatten nested mappings to section.key → value.
 
     Args:
         values: Nested mappings.
         prefix: Prefix of all keys.
-        whole: Function that returns True for a mapping that stays as it is.
+        whole: Function that returns True for a mapping that is not flattened.
 
     Example:
         >>> flatten({"run": {"seed": 1, "name": "a"}, "tags": {}})

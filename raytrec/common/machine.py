@@ -1,7 +1,7 @@
-"""This machine: its GPUs over NVML, installed packages and compilers.
+"""This machine: its GPUs as reported by NVML, installed packages and compilers.
 
-NVML needs no context on GPUs. GPUs have the names of CUDA_VISIBLE_DEVICES. The driver uses this module
-without importing torch, which takes seconds; only workers call check_gpu.
+NVML creates no context on GPUs. GPUs are named as in CUDA_VISIBLE_DEVICES. The driver uses this module without
+importing torch, which would take seconds; only workers and the doctor's children call check_gpu.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def list_visible_gpus() -> list[str]:
-    """Return the numbers or UUIDs of CUDA_VISIBLE_DEVICES; an empty list means all GPUs of the machine."""
+    """Return the numbers or UUIDs in CUDA_VISIBLE_DEVICES; an empty list means all GPUs of the machine."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return [name.strip() for name in names if name.strip()]
 
@@ -35,7 +35,7 @@ def list_usable_gpus() -> list[str]:
 
 
 def get_gpu_handle(name: str) -> Any:
-    """Return NVML's handle of the GPU with this number or UUID; NVML must be initialized."""
+    """Return NVML's handle for the GPU with this number or UUID; NVML must be initialized."""
     import pynvml
 
     by_number, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
@@ -43,27 +43,27 @@ def get_gpu_handle(name: str) -> Any:
 
 
 def get_cuda_handle(device: str) -> Any:
-    """Return NVML's handle of a device of torch; cuda:I is the I-th visible GPU."""
+    """Return NVML's handle for a torch device; cuda:I is the I-th visible GPU."""
     index, visible = int(device.partition(":")[2] or 0), list_visible_gpus()
     return get_gpu_handle(visible[index] if visible else str(index))
 
 
 def get_smallest_gpu_memory() -> int | None:
-    """Return the usable bytes of this machine's smallest GPU; None if it has no GPU.
+    """Return the usable bytes of the smallest visible GPU; None without GPUs.
 
-    The driver's reserve is not counted, as in torch's total_memory. The result is None as well if a GPU is
-    divided into MIG instances, because the instances that programs will use are not known here.
+    As in torch's total_memory, memory reserved by the driver is excluded. The result is also None if a GPU is
+    divided into MIG instances, because it is not known which instances programs will use.
     """
     return min(_query_gpus(_read_usable_memory), default=None)
 
 
 def list_gpu_kinds() -> list[tuple[str, tuple[int, int]]]:
-    """Return the name and compute capability of each visible GPU; an empty list if they are not known."""
+    """Return the name and compute capability of each visible GPU, or [] if they cannot be read."""
     return _query_gpus(_read_gpu_kind)
 
 
 def _query_gpus(read: Callable[[Any, str], T]) -> list[T]:
-    """Return `read(NVML, name)` of each visible GPU; an empty list if one of them cannot be read."""
+    """Return `read(nvml, name)` for each visible GPU, or [] if any of them cannot be read."""
 
     def read_all(nvml: Any) -> list[T]:
         return [read(nvml, name) for name in list_visible_gpus() or map(str, range(nvml.nvmlDeviceGetCount()))]
@@ -72,7 +72,7 @@ def _query_gpus(read: Callable[[Any, str], T]) -> list[T]:
 
 
 def _query_nvml(ask: Callable[[Any], T]) -> T | None:
-    """Return `ask(NVML)`; None without library or driver, without an answer, or for a MIG instance."""
+    """Return `ask(nvml)`, or None if NVML is not available or the query fails (e.g., for MIG instances)."""
     try:
         import pynvml
 
@@ -81,7 +81,7 @@ def _query_nvml(ask: Callable[[Any], T]) -> T | None:
         return None
     try:
         return ask(pynvml)
-    except (pynvml.NVMLError, ValueError, LookupError, AttributeError):  # AttributeError: an older library
+    except (pynvml.NVMLError, ValueError, LookupError, AttributeError):  # AttributeError: the library is older
         return None
     finally:
         pynvml.nvmlShutdown()
@@ -93,10 +93,10 @@ def _read_gpu_kind(nvml: Any, name: str) -> tuple[str, tuple[int, int]]:
 
 
 def _read_usable_memory(nvml: Any, name: str) -> int:
-    """Return the usable bytes of a GPU.
+    """Return the bytes of a GPU that programs can use.
 
     Raises:
-        ValueError: The GPU is cut into MIG instances, or is one.
+        ValueError: The GPU is divided into MIG instances, or is a MIG instance.
     """
     if name.startswith("MIG"):
         raise ValueError(name)
@@ -111,23 +111,23 @@ def _read_usable_memory(nvml: Any, name: str) -> int:
 
 
 PACKAGES = ("raytrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
-# Advice for an environment that was installed for the other device; see requirements/install.py.
+# Advice for an environment that was installed for another device; see requirements/install.py.
 REINSTALL_ADVICE = "make clean, then make install DEVICE={device} (docs/install.md)"
 
 
 # Compute capabilities for which PyPI's fbgemm-gpu has machine code; it has no PTX (cuobjdump --list-elf,
-# --list-ptx): 1.8.0 for sm_80, sm_90a and sm_100a, 1.9.0 for sm_80, sm_90a and sm_100. Code with an "a" runs
-# only on that capability; other code also runs on newer capabilities of its major version.
+# --list-ptx): 1.8.0 for sm_80, sm_90a and sm_100a; 1.9.0 for sm_80, sm_90a and sm_100. Code with an "a" runs
+# only on that capability; other code also runs on newer capabilities of the same major version.
 _COMMON_CAPABILITIES = frozenset({(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0)})
 FBGEMM_CAPABILITIES = {"1.8.0": _COMMON_CAPABILITIES, "1.9.0": _COMMON_CAPABILITIES | {(10, 3)}}
 
 
 def check_fbgemm_support(kind: tuple[str, tuple[int, int]], host: str) -> ConfigError | None:
-    """Return the error for a GPU that the installed FBGEMM has no code for; None if it has code.
+    """Return the error for a GPU for which the installed FBGEMM has no code, or None if FBGEMM has code.
 
     Args:
         kind: Name and compute capability of the GPU.
-        host: Host of the GPU.
+        host: Host of the GPU, for the error.
     """
     package = get_installed_version("fbgemm-gpu")
     supported = FBGEMM_CAPABILITIES.get((package or "").partition("+")[0])  # None for builds from source
@@ -143,8 +143,8 @@ def check_fbgemm_support(kind: tuple[str, tuple[int, int]], host: str) -> Config
     )
 
 
-# Recovery that NVIDIA's driver (565 or newer) asks for before a GPU is used again, after uncorrected memory
-# errors and others (Xid).
+# Recovery that NVIDIA's driver (565 or newer) requires before a GPU is used again, for example after uncorrected
+# memory errors (Xid).
 _RECOVERY_ACTIONS = {
     "GPU_RESET": "a reset (nvidia-smi --gpu-reset)",
     "NODE_REBOOT": "a reboot of its host",
@@ -155,7 +155,7 @@ _RECOVERY_ACTIONS = {
 
 
 def find_needed_recovery(device: str) -> str | None:
-    """Return the recovery that a device of torch needs before it is used again; None if none, or unknown."""
+    """Return the recovery that a torch device needs before it is used again; None if not needed or unknown."""
 
     def ask(nvml: Any) -> str | None:
         fields = [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
@@ -168,7 +168,7 @@ def find_needed_recovery(device: str) -> str | None:
 
 
 def get_installed_version(package: str) -> str | None:
-    """Return the version of a package of this environment; None if it is not installed."""
+    """Return the version of a package in this environment, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -183,7 +183,7 @@ def get_installed_versions(*more: str) -> dict[str, str]:
 def get_build_device() -> str | None:
     """Return the device for which torch and FBGEMM are built, "cuda" or "cpu"; None without torch.
 
-    FBGEMM's builds are two distributions with one folder, so installing both breaks FBGEMM.
+    FBGEMM's two builds are distributions that share a folder, so installing both breaks FBGEMM.
     """
     if not get_installed_version("torch"):
         return None
@@ -191,17 +191,17 @@ def get_build_device() -> str | None:
 
 
 def get_torch_cuda_version() -> str | None:
-    """Return the CUDA version (X.Y) for which torch is built; None if torch is for CPUs or missing."""
+    """Return the CUDA version (X.Y) for which torch is built; None if torch is built for CPUs or missing."""
     try:
         file = distribution("torch").locate_file("torch/version.py")
-        # The file contains constants. PyPI's versions have no suffix such as +cpu or +cu130.
+        # The file contains only constants. The version itself does not suffice: PyPI's has no suffix such as +cu130.
         return runpy.run_path(str(file)).get("cuda")
     except (PackageNotFoundError, OSError):  # OSError: a file of the package is missing
         return None
 
 
 def get_driver_versions() -> tuple[str, str] | None:
-    """Return the version of NVIDIA's driver and the newest CUDA (X.Y) it supports; None without a driver."""
+    """Return the versions of NVIDIA's driver and of the newest CUDA (X.Y) that it supports; None without it."""
 
     def ask(nvml: Any) -> tuple[str, str]:
         cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
@@ -219,13 +219,13 @@ def compute_code_hash() -> str:
 
 
 def check_gpu(host: str) -> None:
-    """Check each GPU that this process sees with torch; called in workers and in children of the doctor.
+    """Check each GPU that torch sees in this process; called in workers and in the doctor's children.
 
     Args:
         host: Address of this host, for the error.
 
     Raises:
-        ConfigError: Torch cannot use GPUs here, FBGEMM has no code for a GPU, or a GPU has failed.
+        ConfigError: torch cannot use GPUs here, FBGEMM has no code for a GPU, or a GPU has failed.
     """
     import torch
 
@@ -258,7 +258,7 @@ def check_gpu(host: str) -> None:
 def require_compiler(device: str) -> None:
     """Check that this machine has the compiler that train.compile needs.
 
-    For CPUs torch (2.13.0) writes C++ extension modules of Python; for GPUs Triton kernels, which need a C
+    For CPUs, torch (2.13.0) compiles C++ extension modules; for GPUs, Triton kernels, whose launchers need a C
     compiler.
 
     Args:

@@ -1,4 +1,4 @@
-"""Settings of the memory allocator, and pages of memory-mapped files."""
+"""Settings of the memory allocator, and operations on pages of memory-mapped files."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from time import monotonic
 
 # Parameters of glibc's mallopt(3), from <malloc.h>. Up to TRIM_THRESHOLD_BYTES of freed memory at an arena's
 # top are not returned to the system, blocks of up to LARGEST_BYTES are not mapped individually, and an arena
-# grows by TOP_PAD_BYTES (else glibc returns the empty heaps of threads other than the main one). A step of
+# grows by TOP_PAD_BYTES (else glibc returns the empty heaps of all threads except the main thread). A step of
 # 1,024 rows takes 7 % less CPU time with these values; larger values, or steps of 8,192 rows, save nothing
 # more.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 TRIM_THRESHOLD_BYTES, TOP_PAD_BYTES, LARGEST_BYTES = 64 << 20, 64 << 20, 32 << 20
 MAP_FIXED = 0x10  # of mmap(2) on Linux
 TRIM_INTERVAL_S = 5.0  # trimming takes milliseconds, and the memory must be allocated again
-# Environment of ranks, of read tasks and of the process that forks them; glibc reads it when a process
-# starts. By default glibc keeps freed memory in up to eight arenas per core, and each grows to the largest
-# need of any thread: a rank grew by 8 MiB per epoch until all arenas were in use.
+# Environment of ranks, read tasks and the process that forks them; glibc reads it when a process starts. By
+# default, glibc keeps freed memory in up to eight arenas per core, and each arena grows to the largest need of
+# any thread: a rank grew by 8 MiB per epoch until all arenas were in use.
 ALLOCATOR_ENV = {"MALLOC_ARENA_MAX": "2"}
 
 _trimmed_s, _lock = 0.0, Lock()
@@ -29,13 +29,13 @@ _LIBC = ctypes.CDLL(None)
 
 @cache
 def retain_freed_memory() -> bool:
-    """Keep freed memory in this process, which allocates and frees arrays of a few MiB all the time.
+    """Keep freed memory in this process, for processes that constantly allocate arrays of a few MiB.
 
-    By default glibc returns such arrays to the system immediately. Each new array then causes a page fault
-    for every page, which costs more than filling it.
+    By default, glibc returns such arrays to the system immediately. A new array then causes a page fault for
+    each of its pages, which costs more than filling the page.
 
     Returns:
-        True if the C library is glibc; other libraries are not changed.
+        True if the settings were applied; False if the C library is not glibc.
     """
     if not hasattr(_LIBC, "gnu_get_libc_version"):
         return False
@@ -46,9 +46,9 @@ def retain_freed_memory() -> bool:
 def trim_memory() -> None:
     """Return freed memory to the system; called when many arrays have been freed, as after an epoch.
 
-    glibc keeps freed memory in each arena, and the threads of each epoch use other arenas. Without this
-    call, a process grows by some MiB per epoch, up to TRIM_THRESHOLD_BYTES per arena. Memory at the top of
-    arenas other than the main one stays, so a process still grows in its first epochs.
+    glibc keeps freed memory in each arena, and the threads of each epoch use other arenas. Without this call, a
+    process grows by a few MiB per epoch, up to TRIM_THRESHOLD_BYTES per arena. Memory at the top of all arenas
+    except the main arena is not returned, so a process still grows in its first epochs.
     """
     global _trimmed_s
     with _lock:
@@ -60,23 +60,23 @@ def trim_memory() -> None:
 
 
 def prefetch_pages(address: int, size: int) -> None:
-    """Prefetch a part of a mapped file that is about to be read sequentially.
+    """Prefetch part of a mapped file that is about to be read sequentially.
 
-    Prefetching is ten times as fast as page faults. Other memory is not affected.
+    Prefetching is ten times as fast as page faults. Memory that is not mapped from a file is not affected.
 
     Args:
-        address: First byte of the part in memory.
-        size: Bytes of the part.
+        address: Address of the part's first byte.
+        size: Size of the part in bytes.
     """
     _advise(address, size, mmap.MADV_WILLNEED)
 
 
 def advise_random_access(address: int, size: int) -> None:
-    """Advise the system that a mapped file is read at random, so that it reads single pages.
+    """Advise the system to read single pages of part of a mapped file, which is accessed at random.
 
     Args:
-        address: First byte of the part in memory.
-        size: Bytes of the part.
+        address: Address of the part's first byte.
+        size: Size of the part in bytes.
     """
     _advise(address, size, mmap.MADV_RANDOM)
 
@@ -85,7 +85,7 @@ def is_page_resident(address: int) -> bool:
     """Return True if a page of a mapped file is in memory.
 
     Args:
-        address: First byte of the page.
+        address: Address of the page's first byte.
     """
     flags = ctypes.c_ubyte()
     _LIBC.mincore(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(flags))
@@ -93,14 +93,14 @@ def is_page_resident(address: int) -> bool:
 
 
 def unmap_file(address: int, size: int) -> None:
-    """Replace a part of a mapped file by private memory of the process, filled with zeros.
+    """Replace part of a mapped file with zero-filled private memory of the process.
 
     Args:
-        address: First byte of the part in memory, at a page boundary.
-        size: Bytes of the part, a multiple of the page size.
+        address: Address of the part's first byte, at a page boundary.
+        size: Size of the part in bytes, a multiple of the page size.
 
     Raises:
-        OSError: The system has no memory for it.
+        OSError: The system cannot provide the memory.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
     place, rights = ctypes.c_void_p(address), mmap.PROT_READ | mmap.PROT_WRITE

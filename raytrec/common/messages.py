@@ -1,6 +1,6 @@
-"""Messages from ranks and the coordinator to the driver, most of which become lines of a run folder.
+"""Messages from ranks and the coordinator to the driver, most of which become lines in a run folder.
 
-`line()` is a message's line in the file FILE of the run folder; documents.from_line reads it.
+`line()` returns a message's line in the file FILE of the run folder; documents.from_line parses the line.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from raytrec.common.errors import ErrorParts
 from raytrec.common.formatting import MAX_ABSOLUTE_VALUE, parse_number
 
 HEARTBEAT_INTERVAL_S = 0.5  # shortest time between two heartbeats of a rank
-MAX_HEARTBEATS_PER_S = 512  # heartbeats per second of all ranks together, which one actor answers
+MAX_HEARTBEATS_PER_S = 512  # maximum total of all ranks; one actor answers all heartbeats
 METRICS, RANKS, CHECKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl"
 
 Figures = Mapping[str, Any]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 Real = Annotated[float, Field(strict=True, gt=-MAX_ABSOLUTE_VALUE, lt=MAX_ABSOLUTE_VALUE)]
 UnixTime = Annotated[float, Field(strict=True, ge=0, lt=1e11)]  # seconds since 1970, up to the year 5138
-PROFILED = "profiled"  # the Event of a run whose profile has been written
-ENDED_EARLY = "ended early"  # the Event of a run whose evaluations have ended training
-FLATTENED = {"flat": True}  # metadata of a field whose keys are written next to the other fields
-MAX_RECORDED_RANKS = 64  # ranks whose lines are recorded, because pictures show no more
+PROFILED = "profiled"  # Event: the profile of a run has been written
+ENDED_EARLY = "ended early"  # Event: early stopping has ended training
+FLATTENED = {"flat": True}  # metadata of a mapping whose items are written like fields of the message
+MAX_RECORDED_RANKS = 64  # maximum number of ranks whose lines are recorded; figures do not show more
 
 
 def select_recorded_ranks(world: int) -> list[int]:
-    """Return the ranks whose lines are recorded: all, or MAX_RECORDED_RANKS at equal distances.
+    """Return the ranks whose lines are recorded: all ranks, or MAX_RECORDED_RANKS evenly spaced ones.
 
     Example:
         >>> select_recorded_ranks(3), len(select_recorded_ranks(1024)), select_recorded_ranks(1024)[:3]
@@ -45,17 +45,17 @@ def compute_heartbeat_interval(world: int) -> float:
 
 
 class Command(IntEnum):
-    """Commands to ranks; a larger one overrides a smaller one."""
+    """Commands to ranks; a larger value overrides a smaller value."""
 
     GO = 0
     SAVE = 1
-    RESTART = 2  # save, then end, so that Ray Train starts the group again on the present nodes
+    RESTART = 2  # save, then end, so that Ray Train restarts the group on the current nodes
     STOP = 3  # save, then end
-    ABORT = 9  # end the process at once
+    ABORT = 9  # end the process immediately
 
 
 class Restart(Exception):
-    """Raised by all ranks when the state is saved and the group must be started again; not a failure."""
+    """Raised by all ranks when the state has been saved and the group must restart; not a failure."""
 
 
 PHASES = (  # phases of a training step, into which a rank's time is divided
@@ -66,7 +66,7 @@ PHASES = (  # phases of a training step, into which a rank's time is divided
     "forward",  # forward pass of the dense model
     "backward",  # backward pass of the dense model
     "optimizer",  # update of dense layers and data-parallel tables
-    "collectives",  # waiting for other ranks in other exchanges: pooled embeddings, gradients
+    "collectives",  # waiting for other ranks in all other exchanges: pooled embeddings, gradients
     "other",
 )
 
@@ -76,10 +76,10 @@ class Message:
     """Base class of all messages.
 
     Attributes:
-        KIND: Name of the class in lines, and of the method that shows it (driver.console.RunConsole).
-        FILE: File of the run folder that contains the message; None if it is not written.
-        TAG: Key of the kind in its line; None if the file determines the kind.
-        LEFT_OUT: Fields that the line does not contain.
+        KIND: Name of the class in lines, and of the method of driver.console.RunConsole that shows the message.
+        FILE: File of the run folder to which the message is written; None if the message is not written.
+        TAG: Key under which the line contains the kind; None if the file determines the kind.
+        LEFT_OUT: Names of fields that the line omits.
     """
 
     KIND: ClassVar[str]
@@ -88,7 +88,7 @@ class Message:
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()
 
     def values(self) -> dict[str, Any]:
-        """Return the values of all fields; those of `figures` or `details` are next to the others."""
+        """Return the values of all fields by name; the items of a flat field are merged into the result."""
         out: dict[str, Any] = {}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -96,7 +96,7 @@ class Message:
         return out
 
     def line(self) -> dict[str, Any]:
-        """Return the values of the message's line in the run folder."""
+        """Return the message's line in the run folder as a mapping."""
         tag = {self.TAG: self.KIND} if self.TAG else {}
         return {**tag, **{k: v for k, v in self.values().items() if k not in self.LEFT_OUT}}
 
@@ -119,7 +119,7 @@ class Warn(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent(Message):
-    """Line of events.jsonl, with its time."""
+    """Message that is written to events.jsonl with its time."""
 
     FILE, TAG = EVENTS, "event"
     unix_s: UnixTime | None = None
@@ -130,9 +130,9 @@ class Start(RunEvent):
     """Start of training by a group of workers.
 
     Attributes:
-        total: Steps of the whole run; `step` of them have been trained before.
-        plan: Description of each table (embeddings.sharding.describe), written to plan.json.
-        metrics: Descriptions of the figures of training and evaluation (metrics.selection.Figure).
+        total: Number of steps in the whole run, of which `step` have already been trained.
+        plan: Description of each table (embeddings.sharding.describe_plan), written to plan.json.
+        metrics: Descriptions of training and evaluation figures (metrics.selection.describe_metrics).
     """
 
     KIND, LEFT_OUT = "start", ("plan",)
@@ -148,9 +148,9 @@ class Saved(RunEvent):
     """End of a save.
 
     Attributes:
-        error: Reason if the checkpoint could not be written; else None.
-        blocked_s: Seconds during which training waited.
-        seconds: Seconds of the whole save.
+        error: Reason why the checkpoint could not be written; None if the save succeeded.
+        blocked_s: Seconds for which training waited.
+        seconds: Duration of the whole save in seconds.
     """
 
     KIND = "saved"
@@ -163,7 +163,7 @@ class Saved(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped(RunEvent):
-    """End of a run at the request of a user or the cluster; its state is saved."""
+    """End of a run at the request of a user or the cluster; the state of the run is saved."""
 
     KIND = "stopped"
     step: Count
@@ -171,10 +171,10 @@ class Stopped(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Event(RunEvent):
-    """Event that the coordinator observed: started, asked, waiting, failed, hang.
+    """Event observed by the coordinator, such as started, asked, waiting, failed or hang.
 
     Attributes:
-        details: Attempt and workers; or command and reason; or cause, rank, step and again.
+        details: Details by name: attempt and workers; command and reason; or cause, rank, step and again.
     """
 
     KIND, TAG = "event", None
@@ -184,10 +184,10 @@ class Event(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Message):
-    """Figures at a step, a line of metrics.jsonl.
+    """Figures at a step, which are a line in metrics.jsonl.
 
     Attributes:
-        figures: Values by name. A value that is not defined is None in the file, and may be NaN before.
+        figures: Values by name. An undefined value is None in the file; in a new message, it can be NaN.
     """
 
     FILE, TAG = METRICS, "kind"
@@ -196,7 +196,7 @@ class Measured(Message):
     figures: Figures = field(default_factory=dict, metadata=FLATTENED)
 
     def figure(self, name: str) -> float:
-        """Return a figure; NaN if it is not defined."""
+        """Return a figure, or NaN if it is undefined."""
         return parse_number(self.figures.get(name))
 
 
@@ -212,7 +212,7 @@ class Eval(Measured):
     """Figures of an evaluation during training.
 
     Attributes:
-        curves: Points of each curve (worker.evaluate); None without curves.
+        curves: Points of each curve (worker.evaluate); None if no curves were computed.
     """
 
     KIND = "eval"
@@ -228,10 +228,10 @@ class Final(Eval):
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Measured):
-    """Figures of result.json, named section.name.
+    """Figures in result.json, under names of the form section.name.
 
     Attributes:
-        unsaved: Parts of the error that prevented saving the trained model; None if it is saved.
+        unsaved: Parts of the error that prevented saving the trained model; None if the model is saved.
     """
 
     KIND, LEFT_OUT = "result", ("unsaved",)
@@ -250,8 +250,8 @@ class Outcome(Message):
     """Outcome of a live check at a step.
 
     Attributes:
-        figure: Measured value; None if the check measures nothing, or the value is not a number.
-        limit: Largest value that passes; None if there is no limit.
+        figure: Measured value; None if the check measures no value, or the value is not finite.
+        limit: Largest value that passes; None if the check has no limit.
     """
 
     KIND, FILE = "check", CHECKS
@@ -266,14 +266,14 @@ class Outcome(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class RankLine(Message):
-    """Interval of tracking.every_steps steps of one rank (docs/monitoring.md).
+    """Interval of tracking.every_steps training steps on one rank (docs/monitoring.md).
 
     Attributes:
-        first_step: Step before the first step of the interval, which has `steps` steps and ends at `step`.
-        seconds: Duration of the interval.
-        phases_s: Seconds in each of PHASES.
-        first_s: Share of phases_s of the group's first step, which sets everything up; in one line.
-        system: Sample of worker.process.SystemMonitor.
+        first_step: Number of steps trained before the interval, which has `steps` steps and ends at `step`.
+        seconds: Duration of the interval in seconds.
+        phases_s: Seconds spent in each of PHASES.
+        first_s: Part of phases_s spent in the group's first step, which includes setup; {} in later lines.
+        system: Sample taken by worker.process.SystemMonitor.
         tables: Figures of this rank's shards by table (worker.statistics).
     """
 
@@ -292,7 +292,7 @@ class RankLine(Message):
     first_s: dict[str, Real] = field(default_factory=dict)
 
     def phase_s(self, phase: str) -> float:
-        """Return the seconds in one of PHASES; 0 if they were not measured."""
+        """Return the seconds spent in one of PHASES, or 0 if they were not measured."""
         return self.phases_s.get(phase, 0.0)
 
     def added(self, figure: str) -> float:

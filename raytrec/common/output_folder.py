@@ -1,4 +1,4 @@
-"""Output folders on disk or in an object store, in which files appear when they are complete."""
+"""Output folders on disk or in an object store, in which files appear only when complete."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ T = TypeVar("T")
 
 
 def compute_binding(*parts: Any) -> str:
-    """Return a hash of JSON values that determine the content of a folder or file."""
+    """Return a hash of the JSON values that determine the content of a folder or file."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 class OutputFolder:
-    """Folder in which files appear when they are complete. All methods may raise OSError.
+    """Folder in which files appear only when complete. All methods may raise OSError.
 
     Attributes:
-        partial: Folder inside for incomplete files on disk.
+        partial: Name of the subfolder for incomplete files on disk.
     """
 
     partial = "_parts"
@@ -53,7 +53,7 @@ class OutputFolder:
         return {path.removeprefix(self._path).lstrip("/") for path in files}
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file, which appears when it is complete."""
+        """Write a file, which appears only when complete."""
         self.sweep()
         with self.stream(name, name) as stream:
             stream.write(data)
@@ -62,13 +62,13 @@ class OutputFolder:
     def stream(self, name: str, partial: str) -> Iterator[pa.NativeFile]:
         """Open a stream to a file that appears after the block, and does not appear after an error.
 
-        A file on disk is written under another name first. An object appears when its stream is closed. After
-        an error only the interpreter closes the stream, and the footer then has fewer rows than its metadata
+        A file on disk is first written under another name. An object appears when its stream is closed. After an
+        error, only the interpreter closes the stream, and the footer then has fewer rows than its metadata
         states.
 
         Args:
             name: Name of the file.
-            partial: Name of the incomplete file on disk.
+            partial: Prefix of the name of the incomplete file on disk.
         """
         target = f"{self._path}/{name}"
         if not self.is_local:
@@ -89,12 +89,12 @@ class OutputFolder:
             raise
 
     def sweep(self) -> None:
-        """Remove the incomplete files of killed writers from a folder on disk."""
+        """Remove incomplete files left by killed writers, if the folder is on disk."""
         for place in (self._path, f"{self._path}/{self.partial}") if self.is_local else ():
             remove_leftovers(place, "*.{owner}.tmp")
 
     def remove(self, folder: str) -> None:
-        """Remove a folder inside with its content, if it exists."""
+        """Remove a subfolder with its content, if it exists."""
         info = self._filesystem.get_file_info(f"{self._path}/{folder}")
         if info.type == fs.FileType.Directory:
             self._filesystem.delete_dir(info.path)
@@ -105,7 +105,7 @@ class OutputFolder:
 
 
 class ClaimedFolder(OutputFolder):
-    """Folder that one command fills, and the same command continues after an interruption.
+    """Output folder of one command, which the same command can continue to fill after an interruption.
 
     Args:
         uri: Path or URI of the folder (--out).
@@ -118,12 +118,12 @@ class ClaimedFolder(OutputFolder):
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Lock a folder on disk against other writers, until the block or the process ends.
+        """Lock the folder, if it is on disk, against other writers until the block or the process ends.
 
-        A folder that does not exist is made, and removed if it is empty after the block.
+        A missing folder is created, and removed if it is empty after the block.
 
         Raises:
-            RunError: Another process writes to the folder, or the folder cannot be made.
+            RunError: Another process is writing to the folder, or the folder cannot be created.
         """
         if not self.is_local:
             yield
@@ -154,14 +154,14 @@ class ClaimedFolder(OutputFolder):
             ) from None
 
     def claim(self, name: str, kind: type[T]) -> tuple[set[str], T | None]:
-        """Return the names of all files, and the claim of an earlier command.
+        """Return the names of all files, and the claim written by an earlier command, or None.
 
         Args:
-            name: File of the claim.
-            kind: Type of the claim (documents.typed).
+            name: Name of the file that contains the claim.
+            kind: Type of the claim; see documents.validate_as.
 
         Raises:
-            ConfigError: The folder holds other files without a claim, or the claim is damaged.
+            ConfigError: The folder contains other files but no claim, or the claim is damaged.
         """
         names = self.list_names()
         if name not in names:
@@ -174,7 +174,7 @@ class ClaimedFolder(OutputFolder):
             raise self.make_refusal(f"cannot read {name}: {error}") from None
 
     def make_refusal(self, what: str, do: str = OTHER_FOLDER_ADVICE) -> ConfigError:
-        """Return the error for a folder that holds something else."""
+        """Return the error for a folder with other content, to which the command must not write."""
         return ConfigError(
             what,
             where=f"--out {self.uri}",

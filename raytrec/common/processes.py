@@ -1,6 +1,6 @@
-"""Processes of one host: locks, names of owners, leftovers of killed processes, and the end of a process.
+"""Processes of one host: locks, owner names, leftovers of killed processes, and the end of a process.
 
-A process removes its temporary files after use. If it was killed, the next process removes them.
+A process removes its temporary files after use. If the process was killed, a later process removes them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def lock_file(file: IO | int, wait: bool = False) -> bool:
     """Lock an open file or folder against other processes until it is closed or this process ends.
 
     Args:
-        file: Open file, or descriptor of a file or folder.
-        wait: Block until other processes release the lock.
+        file: Open file, or the descriptor of an open file or folder.
+        wait: True to wait until other processes release the lock.
 
     Returns:
-        False on a file system without locks.
+        True if the lock was acquired; False if the file system does not support locks.
 
     Raises:
-        BlockingIOError: Another process holds the lock, and wait is False.
+        BlockingIOError: Another process holds the lock, and `wait` is False.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -42,12 +42,13 @@ def lock_file(file: IO | int, wait: bool = False) -> bool:
 
 
 def create_file(path: Path, data: bytes | str, mode: int = 0o600) -> None:
-    """Create a file that does not exist; by default, only this user can read it.
+    """Create a new file with the given content; by default, only this user can read it.
 
-    The mode applies from the start: after write_text and chmod, others could have opened the file in between.
+    The mode applies from the start. With write_text and chmod, others could open the file in between.
 
     Raises:
-        FileExistsError: Another process has created the file. OSError: The file cannot be written.
+        FileExistsError: The file exists.
+        OSError: The file cannot be written.
     """
     content = data.encode() if isinstance(data, str) else data
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -55,18 +56,18 @@ def create_file(path: Path, data: bytes | str, mode: int = 0o600) -> None:
 
 
 def get_owner_name() -> str:
-    """Return the part of a file name that identifies this process on this host."""
+    """Return the part of file names that identifies this process and its host."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def remove_leftovers(folder: str | Path, pattern: str, keep: str | None = None) -> None:
-    """Remove the files and folders of ended processes of this host; errors are ignored.
+    """Remove files and folders left by ended processes of this host; errors are ignored.
 
     Args:
         folder: Folder to search.
-        pattern: Pattern of names, with {owner} in the place of `get_owner_name()` and * for any text. Names
-            with the owner of another host stay, because that host's processes are not visible here.
-        keep: Name of a file; folders that contain it stay.
+        pattern: Pattern of names, in which {owner} stands for `get_owner_name()` and * for any text. Files of
+            other hosts stay, because the processes of those hosts are not visible here.
+        keep: Name of a file; folders that contain this file are not removed.
     """
     parts = {"{owner}": rf"{re.escape(socket.gethostname())}-(\d+)", "*": ".*"}
     split = re.split(r"(\{owner\}|\*)", pattern)
@@ -97,19 +98,19 @@ def _remove(path: Path) -> None:
 
 
 def handle_hangup_as_sigterm() -> None:
-    """Handle SIGHUP, sent when a terminal or an ssh session ends, like SIGTERM; under nohup, ignore it."""
+    """Handle SIGHUP (the end of a terminal or SSH session) like SIGTERM, unless SIGHUP is ignored (nohup)."""
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
 
 
 @contextmanager
 def exit_after_block() -> Iterator[None]:
-    """End the process right after Python's exit functions that follow this block.
+    """End the process as soon as the atexit functions registered in this block or later have run.
 
-    ray.shutdown() leaves threads behind (Ray 2.60: the GCS client's, gRPC's event engine, the exporter of
-    metrics) that no call ends. They run while Python finalizes and C++ destroys its global objects, and may
-    read freed memory: once, a successful process ended with a segmentation fault. With this block, Python
-    joins its threads, atexit functions run, output is flushed, and the process ends.
+    ray.shutdown() leaves threads behind (Ray 2.60: the GCS client, gRPC's event engine, the metrics exporter)
+    that no call ends. They run while Python finalizes and C++ destroys its global objects, and may read freed
+    memory: once, a successful process ended with a segmentation fault. With this block, Python joins its
+    threads, atexit functions run, output is flushed, and the process ends.
     """
     code = 1  # exit status after an uncaught error
 

@@ -1,7 +1,7 @@
-"""Reading of files and text that others may have written. No torch.
+"""Reading files and text from untrusted sources. No torch.
 
-All YAML and JSON of raytrec is read here: configurations, schemas, run folders, indexes of checkpoints. Pipes
-and devices are refused, because opening a pipe may block forever. Short text that expands to many values
+All YAML and JSON is read through this module: configurations, schemas, run folders, indexes of checkpoints.
+Pipes and devices are refused, because opening a pipe can block forever. Short text that expands to many values
 (nested anchors, nested brackets) is refused before it is expanded.
 """
 
@@ -25,11 +25,11 @@ from yaml.reader import Reader
 from yaml.resolver import Resolver
 from yaml.scanner import Scanner
 
-MAX_DOCUMENT_DEPTH = 64  # levels of nesting; raytrec's own files have fewer than 10
-MAX_VALUES = 200_000  # values of a YAML file, with its anchors expanded
-TEXT_OF_A_VALUE = 100  # characters; longer text counts as several
+MAX_DOCUMENT_DEPTH = 64  # levels of nesting; files written by raytrec have fewer than 10
+MAX_VALUES = 200_000  # values in a YAML file, with its anchors expanded
+TEXT_OF_A_VALUE = 100  # characters; longer text counts as several values
 MAX_YAML_BYTES = 16 << 20
-MAX_JSON_BYTES = 1 << 30  # the index of a checkpoint of many TiB
+MAX_JSON_BYTES = 1 << 30  # sufficient for the index of a checkpoint of many TiB
 
 FILE_KINDS = {
     stat.S_IFDIR: "a folder",
@@ -39,24 +39,24 @@ FILE_KINDS = {
     stat.S_IFBLK: "a device",
 }
 T = TypeVar("T")
-# Seconds before the second, third and last attempt to read from a store that does not answer.
+# Seconds before the second, third and fourth (last) attempt to read from a store that does not answer.
 RETRY_DELAYS_S = (0.2, 1.0, 3.0)
 
 
 class UnreadableError(ValueError):
-    """Text is not YAML or JSON, or exceeds a limit; the message is one line for people."""
+    """Error for text that is not valid or exceeds a limit; the message is one line for people."""
 
 
 def open_regular(path: str | Path) -> FileIO:
-    """Open a local regular file for reading; pipes and devices could block or never end.
+    """Open a local regular file for reading; refuse pipes and devices, which could block or never end.
 
     Raises:
         OSError: The file does not exist, cannot be read, or is not a regular file.
     """
     try:
-        _check_kind(os.stat(path).st_mode, path)  # before open(), which has an effect on some devices
+        _check_kind(os.stat(path).st_mode, path)  # before open(), which has side effects on some devices
         file = FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC))
-    except ValueError as error:  # a path with a zero byte
+    except ValueError as error:  # a path with a null byte
         raise OSError(errno.EINVAL, str(error), repr(str(path))) from None
     try:
         _check_kind(os.fstat(file.fileno()).st_mode, path)
@@ -67,10 +67,10 @@ def open_regular(path: str | Path) -> FileIO:
 
 
 def read_bytes(path: str | Path, max_file_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Read a local file.
+    """Read the bytes of a local regular file.
 
     Raises:
-        OSError: As for `open_regular`, or the file has more than `max_file_bytes` bytes.
+        OSError: As for `open_regular`, or the file is larger than `max_file_bytes`.
     """
     with open_regular(path) as file:
         data = file.read(max_file_bytes + 1)  # the system returns fewer bytes only beyond 2 GiB
@@ -80,7 +80,7 @@ def read_bytes(path: str | Path, max_file_bytes: int = MAX_JSON_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, max_file_bytes: int = MAX_YAML_BYTES) -> str:
-    """Read the text of a local file; bytes that are not UTF-8 are replaced.
+    """Read the text of a local regular file; bytes that are not UTF-8 are replaced.
 
     Raises:
         OSError: As for `read_bytes`.
@@ -92,8 +92,8 @@ def parse_yaml(text: str | bytes) -> Any:
     """Parse a YAML text.
 
     Raises:
-        UnreadableError: The text is not YAML, repeats a key, has an anchor that contains itself, expands to
-            more than `MAX_VALUES` values, or has more than `MAX_DOCUMENT_DEPTH` levels.
+        UnreadableError: The text is not valid YAML, repeats a key, has an anchor that contains itself, expands
+            to more than `MAX_VALUES` values, or has more than `MAX_DOCUMENT_DEPTH` levels.
     """
     if len(text) > MAX_YAML_BYTES:
         raise UnreadableError(f"the text is larger than {MAX_YAML_BYTES >> 20} MiB")
@@ -119,7 +119,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text.
 
     Raises:
-        UnreadableError: The text is not JSON, or has more than `MAX_DOCUMENT_DEPTH` levels.
+        UnreadableError: The text is not valid JSON, or has more than `MAX_DOCUMENT_DEPTH` levels.
     """
     try:
         values = json.loads(text)
@@ -134,7 +134,7 @@ def parse_json(text: str | bytes) -> Any:
     return values
 
 
-if yaml.__with_libyaml__:  # several times as fast
+if yaml.__with_libyaml__:  # libyaml is several times as fast
     from yaml.cyaml import CParser as _Parser
 else:
 
@@ -146,7 +146,7 @@ else:
 
 
 class _Loader(Composer, _Parser, SafeConstructor, Resolver):  # type: ignore[misc, valid-type]
-    """PyYAML's safe loader with limits; repeated keys are an error."""
+    """PyYAML's safe loader with limits; a repeated key is an error."""
 
     def __init__(self, text: str):
         _Parser.__init__(self, text)
@@ -155,7 +155,7 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):  # type: ignore[mis
         Resolver.__init__(self)
         self._depth = 0
         self._open: set[str] = set()  # anchors of the nodes that are being composed
-        self._sizes: dict[int, int] = {}  # id of a node → its number of values, expanded
+        self._sizes: dict[int, int] = {}  # id of a node → its number of values after expansion
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
@@ -225,14 +225,14 @@ def _format_error_line(error: Exception) -> str:
 
 
 def retry_read(uri: str, read: Callable[[], T]) -> T:
-    """Read a file, and repeat with growing pauses if the storage fails.
+    """Read a file, and retry with increasing delays if the storage fails.
 
-    A missing file is not tried again. Neither is a local file after an OSError without an errno, with which
-    pyarrow reports malformed content.
+    Reading is not retried if the file is missing, is a folder, or may not be read. For a local file, an OSError
+    without errno, by which pyarrow reports malformed content, is not retried either.
 
     Args:
         uri: Path or URI of the file.
-        read: Function that reads it.
+        read: Function that reads the file.
 
     Raises:
         OSError: The error of the last attempt.
@@ -250,8 +250,8 @@ def retry_read(uri: str, read: Callable[[], T]) -> T:
 
 
 def storage_hint(uri: str) -> str:
-    """Return the part of an error's `expected` about the answer of a remote store; "" for a local path.
+    """Return the start of an error's `expected` that asks for a reachable store; "" for a local path.
 
-    pyarrow raises the same error for a store that does not answer and for malformed content.
+    pyarrow raises the same error if a store does not answer and if content is malformed.
     """
     return f"reachable storage (after {len(RETRY_DELAYS_S) + 1} failed attempts), and " if "://" in uri else ""

@@ -1,7 +1,7 @@
 """Redaction of secrets in addresses, settings and texts.
 
-No dependency does this for arbitrary text. urllib.parse, urllib3 and SQLAlchemy parse an address, and split a
-password that contains @, /, ? or #, so that a part of the password stays visible.
+No dependency redacts arbitrary text. urllib.parse, urllib3 and SQLAlchemy parse an address, and split a password
+that contains @, /, ? or #, so part of the password would remain visible.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ import yaml
 from raytrec.common.reading import UnreadableError, parse_yaml
 
 HIDDEN = "***"
-# Quantifiers that could match a character twice are possessive, because text may be long and hostile.
+# Quantifiers that could otherwise backtrack are possessive, because text may be long and hostile.
 ADDRESS = re.compile(r"([A-Za-z0-9+.-]*+)://([^\s<>\"]*+)")
 WHOLE_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*+)://(.*+)", re.DOTALL)
 PARAMETER = re.compile(r"[?&;#]([^=&;#?/\s]{1,200}+)=")
 PARAMETER_VALUE = re.compile(r"[^&\s]*+")
 SETTING = re.compile(r"(?<![\w.%-])([\w.%-]++)(\s*+=\s*+|['\"]\s*+:\s*+)('[^']*+'|\"[^\"]*+\"|[^\s&,;'\"<>(){}\[\]]++)")
 FIELD = re.compile(
-    r"(?<![\w.%-])([\w.%-]++)(:[ \t]++)('[^'\n]*+'|\"[^\"\n]*+\"|(?:(?:Bearer|Basic|Token)[ \t]++)?+\S++)",
+    # TOKEN is a placeholder in advice.
+    r"(?<![\w.%-])([\w.%-]++)(:[ \t]++)(?!(?:Bearer )?TOKEN(?![\w.~+/=-]))"
+    r"('[^'\n]*+'|\"[^\"\n]*+\"|(?:(?:Bearer|Basic|Token)[ \t]++)?+\S++)",
     re.IGNORECASE,
 )
 COOKIE = re.compile(r"(\bcookie:[ \t]*+)[^\n'\"]++", re.IGNORECASE)
-# --password X, -p X, and as items of a list: '--password', 'X'.
+# --password X, -p X, and the same as items of a list: '--password', 'X'.
 OPTION = re.compile(
     r"(?<![\w.-])(--?[A-Za-z][\w-]*+)([ \t]++|['\"][ \t]*+,[ \t]*+['\"])"
     r"('[^'\n]*+'|\"[^\"\n]*+\"|[^\s'\"-][^\s'\"]*+)"
 )
-PORT = re.compile(r"\d{1,5}(?::\d{1,5})?")  # after -p
+PORT = re.compile(r"\d{1,5}(?::\d{1,5})?")  # value of -p that is not a password
 HEADER = re.compile(r"(\b(?:Bearer|Basic|Token)\s++)[\w.~+/=-]{8,}+", re.IGNORECASE)
 PEM = re.compile(
     r"-----BEGIN [A-Z ]{0,40}?PRIVATE KEY-----(?:.*?-----END [A-Z ]{0,40}?PRIVATE KEY-----|.*+)", re.DOTALL
@@ -42,21 +44,21 @@ SHAPES = re.compile(
     r"|sk-[\w-]{20,}+|(?:hf|npm)_[A-Za-z0-9]{20,}+|pypi-[\w-]{32,}+|ya29\.[\w-]{10,}+|dapi[0-9a-f]{32}|AIza[\w-]{35}|(?:AKIA|ASIA)[A-Z0-9]{16}"
     r"|eyJ[\w-]{10,}+\.[\w-]++\.[\w-]*+)"
 )
-# Parts of names, and whole words of names, that denote a secret.
+# Parts of names, and whole words in names, that denote a secret.
 PASSWORD = r"passw(?:or)?d|passphrase|pwd|(?:private|api|access|account|shared|secret|encryption)[_-]?key"
 SECRET_NAME = re.compile(rf"{PASSWORD}|secret|token(?!i[sz])|credential|signature", re.IGNORECASE)
 PASSWORD_NAME = re.compile(PASSWORD, re.IGNORECASE)
 SECRET_WORDS = frozenset(["pass", "pw", "sig", "sas", "jwt", "auth", "oauth", "authorization", "cookie", "bearer"])
-SECRET_KEYS = frozenset(["session"])  # further words for keys of mappings; in text, session=3 may be a partition
-MAX_TOKEN_COUNT = 99_999  # largest number after `token` that is a count; larger numbers are tokens
-PLACE_WORDS = frozenset(["path", "file", "dir", "mode"])  # last words of names of a place or use of a secret
+SECRET_KEYS = frozenset(["session"])  # further secret keys of mappings; in text, session=3 may be a partition
+MAX_TOKEN_COUNT = 99_999  # largest value of a key `token` that is taken for a count, not for a token
+PLACE_WORDS = frozenset(["path", "file", "dir", "mode"])  # last words of names of a secret's location
 WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
-CONTAINER_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")  # schemes whose addresses begin with CONTAINER@ACCOUNT
-PLACEHOLDER_PASSWORDS = ("", "x-oauth-basic")  # passwords of addresses that have a token as their user
-MAX_USER_NAME_LENGTH = 20  # characters of a user's name; longer names are tokens
-USER_KEYED_SETTINGS = ("tables", "sparse", "relations", "custom")  # settings whose keys the user has chosen
+CONTAINER_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")  # schemes whose URIs begin with CONTAINER@ACCOUNT
+PLACEHOLDER_PASSWORDS = ("", "x-oauth-basic")  # passwords in addresses whose user is a token
+MAX_USER_NAME_LENGTH = 20  # characters; longer names are taken for tokens
+USER_KEYED_SETTINGS = ("tables", "sparse", "relations", "custom")  # settings whose keys are chosen by the user
 PATH_CHARACTER = r"[\w.@+~%#-]"
-PRIVATE_PATTERNS = {  # replacement of `anonymize` → pattern
+PRIVATE_PATTERNS = {  # replacement by `anonymize` → pattern
     "STORAGE": r"\b[\w+]+://\S+",
     # Names of shared libraries and /dev/shm are not private.
     "PATH": rf"(?<![\w.*])(?!/dev/shm(?!/|{PATH_CHARACTER}))~?(?:(?:/{PATH_CHARACTER}+)+"
@@ -69,9 +71,9 @@ HIDDEN_TRACE = re.compile(r"//\*\*\*|:\*\*\*@|=\*\*\*(&|$)|^\*\*\*$")
 
 
 def hide(text: str) -> str:
-    """Replace passwords, tokens, keys and signatures in a text by ***.
+    """Replace passwords, tokens, keys and signatures in a text with ***.
 
-    The part of an address before its last @ is taken for user and password if it contains a colon.
+    If the part of an address before the last @ contains a colon, it is taken for a user and a password.
 
     Example:
         >>> hide("s3://me:p@ss/w@bucket?X-Amz-Signature=abc&region=eu")
@@ -92,7 +94,7 @@ def hide(text: str) -> str:
 
 
 def hide_all(value: Any) -> Any:
-    """Apply `hide` to every text in nested lists and mappings; values whose key denotes a secret become ***.
+    """Apply `hide` to all text in nested lists and mappings; values whose key denotes a secret become ***.
 
     Example:
         >>> hide_all({"uri": "http://me:pass@host", "tags": {"api_key": "abc", "team": "ads"}})
@@ -102,11 +104,11 @@ def hide_all(value: Any) -> Any:
 
 
 def anonymize(text: str, names: Mapping[str, str]) -> str:
-    """Replace storage URIs, paths and network addresses in a text by STORAGE, PATH and ADDRESS.
+    """Replace storage URIs, paths and network addresses in a text with STORAGE, PATH and ADDRESS.
 
     Args:
-        text: Text to change.
-        names: Replacements of names of hosts and users.
+        text: Text to anonymize.
+        names: Name of a host or user → its replacement.
     """
     longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))  # "vm (10.0.0.1) #2"
     places = (f"(?P<{place}>{pattern})" for place, pattern in PRIVATE_PATTERNS.items())
@@ -123,7 +125,7 @@ def is_secret(name: str) -> bool:
 
 
 def hide_yaml(text: str) -> str:
-    """Apply `hide_all` to a YAML text, without its comments; text that is not YAML is passed to `hide`."""
+    """Apply `hide_all` to YAML, which drops comments if anything is hidden; apply `hide` to other text."""
     try:
         values = parse_yaml(text)
     except UnreadableError:
@@ -133,7 +135,7 @@ def hide_yaml(text: str) -> str:
 
 
 def find_hidden_keys(value: Any, key: str = "") -> list[str]:
-    """Return the keys, such as `tracking.uri`, of nested settings in which a secret has been hidden."""
+    """Return the keys of nested settings, such as `tracking.uri`, whose values contain a hidden secret."""
     if isinstance(value, dict):
         return [found for k, each in value.items() for found in find_hidden_keys(each, f"{key}.{k}".strip("."))]
     if isinstance(value, list | tuple):
@@ -142,13 +144,13 @@ def find_hidden_keys(value: Any, key: str = "") -> list[str]:
 
 
 def _redact_value(value: Any, *, secret: bool, password: bool, judged: bool) -> Any:
-    """Return a value of settings without secrets.
+    """Return the value of a setting without secrets.
 
     Args:
         value: Value to redact.
-        secret: True if a key above the value denotes a secret, so that text is hidden.
-        password: True if numbers are hidden as well; numbers next to `tokens` or `secrets` are counts.
-        judged: True if the keys of the value are names of settings; False if they are names of tables.
+        secret: True to hide text, because an enclosing key denotes a secret.
+        password: True to hide numbers as well; False for keys such as `tokens`, whose numbers are counts.
+        judged: True if the keys of the value are names of settings; False if users chose them (table names).
     """
     if isinstance(value, str):
         return HIDDEN if secret and value else hide(value)
@@ -201,7 +203,7 @@ def _redact_parameters(text: str) -> str:
 
 
 def _find_secret_values(text: str) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of the values of secret parameters; a value may contain ?, ; or #."""
+    """Yield (begin, end) of the value of each secret parameter; a value may contain ?, ; or #."""
     end = 0
     for match in PARAMETER.finditer(text):
         name = unquote_plus(match[1])
@@ -225,7 +227,7 @@ def _redact_setting(match: re.Match) -> str:
 
 
 def _redact_field(match: re.Match) -> str:
-    """Redact "name: value", unless the value is a word of a sentence and the name no password's."""
+    """Redact "name: value", unless the value is a plain word and the name does not denote a password."""
     is_sentence = not PASSWORD_NAME.search(match[1]) and re.fullmatch(r"[a-z]+[.,;:]?", match[3])
     return match.group() if is_sentence else _redact_setting(match)
 
@@ -238,7 +240,7 @@ def _redact_option(match: re.Match) -> str:
 
 
 def _is_count(name: str, number: Any) -> bool:
-    """Return True if a number is a count, as in tokens=5, and not a secret."""
+    """Return True if a number is a count, as in tokens=5, rather than a secret."""
     if PASSWORD_NAME.search(name):
         return False
     is_token = name.lower().endswith("token") and isinstance(number, int | float)

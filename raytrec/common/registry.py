@@ -1,11 +1,11 @@
-"""Registries of named parts of a package, and loading of `module:name` from users' code.
+"""Registries of named parts of a package, and loading `module:name` from users' code.
 
     loss: Registry[type[Loss]] = Registry("loss", "raytrec.tasks.losses")
 
     @loss("bce")
     class BinaryCrossEntropy(Loss): ...
 
-A package's files are imported at the first lookup, so a new part needs no further line of code.
+A package's files are imported at the first lookup, so a new part needs no other code.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 
 def load_code(path: str, folder: str | None = None) -> Any:
-    """Import the object that `module:name` names.
+    """Import the object named by `module:name`.
 
     Args:
         path: `module:name`.
-        folder: Folder of the command, which is searched in addition to Python's path.
+        folder: Working directory of the command, searched in addition to Python's path.
 
     Raises:
         ModuleNotFoundError: The module, or a module that it imports, does not exist.
         AttributeError: The module has no such name.
-        Exception: Any error of the module while it is imported.
+        Exception: Any error raised by the module during import.
     """
     module, _, name = path.partition(":")
     try:
@@ -48,10 +48,10 @@ def load_code(path: str, folder: str | None = None) -> Any:
 
 
 class Registry(Generic[T]):
-    """Parts of one kind by name.
+    """Registry of the named parts of one kind.
 
     Args:
-        kind: Noun for the parts in errors, such as loss.
+        kind: Noun for a part in errors, such as "loss".
         package: Package whose files define the parts.
     """
 
@@ -60,10 +60,10 @@ class Registry(Generic[T]):
         self._complete = False
 
     def __call__(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that registers a part of the package; users' parts are named module:name.
+        """Return a decorator that registers a part of the package, and leaves users' parts unregistered.
 
         Raises:
-            ValueError: Another part has the name; raised by the decorator.
+            ValueError: Another part has this name; raised by the decorator.
         """
 
         def register(part: Any) -> Any:
@@ -79,7 +79,7 @@ class Registry(Generic[T]):
 
     @property
     def parts(self) -> dict[str, T]:
-        """Parts of the package, in alphabetical order of their names."""
+        """Parts of the package by name, in alphabetical order."""
         if not self._complete:
             for module in list_modules(self._package):
                 import_module(f"{self._package}.{module}")
@@ -87,16 +87,16 @@ class Registry(Generic[T]):
         return dict(sorted(self._parts.items()))
 
     def find(self, name: str, where: str, folder: str | None = None) -> T:
-        """Return the part of this name, or import the object that `module:name` names.
+        """Return the part with this name, or import the object named by `module:name`.
 
         Args:
             name: Name of a part, or `module:name`.
             where: Configuration key, for errors.
-            folder: Folder of the command, which is searched in addition to Python's path.
+            folder: Working directory of the command, searched in addition to Python's path.
 
         Raises:
-            ConfigError: No such part exists.
-            Exception: Any error of the module while it is imported.
+            ConfigError: There is no such part.
+            Exception: Any error raised by the module during import.
         """
         parts = self.parts
         if name in parts:
@@ -114,17 +114,17 @@ def list_modules(package: str) -> list[str]:
 
 
 def find_code(path: str, kind: str, where: str, folder: str | None = None) -> Any:
-    """Import the object that `module:name` names.
+    """Import the object named by `module:name`, with errors for people.
 
     Args:
         path: `module:name`.
         kind: Noun for the object, for errors.
         where: Configuration key, for errors.
-        folder: Folder of the command, which is searched in addition to Python's path.
+        folder: Working directory of the command, searched in addition to Python's path.
 
     Raises:
         ConfigError: The module does not exist, or has no such name.
-        Exception: Any error of the module while it is imported.
+        Exception: Any error raised by the module during import.
     """
     module, _, name = path.partition(":")
     try:
@@ -137,7 +137,7 @@ def find_code(path: str, kind: str, where: str, folder: str | None = None) -> An
         ) from None
     except AttributeError:
         if module not in sys.modules:
-            raise  # an error of the module's own code
+            raise  # an error in the module's own code
         raise ConfigError(
             f"cannot import {kind} {path}: the module has no attribute '{name}'"
             + format_suggestion(name, [n for n in vars(sys.modules[module]) if not n.startswith("_")]),

@@ -1,4 +1,4 @@
-"""Paths and URIs: local files, s3:// and gs:// through pyarrow."""
+"""Paths and URIs of local files and of object stores (s3://, gs://), accessed through pyarrow."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from raytrec.common.errors import ConfigError, DataError
 from raytrec.common.reading import MAX_JSON_BYTES, MAX_YAML_BYTES, parse_yaml
 
 ROOT = "RAYTREC_ROOT"
-RAY_JOB_COPIES = "/runtime_resources/working_dir_files/"  # folder in which Ray unpacks the working directories of jobs
-# URIs of files on this machine or on the provider's own servers. pyarrow takes other servers from parameters
-# such as endpoint_override, scheme and blob_storage_authority, and from the host of abfs:// and hdfs://.
+RAY_JOB_COPIES = "/runtime_resources/working_dir_files/"  # folder in which Ray unpacks jobs' working directories
+# URIs of files on this machine or on the cloud provider's own servers. Other servers can be chosen by parameters
+# such as endpoint_override, scheme and blob_storage_authority, and by the host in abfs:// and hdfs://.
 OWN_SERVER_URI = re.compile(
     r"file:///(?s:.*)"
     r"|(?:s3|gs|gcs)://(?:[^@/?#\s]*@)?[\w.-]+(?:/[^?#]*)?(?:\?region=[\w-]+)?"
@@ -26,17 +26,17 @@ OWN_SERVER_URI = re.compile(
 
 
 def open_filesystem(uri: str):
-    """Return the pyarrow filesystem of a path or URI, and the path inside it.
+    """Return the pyarrow filesystem for a path or URI, and the path in that filesystem.
 
     Args:
-        uri: Local path, relative to the working directory or with `~` for the home, or a URI such as
+        uri: Local path, which may be relative to the working directory or begin with `~`, or a URI such as
             `s3://bucket/folder` or `gs://bucket/folder`.
 
     Returns:
         (pyarrow.fs.FileSystem, str): The filesystem, and the path without scheme and trailing slash.
 
     Raises:
-        DataError: pyarrow does not know the scheme, or cannot reach the store.
+        DataError: The path is not valid, the scheme is unknown to pyarrow, or the store cannot be reached.
     """
     from pyarrow import fs
 
@@ -58,13 +58,13 @@ def open_filesystem(uri: str):
 
 
 def query_file_info(uri: str):
-    """Return pyarrow's FileInfo of a path or URI; its type is NotFound if nothing is there."""
+    """Return pyarrow's FileInfo for a path or URI; its type is NotFound if the file does not exist."""
     filesystem, path = open_filesystem(uri)
     return filesystem.get_file_info(path)
 
 
 def chooses_server(uri: str) -> bool:
-    """Return True if a URI chooses the server, which then receives this user's credentials.
+    """Return True if a URI selects a custom server, which would then receive this user's credentials.
 
     Example:
         >>> chooses_server("s3://bucket/train?region=eu-north-1")
@@ -76,12 +76,11 @@ def chooses_server(uri: str) -> bool:
 
 
 def read_bytes(uri: str, max_file_bytes: int = MAX_YAML_BYTES) -> bytes:
-    """Read a file.
+    """Read the bytes of a file at a path or URI.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        OSError: The file cannot be read, is a pipe, a device or a folder, or has more than `max_file_bytes`
-            bytes.
+        OSError: The file cannot be read; is a pipe, a device or a folder; or is larger than `max_file_bytes`.
     """
     filesystem, path = open_filesystem(uri)
     if filesystem.type_name == "local":
@@ -94,7 +93,7 @@ def read_bytes(uri: str, max_file_bytes: int = MAX_YAML_BYTES) -> bytes:
 
 
 def read_text(uri: str) -> str:
-    """Read a file of UTF-8 text.
+    """Read UTF-8 text from a file.
 
     Raises:
         OSError: As for `read_bytes`.
@@ -114,15 +113,15 @@ def read_yaml(uri: str) -> Any:
 
 
 def make_absolute(uri: str, root: str | None = None) -> str:
-    """Return the absolute form of a local path, because workers run in another directory; keep a URI.
+    """Return the absolute form of a local path, because workers run in other directories; keep a URI.
 
     Args:
         uri: Path or URI.
-        root: Folder to which relative paths refer; default: RAYTREC_ROOT, which the nodes of a cluster have,
-            else the working directory.
+        root: Folder to which relative paths refer; default: the environment variable RAYTREC_ROOT, which is
+            set on the nodes of a cluster, else the working directory.
 
     Raises:
-        ConfigError: The path is relative and there is no root in a Ray job, whose working directory is a
+        ConfigError: The path is relative, and no root is set in a Ray job, whose working directory is a
             temporary copy.
     """
     if "://" in uri:
@@ -140,17 +139,17 @@ def make_absolute(uri: str, root: str | None = None) -> str:
 
 
 def quote_for_shell(place: str | Path) -> str:
-    """Return a path as one word of a shell, for commands that people copy."""
+    """Quote a path as a single shell word, for commands that people copy."""
     return shlex.quote(str(place))
 
 
 def make_relative(path: Path) -> str:
-    """Return a path relative to the working directory if it is inside, else unchanged."""
+    """Return a path relative to the working directory if it is inside that folder, else unchanged."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def sync_to_disk(path: str | Path) -> None:
-    """Flush a local file, or the names in a local folder, to disk (fsync)."""
+    """Flush a local file, or the entries of a local folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -159,7 +158,7 @@ def sync_to_disk(path: str | Path) -> None:
 
 
 def join_uri(uri: str, name: str) -> str:
-    """Return the place of a file or folder inside a folder.
+    """Return the path or URI of a file or folder inside a folder.
 
     Example:
         >>> join_uri("s3://bucket/train?region=eu-north-1", "part-0.parquet")
@@ -170,25 +169,25 @@ def join_uri(uri: str, name: str) -> str:
 
 
 def split_query(uri: str) -> tuple[str, str]:
-    """Return a place without slashes at its end, and the query of a URI: "" or "?key=value"."""
+    """Return a path or URI without query and trailing slashes, and the query: "" or "?key=value"."""
     path, mark, query = uri.partition("?") if "://" in uri else (uri, "", "")
     return path.rstrip("/"), mark + query
 
 
 def get_sibling(uri: str, name: str) -> str:
-    """Return the place of `name` in the folder that contains `uri`."""
+    """Return the path or URI of `name` in the folder that contains `uri`."""
     path, query = split_query(uri)
     return f"{path.rpartition('/')[0]}/{name}{query}"
 
 
 def find_train_folder(uri: str) -> str:
-    """Return the folder train/ inside a folder that has one, else the place itself."""
+    """Return the subfolder train/ of a folder if it exists, else the folder itself."""
     inner = join_uri(uri, "train")
     return inner if query_file_info(inner).type.name == "Directory" else uri
 
 
 def find_sibling_parts(uri: str) -> dict[str, str]:
-    """Return validation and test data next to a folder train/ or a file train.parquet: name → place."""
+    """Find validation and test data next to a folder train/ or a file train.parquet: name → path or URI."""
     name = split_query(uri)[0].rpartition("/")[2]
     if name.partition(".")[0] != "train":
         return {}

@@ -1,6 +1,6 @@
-"""Consoles without markup, and streams that ignore errors of their terminal, reader or disk.
+"""Consoles without markup, and streams that tolerate failures of their terminal, reader or disk.
 
-Names of runs, tables and folders may contain [brackets] and :words:.
+Markup is disabled because names of runs, tables and folders may contain [brackets] and :words:.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from raytrec.common.redaction import hide
 
-if TYPE_CHECKING:  # the command line uses the streams of this module before it needs rich
+if TYPE_CHECKING:  # the command line uses this module's streams before it needs rich
     from rich.console import Console
     from rich.text import Text
 
-# Escape sequences move the cursor or set titles; rich itself removes bells and carriage returns.
+# Control characters, which can move the cursor or set titles; rich removes only bells and carriage returns.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """Open a console that shows text as it is: without markup, emoji and highlighting."""
+    """Open a console that shows text unchanged: without markup, emoji or highlighting."""
     from rich.console import Console
 
     stream = FaultTolerantStream(lambda: sys.stderr if stderr else sys.stdout)
@@ -31,12 +31,12 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 def to_plain_text(text: object) -> str:
-    """Return a text, such as a name chosen by others, without control characters and secrets."""
+    """Convert an object, such as a name from others, to text without control characters or secrets."""
     return CONTROL.sub("�", hide(str(text)))
 
 
 def to_bold_text(text: object) -> Text:
-    """Return a bold text."""
+    """Convert an object to bold text without control characters or secrets."""
     from rich.text import Text
 
     return Text(to_plain_text(text), style="bold")
@@ -45,13 +45,13 @@ def to_bold_text(text: object) -> Text:
 class FaultTolerantStream:
     """Text stream that drops text instead of raising an error when its terminal, reader or disk fails.
 
-    Characters that the stream's encoding lacks are replaced.
+    Characters that the stream's encoding cannot represent are replaced.
 
     Args:
-        current: Function that returns the present stream, or None without one.
+        current: Function that returns the current underlying stream, or None if there is no stream.
 
     Attributes:
-        error: Last error of the stream; None if all text was written.
+        error: Last error of the underlying stream; None if all text was written.
     """
 
     def __init__(self, current: Callable[[], TextIO | None]):
@@ -59,7 +59,7 @@ class FaultTolerantStream:
         self.error: Exception | None = None
 
     def write(self, text: str) -> int:
-        """Write text, or drop it if that is not possible."""
+        """Write text to the underlying stream, or drop the text if writing fails."""
         stream = self._current()
         encoding = getattr(stream, "encoding", None) or "utf-8"
         with self._dropped():
@@ -68,7 +68,7 @@ class FaultTolerantStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream."""
+        """Flush the underlying stream; errors are stored, not raised."""
         with self._dropped():
             if (stream := self._current()) is not None:
                 stream.flush()
@@ -86,7 +86,7 @@ class FaultTolerantStream:
 
 @contextmanager
 def tolerate_stream_errors() -> Iterator[None]:
-    """Let no output raise an error in this block; exit with 1 after it if stdout did not take a result."""
+    """Suppress output errors in the block; afterwards, exit with status 1 if output to stdout was lost."""
     previous = out, err = sys.stdout, sys.stderr
     tolerant = FaultTolerantStream(lambda: out)
     sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", (tolerant, FaultTolerantStream(lambda: err)))
@@ -95,7 +95,7 @@ def tolerate_stream_errors() -> Iterator[None]:
     finally:
         tolerant.flush()
         is_lost = tolerant.error and getattr(tolerant.error, "errno", None) != errno.EPIPE
-        if is_lost:  # False if the reader has ended, as `head` does
+        if is_lost:  # False if the reader has closed the pipe, as `head` does
             print(f"error: the output is incomplete: {tolerant.error}", file=sys.stderr)
         sys.stdout, sys.stderr = previous
         if is_lost:

@@ -1,4 +1,4 @@
-"""Private names of FBGEMM (1.8.0): caches, counters and buffers of its lookups."""
+"""Private names of FBGEMM (1.8.0): caches, counters and buffers of lookups."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from torch import nn
 from raytrec.compat.torchrec_ import iterate_sharded_kernels, list_kernel_tables
 from raytrec.compat.versions import private
 
-# Settings of a fused kernel with a cache: hits are counted, and rows are locked until their batch is trained.
+# Settings of a fused kernel with a cache: count hits, and lock rows in the cache until their batch is trained.
 CACHE_SETTINGS = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
 
 
 class ResidentRows(Protocol):
-    """Rows of a table in a file that are also in memory; see embeddings.mapped.HotRowCache."""
+    """In-memory copies of rows of a table that is stored in a file; see embeddings.mapped.HotRowCache."""
 
     def look_up(self, rows: torch.Tensor, *, trains: bool) -> torch.Tensor:
-        """Return the indices at which the kernel finds these rows."""
+        """Return the indices at which the kernel finds the given rows."""
         ...
 
     def take_hit_share(self) -> float | None:
-        """Return the share of lookups that found their row in memory since the last call."""
+        """Return the share of lookups since the last call that found their row in memory."""
         ...
 
     def flush(self) -> None:
-        """Write rows in memory back to the file."""
+        """Write the rows in memory back to the file."""
         ...
 
     def purge(self) -> None:
-        """Discard rows in memory without writing them back."""
+        """Discard the rows in memory without writing them back."""
         ...
 
     def read(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def find_resident_rows(kernel: nn.Module) -> ResidentRows | None:
 
 
 def find_fused_lookup(kernel: nn.Module) -> SplitTableBatchedEmbeddingBagsCodegen | None:
-    """Return FBGEMM's lookup of tables that are updated in backward; None for dense kernels."""
+    """Return a kernel's FBGEMM lookup that updates its tables in backward; None for dense kernels."""
     lookup = private(kernel, "emb_module", "torchrec")
     return lookup if isinstance(lookup, SplitTableBatchedEmbeddingBagsCodegen) else None
 
@@ -65,13 +65,13 @@ def has_cache(kernel: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Cache:
-    """Rows of a table shard that a kernel caches on the device; they are newer than those in host memory.
+    """Rows of a table shard that a kernel caches on the device; they are newer than the rows in host memory.
 
-    The cache has no dirty bits. Writing back copies the whole cache, a part of the table's size, over PCIe.
-    Therefore a few rows are read through the cache instead.
+    The cache has no dirty bits. Writing back would copy the whole cache, a share of the table's size, over PCIe.
+    A few rows are therefore read through the cache instead.
 
     Attributes:
-        kernel: TorchRec's kernel, which also caches other tables.
+        kernel: TorchRec's kernel, which may also cache other tables.
         first: Index of the shard's first row among all cacheable rows of the kernel.
     """
 
@@ -115,8 +115,8 @@ class Cache:
         prefetch_stream = _get_undocumented(lookup, "prefetch_stream")
         if prefetch_stream is not None:
             torch.cuda.current_stream().wait_stream(prefetch_stream)
-        # slots_N has the position of each row in lxu_cache_weights, or -1. lxu_cache_state, [sets, 32], has
-        # the indices of cached rows. Only the first `columns` values of a cached row are used.
+        # slots_N contains the position of each row in lxu_cache_weights, or -1. lxu_cache_state, [sets, 32],
+        # contains the indices of cached rows. Only the first `columns` values of a cached row are used.
         cache_weights, cache_state = (
             _get_undocumented(lookup, "lxu_cache_weights"),
             _get_undocumented(lookup, "lxu_cache_state"),
@@ -131,14 +131,14 @@ class Cache:
 
 
 def find_row_caches(model: nn.Module) -> dict[str, Cache | ResidentRows]:
-    """Return table → the cache or the rows in memory of this rank's shard, for tables that have either."""
+    """Return table → cache or rows in memory of this rank's shard, for tables that have either."""
     caches_by_table: dict[str, Cache | ResidentRows] = {}
     for kernel in iterate_sharded_kernels(model):
         if (rows := find_resident_rows(kernel)) is not None:
             caches_by_table[list_kernel_tables(kernel)[0].name] = rows
         if not has_cache(kernel):
             continue
-        # The list has one number per feature (-1 for tables that are not cached), then the total.
+        # The list contains one number per feature (-1 for tables that are not cached), then the total.
         first_of_feature = _get_undocumented(kernel.emb_module, "cache_hash_size_cumsum").tolist()
         feature = 0
         for table in list_kernel_tables(kernel):
@@ -151,8 +151,8 @@ def find_row_caches(model: nn.Module) -> dict[str, Cache | ResidentRows]:
 def measure_cache_hits(kernel: nn.Module) -> float | None:
     """Return the share of distinct rows found in a kernel's cache since the last call.
 
-    The result is None without a cache, without counting (gather_uvm_cache_stats), or without lookups. For
-    rows in memory of a table in a file, the result is the share of lookups that found their row.
+    The result is None without a cache, without counting (gather_uvm_cache_stats), or without lookups. For a
+    table in a file, the result is the share of lookups that found their row in memory.
     """
     lookup = find_fused_lookup(kernel)
     if (rows := find_resident_rows(kernel)) is not None:
@@ -166,16 +166,16 @@ def measure_cache_hits(kernel: nn.Module) -> float | None:
 
 
 def get_update_count(kernel: nn.Module) -> int:
-    """Return the number of updates counted by a fused Adam kernel; every forward counts, also in evaluation.
+    """Return the number of updates counted by a fused Adam kernel; forwards in evaluation count as well.
 
     Raises:
-        RunError: The kernel's optimizer counts nothing, or is not fused.
+        RunError: The kernel's optimizer does not count updates, or is not fused.
     """
     return int(_get_undocumented(kernel.emb_module, "iter").item())
 
 
 def set_update_count(kernel: nn.Module, count: int) -> None:
-    """Set the update count from which a fused Adam kernel continues."""
+    """Set the number of updates from which a fused Adam kernel continues to count."""
     _get_undocumented(kernel.emb_module, "set_optimizer_step")(count)
     # FBGEMM computes with `iter_cpu`, and reads `iter` only while `iter_cpu` is 0.
     _get_undocumented(kernel.emb_module, "iter_cpu").fill_(count)
@@ -200,11 +200,11 @@ def exclude_from_update_counts(model: nn.Module) -> Iterator[None]:
 
 
 def pad_empty_shards(model: nn.Module) -> None:
-    """Pad kernels whose tables have no row on this rank (row-wise sharding with fewer rows than ranks).
+    """Pad kernels that contain no row of a table on this rank, as with fewer rows than ranks (row-wise).
 
-    FBGEMM on CPU treats a fused kernel without weights as a GPU kernel, and fails. Behind an empty last
-    table, its backward reads beyond hash_size_cumsum. A last row that belongs to no table and that no id
-    reaches fixes both.
+    FBGEMM on a CPU treats a fused kernel without weights as a GPU kernel, and fails. If a kernel's last table is
+    empty, backward reads beyond hash_size_cumsum. An additional last row, which belongs to no table and is never
+    looked up, prevents both.
     """
     for kernel in iterate_sharded_kernels(model):
         lookup = kernel.emb_module

@@ -1,4 +1,4 @@
-"""FBGEMM lookups (1.8.0) customized for raytrec; TorchRec (1.8.0) creates them for a sharded model."""
+"""FBGEMM lookups (1.8.0), customized for raytrec, which TorchRec (1.8.0) creates for a sharded model."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from torchrec.distributed.types import ShardingPlan
 from raytrec.compat.fbgemm import ResidentRows
 from raytrec.compat.versions import private, replace_private
 
-MAPPED = "raytrec_mapped"  # key in a table's settings; tables with this key share no lookup with others
+MAPPED = "raytrec_mapped"  # key in the settings of tables in files; they share no lookup with other tables
 
 
 class LookupStorage(Protocol):
-    """Factory for the storage of lookups of marked tables (embeddings/mapped.py).
+    """Factory for the storage of tables marked by `map_table` (embeddings/mapped.py).
 
     Attributes:
-        share: Share of the rows that are also in memory, for tables marked by name.
+        share: Share of the rows that are also in memory, for tables marked with a name.
     """
 
     share: float
 
     def allocate_zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor:
-        """Return zeros, [count + more], of which the first `count` are shared with a new file."""
+        """Return zeros, [count + more], of which the first `count` are mapped to a new file."""
         ...
 
     def make_hot_rows(self, whole: list[torch.Tensor], rows: int) -> ResidentRows:
-        """Return the rows in memory of a table with `rows` rows."""
+        """Return the rows in memory for a table with `rows` rows."""
         ...
 
 
 class PerIdLookup(nn.Module):
-    """FBGEMM's lookup of each id's vector in one table, computed as sums of bags with one id each.
+    """FBGEMM lookup of each id's vector in one table, computed as the sums of bags with one id each.
 
     Vectors and updates are the same as with PoolingMode.NONE, which TorchRec requests.
     """
@@ -56,15 +56,15 @@ class PerIdLookup(nn.Module):
 
 
 class FusedPerIdLookup(PerIdLookup, SplitTableBatchedEmbeddingBagsCodegen):
-    """Lookup of a table that is updated in backward.
+    """Per-id lookup of a table that is updated in backward.
 
-    On CPU, the backward of PoolingMode.NONE takes 1 µs per distinct row, in nested hash tables. The backward
-    of this lookup takes 0.04 µs.
+    On a CPU, the backward of PoolingMode.NONE uses nested hash tables and takes 1 µs per distinct row. The
+    backward of this lookup takes 0.04 µs.
     """
 
 
 class DensePerIdLookup(PerIdLookup, DenseTableBatchedEmbeddingBagsCodegen):
-    """Lookup of a table with a dense kernel, for which FBGEMM on CPU treats PoolingMode.NONE as SUM."""
+    """Per-id lookup of a table with a dense kernel; FBGEMM on a CPU treats PoolingMode.NONE as SUM for it."""
 
 
 ONE_TABLE_SETTINGS: dict[str, Any] = {"feature_table_map": [0], "pooling_mode": PoolingMode.SUM}
@@ -77,13 +77,13 @@ PER_ID_LOOKUPS = {
 def map_table(weight: nn.Parameter, state: Mapping[str, str], name: str = "") -> None:
     """Mark a table for storage in a file before sharding; the table must be updated in backward.
 
-    TorchRec combines tables with equal settings into one lookup, so marked tables share no lookup with
-    others.
+    TorchRec combines only tables with equal settings into a lookup, so marked tables share no lookup with other
+    tables.
 
     Args:
         weight: Weights of the table.
-        state: FBGEMM's name of each optimizer state → its granularity, "value" or "row".
-        name: Name of a table whose rows may also be in memory; such a table gets a separate lookup.
+        state: FBGEMM's name of an optimizer state → granularity of the state, "value" or "row".
+        name: Name of the table if some of its rows may also be in memory; the table then gets a separate lookup.
     """
     (settings,) = private(weight, "_optimizer_kwargs", "torch")
     settings[MAPPED] = (name, *state.items())
@@ -93,9 +93,9 @@ def map_table(weight: nn.Parameter, state: Mapping[str, str], name: str = "") ->
 def use_custom_lookups(files: LookupStorage) -> Iterator[None]:
     """Make TorchRec create customized lookups in the block.
 
-    Lookups of each id's vector in one table use bags of one id. Weights and optimizer state of marked tables
-    (`map_table`) use memory created by `files`, passed to FBGEMM's CPU kernel as preallocated_host_buffers.
-    No initial values are drawn, because raytrec writes its own.
+    Per-id lookups of one table use bags of one id. Weights and optimizer state of marked tables (`map_table`)
+    use memory allocated by `files`, which FBGEMM's CPU kernel receives as preallocated_host_buffers. No initial
+    values are drawn, because raytrec writes them later.
     """
 
     def wrap(plain: type, custom: type) -> Callable[..., nn.Module]:
@@ -126,13 +126,13 @@ def use_custom_lookups(files: LookupStorage) -> Iterator[None]:
 def _make_buffers(
     specs: list[tuple], settings: dict[str, Any], state: Mapping[str, str], files: LookupStorage, extra: int
 ) -> dict[str, torch.Tensor] | None:
-    """Return the weights and optimizer state of a fused kernel on CPU, or None for shards without rows.
+    """Allocate the weights and optimizer state of a fused CPU kernel; return None for shards without rows.
 
-    `extra` is the number of additional rows for rows in memory, behind those of the only table.
+    `extra` is the number of additional rows, after the rows of the only table, for rows in memory.
     """
     sizes = {"value": sum(rows * dim for rows, dim, *_ in specs), "row": sum(rows for rows, *_ in specs)}
     if not sizes["value"]:
-        return None  # shards without a row
+        return None  # shards without rows
     extras = {"value": extra * specs[0][1], "row": extra}
     kinds = {"weights": ("value", settings["weights_precision"].as_dtype())}
     kinds |= {name: (per, torch.float32) for name, per in state.items()}
@@ -143,10 +143,10 @@ def _make_buffers(
 def _make_lookup_with_extra_rows(
     kind: Callable[..., nn.Module], specs: list[tuple], settings: dict[str, Any], files: LookupStorage, extra: int
 ) -> nn.Module:
-    """Return a lookup of one table with additional rows behind its own, for rows in memory.
+    """Return a lookup of one table with `extra` rows after the table's rows, for rows in memory.
 
     TorchRec and its optimizers see only the table, through FBGEMM's embedding_specs. The kernel is created
-    before embedding_specs is reduced to the table, so it reads and updates all rows.
+    before embedding_specs is reduced to the table, so the kernel reads and updates all rows.
     """
     ((rows, *fields),) = specs
     lookup = kind(**settings | {"embedding_specs": [(rows + extra, *fields)]})
@@ -167,9 +167,9 @@ def _make_lookup_with_extra_rows(
 
 @contextmanager
 def substitute_torchrec_kernels(plan: ShardingPlan, kernels: dict[str, str]) -> Iterator[None]:
-    """Replace raytrec's compute kernels in a plan by TorchRec's during the block.
+    """Replace raytrec's compute kernels in a plan with TorchRec's kernels during the block.
 
-    `kernels` maps raytrec's names to TorchRec's names.
+    `kernels` maps raytrec's kernel names to TorchRec's.
     """
     custom_specs = [
         (spec, spec.compute_kernel)

@@ -1,4 +1,4 @@
-"""Private names of Ray (2.60.0): cluster, processes, errors and libraries; functions import Ray."""
+"""Private names of Ray (2.60.0): cluster, processes, errors, libraries. Ray is imported by functions only."""
 
 from __future__ import annotations
 
@@ -12,63 +12,63 @@ from typing import Any
 from raytrec.compat.versions import private
 
 JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the environment of a job's driver
-# Calls without side effects on the two kinds of servers, used to check whether the token is accepted.
+# Calls without side effects, which check whether each of the two kinds of servers accepts the token.
 GCS_PROBE_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 CLIENT_PROBE_METHOD = "/ray.rpc.RayletDriver/ClusterInfo"
-HEAD_PROCESSES = ("gcs_server", "ray.util.client.server")  # processes serving the addresses of a cluster
-# From ray/train/v2/_internal/constants.py: interval at which exits and errors are noticed, time to wait for
+HEAD_PROCESSES = ("gcs_server", "ray.util.client.server")  # processes that serve the addresses of a cluster
+# From ray/train/v2/_internal/constants.py: interval at which exits and errors are detected, time to wait for
 # resources that turn out to be missing, and whether Ray watches for nodes that will be preempted.
 HEALTH_CHECK_INTERVAL_S = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
 WORKER_GROUP_START_TIMEOUT_S = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 ENABLE_PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
-TRAIN_SNAPSHOT_FILE = "checkpoint_manager_snapshot.json"  # written by Ray Train to the folder of a run
-CLIENT_REJECTED_TEXT = "Initialization failure from server"  # Ray client's error, with the server's traceback
-CLIENT_NOT_STARTED_TEXT = "Starting Ray client server failed"  # the traceback if a process has died
-NO_AGENT_TEXT = "No available agent"  # the Job API's error while a cluster starts
+TRAIN_SNAPSHOT_FILE = "checkpoint_manager_snapshot.json"  # written by Ray Train to the run's folder
+CLIENT_REJECTED_TEXT = "Initialization failure from server"  # in Ray client's error, with the server's traceback
+CLIENT_NOT_STARTED_TEXT = "Starting Ray client server failed"  # in that traceback if a process has died
+NO_AGENT_TEXT = "No available agent"  # in the Job API's error while a cluster starts
 
 
 def is_head(command: list[str]) -> bool:
-    """Return True if a process with this command serves HOST:PORT or ray://HOST:PORT of a cluster."""
+    """Return True if a process with this command serves a cluster's HOST:PORT or ray://HOST:PORT."""
     return any(Path(word).name in HEAD_PROCESSES for word in command)
 
 
 def list_alive_nodes() -> list[dict[str, Any]]:
-    """Return the nodes of the cluster that are alive, as in ray.nodes()."""
+    """Return the alive nodes of the cluster, in the format of ray.nodes()."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def list_free_resources() -> dict[str, dict[str, float]]:
-    """Return node id → free resources."""
+    """Return node id → free resources by name."""
     import ray
 
     return ray._private.state.available_resources_per_node()
 
 
 def list_draining_nodes() -> set[str]:
-    """Return the ids of nodes being drained (the same source as ray.train.get_preemption_info)."""
+    """Return the ids of nodes being drained, from the same source as ray.train.get_preemption_info."""
     import ray
 
     return set(ray._private.state.state.get_draining_nodes() or {})
 
 
 def get_actor_state(actor_id: str) -> dict[str, Any]:
-    """Return the GCS's record of an actor of this process's own cluster; empty if the actor is unknown."""
+    """Return the GCS's record of an actor in this process's cluster, or {} if the actor is unknown."""
     import ray
 
     return ray._private.state.actors(actor_id) or {}
 
 
 def store_actor_value(value: bytes) -> None:
-    """Store a value of the current actor in the GCS; the value survives restarts of the actor only."""
+    """Store a value for the current actor in the GCS, where it survives restarts of the actor."""
     from ray.experimental import internal_kv
 
     internal_kv._internal_kv_put(_make_actor_key(), value)
 
 
 def load_actor_value() -> bytes | None:
-    """Return the stored value of the current actor, or None."""
+    """Return the value stored by `store_actor_value` for the current actor, or None."""
     from ray.experimental import internal_kv
 
     return internal_kv._internal_kv_get(_make_actor_key())
@@ -81,7 +81,7 @@ def _make_actor_key() -> str:
 
 
 def has_autoscaler() -> bool:
-    """Return True if an autoscaler starts nodes: `ray up` and KubeRay set a type for each node."""
+    """Return True if the cluster has an autoscaler: `ray up` and KubeRay set a type for each node."""
     import ray
     from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
@@ -90,14 +90,14 @@ def has_autoscaler() -> bool:
 
 
 def make_gcs_client(address: str) -> Any:
-    """Return a client of the GCS at HOST:PORT."""
+    """Return a client for the GCS at HOST:PORT."""
     import ray._raylet as raylet
 
     return private(raylet, "GcsClient", "ray")(address=address)
 
 
 def drain(gcs_address: str, node: str, why: str, deadline_ms: int) -> tuple[bool, str]:
-    """Drain a node for preemption; return (True if Ray accepts, reason of the refusal).
+    """Drain a node as if it were preempted; return (True if Ray accepts, else the reason for refusal).
 
     `deadline_ms` is a Unix time in milliseconds.
     """
@@ -108,21 +108,21 @@ def drain(gcs_address: str, node: str, why: str, deadline_ms: int) -> tuple[bool
 
 
 def find_head_nodes() -> list[str]:
-    """Return the id of the head node as a list; empty if the head is not alive."""
+    """Return the id of the head node in a list, or [] if the head is not alive."""
     from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 
     return [node["NodeID"] for node in list_alive_nodes() if HEAD_NODE_RESOURCE_NAME in node["Resources"]]
 
 
 def measure_system_memory() -> int:
-    """Return the bytes of main memory of this machine, or of the container of this process."""
+    """Return the main memory of this machine, or of this process's container, in bytes."""
     from ray._common.utils import get_system_memory
 
     return get_system_memory()
 
 
 def resolve_bootstrap_address(address: str) -> str | None:
-    """Return the HOST:PORT that Ray would join for an address; the machine's own address replaces 127.0.0.1.
+    """Return the HOST:PORT that Ray joins for an address; the machine's own address replaces 127.0.0.1.
 
     Raises:
         ConnectionError: There is no cluster.
@@ -141,7 +141,7 @@ def get_own_address() -> str:
 
 
 def is_ray_process(pid: int) -> bool:
-    """Return True if a process of this machine has the title of a Ray worker.
+    """Return True if the title of a process on this machine is a Ray worker's.
 
     Raises:
         OSError: The process has exited.
@@ -158,14 +158,14 @@ def get_submission_id() -> str | None:
 
 
 def get_token_metadata() -> tuple[tuple[str, str], ...]:
-    """Return the token metadata that Ray sends with each call; empty if authentication is disabled."""
+    """Return the metadata with the token that Ray sends with each call, or () without authentication."""
     from ray._private.authentication import grpc_authentication_client_interceptor as interceptor
 
     return interceptor._get_authentication_metadata_tuple()
 
 
 def find_nodes_without_gpus() -> dict[str, float]:
-    """Return id → CPUs of nodes with CPUs but without GPUs; empty if no node of the cluster has GPUs."""
+    """Return id → CPUs for nodes with CPUs but without GPUs, or {} if no node of the cluster has GPUs."""
     alive = {node["NodeID"]: node["Resources"] for node in list_alive_nodes()}
     if not any(has.get("GPU") for has in alive.values()):
         return {}
@@ -180,7 +180,7 @@ def unwrap_health_check_failure(error: BaseException) -> BaseException:
 
 
 def is_node_loss(error: BaseException) -> bool:
-    """Return True if an error of Ray means that the node of an actor is gone."""
+    """Return True if a Ray error means that the node of an actor is lost."""
     from ray.exceptions import NodeDiedError, RayActorError
 
     preempted = isinstance(error, RayActorError) and error.preempted
@@ -188,19 +188,19 @@ def is_node_loss(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if Ray killed a process because its node ran low on memory."""
+    """Return True if an error means that Ray killed a process because its node ran low on memory."""
     from ray.exceptions import OutOfMemoryError
 
     return isinstance(error, OutOfMemoryError) or "running low on memory" in str(error)
 
 
 def get_server_version(client: Any) -> str:
-    """Return the cluster's Ray version as queried by a JobSubmissionClient."""
+    """Return the Ray version of the cluster that a JobSubmissionClient has queried."""
     return private(client, "_server_ray_version", "ray")
 
 
 def silence_uploads() -> None:
-    """Silence the log line for each file that is uploaded with a job."""
+    """Silence the log lines about the files that are uploaded with a job."""
     for logger in (
         "ray.dashboard.modules.job.sdk",
         "ray.dashboard.modules.dashboard_sdk",
@@ -210,13 +210,13 @@ def silence_uploads() -> None:
 
 
 def parse_version_mismatch(text: str) -> tuple[str, str] | None:
-    """Return the Ray and Python versions of a cluster that rejects this client; None for other errors."""
+    """Parse the Ray and Python versions of a cluster from its rejection; return None for other errors."""
     versions = re.findall(r"(Ray|Python): (\S+)", text) if "ersion mismatch" in text else []
     return (versions[0][1], versions[1][1]) if len(versions) > 1 else None
 
 
 def load_node_providers() -> tuple[Any, Any]:
-    """Return Ray's node provider classes for AWS and for GCP; they need requirements/cloud.txt."""
+    """Return Ray's node provider classes for AWS and GCP, which require requirements/cloud.txt."""
     from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
     from ray.autoscaler._private.gcp.node_provider import GCPNodeProvider
 
@@ -226,10 +226,10 @@ def load_node_providers() -> tuple[Any, Any]:
 def prepare_replica() -> None:
     """Set up the process of a Ray Serve replica; called by the replica's constructor.
 
-    The replica's server for calls between deployments accepts pickles from any client, so the server must
-    listen on loopback instead of all interfaces. Nothing calls the server if RAY_SERVE_USE_GRPC_BY_DEFAULT is
-    off. Serve must not freeze the garbage collector after the constructor, because the first model would then
-    never be freed.
+    The replica's server for calls between deployments accepts pickles from any client, so the server is made to
+    listen on loopback instead of all interfaces. No process calls this server if RAY_SERVE_USE_GRPC_BY_DEFAULT
+    is off. Serve must not freeze the garbage collector after the constructor; the first model would never be
+    freed.
     """
     from ray.serve._private import replica
 

@@ -17,11 +17,11 @@ PROGRESS_FIELDS = (
     "num_external_outqueue_blocks",
 )
 MIN_SLEEP_S, MAX_SLEEP_S = 0.01, 0.2
-MAX_IDLE_STEP_S = 0.05  # half of the time that Ray Data's executor waits for tasks without output
+MAX_IDLE_STEP_S = 0.05  # half of the time for which Ray Data's executor waits for a task's output
 
 
 def prefer_node(node: str) -> Any:
-    """Return a scheduling strategy that prefers a node; if the node is gone or full, Ray chooses another."""
+    """Return a scheduling strategy that prefers a node; if it is lost or full, Ray chooses another node."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)
@@ -30,10 +30,10 @@ def prefer_node(node: str) -> Any:
 def disable_autoscaling_requests() -> None:
     """Make Ray Data start read tasks regardless of free resources, without requests to its autoscaler.
 
-    Read tasks request no CPU, so nothing is lost: the stream limits their number and memory, and Ray's
-    scheduler assigns the CPUs. Ray Data's own autoscaler (2.60) starts no task if Ray Train's workers have
-    reserved all CPUs of a cluster, and waits forever without a message. The autoscaler also uses an actor,
-    whose process takes seconds to start before the first batch, and 1 % of a core.
+    Read tasks request no CPU: the stream limits their number and memory, and Ray's scheduler assigns the CPUs.
+    Ray Data's own autoscaler (2.60) starts no task if Ray Train's workers have reserved all CPUs of a cluster,
+    and waits forever without a message. It also uses an actor, whose process takes seconds to start before the
+    first batch, and 1 % of a core.
     """
     from ray.data import ExecutionResources
     from ray.data._internal.cluster_autoscaler import ClusterAutoscaler
@@ -61,9 +61,9 @@ def disable_autoscaling_requests() -> None:
 def throttle_executors() -> None:
     """Make the threads that drive Ray Data's executions sleep while there is no work.
 
-    Ray 2.60's thread (execution/streaming_executor.py) spins while it holds back the output of its tasks, or
-    has no more tasks. Spinning is the normal state when batches arrive faster than they are trained. During a
-    step, the thread then uses all available time of a core, and of the GIL.
+    In Ray 2.60, such a thread (execution/streaming_executor.py) spins while it holds back the output of its
+    tasks, or has no more tasks. If batches arrive faster than they are trained, the thread spins most of the
+    time. During a step, it then uses all available time of a core, and of the GIL.
     """
     from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
@@ -74,7 +74,7 @@ def throttle_executors() -> None:
     def throttled_step(self: StreamingExecutor, topology: Any) -> bool:
         start = monotonic()
         has_more = original_step(self, topology)
-        # Counts change when tasks of an operator start, produce output or end, or output is consumed.
+        # Counts change when an operator's tasks start, produce output or end, or when output is consumed.
         counts = [tuple(private(op.metrics, name, "ray") for name in PROGRESS_FIELDS) for op in topology]
         previous, sleep_s = getattr(self, "raytrec_progress", (None, 0.0))
         idle = counts == previous and monotonic() - start < MAX_IDLE_STEP_S  # a longer step has waited for a task
@@ -88,13 +88,13 @@ def throttle_executors() -> None:
 
 
 def disable_statistics() -> None:
-    """Make Ray Data collect no statistics of this process's executions and start no statistics actor.
+    """Make Ray Data collect no statistics about this process's executions, and start no statistics actor.
 
-    A stream is one execution per epoch, with a separate name, and the actor keeps some 150 gauges for each
-    (data/_internal/stats.py). The actor grew by 0.5 to 1 MiB per epoch and rank without limit, as did the
-    agents that export its gauges. The actor is also detached and pinned to the first node that reads, which
-    then never becomes idle. Its process wakes a hundred times per second. None of the statistics is read.
-    Names of executions, numbered by the actor, are random instead.
+    A stream is one execution per epoch, each with a separate name, and the actor keeps some 150 gauges per name
+    (data/_internal/stats.py). The actor grew by 0.5 to 1 MiB per epoch and rank without limit, as did the agents
+    that export its gauges. The actor is also detached and pinned to the first node that reads, which then never
+    becomes idle. Its process wakes a hundred times per second. raytrec does not use these statistics. Execution
+    names, which the actor would number, are random instead.
     """
     from ray.data._internal.execution.callbacks import ResourceAllocatorPrometheusCallback
     from ray.data._internal.stats import _StatsManager

@@ -1,4 +1,4 @@
-"""Private names of Ray (2.60.0) for starting a local Ray; functions import Ray."""
+"""Private names of Ray (2.60.0) for starting a local Ray. Ray is imported by functions only."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 from raytrec.compat.versions import private, replace_private
 
-# Below RAY_TMPDIR: HOST:PORT of the cluster that was started last.
+# File in RAY_TMPDIR that contains HOST:PORT of the cluster that was started last.
 CURRENT_CLUSTER_FILE = "ray/ray_current_cluster"
-# Path that Ray appends to RAY_TMPDIR; the length of a Unix socket address is limited.
+# Longest path that Ray appends to RAY_TMPDIR; the length of a Unix socket's address is limited.
 LONGEST_SOCKET_PATH = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-# Prefixes of environment variables that Python, C libraries or Ray read at load time; exceptions that are
-# read later, or again; and variables that cannot be read again after a fork.
+# Prefixes of environment variables that Python, C libraries or Ray read when loaded; exceptions, which are read
+# later or again; and variables that cannot be read again after a fork.
 LOAD_TIME_PREFIXES = ("LD_", "MALLOC_", "PYTHON", "RAY_")
 LATE_READ_PREFIXES = ("RAY_AUTH_", "RAY_TRAIN_", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC")
 UNCHANGEABLE_VARIABLES = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 # Makes ray.init return without waiting for prestarted workers.
 NO_PRESTART_ENV = {"RAY_prestart_worker_first_driver": "0"}
-# Settings of periodic work in Ray's processes (ray_config_def.h), for a Ray that serves one run.
+# Settings for periodic work in the processes of a Ray that serves one run (ray_config_def.h).
 INFREQUENT_WORK_SETTINGS = {
     "enable_metrics_collection": False,  # for a dashboard or Prometheus; half the CPU time of an idle Ray
     "task_events_report_interval_ms": 0,  # 0: never; for lists of tasks
@@ -31,55 +31,55 @@ INFREQUENT_WORK_SETTINGS = {
     "raylet_check_gc_period_milliseconds": 1_000,
     "kill_idle_workers_interval_ms": 1_000,
 }
-# The same for Ray's agent, which measures all processes for the dashboard (dashboard/modules/reporter).
+# Such a setting for Ray's agent, which measures all processes for the dashboard (dashboard/modules/reporter).
 INFREQUENT_REPORTS_ENV = {"REPORTER_UPDATE_INTERVAL_MS": "600000"}
 UNNEEDED_NODE_METHODS = ("start_api_server", "start_monitor", "start_log_monitor")  # methods of Ray's Node
 
 
 def get_loopback_env() -> dict[str, str]:
-    """Return the environment in which Ray keeps 127.0.0.1 instead of the machine's own address."""
+    """Return environment variables with which Ray keeps 127.0.0.1 instead of the machine's own address."""
     from ray._private import ray_constants
 
     return {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
 
 
 def keep_loopback() -> None:
-    """Apply `get_loopback_env` in this process, where Ray may already be imported."""
+    """Apply `get_loopback_env` to this process, in which Ray may already be imported."""
     from ray._private import ray_constants
 
     _replace(ray_constants, "ENABLE_RAY_CLUSTER", False)
 
 
 def disable_auto_connect() -> None:
-    """Disable automatic starting or joining of a cluster by calls to Ray."""
+    """Prevent calls to Ray from automatically starting or joining a cluster."""
     from ray._private import auto_init_hook
 
     _replace(auto_init_hook, "enable_auto_connect", False)
 
 
 def silence_workers() -> None:
-    """Drop lines of advice on every process exit, which Ray prints despite `log_to_driver=False`."""
+    """Suppress the advice that Ray prints at every process exit despite `log_to_driver=False`."""
     import ray
 
     _replace(ray._private.worker, "print_to_stdstream", lambda data, ignore_prefix: None)
 
 
 def make_folder_arguments(folder: Path) -> dict[str, Any]:
-    """Return arguments of ray.init for a local Ray with its files in this folder."""
+    """Return arguments to ray.init for a local Ray that keeps its files in a folder."""
     return {"_temp_dir": str(folder)}
 
 
 def make_idle_arguments() -> dict[str, Any]:
-    """Return arguments of ray.init for a local Ray whose idle processes leave the cores to training.
+    """Return arguments to ray.init for a local Ray whose idle processes leave the cores to training.
 
-    Settings in the environment (RAY_enable_metrics_collection=1) take precedence.
+    Environment variables, such as RAY_enable_metrics_collection=1, take precedence.
     """
     settings = {name: value for name, value in INFREQUENT_WORK_SETTINGS.items() if f"RAY_{name}" not in os.environ}
     return {"_system_config": settings}
 
 
 def get_logs_folder() -> Path:
-    """Return the log folder of the Ray that this process has started."""
+    """Return the log folder of the local Ray that this process has started."""
     import ray
 
     return Path(ray._private.worker._global_node.get_logs_dir_path())
@@ -115,8 +115,8 @@ def omit_unneeded_processes() -> Iterator[None]:
     """Make a local Ray that is started in the block omit unneeded processes.
 
     Three processes are omitted, each of which imports Ray for a second, one of them while ray.init waits. The
-    API server belongs to the dashboard, which is disabled. The autoscaler's monitor is for clusters that
-    grow. The log monitor forwards logs to the driver, which is disabled.
+    API server belongs to the dashboard, which is disabled. The autoscaler's monitor is for clusters that grow.
+    The log monitor forwards logs to the driver; this forwarding is disabled.
     """
     from ray._private.node import Node
 
@@ -127,7 +127,7 @@ def omit_unneeded_processes() -> Iterator[None]:
 
 
 def replace_worker_script(script: Path) -> AbstractContextManager[None]:
-    """Make Ray, when started in the block, use this script instead of its setup_worker.py."""
+    """Make a Ray that is started in the block use this script instead of its setup_worker.py."""
     from ray._private import ray_constants
 
     return replace_private(ray_constants, "SETUP_WORKER_FILENAME", str(script), "ray")
@@ -142,9 +142,9 @@ def get_first_job_env(raylet: int) -> dict[str, str]:
 
 
 def draw_actor_class_ids_from(random: Callable[[int], bytes]) -> AbstractContextManager[None]:
-    """Make Ray draw ids of actor classes from `random` in the block, leaving its own generator unseeded.
+    """Make Ray draw ids of actor classes from `random` in the block, so that its own generator stays unseeded.
 
-    `random` maps a number of bytes to random bytes.
+    `random` returns a given number of random bytes.
     """
     import ray.actor
 
@@ -159,13 +159,13 @@ def draw_actor_class_ids_from(random: Callable[[int], bytes]) -> AbstractContext
 
 
 def read_token_again() -> None:
-    """Make Ray read RAY_AUTH_* again; it otherwise reads its settings only at import."""
+    """Make Ray read RAY_AUTH_* again; Ray normally reads its settings only at import."""
     import ray._raylet as raylet
 
     private(raylet, "Config", "ray").initialize("")
 
 
 def _replace(module: Any, name: str, value: Any) -> None:
-    """Set a name in a module of Ray; raise RunError if Ray has no such name."""
+    """Set an attribute of a Ray module; raise RunError if Ray has no such name."""
     private(module, name, "ray")
     setattr(module, name, value)

@@ -39,10 +39,10 @@ class ControlledTrainer(DataParallelTrainer):
     """Ray Train trainer with custom controller policies and a custom wait for the controller.
 
     Args:
-        policies: Keyword arguments scaling_policy and failure_policy of the controller.
-        on_start: Function called in the main thread with the started controller.
-        wait: Function that waits for an object reference and returns its value.
-        owns_ray: True if the Ray ends with the run.
+        policies: Keyword arguments of the controller: scaling_policy and failure_policy.
+        on_start: Function called with the started controller in the main thread.
+        wait: Function that waits for an object reference and returns the object.
+        owns_ray: True if Ray is shut down at the end of the run.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ControlledTrainer(DataParallelTrainer):
         self._policies, self._on_start, self._wait, self._owns_ray = policies, on_start, wait, owns_ray
 
     def _initialize_and_run_controller(self, **parts: Any) -> Any:
-        """Run the controller; unlike Ray's method, the wait can be interrupted if a part of Ray ends."""
+        """Run the controller; unlike in Ray's method, waiting can be interrupted if a process of Ray ends."""
         try:
             return super()._initialize_and_run_controller(**parts | self._policies)
         except _ControllerStarted as started:
@@ -67,7 +67,7 @@ class ControlledTrainer(DataParallelTrainer):
         return self._wait(controller.get_result.remote())
 
     def _register_sigint_handler(self, controller: Any) -> None:
-        """Take over from Ray, which calls this method between the controller's start and the wait for it."""
+        """Take over from Ray, which calls this method after starting the controller, before waiting for it."""
         self._on_start(controller)
         raise _ControllerStarted(controller)
 
@@ -80,10 +80,10 @@ class ControlledTrainer(DataParallelTrainer):
 
 
 def replace_callback(callbacks: list[Any], kind: type, replacement_callbacks: list[Any]) -> list[Any]:
-    """Return Ray Train's callbacks with the callback of class `kind` replaced by others.
+    """Return Ray Train's callbacks, with the callback of class `kind` replaced by others.
 
     Raises:
-        RunError: Ray Train has no such callback any more.
+        RunError: Ray Train no longer has such a callback.
     """
     if not any(type(callback) is kind for callback in callbacks):
         raise missing(f"{kind.__name__} among TorchTrainer's callbacks", "ray")
@@ -95,9 +95,9 @@ class OwnClusterCleaner(PlacementGroupCleaner):
 
     Ray 2.60 (ray/train/v2/_internal: execution/controller/placement_group_cleaner.py,
     callbacks/placement_group_callback.py) asks the state API whether the controller is alive. The state API
-    queries the most recently started cluster on this machine. A cluster that was started later does not know
-    the controller, and Ray would kill all workers of the run. This actor, alone in its process, queries its
-    own cluster.
+    queries the cluster that was started last on this machine. If this is another cluster, it does not know the
+    controller, and Ray would kill all workers of the run. This actor, alone in its process, queries its own
+    cluster.
     """
 
     def start_monitoring(self) -> bool:
@@ -107,16 +107,16 @@ class OwnClusterCleaner(PlacementGroupCleaner):
 
 
 class OwnClusterCleanerCallback(PlacementGroupCleanerCallback):
-    """Callback that starts an OwnClusterCleaner from the controller's process, which serves one run."""
+    """Callback that makes the controller's process, which serves one run, start an OwnClusterCleaner."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Start the cleaner of this run."""
+        """Start the cleaner for this run."""
         placement_group_callback.PlacementGroupCleaner = OwnClusterCleaner
         super().after_controller_start(train_run_context)
 
 
 def is_own_actor_alive(actor_id: str, timeout: float) -> bool:
-    """Return True if an actor of this process's own cluster is alive, according to the GCS.
+    """Return True if an actor in this process's cluster is alive according to the GCS.
 
     Raises:
         RayStateApiException: The GCS does not answer; the cleaner then asks again.
@@ -131,7 +131,7 @@ def is_own_actor_alive(actor_id: str, timeout: float) -> bool:
 
 
 class NoDatasets(DatasetsCallback):
-    """Callback of a trainer that uses no Ray Data datasets; no actor is started for them.
+    """Callback of a trainer without Ray Data datasets, which starts no actor for datasets.
 
     Workers still receive the driver's Ray Data settings.
     """
@@ -153,8 +153,8 @@ class RequestingPolicy(ScalingPolicy):
     Args:
         scaling_config: Ray Train's scaling configuration.
         max_train_workers: Maximum number of workers.
-        reader_cpus: CPUs that the autoscaler should provide in addition to the workers' CPUs.
-        autoscaler_exists: False if there is no autoscaler. Nothing is requested then, and the actor that
+        reader_cpus: Number of CPUs that the autoscaler should provide in addition to the workers' CPUs.
+        autoscaler_exists: False if there is no autoscaler; resources are then not requested, and the actor that
             forwards requests is not started.
     """
 
@@ -166,11 +166,11 @@ class RequestingPolicy(ScalingPolicy):
 
     @property
     def resources_per_worker(self) -> dict[str, float]:
-        """Resources that Ray reserves for each worker."""
+        """Resources that Ray reserves for each worker, by name."""
         return self.scaling_config._resources_per_worker_not_none
 
     def request_resources(self) -> None:
-        """Renew the request to the autoscaler before it expires; do nothing if the last request is recent."""
+        """Renew the request to the autoscaler before it expires, unless the last request is recent."""
         if not self._has_autoscaler:
             return
         self._maybe_send_resource_request()

@@ -25,16 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode as EveryOperator
 
 from raytrec.compat.versions import missing
 
-# Names of torch for other modules; functions defined below need no entry.
+# Names of torch that other modules import from here; functions defined below need no entry.
 __all__ = ["Dropout", "EveryOperator", "Shard", "ShardMetadata", "ShardedTensor", "apply_optimizer_in_backward"]
 
-MAX_MEMORY_EVENTS = 100_000  # maximum number of recorded allocator events, a few KB each
+MAX_MEMORY_EVENTS = 100_000  # maximum number of recorded allocator events, of a few KB each
 
 
 def load_archive(archive: BinaryIO) -> torch.export.ExportedProgram:
-    """Load the program of a .pt2 archive.
+    """Load the exported program in a .pt2 archive.
 
-    torch.export.load prints a traceback if that fails, and then tries layouts of older versions.
+    If loading fails, torch.export.load would print a traceback and then try the layouts of older versions.
     """
     from torch.export.pt2_archive._package import load_pt2
 
@@ -42,24 +42,30 @@ def load_archive(archive: BinaryIO) -> torch.export.ExportedProgram:
 
 
 def is_dispatched(target: str) -> bool:
-    """Return True if "torch.ops.aten.NAME.OVERLOAD" is an operator over tensors.
+    """Return True if "torch.ops.aten.NAME.OVERLOAD" is a dispatched operator.
 
-    Other names are TorchScript functions, such as aten::save.
+    Other names denote TorchScript functions, such as aten::save.
     """
     name = "aten::" + target.removeprefix("torch.ops.aten.").removesuffix(".default")
     return torch._C._dispatch_has_kernel(name)
 
 
+def get_schema(target: str) -> torch.FunctionSchema:
+    """Return the schema of the operator "torch.ops.aten.NAME.OVERLOAD"."""
+    name, overload = target.removeprefix("torch.ops.aten.").split(".")
+    return getattr(getattr(torch.ops.aten, name), overload)._schema
+
+
 def silence_tracing() -> None:
-    """Silence a torch warning about calls made by TorchRec (1.8.0), which users cannot change."""
+    """Silence a torch warning about calls by TorchRec (1.8.0), on which users cannot act."""
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 def skip_unprofiled_records() -> None:
-    """Make record_function do nothing while no profiler runs.
+    """Make record_function a no-op while no profiler is running.
 
-    torch.optim and TorchRec mark some 30 parts of a step with record_function, which takes an eighth of the
-    Python time of a step.
+    torch.optim and TorchRec mark some 30 parts of a step with record_function, which takes an eighth of a step's
+    Python time.
     """
     record_function.__enter__ = _enter_if_profiled
 
@@ -74,10 +80,10 @@ def _enter_if_profiled(self: record_function) -> record_function:
 
 @contextmanager
 def hide_gpus_during_import() -> Iterator[None]:
-    """Import modules in the block as on a machine without GPUs.
+    """Make torch report no GPU to modules that are imported in the block.
 
-    fbgemm_gpu (1.8.0) checks for a GPU at import, after which torch does not let forked processes use one.
-    The result of the check only matters for AMD GPUs and Triton operators, which raytrec does not use.
+    fbgemm_gpu (1.8.0) checks for a GPU at import, after which torch does not let forked processes use GPUs. The
+    result of the check matters only for AMD GPUs and Triton operators, which raytrec does not use.
     """
     original, torch.cuda.is_available = torch.cuda.is_available, lambda: False
     try:
@@ -92,18 +98,18 @@ def refuses_gpus() -> bool:
 
 
 def make_rank_placement(rank: int, device: str) -> _remote_device:
-    """Return the placement of a shard on a device of a rank."""
+    """Return the placement of a shard on a device of a given rank."""
     return _remote_device(f"rank:{rank}/{device}")
 
 
 def make_sharded_tensor(
     local: list[Shard], shards: list[ShardMetadata], shape: Sequence[int], dtype: torch.dtype
 ) -> ShardedTensor:
-    """Return a ShardedTensor over live values, without a collective.
+    """Return a ShardedTensor that shares memory with existing shards, without a collective.
 
     Args:
-        local: Shards of this rank.
-        shards: Metadata of the shards of all ranks.
+        local: Shards on this rank.
+        shards: Metadata of the shards on all ranks.
         shape: Shape of the whole tensor.
         dtype: Data type of the tensor.
     """
@@ -112,14 +118,14 @@ def make_sharded_tensor(
 
 
 def list_local_parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
-    """Return this rank's shards of a sharded tensor; for another tensor, the tensor itself."""
+    """Return this rank's shards of a sharded tensor, or a list of only the tensor if it is not sharded."""
     return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
 
 
 def replace_local_shards(value: ShardedTensor, parts: list[torch.Tensor]) -> ShardedTensor:
     """Return a copy of a ShardedTensor in which this rank's shards are replaced by tensors in host memory.
 
-    torch checks each part against the device and pinned memory in the metadata.
+    The metadata is adapted as well, because torch compares the parts' device and pinned memory with it.
     """
     metadata = value.metadata()
     shards = [
@@ -139,24 +145,24 @@ def replace_local_shards(value: ShardedTensor, parts: list[torch.Tensor]) -> Sha
 
 
 def multiply_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors in place with few kernels."""
+    """Multiply tensors in place by a factor, with few kernel launches."""
     torch._foreach_mul_(tensors, factor)
 
 
 def call_after_nodes(losses: torch.Tensor, call: Callable[[], object]) -> None:
-    """Call a function in the next backward from `losses` after all nodes of the graph have run.
+    """Call a function in the next backward from `losses`, after all nodes of the graph have run.
 
-    Callbacks run in the order in which they were queued. DistributedDataParallel waits for its all-reduces in
-    a later callback of the same kind, so this function runs before that wait.
+    Callbacks run in the order in which they were queued. DistributedDataParallel waits for its all-reduces in a
+    callback that is queued later, so the function runs before this wait.
     """
     losses.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(call))
 
 
 class FixedDtype(nn.Module):
-    """Module that is notified of every cast before any of its tensors change."""
+    """Module that is notified of each cast or move before any of its tensors change."""
 
     def before_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Handle a function that is about to be applied to each tensor; raise an error to refuse the cast."""
+        """Handle a function that is about to be applied to all tensors; raise an error to refuse the cast."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable, recurse: bool = True) -> FixedDtype:
@@ -165,9 +171,9 @@ class FixedDtype(nn.Module):
 
 
 def bind_store(address: str) -> None:
-    """Make the TCPStore that this process may start listen on this address.
+    """Make a TCPStore that this process starts listen only on this address.
 
-    torch/distributed/rendezvous.py starts the store on all interfaces unless it receives a listening socket.
+    Without a listening socket from the caller, torch/distributed/rendezvous.py listens on all interfaces.
     """
     # The attribute torch.distributed.rendezvous is a function.
     module: Any = import_module("torch.distributed.rendezvous")
@@ -190,17 +196,17 @@ _untimed_wait: Any = dist.Work.wait
 
 
 def time_waits(timed: Callable[[Callable], Callable]) -> None:
-    """Wrap every wait of this process for other ranks; TorchRec waits within its autograd functions.
+    """Wrap every wait of this process for other ranks, including waits in TorchRec's autograd functions.
 
     Args:
-        timed: Function that maps torch.distributed.Work.wait to its replacement. The replacement of an
-            earlier call is removed.
+        timed: Function that returns a replacement for torch.distributed.Work.wait; it supersedes the replacement
+            by an earlier call.
     """
     dist.Work.wait = timed(_untimed_wait)
 
 
 def watch_compiler(begins: Callable[[], object], ends: Callable[[], object]) -> None:
-    """Call functions before and after each torch compilation, in the thread that waits for it."""
+    """Call `begins` before and `ends` after each torch compilation, in the thread that waits for it."""
     from torch._dynamo.callback import callback_handler  # not imported in runs without compilation
 
     callback_handler.register_start_callback(lambda _: begins())
@@ -208,23 +214,23 @@ def watch_compiler(begins: Callable[[], object], ends: Callable[[], object]) -> 
 
 
 def describe_operator(operator: Any) -> tuple[str, Any, bool]:
-    """Return the name (aten::mm), base function and is-view flag of an operator seen by EveryOperator."""
+    """Return an operator's name (such as aten::mm), its overload packet, and True if it returns a view."""
     schema = operator._schema
     is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
     return schema.name, operator._overloadpacket, is_view
 
 
 def get_storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a key that is unique among live storages, also on the meta device."""
+    """Return a key that is unique among live storages, including those on the meta device."""
     return storage._cdata
 
 
 def record_memory() -> None:
-    """Start recording the events of the GPU memory allocator, with stacks."""
+    """Start recording events of the GPU memory allocator, with stack traces."""
     torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
 
 
 def save_memory(file: Path) -> None:
-    """Write the recording of `record_memory` for pytorch.org/memory_viz, and stop recording."""
+    """Stop recording, and write the recorded events to a file for pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(str(file))
     torch.cuda.memory._record_memory_history(enabled=None)

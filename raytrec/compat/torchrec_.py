@@ -21,9 +21,9 @@ from raytrec.compat.versions import private
 
 
 def iterate_sharded_kernels(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield TorchRec's lookups of this rank's shards, one per group of tables that FBGEMM looks up at once.
+    """Yield the kernels of this rank's shards, one per group of tables that FBGEMM looks up at once.
 
-    Data-parallel tables are in a separate DDP module and not included.
+    Data-parallel tables, which are in a separate DDP module, are not included.
     """
     for lookup in _iterate_lookups(model):
         if not isinstance(lookup, DistributedDataParallel):
@@ -31,30 +31,30 @@ def iterate_sharded_kernels(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def iterate_replicated_kernels(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the lookups of data-parallel tables, which every rank holds completely."""
+    """Yield the kernels of data-parallel tables, of which every rank holds a complete copy."""
     for lookup in _iterate_lookups(model):
         if isinstance(lookup, DistributedDataParallel):
             yield from private(lookup.module, "_emb_modules", "torchrec")
 
 
 def _iterate_lookups(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield one lookup per sharding type of each collection."""
+    """Yield the lookups of each collection, one per sharding type."""
     for module in iterate_sharded_collections(model):
         yield from private(module, "_lookups", "torchrec")
 
 
 def iterate_sharded_collections(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the sharded collections of tables, both those with pooled and with per-id output."""
+    """Yield the sharded collections of tables, with pooled or per-id output."""
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             yield module
 
 
 def watch_distinct_ids(model: nn.Module, on_lookup: Callable[[KeyedJaggedTensor], object]) -> None:
-    """Call a function at each lookup of a collection that sends each id of a batch once (use_index_dedup).
+    """Call a function at each lookup of a collection that sends only distinct ids (use_index_dedup).
 
     The function receives the ids sent for each sharding type. Ids of a table can be listed under any feature
-    that reads the table. A feature is repeated for each set of columns.
+    that reads the table. A feature is repeated for each column shard.
     """
     for module in iterate_sharded_collections(model):
         if not getattr(module, "_use_index_dedup", False):
@@ -69,17 +69,17 @@ def watch_distinct_ids(model: nn.Module, on_lookup: Callable[[KeyedJaggedTensor]
 
 
 def returns_per_id_vectors(kernel: nn.Module) -> bool:
-    """Return True if a lookup returns each id's vector, [N, columns], not sums of bags, [B, Σ columns]."""
+    """Return True if a kernel returns each id's vector, [N, columns], not sums of bags, [B, Σ columns]."""
     return isinstance(kernel, BaseBatchedEmbedding)
 
 
 def list_kernel_tables(kernel: nn.Module) -> list[ShardedEmbeddingTable]:
-    """Return the shards that a kernel looks up, in key order: .name, .feature_names, .local_cols."""
+    """Return the table shards that a kernel looks up, in key order; see .name, .feature_names, .local_cols."""
     return private(kernel, "config", "torchrec").embedding_tables
 
 
 def get_shard_origin(table: ShardedEmbeddingTable) -> tuple[int, int]:
-    """Return the first row and column of a rank's shard in the table; (0, 0) for a data-parallel table."""
+    """Return (first row, first column) of a rank's shard in its table; (0, 0) for a data-parallel table."""
     if not table.local_metadata:
         return 0, 0
     row, column = table.local_metadata.shard_offsets
@@ -87,12 +87,12 @@ def get_shard_origin(table: ShardedEmbeddingTable) -> tuple[int, int]:
 
 
 def is_pipelined(collection: nn.Module, sparse: Any) -> bool:
-    """Return True if TorchRec's pipeline traces a lookup, or has already exchanged copies of its ids."""
+    """Return True if TorchRec's pipeline traces a lookup or has replaced it to exchange ids in advance."""
     return isinstance(sparse, Proxy) or isinstance(collection.forward, BaseForward)
 
 
 def iterate_wrappers(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
-    """Yield an optimizer's wrappers, such as GlobalNormClip, from the outside in, then the wrapped one."""
+    """Yield an optimizer's wrappers (such as GlobalNormClip) from the outermost, then the inner optimizer."""
     yield optimizer
     while isinstance(optimizer, OptimizerWrapper):
         optimizer = private(optimizer, "_optimizer", "torchrec")

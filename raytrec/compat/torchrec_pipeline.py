@@ -1,8 +1,8 @@
 """TorchRec's train pipelines (1.8.0) with timed parts.
 
-Most of the pipelines' methods are private. The pipelines are at rest between steps. Both exchange the next
-batch's ids during this batch's forward. For tables in host memory with a cache on the GPU, PrefetchPipeline
-also loads the next batch's rows into the cache during this batch's training.
+Most of the pipelines' methods are private. The pipelines are idle between steps. Both exchange the next batch's
+ids during the current batch's forward. For tables in host memory with a cache on the GPU, PrefetchPipeline also
+loads the next batch's rows into the cache while the current batch is trained.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ else:
     Pipeline = object
 
 
-# TorchRec reads values from the device before it exchanges sizes, only for a check that is off. In every
-# step, the host would wait once per feature and sharding type.
+# Before exchanging sizes, TorchRec reads values from the device for a check that is disabled. The host would wait
+# for this in every step, once per feature and sharding type.
 embedding_sharding._safe_tolist = lambda tensor: []
 
 
 class TimedMixin(Pipeline):
-    """Pipeline with timed parts; its behavior is unchanged.
+    """Mixin that times the parts of a pipeline without changing its behavior.
 
     Args:
         model: Sharded model.
         optimizer: Optimizer of the model.
         device: Device of this rank.
-        phase: Function from a part's name (data, copy, input_exchange, forward, backward, optimizer) to the
-            context in which the part runs.
+        phase: Function that maps a part's name (data, copy, input_exchange, forward, backward, optimizer) to
+            the context manager in which the part runs.
         before_all_reduce_wait: Function called in backward when only the all-reduce of the dense layers
             remains.
-        options: Options of TorchRec's pipeline.
+        **options: Further arguments of TorchRec's pipeline.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class TimedMixin(Pipeline):
             return super()._next_batch(dataloader_iter)
 
     def copy_batch_to_gpu(self, dataloader_iter: Iterator) -> Any:
-        """Copy a batch to the device in phase "copy"."""
+        """Copy a batch to the device, timed as "copy"."""
         with self._phase("copy"):
             return super().copy_batch_to_gpu(dataloader_iter)
 
     def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
-        """Start the exchange of a batch's ids in phase "input_exchange"."""
+        """Start the exchange of a batch's ids, timed as "input_exchange"."""
         with self._phase("input_exchange"):
             super().start_sparse_data_dist(batch, context)
 
     def wait_sparse_data_dist(self, context: Any) -> None:
-        """Wait for the exchange of a batch's ids in phase "input_exchange"."""
+        """Wait for the exchange of a batch's ids, timed as "input_exchange"."""
         with self._phase("input_exchange"):
             super().wait_sparse_data_dist(context)
 
@@ -93,15 +93,15 @@ class TimedMixin(Pipeline):
 class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
     """TorchRec's pipeline for tables with a cache on the GPU; for GPUs only, because it requires streams.
 
-    The order of a step's parts is TorchRec's. Four things differ:
+    The parts of a step run in the same order as in TorchRec's pipeline. Four things differ:
 
-    - It supports enqueue_batch_after_forward, as TorchRec's other pipeline does.
+    - The option enqueue_batch_after_forward is supported, as in TorchRec's other pipeline.
     - Backward and the optimizer's step are separate methods, as in TorchRec's other pipeline.
-    - A step ends, for the current stream, when the next batch's rows are in the cache. No further rows are
-      loaded before the work put on that stream between two steps. The cache may therefore be written back
+    - For the current stream, a step ends when the next batch's rows are in the cache. Further rows are loaded
+      only after work that is queued on that stream between steps. The cache can therefore be written back
       between steps (for a checkpoint or a check) while no row in it is being replaced.
-    - In evaluation, rows are not locked in the cache: FBGEMM unlocks rows in backward, so they would stay
-      locked. Instead, no rows are loaded into the cache while a batch is being looked up.
+    - In evaluation, rows are not locked in the cache, because FBGEMM unlocks rows only in backward. Instead, no
+      rows are loaded into the cache while a batch is being looked up.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
         enqueue_batch_after_forward: bool = False,
         **options: Any,
     ):
-        # pipeline_postproc would have no effect: the tables' input is an attribute of the batch.
+        # pipeline_postproc would have no effect, because the tables' input is an attribute of the batch.
         super().__init__(model, optimizer, device, pipeline_postproc=False, **options)
         self._enqueue_batch_after_forward = enqueue_batch_after_forward
-        # TorchRec's default stream here is a new stream, on which nothing runs.
+        # TorchRec would use a new stream as the default stream, on which no work runs.
         self._default_stream = torch.get_device_module(device).current_stream()
         self._kernels = [k for kernel in iterate_sharded_kernels(model) if (k := find_fused_lookup(kernel)) is not None]
 
     def progress(self, dataloader_iter: Iterator) -> Any:
-        """Run one step and return the output of the model.
+        """Run one step, and return the output of the model.
 
         Raises:
             StopIteration: There are no more batches.
@@ -130,7 +130,7 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
             kernel.lock_cache_line = kernel.prefetch_pipeline and self._model.training
         self.fill_pipeline(dataloader_iter)
         if not self.batches:
-            for kernel in self._kernels:  # unlock rows of steps that were skipped without a backward
+            for kernel in self._kernels:  # unlock rows of steps that were skipped before backward
                 kernel.lxu_cache_locking_counter.zero_()
             raise StopIteration
         self._set_module_context(self.contexts[0])
@@ -168,7 +168,7 @@ class TimedPipeline(TimedMixin, TrainPipelineSparseDist):
 
 
 class TimedPrefetchPipeline(TimedMixin, PrefetchPipeline):
-    """Pipeline for tables with a cache on the GPU, with timed parts."""
+    """PrefetchPipeline with timed parts, for tables with a cache on the GPU."""
 
     def _prefetch(self, context: Any) -> None:
         with self._phase("input_exchange"):

@@ -1,4 +1,4 @@
-"""Private names of uvicorn (0.54): its HTTP/1.1 protocol, with limits that uvicorn does not have."""
+"""Private names of uvicorn (0.54): its HTTP/1.1 protocol, with additional limits."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from math import inf
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import Server
 
-MAX_HEAD_BYTES = 32 << 10  # request line and headers; also consecutive bytes outside of heads and bodies
-MAX_PIPELINED = 100  # requests of one connection that wait for the answer to an earlier request
+MAX_HEAD_BYTES = 32 << 10  # request line and headers; also consecutive bytes outside heads and bodies
+MAX_PIPELINED = 100  # requests on one connection that wait for the answer to an earlier request
 MAX_CONNECTIONS = 4096  # per process
-CLIENT_TIMEOUT_S = 90  # seconds within which a client must send a request, or the next one, and read the answer
+CLIENT_TIMEOUT_S = 90  # seconds within which a client must send a (further) request, and read the answer
 
 
 class BoundedProtocol(HttpToolsProtocol):
     """Connection whose requests are limited in size, number and time; created by uvicorn.
 
     Attributes:
-        waiting_since: Event loop time at which the client began to send or receive; inf while a request is
-            being answered.
+        waiting_since: Event loop time since which the server waits for the client to send or read; inf while
+            a request is being answered.
     """
 
-    _without_progress = 0  # bytes received since the last complete head or part of a body
+    _without_progress = 0  # bytes received since the last complete head or body part
 
     def connection_made(self, transport: BaseTransport) -> None:
-        """Start the client's time limit; above MAX_CONNECTIONS, abort the longest-waiting connection."""
+        """Start the client's time limit; above MAX_CONNECTIONS, abort the connection that has waited longest."""
         super().connection_made(transport)  # type: ignore[arg-type]
         self.waiting_since = self.loop.time()
         if len(self.connections) > MAX_CONNECTIONS:
@@ -34,7 +34,7 @@ class BoundedProtocol(HttpToolsProtocol):
             longest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes; reject the request if too many of them complete no head or part of a body."""
+        """Parse received bytes; reject the request after too many bytes without a complete head or body part."""
         self._without_progress += len(data)
         super().data_received(data)
         if self._without_progress > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -46,7 +46,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.waiting_since = self.loop.time()
 
     def on_headers_complete(self) -> None:
-        """Start the answer, or end parsing with a ValueError for a large head or too many requests."""
+        """Start answering the request; raise ValueError, which ends parsing, if the request exceeds a limit."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD_BYTES or len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("the request head is too large, or too many requests wait for a response")
@@ -54,12 +54,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._without_progress = 0
 
     def on_body(self, body: bytes) -> None:
-        """Pass on a part of the body."""
+        """Pass a part of the body on to the application."""
         super().on_body(body)
         self._without_progress = 0
 
     def on_message_complete(self) -> None:
-        """Stop the time limit unless the client reads no answers or has already received the answer."""
+        """Stop the time limit, unless the client does not read answers or the answer is already complete."""
         super().on_message_complete()
         if not (self.flow.write_paused or self.cycle.response_complete):
             self.waiting_since = inf
@@ -71,7 +71,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 async def abort_slow(server: Server) -> None:
-    """Abort the connections of a server whose clients have exceeded CLIENT_TIMEOUT_S."""
+    """Abort a server's connections whose clients have exceeded CLIENT_TIMEOUT_S."""
     now = get_running_loop().time()
     for connection in [*server.server_state.connections]:
         if now - connection.waiting_since > CLIENT_TIMEOUT_S:  # type: ignore[union-attr]

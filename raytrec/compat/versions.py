@@ -1,4 +1,4 @@
-"""Supported versions of upstream packages; other versions are refused."""
+"""Supported versions of upstream packages, and access to their private names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from raytrec.common.errors import RunError
 from raytrec.common.machine import REINSTALL_ADVICE, get_installed_version, get_torch_cuda_version
 
-# Releases of torch, TorchRec and FBGEMM belong together: FBGEMM is compiled for one torch, and TorchRec calls
-# FBGEMM's operators. File in requirements/ → package → version or its prefix (compared by a test).
+# Releases of torch, TorchRec and FBGEMM belong together: FBGEMM is compiled for one torch version, and TorchRec
+# calls FBGEMM's operators. File in requirements/ → package → version or version prefix (compared by a test).
 PAIRS = {
     "cpu.txt (or cuda.txt, notebook.txt)": {
         "torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"
@@ -29,18 +29,20 @@ def require_versions() -> None:
     """Check that the installed packages have supported versions.
 
     Raises:
-        RunError: `find_wrong_versions` has found an error.
+        RunError: An installed package has an unsupported version or build.
     """
     if error := find_wrong_versions():
         raise error
 
 
 def find_wrong_versions() -> RunError | None:
-    """Compare the installed packages with PAIRS and OTHERS without importing them; a driver needs only some.
+    """Compare the installed packages with PAIRS and SUPPORTED_VERSIONS, without importing any.
+
+    Packages that are not installed are ignored, because a driver needs only some.
 
     Returns:
-        The error, or None. It names the packages of other versions and the pair nearest to the installed one;
-            or two builds of FBGEMM in one folder; or a build for another CUDA version than torch's.
+        Error or None. The error names packages with other versions and the nearest supported pair, two builds of
+            FBGEMM in one folder, or a build for another CUDA version than torch's.
     """
     versions = {
         name: version for name in (*SUPPORTED_VERSIONS, *PAIRED_PACKAGES) if (version := get_installed_version(name))
@@ -55,7 +57,7 @@ def find_wrong_versions() -> RunError | None:
     paired = {name: versions[name] for name in PAIRED_PACKAGES if name in versions}
 
     def distance(pair: dict[str, str]) -> int:
-        """Return the number of releases X.Y between the installed packages and a pair, over all packages."""
+        """Return the distance between the installed releases X.Y and a pair's, summed over packages."""
         return sum(abs(_parse_release(version) - _parse_release(pair[name])) for name, version in paired.items())
 
     files, pair = min(PAIRS.items(), key=lambda item: distance(item[1]))
@@ -74,7 +76,7 @@ def find_wrong_versions() -> RunError | None:
 
 
 def _find_wrong_build(versions: dict[str, str], where: str) -> RunError | None:
-    """Return the error for builds of FBGEMM that this torch cannot load although their releases match."""
+    """Return the error for builds of FBGEMM that torch cannot load although the releases match, or None."""
     cuda, build = versions.get("fbgemm-gpu"), "fbgemm-gpu-cpu"
     release = (cuda or "").partition("+")[0]
     if cuda and build in versions:
@@ -104,7 +106,7 @@ def _find_wrong_build(versions: dict[str, str], where: str) -> RunError | None:
 
 
 def _matches(version: str, *pins: str) -> bool:
-    release = version.partition("+")[0].split(".")  # versions of torch builds end with +cpu or +cu130
+    release = version.partition("+")[0].split(".")  # versions of torch builds may end with +cpu or +cu130
     return any(release[: pin.count(".") + 1] == pin.split(".") for pin in pins)
 
 
@@ -115,10 +117,10 @@ def _parse_release(version: str) -> int:
 
 @contextmanager
 def replace_private(owner: Any, name: str, replacement_value: Any, package: str) -> Iterator[None]:
-    """Replace an attribute of an upstream package during the block.
+    """Replace an attribute of an upstream object during the block.
 
     Raises:
-        RunError: The attribute is missing (see `private`).
+        RunError: The attribute is missing; see `private`.
     """
     original = private(owner, name, package)
     setattr(owner, name, replacement_value)
@@ -141,7 +143,7 @@ def private(owner: Any, name: str, package: str) -> Any:
 
 
 def missing(name: str, package: str) -> RunError:
-    """Return the error for a name that upstream no longer has."""
+    """Return the error for a name that the installed version of an upstream package does not have."""
     version = get_installed_version(package) or get_installed_version(f"{package}-cpu") or "(not installed)"
     pins = SUPPORTED_VERSIONS.get(package) or [pair[package] for pair in PAIRS.values()]
     return RunError(

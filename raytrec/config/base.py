@@ -1,4 +1,4 @@
-"""Base class, number types and marks that all sections of a configuration use."""
+"""Base class, number types and marks for the sections of a configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytrec.common.registry import PYTHON_PATH
 from raytrec.common.storage import read_yaml
 
 MAX_COUNT = 2**53  # larger integers lose precision in JSON
-MAX_AMOUNT = 1e9  # threads can wait this many seconds; GiB, rates and norms stay below it
+MAX_AMOUNT = 1e9  # a thread can wait this many seconds; GiB, rates and norms stay below this limit
 
 
 def _reject_bool(value: Any) -> Any:
@@ -28,20 +28,20 @@ def _reject_bool(value: Any) -> Any:
 # Strict integers reject true, "3" and 3.0. Floats accept 1e-3, which YAML 1.1 reads as text.
 PositiveInt = Annotated[int, Field(strict=True, gt=0, le=MAX_COUNT)]
 NonNegativeInt = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT)]
-SmallCount = Annotated[int, Field(strict=True, gt=0, le=2**16)]  # counts of objects that take memory or a process
+SmallCount = Annotated[int, Field(strict=True, gt=0, le=2**16)]  # counts of objects that each take memory or a process
 Number = Annotated[float, BeforeValidator(_reject_bool)]
 PositiveFloat = Annotated[Number, Field(gt=0, le=MAX_AMOUNT)]
 NonNegativeFloat = Annotated[Number, Field(ge=0, le=MAX_AMOUNT)]
 
 
 class Mark(Enum):
-    """A mark in the Annotated type of a key, or of a section, whose keys inherit the mark.
+    """A mark in the Annotated type of a key or a section; the keys of a section inherit its mark.
 
     Attributes:
         FREE: A resumed run may change the key, because the key does not affect the trained model.
         FIXED: A resumed run must not change the key, although its section is FREE.
-        COMMON: All trials of a search share the value, so that their metrics are comparable and their files
-            are separate.
+        COMMON: A search must not vary the key, so that the metrics of its trials are comparable and their
+            files are separate.
     """
 
     FREE = "free"
@@ -50,7 +50,7 @@ class Mark(Enum):
 
 
 class Section(BaseModel):
-    """A section of the configuration. Unknown keys and numbers that are not finite are errors.
+    """A section of the configuration. Unknown keys and non-finite numbers are errors.
 
     The docstring under a key is its description in `raytrec config --schema`.
     """
@@ -58,7 +58,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True, validate_default=True, allow_inf_nan=False)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield the fields without secrets, because they reach logs, tracebacks and Ray's dashboard."""
+        """Yield the fields with secrets hidden, because they reach logs, tracebacks and Ray's dashboard."""
         for name, value in super().__repr_args__():
             yield name, hide_all({name: value})[name]
 
@@ -69,12 +69,12 @@ def build_section_union(
     """Return the union type of several sections, discriminated by the value of one key.
 
     Args:
-        sections: Value of the key → section.
-        key: Name of the key, such as name.
-        user_code_key: Entry of `sections` for the user's own code. Its value of the key is a path such as
+        sections: Value of the key → section class.
+        key: Name of the discriminating key, such as "name".
+        user_code_key: Entry of `sections` for user-defined code, which is selected by a path such as
             module:Class.
-        error_type_name: Type of pydantic's error.
-        default: Value of the key for a mapping without this key.
+        error_type_name: Type of the pydantic error for an unknown value.
+        default: Value assumed for a mapping without the key.
     """
     built_in = [name for name in sections if name != user_code_key]
 
@@ -91,12 +91,12 @@ def build_section_union(
 
 
 def read_settings(uri: str, what: str, missing: RaytrecError) -> Any:
-    """Return the values of a YAML file of settings.
+    """Return the values of a YAML settings file.
 
     Args:
         uri: Path or URI of the file.
-        what: Kind of file, for errors: config.
-        missing: Error to raise if the file does not exist; other errors have the same type.
+        what: Kind of file named in errors, such as "config".
+        missing: Error to raise if the file does not exist; other errors have its type.
 
     Raises:
         RaytrecError: The file does not exist, cannot be read, or is not YAML.

@@ -12,12 +12,12 @@ from raytrec.common.storage import get_sibling
 from raytrec.config.base import Mark, Number, PositiveFloat, PositiveInt, Section, SmallCount
 from raytrec.config.transforms import BUILT_IN, Transform
 
-FREE = Mark.FREE  # paths are free, because resuming compares the contents of the data instead
+FREE = Mark.FREE  # paths are free, because a resumed run compares the contents of the data instead
 RUN_NAME_PATTERN = re.compile(r"\w[\w .,:+=@()-]{0,149}")
 
 
 def to_run_name(text: str) -> str:
-    """Return the valid run name that is nearest to a text."""
+    """Return a text as a valid run name."""
     name = re.sub(r"[^\w .,:+=@()-]", "_", text)[:100]
     return name if RUN_NAME_PATTERN.fullmatch(name) else f"_{name}"
 
@@ -36,24 +36,24 @@ class RunSection(Section):
     """Name, folder and seed of a run."""
 
     name: Annotated[Annotated[str, AfterValidator(_check_run_name)] | None, FREE, Mark.COMMON] = None
-    """Name of the run: letters, digits, spaces and . , : + = @ ( ) - _; default: the name of the config and
-    the time."""
+    """Name of the run: letters, digits, spaces and . , : + = @ ( ) - _; default: the name of the config file
+    and the start time."""
     dir: Annotated[str | None, FREE, Mark.COMMON] = None
-    """Run folder for result, checkpoints and config; default: runs/NAME."""
+    """Run folder, which stores the result, checkpoints and config; default: runs/NAME."""
     root: Annotated[str | None, FREE, Mark.COMMON] = None
-    """Folder to which paths of data and runs are relative; default: RAYTREC_ROOT of the environment, which
-    cluster nodes set, else the working directory."""
+    """Folder to which paths of data and runs are relative; default: the environment variable RAYTREC_ROOT,
+    which cluster nodes set, else the working directory."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
-    """Seed of initial weights, epoch order and dropout."""
+    """Seed for initial weights, epoch order and dropout."""
 
 
 class WarmStartSection(Section):
     """Start of a new run from the weights of an earlier run."""
 
     from_: str | None = Field(None, alias="from")
-    """Run folder or checkpoint folder whose weights training starts from."""
+    """Run folder or checkpoint folder whose weights initialize the model."""
     optimizer: bool = False
-    """Also load the state of the optimizers."""
+    """Also load the optimizer state."""
     tables: dict[str, Literal["exact", "resize", "new", "drop"]] = Field(default_factory=dict)
     """Treatment of changed tables, by table or pattern such as 'item*'. exact: raise an error. resize: keep
     the rows that both tables have and initialize additional rows. new: initialize all rows. drop: ignore the
@@ -67,7 +67,7 @@ Folders = str | Annotated[list[str], Field(min_length=1)]
 
 
 def to_folder_list(value: Folders) -> list[str]:
-    """Return one folder or several folders as a list."""
+    """Return a folder, or a list of folders, as a list."""
     return [value] if isinstance(value, str) else value
 
 
@@ -81,62 +81,62 @@ ReservedColumns = Annotated[list[Annotated[str, Field(min_length=1)]], AfterVali
 
 
 class PartitionRange(Section):
-    """Range of partitions of data.train, both ends included."""
+    """Range of partitions of data.train; both ends are included."""
 
     from_: str | None = Field(None, alias="from")
     """First partition, such as date=2026-11-01; null: no lower bound."""
     to: str | None = None
-    """Last partition, included, such as date=2026-11-07/hour=11; null: no upper bound."""
+    """Last partition (included), such as date=2026-11-07/hour=11; null: no upper bound."""
 
 
 class DataSection(Section):
-    """Data of a run: its files, transforms, order of rows and readers."""
+    """Data of a run: files, transforms, row order and readers."""
 
     train: Annotated[Folders, FREE]
     """Folder of Parquet files to train on (local, s3:// or gs://), or a list of folders."""
     partitions: PartitionRange = Field(default_factory=PartitionRange)
     """Partitions of data.train to train on, for folders such as date=2026-11-01/hour=07."""
     valid: Annotated[Folders | None, FREE, Mark.COMMON] = None
-    """Data that is evaluated every train.eval_every_steps."""
+    """Data on which the model is evaluated every train.eval_every_steps steps."""
     test: Annotated[Folders | None, FREE, Mark.COMMON] = None
-    """Data that is evaluated at the end; default: data.valid."""
+    """Data on which the model is evaluated at the end; default: data.valid."""
     schema_path: Annotated[str | None, FREE] = Field(None, alias="schema")
-    """Path of the schema.yaml; default: schema.yaml in the parent folder of data.train."""
+    """Path of schema.yaml; default: schema.yaml in the parent folder of data.train."""
     transforms: list[Transform] = Field(
         default_factory=list,
-        description=f"Transforms of columns, applied before the schema: {', '.join(BUILT_IN)}, or module:function.",
+        description=f"Column transforms, applied before the schema: {', '.join(BUILT_IN)}, or module:function.",
     )
     holdout: Annotated[Number, Field(gt=0, le=0.5)] | Literal["auto"] | None = None
     """Share of the rows of data.train that is held out of training and used as data.valid; ignored if
     data.valid is set. auto: a tenth, at most about 100,000 rows. null: no rows are held out."""
     reserve_columns: ReservedColumns = Field(default_factory=list)
-    """Columns that are passed through unchanged: groups and items of tasks, slices of evaluations, keys of
-    predictions. Any type with one value per row is allowed, also columns from key=value folders."""
+    """Columns that are passed through unchanged, for task groups and items, evaluation slices, and keys of
+    predictions. Any type with one value per row is allowed, including columns from key=value folders."""
     global_batch_size: Annotated[PositiveInt, Field(lt=2**31)] = 2048
     """Rows per step, summed over all workers."""
     shuffle: Literal["none", "groups", "window"] = "window"
     """none: file order. groups: row groups in a new seeded order each epoch. window: also shuffle rows within
     a window of row groups."""
     window: SmallCount = 2
-    """Row groups of each lane whose rows shuffle=window mixes. Large row groups are split into pieces of
-    20,000 rows."""
+    """Number of row groups per lane whose rows shuffle: window mixes. Large row groups are split into pieces
+    of 20,000 rows."""
     lanes: SmallCount = 24
-    """Positions of the data from which each global batch is read; also the maximum number of workers."""
+    """Number of positions in the data from which each global batch is read; also the maximum number of workers."""
     on_error: Literal["fail", "skip"] = "fail"
-    """Treatment of rows that cannot be read or violate the schema: fail, or skip the rows. Skipped rows have
-    no loss; they are counted (train.skipped_rows) and listed in skipped.jsonl."""
+    """Treatment of rows that cannot be read or violate the schema: fail, or skip the rows. Skipped rows
+    contribute no loss, are counted (train.skipped_rows), and are listed in skipped.jsonl."""
     drop_last: bool = False
     """Skip the last, smaller batch of each epoch."""
     readers: Annotated[SmallCount, FREE] = 1
-    """Concurrent Ray Data read tasks per worker."""
+    """Number of concurrent Ray Data read tasks per worker."""
     read_on: Annotated[Literal["auto", "gpu_nodes", "cpu_nodes"], FREE] = "auto"
     """Nodes that read rows for GPU workers. auto: nodes without GPUs, as long as they have CPUs for the
     readers; the remaining readers run on the workers' nodes. gpu_nodes or cpu_nodes: all readers run on nodes
     of this kind."""
     buffer_gib: Annotated[PositiveFloat, FREE] = 0.5
-    """GiB of rows that are read ahead per worker, in Ray's object store."""
+    """Memory for rows read ahead per worker, in GiB of Ray's object store."""
 
     @property
     def schema_uri(self) -> str:
-        """Return the path of the schema: data.schema, or schema.yaml next to data.train's first folder."""
+        """Return the path of the schema: data.schema, or schema.yaml next to the first folder of data.train."""
         return self.schema_path or get_sibling(to_folder_list(self.train)[0], "schema.yaml")

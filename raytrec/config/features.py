@@ -1,12 +1,12 @@
-"""Features of a run, resolved from schema and model, and the columns that transforms read and write.
+"""Features of a run, resolved from its schema and model, and the columns that transforms read and write.
 
-Reader, model, planner and checks share this description. Torch is not imported.
+The reader, model, planner and checks share these features. Torch is not imported.
 
-This module decides which sequences a model reads id by id. A sequence of which the model reads at most L ids
-is one key of a batch. The key holds the most recent L ids of each row, the most recent first. A table of such
-a sequence returns the vector of each id (TorchRec's EmbeddingCollection) to all features that read the table.
-Bags among these features are summed after the lookup. Tables that candidates look up, with one id each, also
-return vectors. All other tables return sums of bags (EmbeddingBagCollection).
+This module decides which sequences a model reads id by id. Such a sequence is one key of a batch. If the model
+reads at most L ids, the key contains the L most recent ids of each row, the most recent first. The table of
+such a sequence returns the vector of each id (TorchRec's EmbeddingCollection) to all features that read the
+table. Bags among these features are summed after the lookup. Tables that candidates look up, with one id each,
+also return vectors. All other tables return sums of bags (EmbeddingBagCollection).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Features:
 
     @cached_property
     def side_features(self) -> dict[str, int]:
-        """Return sequence → number of its side features, if any, for sequences read id by id."""
+        """Return sequence → number of side features, for sequences read id by id that have side features."""
         counts = {feature: len(self.schema.sparse[feature].side_features) for feature in self.sequences}
         return {feature: count for feature, count in counts.items() if count}
 
@@ -75,7 +75,7 @@ def resolve_features(schema: Schema, model: ModelSection | None = None) -> Featu
 
 
 def resolve_input_columns(transforms: list[Transform] | tuple[Transform, ...], columns: list[str]) -> list[str]:
-    """Return the columns that files must have so that `columns` exist after the transforms."""
+    """Return the columns that files must contain so that `columns` exist after the transforms."""
     needed = dict.fromkeys(columns)
     for transform in reversed(transforms):
         for name in transform.writes:
@@ -85,13 +85,13 @@ def resolve_input_columns(transforms: list[Transform] | tuple[Transform, ...], c
 
 
 def set_draw_rows(transforms: Iterable[Transform], schema: Schema) -> tuple[Transform, ...]:
-    """Return the transforms, with `rows` of draws set to the size of the table that looks up the ids.
+    """Return the transforms, with `rows` of each `sample` set to the size of the table that looks up its ids.
 
-    Draws with `rows` or a vocabulary are not changed. With several tables, the smallest one counts.
+    A `sample` with `rows` or a vocabulary is not changed. If several tables look up the ids, the smallest
+    size is used.
 
     Raises:
-        ConfigError: No feature looks up the ids, or the ids of the table are managed, so that they are not
-            row numbers.
+        ConfigError: No feature looks up the ids, or the table's ids are managed and thus not row numbers.
     """
     return tuple(
         transform.model_copy(update={"rows": _get_table_rows(transform, schema)})
@@ -124,10 +124,10 @@ def _get_table_rows(transform: Sample, schema: Schema) -> int:
 
 
 def select_needed_transforms(transforms: tuple[Transform, ...], columns: list[str]) -> tuple[Transform, ...]:
-    """Return the transforms, reduced to their needed columns, that `columns` depend on.
+    """Return the transforms on which `columns` depend, reduced to the needed columns.
 
-    The columns that a user-defined function reads for each of its outputs are unknown. The function is kept
-    if it writes a needed column, or if it does not name its outputs.
+    The inputs of each output of a user-defined function are unknown. The function is kept if it writes a
+    needed column, or if it does not name its outputs.
     """
     needed, selected = set(columns), []
     for transform in reversed(transforms):

@@ -21,7 +21,7 @@ Overrides = Iterable[str] | Mapping[str, Any]
 
 
 def to_override_texts(overrides: Overrides | None) -> list[str]:
-    """Return overrides in the form of the command line, section.key=value.
+    """Return overrides as on the command line: section.key=value.
 
     Raises:
         ConfigError: A value of a mapping cannot be written as YAML.
@@ -34,7 +34,7 @@ def to_override_texts(overrides: Overrides | None) -> list[str]:
 
 @contextmanager
 def convert_yaml_errors(where: str) -> Iterator[None]:
-    """Convert errors of writing or reading YAML in this block into a ConfigError."""
+    """Convert errors in reading or writing YAML within the block to a ConfigError."""
     try:
         yield
     except (yaml.YAMLError, UnreadableError, RecursionError) as error:
@@ -54,8 +54,8 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
         sections: Names of all sections.
 
     Raises:
-        ConfigError: The text is not an override, its value is not YAML, or its key leads into a value or to a
-            task that does not exist.
+        ConfigError: The text is not an override, its value is not valid YAML, or its key names a missing
+            section or task, or a part of a value that is not a section.
     """
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
@@ -92,7 +92,7 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
 
 
 def _find_entry(values: list, name: str, key: str) -> dict[str, Any]:
-    """Return the entry of a list, such as tasks, with this name. Unnamed tasks are named by their label."""
+    """Return the entry with this name in a list such as tasks. The name of an unnamed task is its label."""
     entries = [each for each in values if isinstance(each, dict)]
     names = [str(each.get("name") or each.get("label")) for each in entries]
     if name not in names:
@@ -107,6 +107,6 @@ def get_section_name(override: str) -> str:
 
 
 def hide_override_secrets(override: str) -> str:
-    """Return an override with secrets hidden, for errors."""
+    """Return an override with its secrets hidden, for errors."""
     key, equals, text = override.partition("=")
     return f"{key}{equals}{hide_yaml(text).strip().removesuffix(chr(10) + '...')}"

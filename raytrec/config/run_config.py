@@ -1,7 +1,7 @@
-"""RunConfig, which holds all sections of a configuration, and its loading from YAML and overrides.
+"""RunConfig, which contains all sections of a configuration and is loaded from YAML and overrides.
 
 The sections are defined in the other files of this folder. Neither torch nor Ray is imported, so that
-`raytrec config` answers in well under a second.
+`raytrec config` takes well under a second.
 """
 
 from __future__ import annotations
@@ -108,22 +108,22 @@ class RunConfig(Section):
 
     @property
     def checkpoint_root(self) -> str:
-        """Return the folder of all checkpoints of the run, whose run folder must be resolved."""
+        """Return the folder of the run's checkpoints; run.dir must be resolved."""
         return self.checkpoint.dir or join_uri(self.run.dir, "checkpoints")
 
     def to_yaml(self) -> str:
-        """Return the configuration as YAML with every default, spelled as in the file."""
+        """Return the configuration as YAML, including all defaults, with the keys of the file."""
         return yaml.safe_dump(self.model_dump(by_alias=True, mode="json"), sort_keys=False)
 
     def get_changed_values(self) -> dict[str, Any]:
         """Return the plain values that differ from the defaults.
 
-        A configuration and its resolved form, which lists all defaults, return equal values.
+        The result is the same for a configuration and for its resolved form, which lists all defaults.
         """
         return self.model_dump(by_alias=True, mode="json", exclude_defaults=True)
 
     def with_overrides(self, overrides: Overrides) -> RunConfig:
-        """Return a copy with overrides. Another kind of model does not inherit this one's defaults."""
+        """Return a copy with overrides applied. A different model does not inherit the defaults of this one."""
         return load_config(self.get_changed_values(), overrides)
 
 
@@ -144,8 +144,9 @@ def load_config(
         allow_code: Allow values from elsewhere to name code and servers.
 
     Raises:
-        ConfigError: The file does not exist or is not YAML, or the values name code that is not allowed. Keys are
-            unknown (with the nearest valid key), types are wrong or combinations impossible; all are listed.
+        ConfigError: The file does not exist or is not YAML, the values name code that is not allowed, or keys,
+            types or combinations are invalid. All mistakes are listed, with the nearest valid key for
+            unknown keys.
     """
     if isinstance(source, RunConfig):
         values, where = source.model_dump(by_alias=True), "RunConfig"
@@ -192,7 +193,7 @@ def _format_mistakes(error: ValidationError, values: dict) -> str:
 
 
 def _locate_mistake(mistake: dict, values: Any) -> tuple[str, ...]:
-    """Return the keys of the file that lead to an error: pydantic's location without members of unions."""
+    """Return the keys of the file that lead to an error: pydantic's location without union members."""
     place = []
     for part in mistake["loc"]:
         if part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int):
@@ -202,7 +203,7 @@ def _locate_mistake(mistake: dict, values: Any) -> tuple[str, ...]:
 
 
 def _explain(place: str, mistakes: list[dict]) -> str:
-    """Return one line about the errors of a key. A key of union type has one error for each member."""
+    """Return one line about the errors of a key. A key of a union type has one error per member."""
     error, kind = mistakes[0], mistakes[0]["type"]
     loc: tuple = error["loc"]
     section, model, *rest = (*loc, None, None)
@@ -222,7 +223,7 @@ def _explain(place: str, mistakes: list[dict]) -> str:
 
 
 def _find_nearest_key(place: str) -> str | None:
-    """Return the known key with a similar spelling, else one with a similar last part, else None."""
+    """Return a known key with a similar spelling, else a key with a similar last part, else None."""
     from difflib import get_close_matches
 
     if len(place) > MAX_WORD_LENGTH:
@@ -254,7 +255,7 @@ def _iterate_fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Ite
 def build_json_schema() -> dict[str, Any]:
     """Return the JSON Schema of RunConfig for editors. A key's description is the docstring below the key.
 
-    Pydantic's use_attribute_docstrings would parse the docstrings in every process that imports them (0.1 s).
+    Pydantic's use_attribute_docstrings would parse the docstrings in every process that imports these modules (0.1 s).
     """
     schema = RunConfig.model_json_schema(by_alias=True)
     parts = {**schema["$defs"], RunConfig.__name__: schema}
@@ -277,7 +278,7 @@ def _iterate_subclasses(section: type[Section]) -> Iterator[type[Section]]:
 
 @cache
 def _parse_docstrings(module: str) -> dict[str, dict[str, str]]:
-    """Return class → key → docstring below the key, on one line, of a module in this package."""
+    """Return class → key → docstring below the key, as one line, for a module of this package."""
     docstrings: dict[str, dict[str, str]] = {}
     if not module.startswith(__package__):
         return docstrings

@@ -1,6 +1,6 @@
 """schema.yaml: labels, dense columns, sparse features and tables.
 
-A `schema.yaml` next to the data:
+Example of a `schema.yaml` next to the data:
 
     labels: [label]                    # numbers; in [0, 1] where probabilities are learned
     dense: [price, age]                # numbers
@@ -57,7 +57,7 @@ class Schema(SchemaPart):
     sparse: dict[str, Sparse] = Field(min_length=1)
     """Feature name → its table, pooling and columns."""
     tables: dict[str, Table] = Field(min_length=1)
-    """Table name → its size."""
+    """Table name → its size and treatment of ids."""
     statistics: dict[str, Statistics] = Field(default_factory=dict)
     """Sparse feature → statistics of its ids."""
     candidates: list[str] = Field(default_factory=list)
@@ -229,7 +229,7 @@ class Schema(SchemaPart):
         """Return the text of a schema.yaml: one line per feature and table, without defaults.
 
         Args:
-            comments: (section, name) → comment of one line on a label, dense column, feature or table.
+            comments: (section, name) → one-line comment on a label, dense column, feature or table.
         """
         comments, lines = comments or {}, []
         for section in ("labels", "dense"):

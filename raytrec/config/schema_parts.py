@@ -23,7 +23,7 @@ RESERVED_TABLE_NAMES = frozenset(
 
 
 def to_table_name(text: str) -> str:
-    """Return the valid table name that is nearest to a text."""
+    """Return a text as a valid table name."""
     name = text.replace(".", "_")
     return f"{name}_table" if name in RESERVED_TABLE_NAMES else name
 
@@ -35,21 +35,21 @@ class SchemaPart(BaseModel):
 
 
 class ManagedIds(SchemaPart):
-    """Rules by which ids get a row of a table and lose their row when all rows are taken."""
+    """Rules by which ids get a row of a table and lose it when all rows are taken or the id expires."""
 
     admit_after: PositiveInt = 1
     """Number of occurrences after which an id gets a row; the row is assigned in the step that reaches this
     number."""
     eviction: Eviction = "lru"
     """Ids that lose their rows when all rows are taken: the least recently seen (lru), the least frequently
-    seen (lfu), or none. With none, later ids get no row. With lfu, at most a 64th of the rows changes owners
-    in one step."""
+    seen (lfu), or none. With none, later ids get no row. With lfu, at most 1/64 of the rows change owners in
+    one step."""
     ttl_steps: PositiveInt | None = None
-    """Steps without an occurrence after which an id loses its row, at the latest after an eighth more;
+    """Number of steps without an occurrence after which an id loses its row, possibly up to an eighth later;
     default: ids do not expire."""
     fallback_rows: PositiveInt = 1
-    """Number of rows at the end of the table that are shared by ids without their own row. A hash of the id
-    chooses the row."""
+    """Number of rows at the end of the table shared by ids without a dedicated row. A hash of the id
+    selects the row."""
 
 
 def _parse_managed_ids(value: Any) -> Any:
@@ -59,7 +59,7 @@ def _parse_managed_ids(value: Any) -> Any:
     return words[value] if isinstance(value, str) else value
 
 
-# `static`, `managed`, or the keys of ManagedIds that differ from their defaults.
+# `static`, `managed`, or a mapping of the keys of ManagedIds that differ from their defaults.
 Ids = Annotated[ManagedIds | None, BeforeValidator(_parse_managed_ids)]
 
 
@@ -69,13 +69,13 @@ class Table(SchemaPart):
     rows: PositiveInt
     """Number of rows. Valid ids are 0 to rows - 1 unless ids are managed."""
     dim: PositiveInt = Field(multiple_of=4, le=2**16)
-    """Width of one embedding; a multiple of 4 (FBGEMM)."""
+    """Width of the embeddings; a multiple of 4 (FBGEMM)."""
     out_of_range: Literal["error", "clamp", "hash"] = "error"
     """Treatment of ids < 0 or ≥ rows: raise an error, clamp to the nearest valid id, or hash into [0, rows).
     Text ids need 'hash'. Valid ids are never changed."""
     ids: Ids = None
-    """static: an id is its row number. managed, or the keys of managed ids: ids are any integers or text, and
-    rows are assigned as ids occur."""
+    """static: an id is its row number. managed, or a mapping of the keys of managed ids: ids are any integers
+    or text, and rows are assigned as ids occur."""
 
     @model_validator(mode="after")
     def _check_ids(self) -> Table:
@@ -92,7 +92,7 @@ class Table(SchemaPart):
 
     @property
     def own_rows(self) -> int:
-        """Return the number of ids that can have their own row."""
+        """Return the number of ids that can have a dedicated row."""
         return self.rows - self.ids.fallback_rows if self.ids else self.rows
 
 
@@ -121,13 +121,13 @@ class Scale(SchemaPart):
     std: PositiveFloat = 1.0
     """Number by which the difference is divided."""
     log: bool = False
-    """Replace x by sign(x) · ln(1 + |x|) first; mean and std then describe the replaced values."""
+    """Replace x by sign(x) · ln(1 + |x|) first; mean and std then describe the transformed values."""
     nulls: Literal["error", "mean"] = "error"
     """error: nulls are rejected. mean: nulls and NaN are read as the mean."""
 
 
 class Statistics(SchemaPart):
-    """Statistics of a sparse feature's ids. Bags without ids are included."""
+    """Statistics of a sparse feature's ids. Empty bags are included."""
 
     mean_length: float = Field(ge=0)
     """Mean number of ids per row."""

@@ -20,13 +20,13 @@ class EmbeddingOptim(Section):
     """Optimizer of the embedding tables."""
 
     name: Optimizer = "rowwise_adagrad"
-    """Optimizer that updates tables in backward (fused); adam on CPU is a dense update."""
+    """Optimizer that updates tables in the backward pass (fused); on CPU, adam is a dense update."""
     lr: PositiveFloat = 0.02
     """Learning rate."""
     eps: PositiveFloat = 1e-8
     """Number added to the root of the second moment (ignored by sgd)."""
     weight_decay: NonNegativeFloat = 0.0
-    """L2 penalty of whole tables. Only dense updates support it (compute_kernel: dense, data_parallel, adam
+    """L2 penalty on whole tables. Only dense updates support it (compute_kernel: dense, data_parallel, adam
     on CPU); FBGEMM's fused kernels do not."""
 
 
@@ -47,24 +47,24 @@ class DenseOptim(Section):
     """Optimizer of the dense layers."""
 
     name: Literal["adam", "adagrad", "sgd"] = "adam"
-    """Optimizer of the dense layers."""
+    """Name of the optimizer."""
     lr: PositiveFloat = 1e-3
     """Learning rate."""
     eps: PositiveFloat = 1e-8
     """Number added to the root of the second moment (ignored by sgd)."""
     weight_decay: NonNegativeFloat = 0.0
-    """L2 penalty."""
+    """Factor of the L2 penalty."""
 
 
 class Schedule(Section):
-    """Factor on all learning rates. The factor depends on the step only and is not saved."""
+    """Factor on all learning rates. The factor depends only on the step and is not saved."""
 
     warmup_steps: NonNegativeInt = 0
-    """Steps in which the factor grows linearly to 1."""
+    """Number of steps in which the factor grows linearly to 1."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the factor after the warm-up."""
     decay_steps: PositiveInt | None = None
-    """Steps after the warm-up in which the factor falls to 0; default: until the end of the run."""
+    """Number of steps after the warm-up in which the factor falls to 0; default: until the end of the run."""
 
     @model_validator(mode="after")
     def _check_decay(self) -> Schedule:
@@ -73,7 +73,7 @@ class Schedule(Section):
         return self
 
     def resolve_decay_steps(self, steps: int) -> Schedule:
-        """Return the schedule with `decay_steps` resolved for a run of this many steps."""
+        """Return the schedule with `decay_steps` resolved for a run of `steps` steps."""
         if self.decay == "constant" or self.decay_steps:
             return self
         return self.model_copy(update={"decay_steps": max(1, steps - self.warmup_steps)})
@@ -129,9 +129,9 @@ class TablePlan(Section):
     ranks: list[NonNegativeInt] | None = Field(None, min_length=1)
     """Ranks that hold the table. A single rank implies table_wise."""
     compute_kernel: Kernel | Literal["dense"] | None = None
-    """fused: in device memory, updated in backward. dense: ordinary gradients and a dense update. fused_uvm:
+    """fused: in device memory, updated in the backward pass. dense: ordinary gradients and a dense update. fused_uvm:
     in host memory. fused_uvm_caching: in host memory, with a fifth of the rows cached on the device.
-    fused_mmap: in a file, for workers on CPU."""
+    fused_mmap: in a file, for CPU workers."""
     dtype: Annotated[Literal["fp32", "fp16"], BeforeValidator(_check_trainable)] | None = None
     """Dtype of the weights; default: fp32. Sums, gradients and optimizer state stay fp32. On GPUs, updates
     are rounded stochastically to one of the two nearest values; on CPU, to the nearest value. FBGEMM trains
@@ -152,12 +152,12 @@ class QCommsSection(Section):
 
     @property
     def has_int8(self) -> bool:
-        """Return True if the precision of a direction is int8."""
+        """Return True if the precision of either direction is int8."""
         return "int8" in (self.forward_precision, self.backward_precision)
 
 
 class PlanSection(Section):
-    """Sharding of the embedding tables and constraints of the planner."""
+    """Sharding of the embedding tables and constraints on the planner."""
 
     sharding_types: list[Sharding] = Field(["table_wise", "row_wise"], min_length=1)
     """Sharding types that the planner may choose from."""
@@ -166,14 +166,14 @@ class PlanSection(Section):
     several entries match, later entries override earlier ones."""
     compute_kernels: list[Kernel] = Field(["fused"], min_length=1)
     """Compute kernels that the planner may choose from for tables without a compute_kernel. In addition to
-    fused, kernels of host memory (on GPUs) or of files (on CPU) hold tables that do not fit in memory."""
+    fused, kernels for host memory (on GPUs) or files (on CPU) store tables that do not fit in memory."""
     colocate: list[list[str]] = Field(default_factory=list)
     """Groups of tables (or patterns). The tables of a group are placed on one rank, table-wise."""
     # FIXED: rounding changes the trained model, unlike the number of workers.
     qcomms: Annotated[QCommsSection, Mark.FIXED] = Field(default_factory=QCommsSection)
     memory_gib: PositiveFloat | None = None
-    """Memory for tables on each worker's device, in GiB; default: the device's memory. If set, memory that
-    in-memory tables leave free caches the most frequent rows of tables in files."""
+    """Memory for tables on each worker's device, in GiB; default: the device's memory. If set, memory not
+    used by in-memory tables caches the most frequent rows of tables in files."""
     mmap_dir: Annotated[str, AfterValidator(_check_local)] | None = None
     """Folder on a disk of each node for tables with compute_kernel fused_mmap; default: the run folder."""
 

@@ -22,7 +22,7 @@ Column = Annotated[str, Field(min_length=1)]
 
 
 def _built_in_losses() -> list[str]:
-    """Return the names of raytrec's losses as registered in their files, without importing any of them."""
+    """Return the names of raytrec's losses as registered in their files, without importing the files."""
     files = (Path(__file__).parents[1] / "tasks" / "losses").glob("*.py")
     texts = (file.read_text(encoding="utf-8") for file in files)
     return sorted(name for text in texts for name in re.findall(r'(?m)^@loss\("(\w+)"\)$', text))
@@ -46,38 +46,38 @@ class TaskSection(Section):
     metrics: list[str] | None = None
     """Names of metrics, or module:name; default: the metrics of the loss."""
     mask: Column | None = None
-    """Column that selects the rows of this task: only rows with value 1 count. Label of another task, or a
-    column of 0 and 1 or of bools; default: all rows."""
+    """Column that selects the rows of this task: only rows with value 1 count. The label of another task, or a
+    column of zeros and ones or bools; default: all rows."""
     nulls: Literal["error", "skip"] | None = None
     """Meaning of a null label: an error, or a row without a label of this task; default: error with one task,
     skip with several."""
     sample_weight: Column | None = None
-    """Column of finite numbers ≥ 0: factor of each row in loss and metrics."""
+    """Column of finite numbers ≥ 0 that weight each row in the loss and metrics."""
     positive_weight: PositiveFloat = 1.0
     """Factor of a row's loss if the label is 1; metrics ignore this factor."""
     negatives_kept: Annotated[Number, Field(gt=0, le=1)] = 1.0
     """Share of negatives that down-sampling of the data has kept. Predictions p become p ÷ (p + (1 - p) ÷
     share) before metrics are computed (bce and focal)."""
     group: Column | None = None
-    """Column of data.reserve_columns: rows with equal values are ranked against each other (bpr, metrics of
-    groups)."""
+    """Column of data.reserve_columns: rows with equal values are ranked against each other (bpr, group
+    metrics)."""
     item: Column | None = None
     """Column of data.reserve_columns that identifies the item of a row (in_batch_softmax, coverage)."""
     item_frequency: Column | None = None
-    """Column of data.reserve_columns with whole numbers: how often the row's item occurs in the training
-    data. in_batch_softmax then corrects scores, because frequent items are in more batches."""
+    """Column of data.reserve_columns with the number of occurrences of the row's item in the training data.
+    in_batch_softmax then corrects scores, because frequent items appear in more batches."""
 
 
 class RetrievalSection(Section):
-    """Ranking of each evaluated row's items among all items, for models with vectors of query and item."""
+    """Ranking of each evaluated row's items among all items, for models with query and item vectors."""
 
     items: str
     """Folder or file of Parquet with one row per item: its key and the features of the item tower."""
     item: Column = "item"
-    """Column of `items` that holds the item's key."""
+    """Column of `items` that contains the item's key."""
     right_items: Column | None = None
     """Column of evaluated rows with the key of the right item, or a list of keys. With a list, each of its
-    items is right, and recall, NDCG, … refer to the list. null: the column `item`."""
+    items is right, and metrics such as recall and NDCG refer to the list. null: the column `item`."""
     seen: list[Column] = Field(default_factory=list, max_length=20)
     """List columns of the evaluated rows, such as history: keys of items that are excluded from the row's
     ranking, except right items."""
@@ -86,20 +86,20 @@ class RetrievalSection(Section):
 
     @property
     def right_column(self) -> str:
-        """Return the column of evaluated rows that holds the right items."""
+        """Return the column of evaluated rows that contains the right items."""
         return self.right_items or self.item
 
 
 class EvalSection(Section):
-    """Slices, memory and retrieval metrics of evaluations."""
+    """Slices, memory limit and item ranking of evaluations."""
 
     slices: list[str] = Field(default_factory=list, max_length=20)
     """Columns of data.reserve_columns with few values, such as country. Rows, AUC and calibration of each
     task are reported for the 10 largest and the 10 worst values."""
     max_exact_rows: PositiveInt = 2_000_000
     """Rows of an evaluation that a worker keeps in memory for rank-based and grouped metrics. Beyond this
-    number, areas under curves come from bins, with a bound on their error, and rows of groups go to temporary
-    files."""
+    number, areas under curves are computed from bins, with a bound on their error, and grouped rows are
+    written to temporary files."""
     retrieval: RetrievalSection | None = None
     """Rank each evaluated row's item among all items: items, item, right_items, seen, at; null: no
     ranking."""

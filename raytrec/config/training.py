@@ -39,7 +39,7 @@ class ScalingSection(Section):
     max_failures: NonNegativeInt = 8
     """Worker failures that a run survives. Lost and preempted nodes are not counted."""
     shutdown_grace_s: PositiveFloat = 30
-    """Seconds that Ctrl-C, SIGTERM or `ray job stop` wait for a last checkpoint."""
+    """Seconds that Ctrl-C, SIGTERM or `ray job stop` wait for a final checkpoint."""
 
     @property
     def min_workers(self) -> int:
@@ -66,18 +66,18 @@ class CheckpointSection(Section):
     every_steps: PositiveInt | None = None
     """Steps between saves; null: no saves by step."""
     every_s: PositiveFloat | None = 300
-    """Seconds since the last save after which the next one starts; null: no saves by time."""
+    """Seconds between the last save and the start of the next one; null: no saves by time."""
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0
-    """Number of best checkpoints to keep in addition, by the evaluations of train.eval_every_steps; saves at
-    each evaluation."""
+    """Number of best checkpoints to keep in addition, ranked by the evaluations of train.eval_every_steps. A
+    checkpoint is then saved at each evaluation."""
     best_metric: str | None = None
     """Metric that keep_best compares: a metric of the task, or TASK.METRIC if there are several tasks.
     Default: the first training metric that should be low or high (ne with binary cross-entropy)."""
     async_save: bool = True
-    """Write while training continues, from a copy in host memory. Tables on CPUs that are updated in backward
-    are not copied; their rows are set aside before they change. false: training waits."""
+    """Write while training continues, from a copy in host memory. Tables on CPUs that are updated in the
+    backward pass are not copied; their rows are set aside before they change. false: training waits."""
 
 
 class EarlyStoppingSection(Section):
@@ -86,13 +86,13 @@ class EarlyStoppingSection(Section):
     metric: str | None = None
     """Metric that is compared; same values and default as checkpoint.best_metric."""
     patience: PositiveInt = 3
-    """Consecutive evaluations without an improvement on the best one after which training ends."""
+    """Number of consecutive evaluations without a new best value after which training ends."""
     restore_best: bool = False
-    """Load the weights of the best evaluation at the end. Needs checkpoint.keep_best."""
+    """Load the weights of the best evaluation at the end. Requires checkpoint.keep_best."""
 
 
 class ProfileSection(Section):
-    """Steps that are profiled."""
+    """Range of profiled steps."""
 
     steps: Annotated[str, Field(pattern=r"^[1-9]\d*\.\.[1-9]\d*$")]
     """FIRST..LAST, such as 100..110: steps of the run, both included. Profiled steps are slower than
@@ -115,45 +115,45 @@ class TrainSection(Section):
     """Length, evaluation, numerics and compilation of training."""
 
     epochs: PositiveInt | Literal["auto"] = 1
-    """Passes over data.train. auto: enough passes for a million rows, at least 1 and at most 10; more on
-    small data, up to 100 steps."""
+    """Passes over data.train. auto: 1 to 10 passes, for about a million rows in total; more on small
+    data, for at least 100 steps."""
     initial_bias: Literal["drawn", "log_odds"] = "drawn"
     """Initial bias of a model's last layer. drawn: random. log_odds: log-odds of the share of positives in a
-    million rows of data.train, for tasks of log-odds and models with one last layer."""
+    million rows of data.train, for tasks that learn log-odds and models with a single last layer."""
     max_steps: PositiveInt | None = None
     """Maximum number of steps; null: no limit."""
     eval_every_steps: Annotated[PositiveInt | Literal["auto"] | None, FREE, Mark.COMMON] = None
     """Steps between evaluations on data.valid (else data.test); the end of training is always evaluated.
     auto: ten evaluations in total."""
     early_stopping: EarlyStoppingSection | None = None
-    """End training if a metric of the evaluations stops improving: metric, patience; null: never."""
+    """End training when an evaluation metric stops improving: metric, patience, restore_best; null: never."""
     log_every_steps: Annotated[PositiveInt, FREE] = 20
     """Steps between reports of loss and speed."""
     activation_checkpointing: Annotated[bool, FREE] = False
-    """Recompute the activations of each block of the dense model in backward instead of keeping them. Uses
-    less memory and more time; values are the same. Cannot be combined with train.compile."""
+    """Recompute the activations of each block of the dense model in the backward pass instead of keeping
+    them. Uses less memory and more time; results are the same. Cannot be combined with train.compile."""
     max_grad_norm: PositiveFloat | None = None
     """Maximum L2 norm of the whole gradient, including tables; null: no clipping."""
     ema: Number | None = Field(None, gt=0, lt=1)
     """Decay of an exponential moving average of the dense weights over steps, such as 0.999. Evaluations use
     the average, and checkpoints contain both. Tables are not averaged. null: no average."""
     on_nan: Annotated[Literal["stop", "skip"], FREE] = "stop"
-    """Reaction to a loss that is not finite. stop: stop, and save the batch in the run folder. skip: skip the
-    step on all ranks, and count it."""
+    """Reaction to a non-finite loss. stop: stop the run, and save the batch in the run folder. skip: skip the
+    step on all ranks, and count the step."""
     matmul: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Precision of the dense layers' matrix products, in training and evaluation. tf32: float32 with a 10-bit
     fraction on tensor cores; fp32 on CPU. bf16: autocast to bfloat16; parameters, losses, embeddings and
     optimizers stay fp32."""
     compile: bool | Literal["graphs"] = False
     """Compile the dense layers (torch.compile), which slows down the first step and the first evaluation.
-    Needs a C++ compiler on nodes with CPU workers, a C compiler on nodes with GPUs. graphs: on GPUs, also
+    Requires a C++ compiler on nodes with CPU workers, a C compiler on nodes with GPUs. graphs: on GPUs, also
     record CUDA graphs, which are replayed for all batches except a last, smaller one. Models that read
     sequences id by id do not support graphs."""
     profile: Annotated[ProfileSection | None, FREE] = None
     """Write a trace of some steps of each rank (torch.profiler), and on GPUs the allocator's history, to
     profile/ in the run folder; null: no trace."""
     deterministic: Annotated[bool, FREE] = False
-    """On GPUs, add in a fixed order, so that the same run on the same machines gives identical bits. Slower
+    """On GPUs, sum in a fixed order, so that the same run on the same machines gives identical bits. Slower
     if a batch contains an id thousands of times. CPU runs are always deterministic."""
 
 
@@ -166,7 +166,7 @@ class TrackingSection(Section):
     """MLflow store or server; default: MLFLOW_TRACKING_URI of the driver's environment, else mlflow.db
     (sqlite) next to the run folder."""
     experiment: str = "raytrec"
-    """MLflow experiment."""
+    """Name of the MLflow experiment."""
     parent_run: str | None = None
     """Name of the parent run in MLflow, such as a sweep. This run becomes its child."""
     tags: dict[str, str] = Field(default_factory=dict)
@@ -201,7 +201,7 @@ class ChecksSection(Section):
     conservation: Reaction = "stop"
     """Ids and rows are not lost between ranks; all ranks are at the same step."""
     managed_ids: Reaction = "stop"
-    """Managed ids and their rows are one to one over all ranks."""
+    """Managed ids and their rows correspond one to one over all ranks."""
     finite: Reaction = "stop"
     """Weights and optimizer state contain neither NaN nor infinite values. A state with such values is never
     saved, whatever this key is set to."""

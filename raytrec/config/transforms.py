@@ -59,7 +59,7 @@ class OnColumns(Section):
 
 
 class FillNull(OnColumns):
-    """Replacement of nulls, and of NaN in floats, by a value. A null list stays null: an empty bag."""
+    """Replacement of nulls, and of NaN in floats, by a value. A null list stays null and is an empty bag."""
 
     do: Literal["fill_null"]
     value: float | int | str
@@ -91,7 +91,7 @@ class Log(OnColumns):
 
 
 class Bucketize(OnColumns):
-    """Bucket id of a number: how many boundaries are ≤ the number. Nulls and NaN have no bucket."""
+    """Bucket id of a number: the count of boundaries ≤ the number. Nulls and NaN have no bucket."""
 
     do: Literal["bucketize"]
     boundaries: list[float] = Field(min_length=1)
@@ -106,7 +106,7 @@ class Bucketize(OnColumns):
 
 
 class Hash(OnColumns):
-    """Hashes in [0, rows) of all integers or text (the schema's out_of_range: hash keeps valid ids)."""
+    """Hashes of all integers or text, in [0, rows). The schema's out_of_range: hash instead keeps valid ids."""
 
     do: Literal["hash"]
     rows: PositiveInt
@@ -118,7 +118,7 @@ class LookupVocabulary(OnColumns):
 
     do: Literal["lookup_vocabulary"]
     vocabulary: str
-    """Text file with one value per line, or Parquet file whose first column holds the values (local, s3:// or
+    """Text file with one value per line, or Parquet file whose first column contains the values (local, s3:// or
     gs://). Every node must be able to read the file."""
     unknown: int | None = Field(None, ge=0)
     """Id of all other values; default: other values have no id."""
@@ -152,7 +152,7 @@ class DatePart(OnColumns):
     timezone: str | None = None
     """Time zone, such as Europe/Zurich; default: the column's time zone, or UTC if the column has none."""
     since_1970: Literal["s", "ms", "us", "ns"] | None = None
-    """Unit of numbers, counted since 1970; not needed for columns of dates, times and ISO text."""
+    """Unit of numeric times since 1970; not needed for columns of dates, times and ISO text."""
 
 
 class Age(OnColumns):
@@ -162,11 +162,11 @@ class Age(OnColumns):
     until: str | None = None
     """End of the duration: 2026-11-01, or 2026-11-01T12:00 (UTC). Columns of durations need no end."""
     until_column: str | None = None
-    """Column that holds the end, instead of `until`."""
+    """Column that contains the end, instead of `until`."""
     unit: Literal["seconds", "minutes", "hours", "days"] = "days"
     """Unit of the result."""
     since_1970: Literal["s", "ms", "us", "ns"] | None = None
-    """Unit of numbers, counted since 1970; not needed for columns of dates, times and ISO text."""
+    """Unit of numeric times since 1970; not needed for columns of dates, times and ISO text."""
 
     @field_validator("until", mode="before")
     @classmethod
@@ -188,7 +188,7 @@ class Age(OnColumns):
 class Decay(OnColumns):
     """Decay floor + (1 - floor) · 2^(-x / half_life) of a number x, as float32; negative x count as 0.
 
-    Applied to an age, the result is a sample_weight of tasks that reduces the weight of old rows.
+    Applied to an age, the result can be the sample_weight of a task, which reduces the weight of old rows.
     """
 
     do: Literal["decay"]
@@ -210,13 +210,13 @@ class Cast(OnColumns):
 
 
 class DropNull(OnColumns):
-    """Removal of nulls inside lists, which become shorter. Lists of weights do not: see fill_null."""
+    """Removal of nulls inside lists, which become shorter. Their lists of weights do not; see fill_null."""
 
     do: Literal["drop_null"]
 
 
 class Sample(Section):
-    """Random ids for each row, drawn uniformly or by frequency, without ids in other columns of the row.
+    """Random ids for each row, drawn uniformly or by frequency, except ids in other columns of the row.
 
     Each row is drawn independently, with new ids in each epoch; evaluations and predictions always use the
     same ids. With count: all, ids are not drawn. Instead, all ids are distributed over the rows of each
@@ -231,7 +231,7 @@ class Sample(Section):
     rows: PositiveInt | None = None
     """End of the range [0, rows) of ids; default: the number of rows of the table that looks up the ids."""
     vocabulary: str | None = None
-    """File of the ids to draw from, as in lookup_vocabulary, if ids are not the numbers from 0: text, or ids
+    """File of the ids to draw from, as in lookup_vocabulary, for ids that are not row numbers: text, or ids
     of a managed table."""
     frequency: str | None = None
     """Column of the vocabulary's Parquet file: number of occurrences of each id. Ids are drawn in proportion
@@ -239,8 +239,8 @@ class Sample(Section):
     power: NonNegativeFloat = 1.0
     """Exponent of the frequency."""
     log_share: str | None = None
-    """Column to write, for model.log_share: for each id drawn by frequency, ln of its probability ÷ the
-    probability of a uniform draw."""
+    """Column to write, for model.log_share: for each id drawn by frequency, ln(probability of the id ÷
+    probability in a uniform draw)."""
     exclude: list[str] = Field(default_factory=list)
     """Columns of ids, or of lists of ids, that are excluded from the draws of the same row."""
     in_evaluations: bool = True
@@ -252,7 +252,7 @@ class Sample(Section):
         if self.rows and self.vocabulary:
             raise ValueError("sample takes rows or vocabulary, not both")
         if self.count == "all" and (self.vocabulary or self.exclude):
-            raise ValueError("count: all uses all ids of the table and takes neither vocabulary nor exclude")
+            raise ValueError("vocabulary and exclude cannot be set with count: all, which uses every id of the table")
         if self.frequency and not (self.vocabulary or "").endswith(".parquet"):
             raise ValueError("frequency is a column of a Parquet vocabulary: set vocabulary: FILE.parquet")
         if not self.frequency and (self.power != 1 or self.log_share):
@@ -274,7 +274,7 @@ class Python(Section):
     """A user-defined function `function(table: pyarrow.Table, **options) -> pyarrow.Table`.
 
     The function receives a whole row group as columns, and returns as many rows in the same order. The result
-    of a row must depend on this row only, because the rows of a call differ between runs. Before a run
+    for a row must depend only on this row, because the rows of a call differ between runs. Before a run
     starts, the function is called with an empty table to determine the types of its columns.
     """
 
@@ -288,7 +288,7 @@ class Python(Section):
     """Keyword arguments of the function."""
 
 
-# A new transform is a class above and a function in data/transform_functions.py.
+# A new transform needs a class above and a function in data/transform_functions.py.
 _SECTIONS: list[type[Section]] = [*OnColumns.__subclasses__(), Sample]
 VOCABULARY_TRANSFORMS = (LookupVocabulary, Sample)
 BUILT_IN = {get_args(cls.model_fields["do"].annotation)[0]: cls for cls in _SECTIONS}

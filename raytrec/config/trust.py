@@ -1,13 +1,13 @@
 """Detection of code and servers in configurations that other users may have written.
 
 A configuration can name code that its run imports (`module:name`), a cluster with which the run exchanges
-pickles and the token, and servers that receive the user's credentials. All are accepted in a configuration
+pickles and Ray's token, and servers that receive the user's credentials. All are accepted in a configuration
 that the user wrote. Configurations from a URI, a checkpoint, or the folder of a run or search may be another
-user's. In these, code and servers are refused without --allow-code.
+user's. Code and servers in these configurations are refused without --allow-code.
 
-Configurations in the user's own run and search folders carry a mark: a MAC of the file under a key in the
-home folder that only this user can read. The mark moves with the folder, and is void if another user changes
-the file.
+Configurations in the user's own run and search folders carry a mark: a MAC of the file. Its key is in the
+home folder, where only this user can read it. The mark moves with the folder, and becomes invalid if another
+user changes the file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RUN_FILES = ("driver.json", "events.jsonl", "plan.json", "checkpoints", CONFIG +
 SEARCH_FILES = ("search.json", "trials.json", "outcome.json")
 SEARCH_CONFIG_FILES = ("best.yaml", "space.yaml")
 MLFLOW_SECRETS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_AUTH")
-# Their values have other rules, or are links or code.
+# Values of these sections follow other rules, or are links or code.
 SECTIONS_WITHOUT_PLACES = ("tracking", "scaling", "tasks")
 
 
@@ -87,16 +87,16 @@ def refuse_code(original_code: dict[str, str], values: dict[str, Any], where: st
 
 
 def mark_as_own(file: Path) -> None:
-    """Mark a file of settings, which this user has just written or approved, as this user's own.
+    """Mark a settings file, which this user has just written or approved, as this user's own.
 
-    The file is not marked if a key cannot be stored (e.g. the home is not writable) or the folder is full.
+    The file is not marked if the key or the mark cannot be stored, e.g. in a read-only home or on a full disk.
     """
     with suppress(OSError, RuntimeError):
         file.with_name(file.name + MARK).write_text(_compute_mac(file, _read_key(create=True)))
 
 
 def is_own_file(file: Path) -> bool:
-    """Return True if this user wrote the current content of a file of settings with this home."""
+    """Return True if the current content of a settings file is marked with this user's key."""
     try:
         stored_mac = read_text(file.with_name(file.name + MARK))
         return hmac.compare_digest(stored_mac.encode(), _compute_mac(file, _read_key(create=False)).encode())
@@ -105,7 +105,7 @@ def is_own_file(file: Path) -> bool:
 
 
 def find_origin(place: str) -> str | None:
-    """Return the origin of settings from a URI or from another user's run or search, else None."""
+    """Return the origin of settings that come from a URI or another user's run or search, else None."""
     if "://" in place:
         return place
     file = Path(place).absolute()
@@ -119,7 +119,7 @@ def find_origin(place: str) -> str | None:
 def find_checkpoint_origin(folder: str, values: dict[str, Any]) -> str | None:
     """Return the origin of a checkpoint's configuration, or None if the configuration is trusted.
 
-    A configuration is trusted if the run's config.yaml is this user's and names the same code and servers.
+    A configuration is trusted if the run's config.yaml is this user's and names all of its code and servers.
 
     Args:
         folder: Folder or URI of the checkpoint.
@@ -133,7 +133,7 @@ def find_checkpoint_origin(folder: str, values: dict[str, Any]) -> str | None:
 
 
 def describe_foreign_file(file: Path) -> str:
-    """Return a description, for errors, of a file of settings that is not this user's."""
+    """Return a description, for errors, of a settings file that is not this user's."""
     return f"{file}, which was not written from this home directory, or has been changed since"
 
 
@@ -146,7 +146,7 @@ def _compute_mac(file: Path, key: bytes) -> str:
 
 
 def _read_key(*, create: bool) -> bytes:
-    """Return the key of this user's marks.
+    """Return the key with which this user's files are marked.
 
     Raises:
         OSError, RuntimeError: The key does not exist, or other users could have read or written it.
@@ -166,7 +166,7 @@ def _read_key(*, create: bool) -> bytes:
 
 
 def _make_key(file: Path) -> None:
-    """Create the key atomically, for this user only, without replacing a key of another process."""
+    """Create the key atomically, for this user only, without replacing a key that another process has created."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = file.with_name(f"key.{secrets.token_hex(8)}")
     create_file(partial, secrets.token_hex(32))
@@ -197,7 +197,7 @@ def _find_modules(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _iterate_places(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, URI) of each path that chooses its server."""
+    """Yield (key, URI) for each path that selects its server."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield from _iterate_places(each, f"{key}.{name}" if key else str(name))
@@ -230,7 +230,7 @@ def _is_own_head(address: str) -> bool:
 
 
 def _find_own_listeners(server: SplitResult) -> list[Process]:
-    """Return the processes that listen at a loopback address, or none if one belongs to another user."""
+    """Return the processes that listen at a loopback address, or [] if one of them is another user's."""
     import psutil
 
     try:

@@ -1,1 +1,1 @@
-"""Reading of Parquet files into batches. Only assemble.py, batch.py and stream.py import torch."""
+"""Reading Parquet files into batches. Only assembler.py, batch.py and stream.py import torch."""

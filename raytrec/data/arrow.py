@@ -1,7 +1,7 @@
 """Access to Arrow columns by name, plain types and flat arrays.
 
-A name is looked up as a whole column first (column names may contain dots), then as a path of fields. Fields
-of lists of structs and of maps are lists: `items.id` of list<struct<id, price>>, `scores.key` and
+A name is looked up first as a whole column (column names may contain dots), then as a path of fields. A field
+of a list of structs or of a map is itself a list: `items.id` of list<struct<id, price>>, `scores.key` and
 `scores.value` of a map. This module does not import torch.
 """
 
@@ -14,21 +14,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-Path = tuple[int, ...]  # index of a column, then of fields; lists and maps take no step
+Path = tuple[int, ...]  # index of the column, then the indexes of nested fields; lists and maps add no index
 
 
 class AmbiguousColumnError(KeyError):
-    """Error for a name that more than one column or field has."""
+    """Error for a name shared by several columns or fields."""
 
     def __init__(self, name: str):
         super().__init__(f"column {name} exists more than once")
 
 
 def find_column(schema: pa.Schema, name: str) -> Path | None:
-    """Return the path of a name, or None if the schema does not have the name.
+    """Return the path of a column or field, or None if the schema does not contain the name.
 
     Raises:
-        Ambiguous: More than one column or field has the name.
+        AmbiguousColumnError: Several columns or fields have the name.
     """
     exact = schema.get_all_field_indices(name)
     return (exact[0],) if len(exact) == 1 else _find_path(list(schema), name)
@@ -61,7 +61,7 @@ def _child_fields(kind: pa.DataType) -> list[pa.Field]:
 
 
 def list_element_type(kind: pa.DataType) -> pa.DataType | None:
-    """Return the type of the elements of any kind of list; None for other types."""
+    """Return the element type of any kind of list; None for other types."""
     if not kind.num_fields:  # faster than a check for each kind of list
         return None
     listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
@@ -69,7 +69,7 @@ def list_element_type(kind: pa.DataType) -> pa.DataType | None:
 
 
 def leaf_names(schema: pa.Schema) -> list[str]:
-    """Return the names of all columns, with the fields of structs, lists of structs and maps in their place.
+    """Return the names of all columns; structs, lists of structs and maps are replaced by their fields.
 
     Duplicate names are kept.
     """
@@ -82,7 +82,7 @@ def _leaves(name: str, kind: pa.DataType) -> list[str]:
 
 
 def type_at(schema: pa.Schema, path: Path) -> pa.DataType:
-    """Return the type of the column that `column_at` returns."""
+    """Return the type of the column or field at a path, as returned by `column_at`."""
     return _get_nested(pa.nulls(0, schema.field(path[0]).type), path[1:]).type
 
 
@@ -112,7 +112,7 @@ def find_required_columns(schema: pa.Schema, names: list[str]) -> list[str]:
 
 
 def _join_struct_path(schema: pa.Schema, name: str) -> str:
-    """Return the leading part of a path that passes through structs only, as a name."""
+    """Return the dotted name of the longest leading part of a path that passes only through structs."""
     path = _path(schema, name)
     field = schema.field(path[0])
     parts = [field.name]
@@ -125,7 +125,7 @@ def _join_struct_path(schema: pa.Schema, name: str) -> str:
 
 
 def pick_columns(table: pa.Table, names: list[str]) -> pa.Table:
-    """Return a table of the named columns, in this order.
+    """Return a table of the named columns and fields, in the order of `names`.
 
     Raises:
         KeyError: A name does not exist or is ambiguous.
@@ -144,7 +144,7 @@ def _path(schema: pa.Schema, name: str) -> Path:
 
 
 def column_at(table: pa.Table, path: Path) -> pa.ChunkedArray:
-    """Return the column or field at a path; null where a struct on the path is null."""
+    """Return the column or field at a path; values are null where a struct on the path is null."""
     column = table.column(path[0])
     if len(path) == 1:
         return column
@@ -171,7 +171,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Return True if an Arrow type is text or bytes."""
+    """Return True if an Arrow type holds text or bytes."""
     return (
         types.is_string(kind)
         or types.is_large_string(kind)
@@ -184,12 +184,12 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_number(kind: pa.DataType) -> bool:
-    """Return True if an Arrow type is a number or a boolean."""
+    """Return True if an Arrow type holds numbers or booleans."""
     return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
 
 
 def value_type(kind: pa.DataType) -> pa.DataType:
-    """Return the plain type of a column's values: for lists the element type, otherwise the type itself."""
+    """Return the plain type of a column's values; for lists, the plain type of the elements."""
     inner = list_element_type(plain(kind))
     return plain(kind) if inner is None else plain(inner)
 
@@ -215,8 +215,8 @@ def plain(kind: pa.DataType) -> pa.DataType:
 def plain_array(array: pa.Array) -> pa.Array:
     """Return the same values in a type that Arrow's functions and NumPy support.
 
-    Dictionaries, run-end encoding, views of text, extension types, half floats and short decimals are
-    converted. Values in lists are not changed.
+    Dictionary and run-end encodings, string and binary views, extension types, float16, decimal32 and
+    decimal64 are converted. Values in lists are not changed.
     """
     while array.type != plain(array.type):
         if isinstance(array.type, pa.BaseExtensionType):
@@ -231,12 +231,12 @@ def plain_array(array: pa.Array) -> pa.Array:
 
 
 def to_plain_array(column: pa.ChunkedArray) -> pa.Array:
-    """Return a column as one array of a plain type (`plain_array`)."""
+    """Return a column as a single array of a plain type (`plain_array`)."""
     return plain_array(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
 
 
 def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
-    """Return (offsets int32 [n + 1] from 0, flat values); scalars are lists of one, nulls are empty lists."""
+    """Return (offsets int32 [n + 1] from 0, flat values); scalars count as one-element lists, nulls as empty."""
     if pa.types.is_list(array.type) and not array.null_count:
         offsets, flat = array.offsets.to_numpy(), array.flatten()
         offsets = offsets - offsets[0] if offsets[0] else offsets

@@ -1,4 +1,4 @@
-"""Conversion of canonical rows to the tensors of a batch."""
+"""Conversion of canonical rows to batch tensors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from raytrec.data.row_slices import JoinedRows, Rows
 
 @dataclass(frozen=True)
 class Bags:
-    """Ids of B rows in the layout of a KeyedJaggedTensor: all rows of the first feature, then the next.
+    """Ids of B rows in the layout of a KeyedJaggedTensor: all rows of the first feature, then of the second, etc.
 
     Attributes:
         keys: Names of the F features.
         ids: Ids, int64 [N].
-        weights: Weights of the ids, float32 [N]; None if no feature has weights.
-        lengths: Number of ids of each feature and row, int32 [F · B].
-        counts: Number of ids of each feature.
+        weights: Weight of each id, float32 [N]; None if no feature has weights.
+        lengths: Number of ids in each row of each feature, int32 [F · B].
+        counts: Total number of ids of each feature, [F].
         rows: Number of rows, B.
     """
 
@@ -37,7 +37,7 @@ class Bags:
 
 @dataclass(frozen=True)
 class AssembledTensors:
-    """Tensors of assembled rows; each field is described under the same name in Batch (batch.py)."""
+    """Tensors of assembled rows. Fields except `bags` are described under the same names in `Batch`."""
 
     dense: torch.Tensor
     bags: Bags
@@ -53,16 +53,17 @@ class AssembledTensors:
 
 
 class Assembler:
-    """Builder of a batch's tensors from pieces of rows.
+    """Builder of batch tensors from row slices.
 
     Args:
-        form: Form of the rows.
-        features: Features of the run; their schema defines the keys of the bags and the order of keys.
-            Columns that the form's schema lacks are empty or 0. Default: the features of a model that reads
-            no sequence id by id.
+        form: Resolved read plan of the rows.
+        features: Features of the run; their schema defines the keys of the bags and their order. Columns
+            missing from the form's schema are empty or 0. Default: the features of a model that reads no
+            sequence id by id.
         pin_memory: True to allocate page-locked memory, from which a GPU copies asynchronously.
-        part: (rank, number of ranks) of the parts of global batches that are built. Together, the parts have
-            every id of the features in Form.full_vocabulary_features. None: these features have no ids.
+        part: (rank, number of ranks) of the built parts of global batches. Together, all ranks' parts contain
+            every id of the features in ResolvedReadPlan.full_vocabulary_features. None: these features have
+            no ids.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Assembler:
         self._candidate_feature = next(iter(form.schema.select_candidate_names(form.schema.sparse)), None)
         places = [schema.dense.index(name) for name in form.schema.select_request_names(form.schema.dense)]
         self._dense_places = None if len(places) == len(schema.dense) else places
-        # Matrix of a Batch → number of columns and type; None: the Batch has no such matrix.
+        # Matrix of a Batch → (number of columns, dtype); None: the Batch has no such matrix.
         self._matrices = {
             "labels": (len(schema.labels), torch.float32),
             "dense": (len(schema.dense), torch.float32),
@@ -91,7 +92,7 @@ class Assembler:
         }
 
     def assemble(self, pieces: list[Rows], padded_rows: int) -> AssembledTensors:
-        """Return tensors of `padded_rows` rows: the pieces' rows, then padding. Skipped rows are padding."""
+        """Return tensors of `padded_rows` rows: the pieces' rows, then padding. Skipped rows count as padding."""
         batch = JoinedRows(pieces)
         matrices = {name: self._matrix(name, batch, padded_rows) for name in self._matrices}
         weights, values = self._allocate(padded_rows, torch.float32)
@@ -135,7 +136,7 @@ class Assembler:
         return tensors
 
     def _matrix(self, name: str, batch: JoinedRows, padded_rows: int) -> torch.Tensor | None:
-        """Return a matrix of all rows, padded with 0; all 0 if the rows lack the matrix."""
+        """Return a matrix of all rows, padded with 0; all 0 if the rows do not contain the matrix."""
         if self._matrices[name] is None:
             return None
         width, dtype = self._matrices[name]
@@ -151,7 +152,7 @@ class Assembler:
         return tensor
 
     def _reserved(self, pieces: list[Rows], present: np.ndarray | None) -> pa.Table:
-        """Return the reserved columns of the rows that are present, copied to contiguous memory."""
+        """Return the reserved columns of all present rows, copied to contiguous memory."""
         if not pieces:
             types = self._form.types
             return pa.schema([(n, types.get(n, pa.null())) for n in self._form.plan.reserved.columns]).empty_table()
@@ -161,13 +162,14 @@ class Assembler:
     def _allocate(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
         """Return an uninitialized tensor and a NumPy array that shares its memory.
 
-        torch's allocator reuses page-locked memory only after copies from that memory have ended.
+        PyTorch's allocator reuses page-locked memory only after pending copies from that memory have
+        finished.
         """
         tensor = torch.empty(shape, dtype=dtype, pin_memory=self._pin_memory)
         return tensor, tensor.numpy()
 
     def _sum_change_counts(self, batch: JoinedRows) -> torch.Tensor | None:
-        """Return the sum of the counts that rows of the batch carry, int64 [2, sparse features read]."""
+        """Return the sum of the id counts stored in the batch's rows, int64 [2, sparse features read]."""
         if not self._form.accepts_out_of_range_ids:
             return None
         read = len(self._form.schema.sparse)
@@ -181,8 +183,8 @@ class Assembler:
 
         Args:
             batch: Rows of the batch.
-            padded_rows: Number of rows with padding.
-            side_features: Receives the side features of sequences.
+            padded_rows: Number of rows including padding.
+            side_features: Mapping that receives the side features of sequences.
         """
         rows = batch.rows
         flat, lengths = self._allocate(len(self._keys) * padded_rows, torch.int32)
@@ -193,8 +195,9 @@ class Assembler:
         no_id = self._form.no_id
         some_missing = singles is not None and singles.min() <= no_id
         if rows and self._has_single_ids_only:
-            # All features are copied in one call. NumPy releases the GIL in each call and then competes with
-            # the step for the lock. Copies themselves delay nothing (make bench-host).
+            # All features are copied in one call, because NumPy releases the GIL in each call and then
+            # competes with the training step for it. The copies themselves do not delay the step (make
+            # bench-host).
             id_matrix = singles.T
             lengths[:, :rows] = has_id = id_matrix > no_id if some_missing else True
             id_matrix = id_matrix[has_id] if some_missing else id_matrix
@@ -238,7 +241,7 @@ class Assembler:
         )
 
     def _replace_with_all_ids(self, bags: Bags) -> Bags:
-        """Return bags in which each of Form.full_vocabulary_features has this rank's part of all ids."""
+        """Return bags in which each full-vocabulary feature contains this rank's part of all ids."""
         if self._part is None or not self._form.full_vocabulary_features:
             return bags
         (rank, world), rows, counts = self._part, bags.rows, list(bags.counts)
@@ -258,7 +261,7 @@ class Assembler:
         return replace(bags, ids=all_ids, weights=weights, counts=counts)
 
     def _concatenate(self, parts: list[np.ndarray], dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
-        """Return the concatenation of parts of shape [n], or [n, width]."""
+        """Return the concatenation of parts of shape [n], or [n, width] if `width` is given."""
         size = sum(map(len, parts))
         joined, values = self._allocate(size if width is None else (size, width), dtype)
         if parts:
@@ -267,16 +270,16 @@ class Assembler:
 
 
 def order_recent_first(lengths: np.ndarray, max_ids: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of the most recent ids of each bag, from the bag's last id backwards.
+    """Return the positions of each bag's most recent ids, from the last id backwards.
 
     Args:
-        lengths: Lengths of n consecutive bags, each with its most recent id at the end, int [n].
+        lengths: Lengths of n consecutive bags, int [n]; the most recent id of a bag is its last.
         max_ids: Maximum number of ids per bag.
 
     Returns:
-        Positions int64 [N], and number of remaining ids of each bag int [n].
+        Positions, int64 [N], and the number of ids kept from each bag, int [n].
     """
     kept_lengths = np.minimum(lengths, max_ids)
-    # The first output of a bag is its last id, and the positions then decrease by one within the bag.
+    # The first output of a bag is its last id; the following positions decrease by one within the bag.
     last_in, first_out = lengths.cumsum() - 1, kept_lengths.cumsum() - kept_lengths
     return np.repeat(last_in + first_out, kept_lengths) - np.arange(kept_lengths.sum()), kept_lengths

@@ -1,4 +1,4 @@
-"""Batch, the tensors that one step of a rank reads, and the collator that builds batches from rows."""
+"""Batch, the input tensors of one step on a rank, and the collator that builds batches from rows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from raytrec.data.row_slices import Rows
 
 
 class NewRows(NamedTuple):
-    """Rows of a managed table whose id has changed, over all ranks.
+    """Rows of a managed table whose ids have changed, over all ranks.
 
     Attributes:
         rows: Table rows, int64 [n].
         ids: New id of each row, int64 [n].
-        places: Row range [start, stop) of a shard on this rank → positions in `rows` of the shard's rows,
+        places: Row range [start, stop) of each shard on this rank → positions in `rows` of the shard's rows,
             int64 [m].
     """
 
@@ -38,33 +38,35 @@ class Batch(Pipelineable):
 
     Attributes:
         dense: Dense features, float32 [B, number of dense columns].
-        sparse: KeyedJaggedTensor of stride B with values int64, lengths int32 and, if the schema has weights,
-            weights float32; length_per_key is set. The keys are the schema's sparse features in its order.
-            The keys of a sequence that is read id by id are its positions (raytrec/config/features.py).
-        labels: Labels, float32 [B, number of labels]; rows without a label have a number that the loss takes.
+        sparse: KeyedJaggedTensor of stride B with int64 values, int32 lengths and, if the schema has weights,
+            float32 weights; length_per_key is set. The keys are the schema's sparse features in its order.
+            A sequence that is read id by id has one key per position (raytrec/config/features.py).
+        labels: Labels, float32 [B, number of labels]; rows without a label have a value the loss accepts.
         weights: 1 for a row, 0 for padding, float32 [B]. Padding has empty bags and 0 for all other values.
         global_rows: Number of rows of the global batch over all ranks, without padding.
-        step: Step of the run, from 0; in an evaluation, the step of the evaluation.
-        changed: Number of ids brought into range (clamped or hashed) and of all ids, int64 [2, sparse
-            features]. The counts are of the decoded tables whose first row is in this batch (canonical.py).
-            None if no table accepts ids that are out of range.
+        step: Step of the run or, in an evaluation, of the evaluation, from 0.
+        changed: Number of ids brought into range (clamped or hashed) and number of all ids, int64 [2, sparse
+            features]. Counts of a decoded table are in the batch that contains its first row (canonical.py).
+            None if no table accepts out-of-range ids.
         task_weights: Factor of each row in each task, float32 [B, T], in the order of the configuration. The
             factor is the sample weight (raytrec/data/column_conversion.py); 0 for padding, rows without a
             label of the task and rows that the task's mask excludes. None: `weights` applies to every task.
-        keys: Group keys of the columns in Reserved.keys, int64 [B, K]: integers are unchanged, other values
-            are hashed (raytrec/data/ids.py). 0 for padding.
-        reserved: Columns in Reserved.columns of the rows whose `weights` are 1, in row order; on the host.
+        keys: Group keys of the columns in ReservedColumnSet.keys, int64 [B, K]: integers are unchanged, other
+            values are hashed (raytrec/data/ids.py). 0 for padding.
+        reserved: Columns in ReservedColumnSet.columns for the rows whose `weights` are 1, in row order; on
+            the host.
         side_features: Sequence that is read id by id and has n side features → float64 [N, n], in the order
-            of its ids in `sparse`; None if there is no such sequence.
+            of the sequence's ids in `sparse`; None if there is no such sequence.
         new_rows: Managed table → rows to which this batch has assigned ids, on the device of the id maps; the
-            same on all ranks. If None, `sparse` has the ids of managed tables as read; else their rows.
-        requests: Row of each candidate, in order, int64 [N], if rows are requests (schema.candidates); None:
-            each row is one example. With requests, `labels` and `task_weights` are [N, ...] and `dense` is 0
-            in columns of candidates; `weights` and `keys` stay per row.
-        dense_of_candidates: Dense columns of candidates, float32 [N, columns], in the schema's order.
+            same on all ranks. `sparse` contains the ids of managed tables as read if None, otherwise their
+            table rows.
+        requests: Row of each candidate, ascending, int64 [N], if rows are requests (schema.candidates); None:
+            each row is one example. With requests, `labels` and `task_weights` have shape [N, ...] and
+            `dense` is 0 in candidate columns; `weights` and `keys` still have one entry per row.
+        dense_of_candidates: Dense columns of the candidates, float32 [N, columns], in the schema's order.
         lengths: Lengths of `sparse`, int32 [sparse features · B], always on the host so that sizes can be
             computed without waiting for the device. Default: the lengths of `sparse` if `sparse` is on the
-            host.
+            host, else None.
     """
 
     dense: torch.Tensor
@@ -88,11 +90,11 @@ class Batch(Pipelineable):
             self.lengths = self.sparse.lengths()
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """Return a copy of the batch on another device."""
+        """Return a copy of the batch with its tensors on another device."""
         return self._map_tensors(lambda part: part.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the batch's memory allocated until a CUDA stream has read the tensors."""
+        """Keep the memory of the batch allocated until a CUDA stream has read its tensors."""
         parts = [*self._device_tensors().values(), *(self.side_features or {}).values()]
         for new in (self.new_rows or {}).values():
             parts += [new.rows, new.ids, *(new.places or {}).values()]
@@ -104,22 +106,22 @@ class Batch(Pipelineable):
         return self._map_tensors(lambda part: part.pin_memory())
 
     def _device_tensors(self) -> dict[str, torch.Tensor | KeyedJaggedTensor]:
-        """Return the tensors that a device reads, except side features and new rows."""
+        """Return the tensors that are copied to a device, by field, except side features and new rows."""
         names = ["dense", "sparse", "labels", "weights", "task_weights", "keys"]
         names += ["requests", "dense_of_candidates"]
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def _map_tensors(self, move: Callable) -> Batch:
-        """Return a copy in which `move` is applied to the tensors and side features that a device reads."""
+        """Return a copy of the batch with `move` applied to its device tensors and side features."""
         sides = self.side_features and {name: move(s) for name, s in self.side_features.items()}
         return replace(self, side_features=sides, **{name: move(p) for name, p in self._device_tensors().items()})
 
 
 class Collator(Assembler):
-    """Callable that builds one rank's Batch from pieces of rows."""
+    """Callable that builds one rank's Batch from row slices."""
 
     def __call__(self, pieces: list[Rows], padded_rows: int, global_rows: int, step: int = 0) -> Batch:
-        """Return a Batch of `padded_rows` rows: the pieces' rows, then padding. Skipped rows are padding."""
+        """Return a Batch of `padded_rows` rows: the pieces' rows, then padding. Skipped rows count as padding."""
         values = dict(vars(self.assemble(pieces, padded_rows)))
         bags = values.pop("bags")
         sparse = KeyedJaggedTensor(

@@ -1,4 +1,4 @@
-"""Rows in canonical form: a table with few columns. Columns without content are absent.
+"""Canonical form of rows: a table with few columns. Columns without content are absent.
 
     labels     fixed_size_list<float32>[labels]            (absent if no labels are read)
     dense      fixed_size_list<float32>[dense columns]
@@ -9,7 +9,7 @@
     task_weights  fixed_size_list<float32>[tasks]   factor of each row in each task (absent: 1 in all tasks)
     keys       fixed_size_list<int64>[key columns]
     reserved.NAME  any     values of each reserved column, unchanged
-    present    bool      False for skipped rows (only with data.on_error: skip)
+    present    bool      False for skipped rows (column exists only with data.on_error: skip)
     candidates list<float32>  labels, dense columns and task_weights of each candidate (only if rows are
                          requests; the columns above then hold the values of requests only)
     changed    list<int32>  for each sparse feature, the number of ids brought into range, then the number of
@@ -51,11 +51,11 @@ def canonical(table: pa.Table, form: ResolvedReadPlan, place: Place) -> pa.Table
 
     Args:
         table: Table with the columns of the schema, masks, weights and reserved columns.
-        form: Form of the rows.
-        place: Place of the first row, for errors.
+        form: Resolved read plan of the rows.
+        place: Place of the first row, for error messages.
 
     Raises:
-        DataError: The schema or a task does not allow a value.
+        DataError: The schema or a task forbids a value.
     """
     schema, sparse, tally = form.schema, form.schema.sparse, ChangeCounts()
 
@@ -97,17 +97,18 @@ class CandidatePlace(Place):
     offsets: np.ndarray
 
     def of(self, column: str, row: int | None = None) -> str:
-        """Return the place of a candidate's value in words. `row` is the index of the candidate."""
+        """Return a description of the place of a candidate's value. `row` is the index of the candidate."""
         return super().of(column, None if row is None else make_row_lookup(self.offsets)(row))
 
 
 def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> tuple[pa.Table, CandidatePlace]:
-    """Return the columns of tasks and candidates' dense columns, one row for each candidate, and their place.
+    """Return task columns and candidates' dense columns with one row per candidate, and their place.
 
-    Values of requests are repeated for each candidate.
+    Values of a request are repeated for each of its candidates.
 
     Raises:
-        DataError: The lists of a row have different lengths, or a list is null; names file, column and row.
+        DataError: The lists of a row have different lengths, or a list is null. The error names the file,
+            column and row.
     """
     schema, offsets, flat, first = form.schema, None, {}, ""
     task_columns = [read.column for read in form.plan.task_columns]
@@ -145,7 +146,7 @@ def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> 
 
 
 def cast_reserved_column(table: pa.Table, name: str, form: ResolvedReadPlan, place: Place) -> pa.Array:
-    """Return a reserved column, cast to the column's common type in all files.
+    """Return a reserved column, cast to its common type over all files.
 
     Raises:
         DataError: A value cannot be cast to the type.
@@ -183,19 +184,20 @@ def build_canonical_table(
     """Return a table in canonical form.
 
     Args:
-        form: Form of the rows.
+        form: Resolved read plan of the rows.
         labels: n values of each label, or one value for all rows.
         dense: n values of each dense column of requests, or one value for all rows.
-        singles: n ids of each single feature, or one id for all rows.
-        lists: (offsets int32 [n + 1] from 0, ids [offsets[n]], weights or None) of each other feature.
+        singles: n ids of each single-id feature, or one id for all rows.
+        lists: (offsets int32 [n + 1] from 0, ids [offsets[n]], weights float32 [offsets[n]] or None) of each
+            other feature.
         rows: Number of rows, n.
-        tally: Counts of ids that were brought into range; None: the table has no counts.
-        weights_of_tasks: n weights for each task; empty if no task weighs rows.
-        keys: n keys for each key column.
-        reserved: Reserved columns.
+        tally: Counts of ids that were brought into range; None: no counts are stored.
+        weights_of_tasks: n weights for each task; empty if no task weights rows.
+        keys: n group keys for each key column.
+        reserved: Reserved columns, in the order of the plan.
         side_features_of: Feature → float64 [offsets[n], number of side features].
-        candidates: (offsets int32 [n + 1] from 0, dense columns of candidates); None: rows are examples.
-            With candidates, `labels` and `weights_of_tasks` have offsets[n] values each.
+        candidates: (offsets int32 [n + 1] from 0, dense columns of candidates); None: rows are examples. With
+            candidates, each label and each task has offsets[n] values.
     """
     columns: dict[str, pa.Array] = {}
     if candidates:
@@ -222,7 +224,7 @@ def build_canonical_table(
             columns[f"side_features.{name}"] = pa.ListArray.from_arrays(ends, values.reshape(-1))
     for name, array in zip(form.plan.reserved.columns, reserved, strict=True):
         columns[f"{RESERVED_PREFIX}{name}"] = array
-    if form.accepts_out_of_range_ids:  # the first row carries the table's counts, wherever a shuffle moves that row
+    if form.accepts_out_of_range_ids:  # the first row carries the table's counts, even after a shuffle
         counts = [tally[feature] for feature in form.schema.sparse] if tally and rows else []
         flat = np.array(counts, np.int32).T.ravel()
         offsets = np.full(rows + 1, flat.size, np.int32)
@@ -232,7 +234,7 @@ def build_canonical_table(
 
 
 def make_empty_rows(form: ResolvedReadPlan, rows: int) -> pa.Table:
-    """Return `rows` rows without values in canonical form."""
+    """Return `rows` empty rows in canonical form: no ids, and 0 or null for all other values."""
     schema, plan = form.schema, form.plan
     offsets, no_values = np.zeros(rows + 1, np.int32), np.empty(0, np.float32)
     return build_canonical_table(
@@ -256,7 +258,7 @@ def shuffle_rows(table: pa.Table, rng: np.random.Generator) -> pa.Table:
     order, columns = rng.permutation(table.num_rows), {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         array = to_plain_array(column)
-        if pa.types.is_fixed_size_list(array.type):  # np.take of whole rows is three times as fast as Arrow
+        if pa.types.is_fixed_size_list(array.type):  # np.take on whole rows is three times as fast as Arrow
             width = array.type.list_size
             values = np.take(array.flatten().to_numpy().reshape(-1, width), order, axis=0)
             columns[name] = pa.FixedSizeListArray.from_arrays(values.reshape(-1), width)
@@ -266,7 +268,7 @@ def shuffle_rows(table: pa.Table, rng: np.random.Generator) -> pa.Table:
 
 
 def _to_list_array(columns: Columns, rows: int, dtype: type) -> pa.FixedSizeListArray:
-    """Return columns of n values as an array of n lists."""
+    """Return columns of n values as an array of n fixed-size lists."""
     packed = np.empty((rows, len(columns)), dtype)
     for i, column in enumerate(columns):
         packed[:, i] = column

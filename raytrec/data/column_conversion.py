@@ -1,4 +1,4 @@
-"""Columns of numbers, labels and weights of rows as checked NumPy arrays. PyTorch is not imported."""
+"""Conversion of number, label and weight columns to checked NumPy arrays. PyTorch is not imported."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from raytrec.data.read_plans import ResolvedReadPlan
 
 UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 DAY_S = 86_400
-FIRST_INEXACT_INTEGER = 2**53  # smallest integer from which float64 does not represent every integer
+FIRST_INEXACT_INTEGER = 2**53  # float64 represents every integer up to this one exactly
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a decoded table's first row: file, row group (None: not from a file), row in the row group."""
+    """Place of a decoded table's first row: file, row group (None: not from a file) and row in the row group."""
 
     path: str
     group: int | None
     first: int
 
     def of(self, column: str, row: int | None = None) -> str:
-        """Return the place of a value in words, for messages."""
+        """Return a description of a value's place, for messages."""
         group = "" if self.group is None else f", row group {self.group}"
         where = f"{self.path}{group}, column {column}"
         return where if row is None else f"{where}, row {self.first + row}"
@@ -40,13 +40,13 @@ class Place:
 def read_number_column(
     column: pa.ChunkedArray, name: str, place: Place, extra_advice: str = "", dtype: type = np.float32
 ) -> np.ndarray:
-    """Return a column of numbers as float32 [n], or another float type.
+    """Return a column of numbers as an array of floats, [n], after checking that all are finite.
 
     Args:
         column: Decoded column.
-        name: Name of the column.
+        name: Column name.
         place: Place of the first row.
-        extra_advice: Additional advice in the error about a null.
+        extra_advice: Additional advice in the error for a null.
         dtype: Float type of the result.
 
     Raises:
@@ -68,11 +68,11 @@ def read_number_column(
 
 
 def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None) -> np.ndarray:
-    """Return a dense column with its scale applied: float32 [n], finite.
+    """Return a dense column with its scale applied, float32 [n]; all values are finite.
 
     Args:
         column: Decoded column.
-        name: Name of the column.
+        name: Column name.
         place: Place of the first row.
         scale: Scale of the column in the schema; None: the numbers are not changed.
 
@@ -93,17 +93,17 @@ def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: 
 
 
 def signed_log(values: np.ndarray) -> np.ndarray:
-    """Return sign(x) · ln(1 + |x|) of each number (Scale.log)."""
+    """Return sign(x) · ln(1 + |x|) for each number x (Scale.log)."""
     return np.sign(values) * np.log1p(np.abs(values))
 
 
 def to_nullable_floats(
     column: pa.ChunkedArray, name: str, place: Place, dtype: type = np.float32
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a column of numbers that may have nulls and NaN.
+    """Return a column of numbers that may contain nulls and NaN, and the mask of its numbers.
 
     Returns:
-        Numbers as `dtype` [n] with 0 for nulls and NaN, and False for nulls and NaN, bool [n].
+        Numbers as `dtype` [n], 0 for nulls and NaN; and a mask, bool [n], False for nulls and NaN.
 
     Raises:
         DataError: A value is infinite.
@@ -116,23 +116,23 @@ def to_nullable_floats(
 
 
 def as_floats(array: pa.Array, dtype: type) -> np.ndarray:
-    """Return numbers as floats of type `dtype`, [n]; NaN for nulls."""
+    """Return an array of numbers as floats of type `dtype`, [n]; NaN for nulls."""
     is_exact = not array.null_count and (pa.types.is_integer(array.type) or pa.types.is_float64(array.type))
     if is_exact or pa.types.is_float32(array.type):  # faster than Arrow's cast
         with np.errstate(over="ignore"):
             return array.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
-    if pa.types.is_decimal(array.type):  # a direct cast to float32 has a larger error than rounding
+    if pa.types.is_decimal(array.type):  # a direct cast to float32 has more than the rounding error
         array = array.cast(pa.float64())
     return array.cast(pa.from_numpy_dtype(dtype), safe=False).to_numpy(zero_copy_only=False)
 
 
 def convert_float_ids(array: pa.Array, feature: str, column: str, place: Place) -> pa.Array:
-    """Return a column of ids that are floats as int64, with nulls for NaN; other columns are unchanged.
+    """Return a column of float ids as int64, with nulls for NaN; columns of other types are unchanged.
 
     Args:
-        array: Ids, one a row.
+        array: Ids, one per row.
         feature: Name of the feature.
-        column: Column of the ids.
+        column: Name of the column that contains the ids.
         place: Place of the first row.
 
     Raises:
@@ -155,17 +155,17 @@ def convert_float_ids(array: pa.Array, feature: str, column: str, place: Place) 
 
 
 def find_first_null(array: pa.Array) -> int | None:
-    """Return the index of the first null, or None."""
+    """Return the index of the first null; None if there is no null."""
     return pc.index(array.is_null(), True).as_py() if array.null_count else None
 
 
 def find_first_true(wrong: np.ndarray) -> int | None:
-    """Return the index of the first True, or None."""
+    """Return the index of the first True; None if all are False."""
     return int(wrong.argmax()) if wrong.any() else None
 
 
 def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable[[int], int] = int) -> None:
-    """Raise DataError if a value is NaN or infinite. `rows` maps the index of a value to its row."""
+    """Raise DataError if a value is NaN or infinite. `rows` maps the index of a value to its row number."""
     if (index := find_first_true(~np.isfinite(values))) is not None:
         raise DataError(
             f"column '{name}' contains " + f"{values[index]:g}".replace("nan", "NaN"),
@@ -178,7 +178,7 @@ def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable[[in
 
 
 def find_first_length_mismatch(ends: np.ndarray, offsets: np.ndarray) -> tuple[int, int, int] | None:
-    """Return the first row whose lists differ in length, and both lengths; None if all lengths are equal.
+    """Return the first row whose two lists differ in length, and both lengths; None if no row differs.
 
     Args:
         ends: Offsets of a column of lists, int32 [n + 1] from 0.
@@ -192,12 +192,12 @@ def find_first_length_mismatch(ends: np.ndarray, offsets: np.ndarray) -> tuple[i
 
 
 def make_row_lookup(offsets: np.ndarray) -> Callable[[int], int]:
-    """Return a function that maps an index of the flat values to its row, for errors."""
+    """Return a function from the index of a flat value to its row, for error messages."""
     return lambda index: int(np.searchsorted(offsets, index, side="right")) - 1
 
 
 def to_float64(array: pa.Array) -> np.ndarray:
-    """Return numbers, or times and dates in seconds (UTC), as float64; NaN for nulls."""
+    """Return numbers, or times, dates and durations in seconds, as float64; NaN for nulls."""
     kind = array.type
     scale: float = 1
     if types.is_timestamp(kind) or types.is_duration(kind):
@@ -207,15 +207,16 @@ def to_float64(array: pa.Array) -> np.ndarray:
     return array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) / scale
 
 
-# Values of a label, float32 [n], and True for rows that have the label, bool [n]; None: all rows have it.
+# Values of a label, float32 [n], and a mask that is True for rows with the label, bool [n]; None: all rows
+# have it.
 LabelValues = tuple[np.ndarray, np.ndarray | None]
 
 
 def read_label(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place: Place) -> LabelValues:
-    """Return a label. Rows without the label have the number nearest to 0 that the losses of its tasks allow.
+    """Return a label. Rows without the label get the value nearest to 0 that the losses of its tasks allow.
 
     Raises:
-        DataError: The losses do not allow a number, or a value is null and nulls are not skipped.
+        DataError: A value is outside the range of the losses, or is null and nulls are not skipped.
     """
     allowed = form.plan.label_range(name)
     if form.plan.skips_nulls(name):
@@ -245,15 +246,15 @@ def read_label(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place
 def task_weights(
     table: pa.Table, labels: dict[str, LabelValues], form: ResolvedReadPlan, place: Place
 ) -> list[np.ndarray]:
-    """Return the factor of each row in each task, float32 [n] ≥ 0.
+    """Return, for each task, the factor of each row, float32 [n] ≥ 0.
 
-    The factor is 0 for rows without a label of the task and rows that the mask excludes, else the sample
+    The factor is 0 for rows without a label of the task and for rows that the mask excludes, else the sample
     weight.
 
     Args:
-        table: Table with the columns of masks and weights.
+        table: Table with the mask and weight columns.
         labels: Labels of the same rows.
-        form: Form of the rows.
+        form: Resolved read plan of the rows.
         place: Place of the first row.
 
     Raises:
@@ -294,7 +295,7 @@ def _read_sample_weights(column: pa.ChunkedArray, name: str, place: Place) -> np
 
 
 def _read_mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
-    """Return True for rows in which a column is 1 and False for 0 and null, bool [n]."""
+    """Return a mask column as bool [n]: True for 1, False for 0 and null."""
     values, _ = to_nullable_floats(column, name, place)
     if (row := find_first_true((values != 0) & (values != 1))) is not None:
         raise DataError(

@@ -1,10 +1,10 @@
 """Fingerprints of a dataset's files, compared on resume.
 
 Names and row counts alone would not detect flipped labels or rewritten files. A fingerprint therefore covers
-each file's size, footer (byte for byte: layout, sizes and statistics of every column) and content. Small
-datasets are hashed completely, large datasets by samples of their columns. Modification times and versions in
-an object store differ between copies and are not covered. They only show whether a file was written again.
-This module does not import torch.
+each file's size, its footer (byte for byte: layout, sizes and statistics of every column) and its content.
+Small datasets are hashed completely; for large datasets, samples of the columns are hashed. Modification
+times and object-store versions differ between copies and are not covered; they only show whether a file was
+rewritten. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raytrec.data.partitions import parse_folder_values
 from raytrec.data.read_plans import ResolvedReadPlan
 
 MAX_FULL_HASH_BYTES = 1 << 30  # files of up to MAX_FULL_HASH_BYTES ÷ number of files are read completely
-SAMPLES, SAMPLE_BYTES = 4096, 64 << 10  # larger files: number of samples in the dataset, bytes of a sample
+SAMPLES, SAMPLE_BYTES = 4096, 64 << 10  # for larger files: number of samples in the whole dataset, bytes per sample
 READ_BYTES = 4 << 20
 # Keys of an object's metadata that identify its version.
 OBJECT_VERSION_KEYS = ("ETag", "crc32c", "generation")
@@ -37,19 +37,20 @@ OBJECT_VERSION_KEYS = ("ETag", "crc32c", "generation")
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """Identity of a file's content. Instances are equal if two files hold the same content.
+    """Identity of a file's content. Two instances are equal if the files have the same content.
 
     The folders and modification times of the files are not compared.
 
     Attributes:
-        name: File name with the partition folders that hold columns; for a vocabulary, its config key.
+        name: File name, preceded by the partition folders that supply columns; for a vocabulary, its config
+            key.
         groups: [index, rows] of each row group with rows.
         size: Size in bytes.
         footer: SHA-256 of the Parquet footer.
-        data: SHA-256 of all bytes, or of samples.
+        data: SHA-256 of all bytes or of sampled ranges.
         whole: True if `data` covers all bytes.
-        modified_ns: Modification time in ns since 1970; None if the storage does not have the time.
-        version: Version of the file in an object store; None if there is no version.
+        modified_ns: Modification time in nanoseconds since 1970; None if the storage does not report it.
+        version: Version of the file in an object store; None if the storage has no versions.
     """
 
     name: str
@@ -62,13 +63,13 @@ class FileIdentity:
     version: str | None = field(default=None, compare=False)
 
     def is_rewritten(self, other: FileIdentity) -> bool:
-        """Return True if the file was written again, so that only samples show that the content is equal."""
+        """Return True if the file was rewritten and only sampled ranges have been compared."""
         if self.whole or (self.version and self.version == other.version):
             return False
         return (self.modified_ns, self.version) != (other.modified_ns, other.version)
 
     def describe_difference(self, other: FileIdentity) -> str:
-        """Return how the file's current content `other` differs from this earlier content, in words."""
+        """Return a description of how the file's current content `other` differs from this earlier content."""
         if self.groups != other.groups:
             now, was = ((sum(r for _, r in c.groups), len(c.groups)) for c in (other, self))
             return "{:,} rows in {} row groups, previously {:,} in {}".format(*now, *was)
@@ -80,7 +81,7 @@ class FileIdentity:
 
 
 def identify_files(dataset: Dataset) -> list[FileIdentity]:
-    """Return the contents of a dataset's files in order, then of its transforms' vocabularies.
+    """Return the identities of a dataset's files, in order, then of its transforms' vocabularies.
 
     Raises:
         DataError: A file cannot be read.
@@ -101,12 +102,12 @@ def identify_files(dataset: Dataset) -> list[FileIdentity]:
 
 
 def identify_datasets(datasets: dict[str, Dataset]) -> dict[str, list[FileIdentity]]:
-    """Return the contents of the files of each dataset."""
+    """Return the file identities of each dataset, by name."""
     return {name: identify_files(dataset) for name, dataset in datasets.items()}
 
 
 def fingerprint(contents: Iterable[FileIdentity] | None) -> str:
-    """Return the fingerprint of contents, which is the same for equal contents; '' for None."""
+    """Return a fingerprint that is equal for equal lists of identities; '' for None."""
     if contents is None:
         return ""
     digest = hashlib.sha256()
@@ -116,7 +117,7 @@ def fingerprint(contents: Iterable[FileIdentity] | None) -> str:
 
 
 def list_differences(before: list[FileIdentity], after: list[FileIdentity]) -> list[str]:
-    """Return the differences between two lists of contents, one line for each file that has changed."""
+    """Return the differences between two lists of identities, one line for each changed file."""
     was, now = (_by_name(contents) for contents in (before, after))
     lines = [f"{was[key].name}: removed" for key in was if key not in now]
     lines += [f"{now[key].name}: added" for key in now if key not in was]
@@ -128,13 +129,13 @@ def list_differences(before: list[FileIdentity], after: list[FileIdentity]) -> l
 
 
 def list_rewritten_files(before: list[FileIdentity], after: list[FileIdentity]) -> list[str]:
-    """Return the names of large files that were written again and whose content is equal only by samples."""
+    """Return the names of rewritten files whose unchanged content was verified only by samples."""
     was, now = (_by_name(contents) for contents in (before, after))
     return [was[key].name for key in was if key in now and was[key].is_rewritten(now[key])]
 
 
 def _by_name(contents: list[FileIdentity]) -> dict[tuple, FileIdentity]:
-    """Return the contents by name, numbered if several folders have a file of the same name."""
+    """Return the identities by name, with a number if several folders contain a file of the same name."""
     counts: dict[str, int] = {}
     by_name = {}
     for content in contents:
@@ -144,11 +145,11 @@ def _by_name(contents: list[FileIdentity]) -> dict[tuple, FileIdentity]:
 
 
 def _identify_file(form: ResolvedReadPlan, share: int, path: str, groups: list[list[int]], number: int) -> FileIdentity:
-    """Return the content of a file.
+    """Return the identity of a file.
 
     Args:
-        form: Form of the dataset's rows.
-        share: Number of files of the dataset.
+        form: Resolved read plan of the dataset.
+        share: Number of files in the dataset, which share the limits on hashed bytes and samples.
         path: Path or URI of the file.
         groups: [index, rows] of each row group with rows.
         number: Index of the file in the dataset.
@@ -179,7 +180,7 @@ def _identify_vocabulary(name: str, path: str) -> FileIdentity:
 
 
 def _read_with_retry(path: str, read: Callable[[pa.NativeFile, int | None], FileIdentity]) -> FileIdentity:
-    """Call a function with an open file and its modification time in ns, and retry failed reads."""
+    """Call `read` with an open file and its modification time in nanoseconds; retry failed reads."""
 
     def attempt() -> FileIdentity:
         filesystem, inner = open_filesystem(path)
@@ -198,7 +199,7 @@ def _read_with_retry(path: str, read: Callable[[pa.NativeFile, int | None], File
 
 
 def _read_raw_footer(file: pa.NativeFile, size: int) -> bytes:
-    """Return the raw footer with its length and magic number."""
+    """Return the raw footer, including its length field and magic number."""
     length = int.from_bytes(file.read_at(8, size - 8)[:4], "little") + 8
     return file.read_at(min(length, size), max(0, size - length))
 
@@ -210,17 +211,18 @@ def _whole_file_range(size: int) -> Iterator[tuple[int, int]]:
 def _choose_samples(
     footer: bytes, size: int, form: ResolvedReadPlan, max_samples: int, number: int
 ) -> list[tuple[int, int]]:
-    """Return (offset, bytes) of the samples to read.
+    """Return (offset, number of bytes) of each sample to read.
 
-    Samples are taken at the start of column chunks, labels first, and then at equal distances in the file.
-    A chunk starts with its dictionary, which may be the only change if labels are flipped.
+    Samples are taken at the start of column chunks, labels first, and then at equal intervals in the file. A
+    chunk starts with its dictionary, which may be the only changed part if labels are flipped.
 
     Args:
         footer: Raw footer of the file.
         size: Size of the file in bytes.
-        form: Form of the dataset's rows.
-        max_samples: Number of samples.
-        number: Index of the file, so that samples of other files are from other row groups and columns.
+        form: Resolved read plan of the dataset.
+        max_samples: Number of samples, at least 2.
+        number: Index of the file; files with different indexes are sampled at different row groups and
+            columns.
     """
     metadata = pq.read_metadata(pa.BufferReader(footer))
     labels = resolve_input_columns(form.plan.transforms, form.schema.labels)

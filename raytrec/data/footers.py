@@ -1,8 +1,8 @@
-"""Parquet footers: plausibility checks and facts from the statistics of columns.
+"""Parquet footers: plausibility checks and conclusions from column statistics.
 
-Most footers contain statistics, which cost no additional reads. Row groups whose statistics show invalid
-values are read before a run starts (item_reader.check_suspect_groups), so that the error can name the row.
-This module does not import torch.
+Most footers contain column statistics, which require no additional reads. Row groups whose statistics show
+invalid values are read before a run starts (item_reader.check_suspect_groups), so that the error can name the
+row. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
 from raytrec.data.read_plans import ResolvedReadPlan, TaskRows
 
-MAX_GROUP_ROWS = 2**31 - 1  # maximum number of rows of a row group; far more than any writer produces
-MIN_FULLY_CHECKED_ROWS = 65_536  # in row groups with more rows, all columns are checked
-SIGNATURE_BYTES = 28  # bytes after a plaintext footer if columns are encrypted
+MAX_GROUP_ROWS = 2**31 - 1  # maximum number of rows in a row group; far more than any writer produces
+MIN_FULLY_CHECKED_ROWS = 65_536  # all columns are checked in row groups with more rows
+SIGNATURE_BYTES = 28  # number of bytes after a plaintext footer if columns are encrypted
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-# A column, and a function that returns True if a chunk of the column has invalid values.
+# (column, function that returns True if a chunk of the column contains invalid values).
 StatisticsCheck = tuple[str, Callable[[pq.ColumnChunkMetaData], bool]]
 
 
 class ImplausibleFooterError(Exception):
-    """Error for a footer whose claims contradict the size of the file."""
+    """Error for a footer whose claims are impossible for the size of the file."""
 
 
 def _check_claims(footer: pq.FileMetaData, size: int) -> None:
     """Check that a file of `size` bytes can hold the rows and values that its footer claims.
 
     Raises:
-        Implausible: A claim is impossible.
+        ImplausibleFooterError: A claim is impossible.
     """
     for g in range(footer.num_row_groups):
         group = footer.row_group(g)
         if not 0 <= group.num_rows <= MAX_GROUP_ROWS:
             raise ImplausibleFooterError(f"the footer claims {group.num_rows:,} rows in row group {g}")
-        # Only one column of ordinary row groups is checked, because there may be millions of row groups.
+        # In ordinary row groups, only one column is checked, because there may be millions of row groups.
         for c in range(group.num_columns if group.num_rows > MIN_FULLY_CHECKED_ROWS else min(1, group.num_columns)):
             chunk, column = group.column(c), footer.schema.column(c)
             begin = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
@@ -64,7 +64,7 @@ def _check_not_encrypted(uri: str, tail: bytes, footer: pq.FileMetaData | None =
     Args:
         uri: Path or URI of the file.
         tail: Last 8 bytes of the file.
-        footer: Metadata of the file, for the check of encrypted columns; None: only the footer is checked.
+        footer: Metadata of the file, required to detect encrypted columns; None: only the footer is checked.
 
     Raises:
         DataError: The file is encrypted.
@@ -119,7 +119,7 @@ class FooterStatistics:
         self._places = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
 
     def list_suspect_groups(self) -> list[int]:
-        """Return the indexes of row groups whose statistics show invalid values."""
+        """Return the indexes of all row groups whose statistics show invalid values."""
         checks = [
             (i, wrong)
             for name, wrong in _list_statistics_checks(self._form, self._outputs)
@@ -132,9 +132,9 @@ class FooterStatistics:
         ]
 
     def list_exclusions(self) -> dict[str, list[set[str]]]:
-        """Return task → reasons why no row counts, for each row group with rows.
+        """Return task → for each nonempty row group, the reasons why none of its rows count.
 
-        The set of reasons is empty if rows of the row group may count.
+        The set of reasons is empty if some rows of the row group may count.
         """
         return {
             task.name: self._find_exclusions(task) for task in self._form.plan.tasks if self._form.plan.has_task_weights
@@ -151,7 +151,7 @@ class FooterStatistics:
         return [{why for i, why, excludes in conditions if excludes(group.column(i))} for group in groups]
 
     def constant_labels(self) -> dict[str, float]:
-        """Return label → its only value, for labels with a single value in all rows that have the label."""
+        """Return label → value, for labels with the same value in all rows that have the label."""
         columns = {name: self._columns(name) for name in self._form.plan.labels if name not in self._outputs}
         values = {name: self._find_constant_value(places[0]) for name, places in columns.items() if len(places) == 1}
         return {name: value for name, value in values.items() if value is not None}
@@ -169,16 +169,16 @@ class FooterStatistics:
         return constant
 
     def _columns(self, name: str) -> list[int]:
-        """Return the indexes of a column's leaf columns; lists have their values in a leaf column."""
+        """Return the leaf-column indexes of a column; the values of a list are stored in a leaf column."""
         paths = (name, f"{name}.list.element", f"{name}.list.item")
         return [self._places[path] for path in paths if path in self._places]
 
 
 def explain_empty_tasks(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[str, str]:
-    """Return task → reason why no row of any file counts, without tasks in which rows may count.
+    """Return task → reason why no row of any file counts, for tasks in which no row counts.
 
     Args:
-        excluded: Results of Footer.excluded of all files.
+        excluded: Results of `FooterStatistics.list_exclusions` for all files.
     """
     reasons_by_task: dict[str, list[set[str]]] = {}
     for file_reasons in excluded:
@@ -192,7 +192,7 @@ def explain_empty_tasks(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[s
 
 
 def _list_statistics_checks(form: ResolvedReadPlan, outputs: set[str]) -> Iterator[StatisticsCheck]:
-    """Yield columns that no transform writes, each with a check for invalid values."""
+    """Yield (column, check for invalid values) for columns that no transform writes."""
     schema = form.schema
     for name in {*form.plan.labels, *schema.dense} - outputs:
         is_label = name in schema.labels
@@ -209,7 +209,7 @@ def _list_statistics_checks(form: ResolvedReadPlan, outputs: set[str]) -> Iterat
 
 
 def _list_exclusion_conditions(task: TaskRows) -> Iterator[tuple[str, str, Callable[[pq.ColumnChunkMetaData], bool]]]:
-    """Yield (column, reason why no row counts, function that returns True if a chunk shows the reason)."""
+    """Yield (column, reason why no row counts, function that returns True if the reason applies to a chunk)."""
     if task.nulls == "skip":
         yield task.label, f"its label '{task.label}' is null in every row", _is_all_null
     for mask in (task.mask, task.mask_label):
@@ -226,7 +226,7 @@ def _is_all_null(chunk: pq.ColumnChunkMetaData) -> bool:
 
 
 def _stays_below(chunk: pq.ColumnChunkMetaData, bound: float, reaches: bool) -> bool:
-    """Return True if all values are below a bound, or with `reaches` False, at most the bound."""
+    """Return True if all values are null, below `bound`, or, with `reaches` False, equal to it."""
     if _is_all_null(chunk):
         return True
     _, greatest = _bounds(chunk) or (None, math.inf)
@@ -239,13 +239,13 @@ def _has_invalid_values(chunk: pq.ColumnChunkMetaData, allowed: tuple[float, flo
 
 
 def _is_out_of_range(chunk: pq.ColumnChunkMetaData, low: float, high: float) -> bool:
-    """Return True if there are numbers outside of [low, high]."""
+    """Return True if the statistics show a number outside [low, high]."""
     least, greatest = _bounds(chunk) or (low, high)
     return least < low or greatest > high
 
 
 def _bounds(chunk: pq.ColumnChunkMetaData) -> tuple[Any, Any] | None:
-    """Return the smallest and largest number of a chunk; None if the statistics do not have them."""
+    """Return the smallest and largest number of a chunk; None if the statistics do not contain them."""
     statistics = chunk.statistics if chunk.is_stats_set else None
     has_numbers = statistics and statistics.has_min_max and isinstance(statistics.min, int | float | Decimal)
     return (statistics.min, statistics.max) if has_numbers else None

@@ -30,14 +30,14 @@ from raytrec.data.type_checks import check_present, check_types
 
 @dataclass(frozen=True)
 class Split:
-    """Subset of a row group's rows: either the rows held out of training or all other rows.
+    """Subset of a row group: either the rows held out from training or all other rows.
 
-    In each full block of `every` consecutive rows, one row is held out, at a pseudorandom place that depends
-    only on (total, every).
+    In each full block of `every` consecutive rows, one row is held out, at a pseudorandom position that
+    depends only on `total` and `every`.
 
     Attributes:
-        total: Number of rows of the whole row group.
-        every: Number of rows of a block.
+        total: Number of rows in the whole row group.
+        every: Number of rows per block.
         is_holdout: True for the held-out rows, False for the other rows.
     """
 
@@ -46,7 +46,7 @@ class Split:
     is_holdout: bool
 
     def rows(self) -> np.ndarray:
-        """Return the indexes of the rows in their row group, int64, ascending."""
+        """Return the indexes of the subset's rows in the row group, int64 [rows], ascending."""
         return _split_rows(self)
 
 
@@ -63,10 +63,10 @@ class RowGroup:
     """Row group of a Parquet file.
 
     Attributes:
-        path: Path or URI that `storage.open_filesystem` opens.
+        path: Path or URI of the file, as accepted by `storage.open_filesystem`.
         index: Index of the row group in its file.
         rows: Number of rows that the dataset reads from the row group.
-        split: Subset of the rows that the dataset reads; None: all rows of the row group.
+        split: Subset of the rows that the dataset reads; None: all rows.
     """
 
     path: str
@@ -77,18 +77,18 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Dataset: row groups in file order and facts from the files' footers.
+    """Dataset: row groups in file order, and facts derived from the files' footers.
 
     Attributes:
-        uri: Folders of the dataset, for messages.
-        groups: Row groups with rows, by path of the file, then by index.
-        form: Form of the rows.
-        left_out: Errors of files that are skipped (data.on_error: skip).
-        suspect_groups: Row groups whose footers show values at which a run will stop (footers.py).
-        empty_tasks: Task in which no row counts, according to the footers → reason.
-        constant_labels: Label with a single value, according to the footers → that value.
-        log_odds: Initial bias of each column of logits (train.initial_bias); (): the bias is not changed.
-        listing: Files of the folders, and reasons why other files are left out.
+        uri: Names of the dataset's folders, for messages.
+        groups: Nonempty row groups in file order, then by index.
+        form: Resolved read plan of the rows.
+        left_out: Errors of skipped files (data.on_error: skip).
+        suspect_groups: Row groups whose statistics show values that would stop a run (footers.py).
+        empty_tasks: Task → reason, for tasks in which no row counts according to the footers.
+        constant_labels: Label → value, for labels with a single value according to the footers.
+        log_odds: Initial bias of each logit column (train.initial_bias); (): biases are not changed.
+        listing: Files found in the folders, and reasons why other files are left out.
     """
 
     uri: str
@@ -105,8 +105,8 @@ class Dataset:
         """Split off one row of each block of `every` rows (Split).
 
         Returns:
-            The dataset without the held-out rows, and the dataset of held-out rows; None if every row group
-            has fewer than `every` rows.
+            The dataset without the held-out rows, and the dataset of held-out rows. If every row group has
+            fewer than `every` rows, this dataset and None.
         """
 
         def part(is_held_out: bool) -> Dataset:
@@ -119,7 +119,7 @@ class Dataset:
 
     @cached_property
     def rows(self) -> int:
-        """Return the number of rows of all groups."""
+        """Return the total number of rows."""
         return sum(group.rows for group in self.groups)
 
 
@@ -139,7 +139,7 @@ def scan(
         plan: Read plan of the run.
         key: Config key that names the folders, for messages.
         between: First and last partition to read.
-        declared: Additional columns that must exist and could be reserved.
+        declared: Additional columns that must exist and have a type that can be reserved.
         skip: True to skip files that are damaged or whose columns do not fit the plan.
 
     Raises:
@@ -149,8 +149,8 @@ def scan(
     listing, left_out = list_files(places, key, between), []
     plan = replace(plan, transforms=set_draw_rows(plan.transforms, plan.schema), folder=os.getcwd())
     form, columns = ResolvedReadPlan(plan), dict.fromkeys([*plan.reserved.columns, *declared])
-    # Keys whose ids are hashed or managed are text. Otherwise, a new folder could turn the key from integers
-    # into text, which would change the hash of `4`.
+    # Folder keys used as hashed or managed ids are read as text. Otherwise, a new folder could turn a key's
+    # type from integer to text, which would change the hash of `4`.
     schema = plan.schema
     text = {schema.get_ids_column(n) for n, spec in schema.sparse.items() if schema.tables[spec.table].takes_text}
     scan_form = ResolvedReadPlan(
@@ -193,17 +193,18 @@ def scan(
 
 @dataclass(frozen=True)
 class _FileFacts:
-    """Facts from a file's footer.
+    """Facts derived from a file's footer.
 
     Attributes:
         uri: Path or URI of the file.
         types: Types of the file's key columns and reserved columns.
-        from_folders: Columns that folder names hold instead of the file.
+        from_folders: Columns whose values are in folder names instead of the file.
         groups: Row groups with rows.
-        lists: Sparse features whose column in the file is a list, after the transforms.
+        lists: Sparse features whose column is a list after the transforms.
         accused: Indexes of row groups that contradict the schema (footers.FooterStatistics).
-        excluded: Task → reasons why no row counts, for each row group (footers.FooterStatistics).
-        constant: Label with a single value → that value (footers.FooterStatistics).
+        excluded: Task → for each nonempty row group, the reasons why none of its rows count
+            (footers.FooterStatistics).
+        constant: Label → value, for labels with a single value (footers.FooterStatistics).
     """
 
     uri: str
@@ -240,18 +241,18 @@ def _look(uri: str, form: ResolvedReadPlan) -> _FileFacts:
 def _unify_types(
     files: Sequence[_FileFacts], names: Sequence[str], kinds: Mapping[str, pa.DataType]
 ) -> tuple[dict[str, pa.DataType], frozenset[str], dict[str, DataError]]:
-    """Return the common types of reserved columns in all files.
+    """Return the common type of each reserved column over all files.
 
-    A column that folder names hold for any file is read from folder names for every file.
+    A column that any file takes from folder names is read from folder names for every file.
 
     Args:
         files: Facts from the files' footers.
         names: Reserved columns.
-        kinds: Types of the keys in folder names (infer_folder_types).
+        kinds: Types of folder-name keys (infer_folder_types).
 
     Returns:
-        Column → type; columns that folder names hold; file → error, for files that do not fit the previous
-        files.
+        Column → type; columns that are read from folder names; file → error, for files that are incompatible
+        with the preceding files.
     """
     from_folders = frozenset().union(*(file.from_folders for file in files))
     types: dict[str, pa.DataType] = {}
@@ -280,7 +281,7 @@ def _unify_types(
 
 
 def _common_type(first: pa.DataType | None, second: pa.DataType) -> pa.DataType | None:
-    """Return the type that holds the values of both types, e.g. int64 for int32 and int64, or None."""
+    """Return a type that holds the values of both types, e.g. int64 for int32 and int64; None if there is none."""
     if first is None or first == second:
         return second
     schemas = [pa.schema([("x", kind)]) for kind in (first, second)]

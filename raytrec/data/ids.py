@@ -1,4 +1,4 @@
-"""Checked ids of sparse features, stable hashes of ids, and keys that group rows. PyTorch is not imported."""
+"""Checked ids of sparse features, stable id hashes, and keys for grouping rows. PyTorch is not imported."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from raytrec.data.column_conversion import (
 )
 from raytrec.data.read_plans import NO_MANAGED_ID
 
-NULL_KEY = -(2**63)  # key of null, so that all nulls are one group
+NULL_KEY = -(2**63)  # key of null; all nulls form one group
 
-# Feature → (number of ids that were brought into range, number of all ids).
+# Feature → (number of ids brought into range, number of all ids).
 ChangeCounts = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Sparse feature whose ids are read.
+    """Sparse feature whose ids are to be read.
 
     Attributes:
         name: Name of the feature.
-        spec: Feature in the schema.
-        table: Table of the feature in the schema.
+        spec: Definition of the feature in the schema.
+        table: Definition of the feature's table in the schema.
         place: Place of the first row.
-        tally: Mapping that receives the feature's counts.
+        tally: Mapping that receives the id counts of the feature.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Feature:
 
     @property
     def column(self) -> str:
-        """Return the Parquet column of the ids."""
+        """Return the name of the Parquet column that contains the ids."""
         return self.spec.column or self.name
 
 
 def read_single_ids(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray:
-    """Return the valid ids of a feature with one id a row, [n] of any integer type; `no_id` for nulls.
+    """Return the valid ids of a single-id feature, [n] of any integer type; `no_id` for nulls.
 
     Whole floats are accepted as ids, and NaN as null, because pandas writes integers with nulls as floats.
     """
@@ -78,11 +78,11 @@ def read_single_ids(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray
 
 
 def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return a feature as bags of valid ids.
+    """Return the valid ids of a feature as bags, with their weights.
 
     Returns:
-        Offsets int32 [n + 1] from 0; ids [offsets[n]] of any integer type; weights float32 [offsets[n]] or
-        None. A null row is an empty bag.
+        Offsets, int32 [n + 1] from 0; ids, [offsets[n]] of any integer type; weights, float32 [offsets[n]],
+        or None. A null row is an empty bag.
     """
     name, spec, column = feature.name, feature.spec, to_plain_array(table[feature.column])
     offsets, flat = unnest(convert_float_ids(column, name, feature.column, feature.place))
@@ -104,10 +104,10 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def _align_with_ids(table: pa.Table, name: str, feature: Feature, offsets: np.ndarray) -> pa.Array:
-    """Return the flat values of a column of lists, one value for each id.
+    """Return the flat values of a list column with one value per id.
 
     Raises:
-        DataError: A list's length differs from the row's number of ids, or a value is null.
+        DataError: A list's length differs from the number of ids in the row, or a value is null.
     """
     ends, flat = unnest(to_plain_array(table[name]))
     if mismatch := find_first_length_mismatch(ends, offsets):
@@ -128,12 +128,12 @@ def _align_with_ids(table: pa.Table, name: str, feature: Feature, offsets: np.nd
 
 
 def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.ndarray:
-    """Return valid ids as integers; text is hashed to rows, or to 64 bits if ids are managed.
+    """Return valid ids as integers; text is hashed to table rows, or to 64 bits if ids are managed.
 
     Args:
         flat: Ids of all rows.
-        feature: Feature of the ids.
-        rows: Function from a position in `flat` to its row, for errors.
+        feature: Feature to which the ids belong.
+        rows: Function from a position in `flat` to its row, for error messages.
     """
     table = feature.table
     if pa.types.is_null(flat.type):  # all rows, or lists, are empty
@@ -147,12 +147,12 @@ def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.nda
 
 
 def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> np.ndarray:
-    """Return ids in [0, table.rows) by the table's out_of_range policy; managed ids are unchanged as int64.
+    """Return ids in [0, table.rows) by the table's out_of_range policy; managed ids are only cast to int64.
 
     Args:
         ids: Ids of any integer type.
-        feature: Feature of the ids.
-        rows: Function from a position in `ids` to its row, for errors.
+        feature: Feature to which the ids belong.
+        rows: Function from a position in `ids` to its row, for error messages.
     """
     name, table, tally = feature.name, feature.table, feature.tally
     tally[name] = 0, len(ids)
@@ -176,17 +176,18 @@ def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> 
 
 
 def _all_below(ids: np.ndarray, rows: int) -> bool:
-    """Return True if all integers [n], n ≥ 1, are in [0, rows)."""
+    """Return True if all integers of an array [n], n ≥ 1, are in [0, rows)."""
     bits = 8 * ids.itemsize
     if ids.dtype.kind == "i" and rows <= 1 << (bits - 1):
-        # One reduction instead of two: viewed as unsigned, negative ids are larger than all others.
+        # One reduction instead of two: viewed as unsigned integers, negative ids are larger than all
+        # others.
         ids = ids.view(f"uint{bits}")
         return int(np.maximum.reduce(ids)) < rows
     return int(ids.min()) >= 0 and int(ids.max()) < rows
 
 
 def side_features(table: pa.Table, feature: Feature, offsets: np.ndarray) -> np.ndarray:
-    """Return the side features of each id of a sequence: float64 [N, side features]; times in seconds.
+    """Return the side features of each id of a sequence, float64 [N, side features]; times are in seconds.
 
     Args:
         table: Decoded table.
@@ -194,7 +195,7 @@ def side_features(table: pa.Table, feature: Feature, offsets: np.ndarray) -> np.
         offsets: Offsets of the sequence's ids, int32 [n + 1] from 0.
 
     Raises:
-        DataError: The numbers of values and ids differ, or a value is null, NaN or infinite.
+        DataError: A row's numbers of values and ids differ, or a value is null, NaN or infinite.
     """
     names = feature.spec.side_features
     values = np.empty((int(offsets[-1]), len(names)))
@@ -205,12 +206,12 @@ def side_features(table: pa.Table, feature: Feature, offsets: np.ndarray) -> np.
 
 
 def hash_integers(ids: np.ndarray, rows: int) -> np.ndarray:
-    """Hash integers [n] of any type to int64 [n] in [0, rows)."""
+    """Hash integers [n] of any type to rows, int64 [n] in [0, rows)."""
     return (hash_bits(ids.astype(np.uint64)) % np.uint64(rows)).astype(np.int64)
 
 
 def hash_bits(values: np.ndarray) -> np.ndarray:
-    """Mix the bits of uint64 [n] by splitmix64 (Steele, Lea, Flood 2014)."""
+    """Mix the bits of each value, uint64 [n], by splitmix64 (Steele, Lea, Flood 2014)."""
     with np.errstate(over="ignore"):
         values = values + np.uint64(0x9E3779B97F4A7C15)
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -219,7 +220,7 @@ def hash_bits(values: np.ndarray) -> np.ndarray:
 
 
 def hash_text(flat: pa.Array, rows: int) -> np.ndarray:
-    """Hash text or bytes [n] without nulls to int64 [n] in [0, rows)."""
+    """Hash text or bytes [n] without nulls to rows, int64 [n] in [0, rows)."""
     return (hash_text_bits(flat) % np.uint64(rows)).astype(np.int64)
 
 
@@ -234,15 +235,15 @@ def hash_text_bits(flat: pa.Array) -> np.ndarray:
 
 
 def compute_group_keys(array: pa.Array) -> np.ndarray:
-    """Return the key of each value, int64 [n]; equal values have equal keys.
+    """Return the group key of each value, int64 [n]; equal values have equal keys.
 
-    Integers are their own keys (uint64 by the same bits), booleans have keys 1 and 0, and dates and times the
-    integer in their unit. Text and bytes are hashed by SipHash of the UTF-8, and decimals as text.
-    Floats are hashed by splitmix64 of their bits, where all NaN are equal and -0.0 equals 0.0. Among n hashed
-    values, a collision has a probability of about n² / 2⁶⁵, such as 3e-8 for a million values.
+    Integers are their own keys (uint64 with the same bits). Booleans have keys 1 and 0; dates and times, the
+    integer in their unit. Text (as UTF-8) and bytes are hashed by SipHash, decimals as text. Floats are
+    hashed by splitmix64 of their bits, where all NaN are equal and -0.0 equals 0.0. The probability of a
+    collision among n hashed values is about n² / 2⁶⁵, e.g. 3e-8 for a million values.
 
     Raises:
-        TypeError: The array has another type.
+        TypeError: The type of the array is not supported.
     """
     array = plain_array(array)
     if not array.null_count:
@@ -255,14 +256,14 @@ def compute_group_keys(array: pa.Array) -> np.ndarray:
 
 
 def compute_row_keys(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return the group keys of each row over columns of values or lists of values; nulls have no key.
+    """Return the group keys of each row over several columns of values or lists; nulls have no key.
 
     Args:
         columns: Columns of equal length.
         rows: Number of rows; only used if `columns` is empty.
 
     Returns:
-        Number of keys of each row, int64 [rows], and the keys, row after row, int64.
+        Number of keys in each row, int64 [rows], and the keys of all rows in order, int64.
     """
     key_rows, keys = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for column in columns:

@@ -1,4 +1,4 @@
-"""Read tasks, which convert the rows of items to canonical form. This module does not import torch."""
+"""Read tasks, which decode items and convert their rows to canonical form. PyTorch is not imported."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from raytrec.data.pages.decode import ReadErrorPolicy, decode_columns
 from raytrec.data.read_plans import ResolvedReadPlan
 from raytrec.data.transform import Draw, apply_transforms
 
-ITEMS_AHEAD = 2  # number of items decoded ahead, each in a thread
+ITEMS_AHEAD = 2  # number of items decoded ahead, each in its own thread
 DECODER_NICE = 10  # nice value of the decoding threads
-MAX_LOCATED_BAD_ROWS = 64  # bad rows of a row group that are located individually; beyond, whole slices are skipped
-CHECK_BATCH_ROWS = 1 << 16  # number of rows read at a time by checks before the run
-MAX_CHECKED_SUSPECT_GROUPS = 4  # number of row groups that are read because of their footers
+MAX_LOCATED_BAD_ROWS = 64  # per row group; beyond this limit, whole slices are skipped
+CHECK_BATCH_ROWS = 1 << 16  # number of rows that checks before the run read at a time
+MAX_CHECKED_SUSPECT_GROUPS = 4  # maximum number of row groups read because of their footers
 
 
 def read_items(
     items: Any, form: ResolvedReadPlan, faults: ReadErrorPolicy | None, index: pa.Table
 ) -> Iterator[pa.Table]:
-    """Yield the tables of one Ray Data task's items.
+    """Yield the canonical table of each item of one Ray Data task.
 
     While an item is checked and yielded, threads decode the next items.
 
     Args:
         items: ray.ObjectRef of the list of all items.
-        form: Form of the rows.
-        faults: Treatment of rows that cannot be read; None: a DataError is raised.
-        index: Table whose column `id` has the task's positions in the list.
+        form: Resolved read plan of the rows.
+        faults: Treatment of unreadable rows; None: a DataError is raised.
+        index: Table whose column `id` contains the positions of the task's items in the list.
     """
     all_items = _get_items(items)
     task_items = [all_items[i] for i in index["id"].to_pylist()]
@@ -58,15 +58,16 @@ def read_items(
 
 
 def _lower_priority() -> None:
-    """Lower the priority of this thread, so that decoding does not delay a rank that all ranks wait for.
+    """Lower the priority of this thread, so that decoding does not slow down a rank and thus all ranks.
 
-    On Linux, each thread has its own priority. Ray may have set a lower priority, which only root can raise.
+    On Linux, each thread has its own priority. A lower priority set by Ray is kept, because only root can
+    raise it.
     """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, 0, max(DECODER_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
-@lru_cache(maxsize=2)  # the lists of this epoch and the next
+@lru_cache(maxsize=2)  # the lists of this epoch and of the next one
 def _get_items(items: Any) -> list[LaneItem]:
     import ray
 
@@ -79,14 +80,14 @@ def read_item(item: LaneItem, form: ResolvedReadPlan, faults: ReadErrorPolicy | 
     The table always has `item.rows` rows.
 
     Raises:
-        DataError: A row group cannot be decoded, or the schema does not allow a value; names file, row group,
-            column and row. With `faults.skip`, such rows are marked as not present instead.
+        DataError: A row group cannot be decoded, or the schema forbids a value. The error names the file, row
+            group, column and row. With `faults.skip`, such rows are marked as not present instead.
     """
     return finish_item(item, decode_item(item, form), form, faults)
 
 
 def decode_item(item: LaneItem, form: ResolvedReadPlan) -> list[pa.Table | DataError]:
-    """Return the decoded rows of each row group that an item's parts span, or the error of the row group."""
+    """Return, for each row group of an item, the decoded rows that the item's parts span, or the error."""
     retain_freed_memory()
     decoded: list[pa.Table | DataError] = []
     for (path, group), parts in _groups(item):
@@ -102,7 +103,7 @@ def decode_item(item: LaneItem, form: ResolvedReadPlan) -> list[pa.Table | DataE
 def finish_item(
     item: LaneItem, decoded: list[pa.Table | DataError], form: ResolvedReadPlan, faults: ReadErrorPolicy | None = None
 ) -> pa.Table:
-    """Convert the result of `decode_item` to the result of `read_item`."""
+    """Return the canonical rows of an item (see `read_item`) from the result of `decode_item`."""
     pieces = []
     for ((path, group), parts), table in zip(_groups(item), decoded, strict=True):
         draw = Draw(item.draw, parts[0].number - parts[0].first + _span(parts)[0])
@@ -114,13 +115,13 @@ def finish_item(
 
 
 def _groups(item: LaneItem) -> list[tuple[tuple[str, int], list[Part]]]:
-    """Return ((file, row group), parts) for each row group of an item."""
+    """Return ((path, row group), parts) for each row group of an item."""
     groups = groupby(item.parts, key=lambda part: (part.path, part.group))
     return [(key, list(parts)) for key, parts in groups]
 
 
 def _span(parts: list[Part]) -> tuple[int, int]:
-    """Return the range [first, last) of a row group's rows from the first part to the last."""
+    """Return the smallest range [first, last) of a row group's rows that covers all parts."""
     starts, stops = zip(*(part.span() for part in parts), strict=True)
     return min(starts), max(stops)
 
@@ -139,9 +140,9 @@ def _finish_group(
         place: Place of the row group.
         parts: Parts to return.
         table: Decoded rows that the parts span, or the error of the row group.
-        form: Form of the rows.
-        faults: Treatment of rows that cannot be read.
-        draw: Seed of the ids drawn for the rows.
+        form: Resolved read plan of the rows.
+        faults: Treatment of unreadable rows.
+        draw: Seed for the ids that transforms draw.
     """
     try:
         if isinstance(table, DataError):
@@ -170,7 +171,7 @@ def _split_rows(part: Part, table: pa.Table, first: int) -> pa.Table:
 def _skip_bad_rows(
     table: pa.Table, form: ResolvedReadPlan, place: Place, faults: ReadErrorPolicy, budget: list | None = None
 ) -> pa.Table:
-    """Return the canonical form with a column `present`. Bad rows, found by bisection, are not present."""
+    """Return a table in canonical form with a column `present`, False for bad rows (found by bisection)."""
     budget = [MAX_LOCATED_BAD_ROWS] if budget is None else budget
     try:
         return canonical(table, form, place).append_column("present", pa.array(np.ones(len(table), bool)))
@@ -186,15 +187,15 @@ def _skip_bad_rows(
 
 
 def _make_skipped_rows(rows: int, form: ResolvedReadPlan) -> pa.Table:
-    """Return skipped rows: canonical rows without values that are not present."""
+    """Return skipped rows: empty canonical rows that are marked as not present."""
     return make_empty_rows(form, rows).append_column("present", pa.array(np.zeros(rows, bool)))
 
 
 def check_suspect_groups(dataset: Dataset) -> None:
-    """Read the first row groups whose footers show values that the schema does not allow.
+    """Read the first row groups whose footers show values that the schema forbids.
 
     Raises:
-        DataError: A row group has such a value; names file, row group, column and row.
+        DataError: A row group contains such a value. The error names the file, row group, column and row.
     """
     for group in dataset.suspect_groups[:MAX_CHECKED_SUSPECT_GROUPS]:
         for first in range(0, group.rows, CHECK_BATCH_ROWS):

@@ -1,4 +1,4 @@
-"""Listing of a dataset's files: files that are read, and reasons why others are left out."""
+"""Listing of a dataset's files: the files to read, and the reasons why other files are left out."""
 
 from __future__ import annotations
 
@@ -27,40 +27,41 @@ from raytrec.data.partitions import (
 PARQUET_MAGIC = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: the footer is encrypted
 TEMPORARY_SUFFIXES = (".tmp", ".temp", ".part", ".crdownload", ".inprogress", "._copying_", ".swp", ".bak", ".old", "~")
 REASON_HIDDEN, REASON_DUPLICATE, REASON_OUTSIDE_PARTITIONS = ("hidden", "reached twice", "outside data.partitions")
-MAX_NAMES_PER_REASON = 100  # maximum number of names for each reason in the run folder
+MAX_NAMES_PER_REASON = 100  # maximum number of names per reason in the run folder
 REASON_UNREADABLE = "not readable files: pipes, devices, broken links, or names that are not UTF-8"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """All entries of a dataset's folders, before any file is read.
+    """All entries of a dataset's folders, listed before any file is decoded.
 
     Attributes:
         files: Parquet files to read, in order.
-        left_out: Reason → files (and hidden folders) that are not read.
+        left_out: Reason → paths of files (and hidden folders) that are not read.
     """
 
     files: tuple[str, ...] = ()
     left_out: dict[str, list[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return the counts in words, with an example of each reason."""
+        """Return a summary of the counts with one example for each reason."""
         text = f"{len(self.files):,} Parquet file{'s' * (len(self.files) != 1)}"
         reasons = (f"{len(paths):,} {why} ({_name(paths[0])})" for why, paths in self.left_out.items())
         return f"{text}; left out: {', '.join(reasons)}" if self.left_out else text
 
     def record(self) -> dict[str, Any]:
-        """Return the record for the run folder: counts in words and by reason, and names of some files."""
+        """Return the record for the run folder: a summary, counts by reason, and the paths of some files."""
         counts = {"read": len(self.files)} | {why: len(paths) for why, paths in self.left_out.items()}
         left_out = {why: paths[:MAX_NAMES_PER_REASON] for why, paths in self.left_out.items()}
         return {"text": str(self), "counts": counts, "left_out": left_out}
 
 
 def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL_PARTITIONS) -> Listing:
-    """List the Parquet files of folders, in the order of folders and by path in each folder.
+    """List the Parquet files of folders, in the given order of folders and by path within each folder.
 
-    A file is read if its name ends with .parquet, in any case, or if it begins and ends with Parquet's magic
-    bytes. Hidden files and folders are left out: names that begin with `.`, or with `_` without a `=`.
+    A file is read if its name ends with .parquet (in upper or lower case) or if it begins and ends with
+    Parquet's magic bytes. Hidden files and folders are left out: names that begin with `.`, or with `_` if
+    they contain no `=`.
 
     Args:
         places: Folders or files.
@@ -68,8 +69,8 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
         between: First and last partition.
 
     Raises:
-        DataError: A folder does not exist, has no Parquet files or belongs to a table format, or a file is
-            named twice.
+        DataError: A folder does not exist, contains no Parquet files or belongs to a table format, or a file
+            is listed twice.
     """
     files, left_out = [], defaultdict[str, list[str]](list)
     for place in to_folder_list(places):
@@ -90,7 +91,7 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
 
 
 def join_folder_names(places: str | list[str]) -> str:
-    """Return the names of folders as one text."""
+    """Return the names of one or several folders, joined by commas."""
     return ", ".join(to_folder_list(places))
 
 
@@ -144,19 +145,20 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
     )
 
 
-ListedFile = tuple[str, int | None]  # path, bytes; None: a pipe, a device or a link to nothing
+ListedFile = tuple[str, int | None]  # (path, size in bytes or None for a pipe, a device or a broken link)
 
 
 def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str]]) -> list[ListedFile]:
     """Return the entries of a local folder.
 
-    Symbolic links are followed after all other entries are visited. Hidden folders are not entered. Hard
-    links to one file in several partitions count as several files, because their partition columns differ.
+    Symbolic links are followed after all other entries have been visited. Hidden folders are not entered.
+    Hard links to one file from several partitions count as several files, because their partition columns
+    differ.
 
     Args:
         root: Path of the folder.
-        linked: Set that receives the folders that contain the targets of symbolic links.
-        left_out: Mapping that receives the entries that links reach a second time.
+        linked: Set that receives the parent folders of the targets of symbolic links.
+        left_out: Mapping that receives entries that are reached a second time through links.
     """
     entries: list[ListedFile] = []
     first_paths: dict[tuple[int, int], str] = {}
@@ -198,12 +200,12 @@ def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str
 
 
 def to_utf8(path: str) -> str:
-    """Return a path in which bytes that are not UTF-8 are replaced by escapes."""
+    """Return a path with bytes that are not valid UTF-8 replaced by escape sequences."""
     return path.encode(errors="backslashreplace").decode()
 
 
 def _list_store(filesystem: fs.FileSystem, root: str) -> list[ListedFile]:
-    """Return the objects below a folder of an object store, and each hidden folder as one entry."""
+    """Return the objects below a folder of an object store; each hidden folder is a single entry."""
     entries: dict[str, int | None] = {}
     for info in filesystem.get_file_info(fs.FileSelector(root, recursive=True)):
         parts = info.path.removeprefix(root).split("/")
@@ -216,17 +218,17 @@ def _list_store(filesystem: fs.FileSystem, root: str) -> list[ListedFile]:
 
 
 def _is_hidden(name: str) -> bool:
-    """Return True for names that Spark and Hive also skip; `_key=value` is a partition."""
+    """Return True if a file or folder name is hidden, as in Spark and Hive; `_key=value` is a partition."""
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
 def _select_parquet_files(
     filesystem: fs.FileSystem, root: str, entries: list[ListedFile], left_out: dict[str, list[str]], where: str
 ) -> list[str]:
-    """Return the Parquet files among the entries in order, and add the other entries to `left_out`.
+    """Return the Parquet files among the entries, sorted, and add the other entries to `left_out`.
 
     Raises:
-        DataError: An entry named *.parquet is not a file.
+        DataError: An entry named *.parquet is not a readable file.
     """
     files, candidates, unreadable = [], [], []
     for path, size in entries:
@@ -260,7 +262,7 @@ def _select_parquet_files(
 
 
 def _find_rejection_reason(filesystem: fs.FileSystem, path: str) -> str | None:
-    """Return the reason why a file is not Parquet, from its first and last bytes; None for a Parquet file."""
+    """Return why a file is not Parquet, according to its first and last bytes; None for a Parquet file."""
     try:
         with filesystem.open_input_file(path) as file:
             size = file.size()

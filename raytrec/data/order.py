@@ -16,7 +16,7 @@ import numpy as np
 
 from raytrec.data.fragments import Dataset, Split
 
-PAGE_ROWS = 20_000  # rows of a page as Spark and Arrow write them; reads that start at a page are fastest
+PAGE_ROWS = 20_000  # rows per page in files by Spark and Arrow; reads that start at a page are fastest
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Part:
     Attributes:
         path: Path or URI of the file.
         group: Index of the row group in the file.
-        first: First row, counted in the row group or in `split`.
+        first: Index of the first row, counted in the row group or in `split`.
         rows: Number of rows.
-        number: Number of the first row among all rows of the dataset, in file order.
-        is_cut: True if the row group is large and read in several pieces.
-        split: Subset of the row group's rows in which `first` and `rows` count; None: all rows.
+        number: Index of the first row among all rows of the dataset, in file order.
+        is_cut: True if the row group is large and therefore read in several pieces.
+        split: Subset of the row group's rows to which `first` and `rows` refer; None: all rows.
     """
 
     path: str
@@ -42,7 +42,7 @@ class Part:
     split: Split | None = None
 
     def span(self) -> tuple[int, int]:
-        """Return the range [start, stop) of the row group's rows that holds this part."""
+        """Return the smallest range [start, stop) of the row group's rows that contains this part."""
         if self.split is None:
             return self.first, self.first + self.rows
         rows = self.split.rows()[self.first : self.first + self.rows]
@@ -54,13 +54,14 @@ class LaneItem:
     """Unit of work of a read task: consecutive rows of one lane.
 
     Attributes:
-        lane: Lane of the rows.
-        step: First step that needs the rows.
+        lane: Lane to which the rows belong.
+        step: First step that uses some of the rows.
         parts: Row ranges to read, in order.
         seed: Seed of the shuffle of the rows; None: the rows stay in order.
-        skip: Number of leading rows consumed before the start step, dropped after the shuffle.
-        draw: (run.seed, epoch), from which transforms draw ids of rows (data/transform.py); () in evaluations
-            and predictions.
+        skip: Number of leading rows that were consumed before the start step; they are dropped after the
+            shuffle.
+        draw: (run.seed, epoch), the seed from which transforms draw ids (data/transform.py); () in
+            evaluations and predictions.
     """
 
     lane: int
@@ -78,16 +79,17 @@ class LaneItem:
 
 @dataclass(frozen=True)
 class Order:
-    """Order of the rows of an epoch.
+    """Order in which an epoch reads the rows of a dataset.
 
     Args:
-        batch_rows: Number of rows of a global batch (B).
-        lanes: Number of spans of the order that every batch draws from (L); at least the number of workers.
+        batch_rows: Number of rows in a global batch (B).
+        lanes: Number of contiguous spans of the row order from which every batch is composed (L); at least
+            the number of workers.
         shuffle: Shuffle mode: none, groups or window.
         window: Number of row groups of a lane that are shuffled together. A large row group is cut into
             pieces of window × 20,000 rows (at least 40,000), and each piece is shuffled separately.
         seed: Seed of the permutation and the shuffles.
-        drop_last: True to skip the last, smaller batch.
+        drop_last: True to skip a smaller last batch.
         permute: False to keep row groups in file order (evaluation).
     """
 
@@ -105,23 +107,23 @@ class Order:
         return cls(batch_rows, lanes, shuffle="groups", permute=False)
 
     def steps(self, rows: int) -> int:
-        """Return the number of steps of an epoch over `rows` rows."""
+        """Return the number of steps in an epoch over `rows` rows."""
         full, rest = divmod(rows, self.batch_rows)
         return full + (rest > 0 and not self.drop_last)
 
     def global_rows(self, rows: int, step: int) -> int:
-        """Return the number of rows of the global batch at a step of the epoch."""
+        """Return the number of rows in the global batch at a step of an epoch over `rows` rows."""
         return min(self.batch_rows, rows - step * self.batch_rows)
 
     def local_rows(self, rows: int, step: int, rank: int, world: int) -> int:
-        """Return the number of rows of a rank's part of the global batch at a step of the epoch."""
+        """Return the number of rows in a rank's part of the global batch at a step of the epoch."""
         batch, (low, high) = self.global_rows(rows, step), self.lane_range(rank, world)
         return high * batch // self.lanes - low * batch // self.lanes
 
     def shares(self, rows: int, step: int, rank: int, world: int) -> list[tuple[int, int]]:
-        """Return (lane, number of rows that the rank takes from the lane) at a step.
+        """Return (lane, number of rows that the rank takes from the lane at a step) for each of its lanes.
 
-        File order (`shuffle` none) has the single lane 0.
+        File order (shuffle: none) has lane 0 only.
         """
         if self.shuffle == "none":
             return [(0, self.local_rows(rows, step, rank, world))]
@@ -129,22 +131,22 @@ class Order:
         return [(lane, lane_share(batch, lane, self.lanes)) for lane in range(low, high)]
 
     def padded_rows(self, rows: int, step: int, world: int) -> int:
-        """Return the number of rows to which every rank pads its part: the largest part, at least 1."""
+        """Return the number of rows to which every rank pads its part of a batch: the largest part, at least 1."""
         return _largest_part(self.global_rows(rows, step), self.lanes, world)
 
     def lane_range(self, rank: int, world: int) -> tuple[int, int]:
-        """Return the range [low, high) of a rank's lanes."""
+        """Return the range [low, high) of lanes assigned to a rank."""
         return rank * self.lanes // world, (rank + 1) * self.lanes // world
 
     @property
     def piece_rows(self) -> int:
-        """Return the number of rows of the pieces into which large row groups are cut."""
+        """Return the approximate number of rows in each piece of a large row group."""
         return max(2, self.window) * PAGE_ROWS
 
     def pieces(self, dataset: Dataset) -> list[Part]:
         """Return the dataset's row groups in file order, with large row groups cut into pieces.
 
-        Cutting bounds the memory and time of a read. The last piece of a row group has 0.5 to 1.5 times as
+        Cutting limits the memory and time of a read. The last piece of a row group has 0.5 to 1.5 times as
         many rows as the others.
         """
         pieces, number, size = [], 0, self.piece_rows
@@ -158,7 +160,7 @@ class Order:
         return pieces
 
     def items(self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0) -> list[LaneItem]:
-        """Return a rank's items for the steps from `start_step` on, in the order of their first steps."""
+        """Return a rank's items for the steps from `start_step` on, sorted by their first steps."""
         layout = _EpochLayout(dataset, self, epoch)
         low, high = self.lane_range(rank, world)
         if self.shuffle == "none":
@@ -168,7 +170,7 @@ class Order:
 
 
 class _EpochLayout:
-    """An epoch's permuted pieces as one long sequence of rows."""
+    """Permuted pieces of an epoch, viewed as one sequence of rows."""
 
     def __init__(self, dataset: Dataset, order: Order, epoch: int):
         self.order, self.epoch = order, epoch
@@ -196,7 +198,7 @@ class _EpochLayout:
             yield i, replace(piece, first=first, rows=rows, number=number)
 
     def windows(self, start: int, stop: int) -> Iterator[tuple[Part, ...]]:
-        """Yield the parts of rows [start, stop) of the sequence, grouped by joint reads and shuffles."""
+        """Yield the parts of rows [start, stop), grouped into units that are read and shuffled together."""
         size = self.order.window if self.order.shuffle == "window" else 1
         window: list[Part] = []
         for _, part in self.parts(start, stop):
@@ -228,9 +230,9 @@ class _EpochLayout:
         return items
 
     def slices(self, low: int, high: int, start_step: int) -> list[LaneItem]:
-        """Return the items of a rank's slices of all batches in file order, one item for each piece."""
+        """Return the items of a rank in file order; each item holds the rank's slices of one piece."""
         order = self.order
-        per_piece: dict[int, tuple[int, list[Part]]] = {}  # piece → (first step that needs it, parts)
+        per_piece: dict[int, tuple[int, list[Part]]] = {}  # index of a piece → (first step that uses the piece, parts)
         for step in range(start_step, self.full + (self.tail > 0)):
             batch = order.batch_rows if step < self.full else self.tail
             begin = step * order.batch_rows
@@ -242,16 +244,16 @@ class _EpochLayout:
 
 @lru_cache(maxsize=64)  # called at every step, with only two batch sizes in an epoch
 def _largest_part(batch: int, lanes: int, world: int) -> int:
-    """Return the number of rows of the largest rank's part of a batch, at least 1."""
+    """Return the largest number of rows in any rank's part of a batch, at least 1."""
     ends = [lane_offset(batch, rank * lanes // world, lanes) for rank in range(world + 1)]
     return max(1, *(stop - start for start, stop in pairwise(ends)))
 
 
 def lane_offset(rows: int, lane: int, lanes: int) -> int:
-    """Return the number of rows of a batch before a lane's share."""
+    """Return the offset of a lane's share in a batch of `rows` rows."""
     return lane * rows // lanes
 
 
 def lane_share(rows: int, lane: int, lanes: int) -> int:
-    """Return the number of rows of a lane's share of a batch."""
+    """Return the number of rows in a lane's share of a batch of `rows` rows."""
     return lane_offset(rows, lane + 1, lanes) - lane_offset(rows, lane, lanes)

@@ -1,6 +1,6 @@
-"""Folders key=value as partitions and columns, and detection of folders that belong to a table format.
+"""Partitions and columns from folders key=value, and detection of folders that belong to a table format.
 
-A table format keeps records of the files with current rows. This module does not import torch.
+A table format keeps records of which files contain current rows. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from raytrec.data.read_plans import ResolvedReadPlan
 
 PartitionBounds = tuple[str | None, str | None]  # first and last partition, both included; None: no bound
 ALL_PARTITIONS: PartitionBounds = (None, None)
-NULL_PARTITION_VALUE = "__HIVE_DEFAULT_PARTITION__"  # the folder of rows without a value
+NULL_PARTITION_VALUE = "__HIVE_DEFAULT_PARTITION__"  # value in the folder name for rows without a value
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # canonical spelling only: 04 and 4 are different texts
-DIGITS = re.compile(r"-?[0-9]+")  # compared as numbers in any spelling
+DIGITS = re.compile(r"-?[0-9]+")  # values compared as numbers, in any spelling
 
 
-MAX_PARENT_LEVELS = 7  # levels to search: keys of a partition, a folder such as data/, and the table
+MAX_PARENT_LEVELS = 7  # number of levels to search: partition keys, a folder such as data/, and the table
 # Table format → (pattern of its records' path below the table, code that writes current rows as Parquet).
 SPARK_CONVERSION = 'spark.read.format("{}").load("{{table}}").write.parquet("plain")'
 TABLE_FORMATS = {
@@ -53,7 +53,7 @@ _PATTERNS = {name: re.compile(rf"/{pattern}(?=/|$)") for name, (pattern, _) in T
 
 
 def compute_path_key(path: str) -> list[tuple]:
-    """Return a sort key of a path, in which integer values of key=value folders are compared as numbers."""
+    """Return a sort key for a path that compares integer values in key=value folders as numbers."""
     return [_sort_key(part) for part in path.split("/")]
 
 
@@ -64,7 +64,7 @@ def _sort_key(part: str) -> tuple:
 
 
 def _percent_decode(text: str) -> str:
-    """Return a key or value without percent-encoding, or unchanged if the result is not UTF-8."""
+    """Return a key or value with percent-encoding decoded, or unchanged if the result is not UTF-8."""
     try:
         return unquote(text, errors="strict")
     except UnicodeDecodeError:
@@ -72,19 +72,19 @@ def _percent_decode(text: str) -> str:
 
 
 def select_partitions(paths: list[str], root: str, between: PartitionBounds, uri: str) -> list[str]:
-    """Return the paths whose partition is in a range.
+    """Return the paths whose partitions are in a range.
 
-    A bound names all partition keys or only the outermost ones. The last bound `date=2026-11-07` includes
-    every hour of that date.
+    A bound names all partition keys or only the outermost ones; e.g. the upper bound `date=2026-11-07`
+    includes every hour of that date.
 
     Args:
         paths: Paths of files below `root`.
         root: Path of the dataset's folder.
         between: First and last partition, both included.
-        uri: Name of the folder, for messages.
+        uri: Path or URI of the dataset's folder, for messages.
 
     Raises:
-        DataError: The keys of a bound differ from the keys of the folders, or no file is in the range.
+        DataError: The keys of a bound differ from those in the folder names, or no file is in the range.
     """
     first, last = (compute_path_key(_check_bound(bound)) if bound else [] for bound in between)
     chosen = []
@@ -122,7 +122,7 @@ def _check_bound(bound: str) -> str:
 
 
 def parse_folder_values(path: str) -> dict[str, str | None]:
-    """Return the values of the key=value folders on a file's path; the innermost folder of a key applies."""
+    """Return the values of the key=value folders in a file's path; the innermost folder of each key applies."""
     values = {}
     for part in path.split("/")[:-1]:
         key, equals, value = part.partition("=")
@@ -132,7 +132,7 @@ def parse_folder_values(path: str) -> dict[str, str | None]:
 
 
 def find_folder_columns(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> frozenset[str]:
-    """Return the columns that a file does not hold and the names of its folders do."""
+    """Return the columns that are in the names of a file's folders and not in the file."""
     folders = parse_folder_values(uri)
     return frozenset(name for name in form.columns if name in folders and not _has_column(arrow, name))
 
@@ -145,20 +145,20 @@ def _has_column(arrow: pa.Schema, name: str) -> bool:
 
 
 def infer_folder_type(values: Iterable[str | None]) -> pa.DataType:
-    """Return the type of values in folder names: int64 if all are integers, else text."""
+    """Return the type of values in folder names: int64 if all values are integers, else text."""
     is_integer = all(value is None or INTEGER.fullmatch(value) for value in values)
     return pa.int64() if is_integer else pa.string()
 
 
 def build_folder_column(path: str, name: str, kind: pa.DataType | None, rows: int) -> pa.Array:
-    """Return a column of a file's rows from the names of its folders, in type `kind`; None: text."""
+    """Return a column whose value is taken from a file's folder names, as type `kind`; None: text."""
     text, kind = parse_folder_values(path)[name], kind or pa.string()
     value = int(text) if text is not None and pa.types.is_integer(kind) else text
     return pa.repeat(pa.scalar(value, kind), rows)
 
 
 def infer_folder_types(paths: Iterable[str], text: Container[str] = ()) -> dict[str, pa.DataType]:
-    """Return the type of each key in the folder names of files.
+    """Return the type of each key in the files' folder names.
 
     Args:
         paths: Paths of files.
@@ -169,7 +169,7 @@ def infer_folder_types(paths: Iterable[str], text: Container[str] = ()) -> dict[
 
 
 def collect_folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
-    """Return the values of each key in the folder names of files; None stands for a missing value."""
+    """Return the values of each key in the files' folder names; None stands for a missing value."""
     values: dict[str, set[str | None]] = {}
     for folder in {path.rpartition("/")[0] for path in paths}:
         for key, value in parse_folder_values(f"{folder}/").items():
@@ -178,7 +178,7 @@ def collect_folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
 
 
 def check_no_table_format(filesystem: fs.FileSystem, path: str, folder_entries: Iterable[str], where: str) -> None:
-    """Check that no table format owns a folder, its parents or folders inside of the folder.
+    """Check that neither a folder nor any of its parents or subfolders belongs to a table format.
 
     Args:
         filesystem: Filesystem of the folder.
@@ -207,7 +207,7 @@ def check_no_table_format(filesystem: fs.FileSystem, path: str, folder_entries: 
 
 
 def _list_entries(filesystem: fs.FileSystem, folder: str) -> list[str]:
-    """Return the paths in a folder; no paths if the folder does not exist or cannot be listed."""
+    """Return the paths of a folder's entries; [] if the folder does not exist or cannot be listed."""
     try:
         return [info.path for info in filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True))]
     except OSError:

@@ -1,4 +1,4 @@
-"""Read plan of a run, which is independent of files, and its form for the files of a dataset.
+"""Read plan of a run, which is independent of files, and its resolved form for the files of a dataset.
 
 This module does not import torch.
 """
@@ -17,7 +17,7 @@ from raytrec.config.features import resolve_input_columns
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample, Transform
 
-NO_MANAGED_ID = -(2**63)  # marks a missing managed id
+NO_MANAGED_ID = -(2**63)  # value of a missing managed id
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class TaskColumn:
 
     Attributes:
         column: Name of the column.
-        role: Use of the column: a mask of 0 and 1, or a factor of the row.
-        named_by: Configuration key that names the column, in words.
+        role: Use of the column: a mask of 0 and 1, or a weight for each row.
+        named_by: Description of the configuration key that names the column.
     """
 
     column: str
@@ -37,16 +37,17 @@ class TaskColumn:
 
 @dataclass(frozen=True)
 class TaskRows:
-    """Rules for the weight of rows in a task.
+    """Rules for the weights of rows in a task.
 
-    A row without a label, or a row that the mask excludes, has weight 0; other rows have their sample weight.
+    Rows without a label and rows excluded by the mask have weight 0; other rows have their sample weight.
 
     Attributes:
         label: Label of the task, one of the schema's labels.
         name: Name of the task, for messages.
-        nulls: Treatment of rows without a label (null or NaN): raise an error, or skip them in this task.
-        mask: Column of 0 and 1; only rows where the column is 1 count. None: all rows count.
-        mask_label: Label of the schema; only rows where the label is 1 count. None: all rows count.
+        nulls: Treatment of rows without a label (null or NaN): error raises an error, skip ignores them in
+            this task.
+        mask: Column of 0 and 1; only rows with 1 count. None: all rows count.
+        mask_label: Label of the schema; only rows with label 1 count. None: all rows count.
         sample_weight: Column of finite numbers ≥ 0; None: every row has weight 1.
     """
 
@@ -75,14 +76,14 @@ ValueRange = tuple[float, float]
 
 @dataclass(frozen=True)
 class ReservedColumnSet:
-    """Columns that are passed along with rows in addition to the model's inputs.
+    """Columns that accompany rows in addition to the model's inputs.
 
     Args:
-        columns: Columns kept in their original types (Batch.reserved).
-        keys: Columns that rows are grouped by (groups, items, slices), in the order of Batch.keys.
-        groups: Reserved columns whose values are compared between rows, or counted; floats are not allowed.
-        lists: Reserved columns whose values are lists of types allowed in `groups`.
-        optional_lists: Reserved columns whose values may be such lists.
+        columns: Columns passed through with unchanged values (Batch.reserved).
+        keys: Columns by which rows are grouped (groups, items, slices), in the order of Batch.keys.
+        groups: Reserved columns whose values are counted or compared between rows; floats are not allowed.
+        lists: Reserved columns whose values must be lists.
+        optional_lists: Reserved columns whose values may be lists.
         named_by: Column → configuration key that names the column, for messages; default:
             data.reserve_columns.
     """
@@ -96,7 +97,7 @@ class ReservedColumnSet:
 
     @cached_property
     def names(self) -> list[str]:
-        """Return all reserved columns without duplicates."""
+        """Return the names of all reserved columns without duplicates."""
         return list(dict.fromkeys([*self.keys, *self.columns]))
 
 
@@ -108,11 +109,11 @@ class ReadPlan:
         schema: Schema of the run.
         transforms: Transforms that are applied to the columns first.
         tasks: Rules for the rows of each task, in the order of the configuration; (): every row has weight 1.
-        reserved: Columns in addition to the schema's.
-        label_ranges: Label → smallest and largest allowed value, or None for any finite number; default for
-            missing labels: 0 to 1.
+        reserved: Columns read in addition to those of the schema.
+        label_ranges: Label → (smallest, largest) allowed value, or None for any finite number; labels not in
+            the mapping must be in 0 to 1.
         whole_labels: Labels that must be whole numbers.
-        read_labels: False to read no labels, so that all labels are 0.
+        read_labels: False to read no labels; all labels are then 0.
         folder: Folder to search for the transforms' modules, in addition to Python's path.
     """
 
@@ -126,17 +127,17 @@ class ReadPlan:
     folder: str | None = None
 
     def label_range(self, label: str) -> ValueRange | None:
-        """Return the smallest and largest allowed value of a label; None: any finite number."""
+        """Return the (smallest, largest) allowed value of a label; None: any finite number."""
         return self.label_ranges.get(label, (0.0, 1.0))
 
     @property
     def labels(self) -> list[str]:
-        """Return the labels that are read, in the schema's order."""
+        """Return the names of the labels to read, in the schema's order."""
         return self.schema.labels if self.read_labels else []
 
     @cached_property
     def has_task_weights(self) -> bool:
-        """Return True if rows may have different weights in some task, so that batches have task_weights."""
+        """Return True if batches have task_weights, because rows may have different weights in some task."""
         return self.read_labels and any(task.is_weighted for task in self.tasks)
 
     @cached_property
@@ -145,9 +146,9 @@ class ReadPlan:
         return [column for task in self.tasks for column in task.columns] if self.read_labels else []
 
     def named_by(self, column: str) -> str | None:
-        """Return the configuration key that names a column, in words.
+        """Return a description of the configuration key that names a column.
 
-        The result is None if the schema has the column, or if no key names the column.
+        The result is None if the schema contains the column or no key names it.
         """
         if column in self.schema.columns:
             return None
@@ -157,9 +158,10 @@ class ReadPlan:
         return keys[0] if keys else None
 
     def skips_nulls(self, label: str) -> bool:
-        """Return True if a row may lack this label.
+        """Return True if rows may lack this label.
 
-        All tasks that learn the label must skip such rows, or the label must only be used as a mask.
+        This requires that all tasks that learn the label skip such rows, or that the label is only used as a
+        mask.
         """
         rules = {task.nulls for task in self.tasks if task.label == label}
         return rules == {"skip"} if rules else any(task.mask_label == label for task in self.tasks)
@@ -171,12 +173,12 @@ class ResolvedReadPlan:
 
     Args:
         plan: Read plan of the run.
-        lists: Sparse features whose column is a list in some file. These are bags of any length, as are
-            features with weights or side features, and features of candidates. All other features are single
-            (at most one id).
-        types: Types of reserved columns and of columns from folder names, common to all files; default: the
-            type in each file.
-        from_folders: Columns that folder names such as date=2026-11-07 hold instead of the files.
+        lists: Sparse features whose column is a list in some file. These features are bags of any length, as
+            are features with weights or side features and candidate features. All other features are single
+            (at most one id per row).
+        types: Common type over all files of each reserved column and each column from folder names; default:
+            the type in each file.
+        from_folders: Columns whose values are in folder names such as date=2026-11-07 instead of the files.
     """
 
     plan: ReadPlan
@@ -191,12 +193,12 @@ class ResolvedReadPlan:
 
     @property
     def folders(self) -> dict[str, pa.DataType | None]:
-        """Return the columns that are read from folder names → their types; None: text."""
+        """Return column → type for the columns read from folder names; None: text."""
         return {name: self.types.get(name) for name in self.from_folders}
 
     @cached_property
     def columns_after_transforms(self) -> list[str]:
-        """Return the columns that must exist after the transforms, without duplicates."""
+        """Return the names of the columns that must exist after the transforms, without duplicates."""
         plan = self.plan
         names = [name for name in plan.schema.columns if plan.read_labels or name not in plan.schema.labels]
         names += [c.column for c in plan.task_columns]
@@ -220,7 +222,7 @@ class ResolvedReadPlan:
 
     @cached_property
     def singles(self) -> list[str]:
-        """Return the features with at most one id a row, in the schema's order."""
+        """Return the features with at most one id per row, in the schema's order."""
         return [name for name in self.schema.sparse if not self._is_list(name)]
 
     @cached_property
@@ -240,13 +242,13 @@ class ResolvedReadPlan:
 
     @cached_property
     def of_candidates(self) -> tuple[int, int, int]:
-        """Return the numbers of labels, dense columns and task weights of each candidate."""
+        """Return (number of labels, number of dense columns, number of task weights) of each candidate."""
         dense = self.schema.select_candidate_names(self.schema.dense)
         return len(self.plan.labels), len(dense), len(self.plan.tasks) * self.plan.has_task_weights
 
     @cached_property
     def accepts_out_of_range_ids(self) -> bool:
-        """Return True if any table accepts ids that are out of range."""
+        """Return True if any table accepts out-of-range ids."""
         return any(table.out_of_range != "error" for table in self.schema.tables.values())
 
     @cached_property
@@ -258,16 +260,16 @@ class ResolvedReadPlan:
 
     @cached_property
     def no_id(self) -> int:
-        """Return the number that marks a missing id.
+        """Return the value that marks a missing id.
 
-        With managed ids, -1 is a valid id, so the smallest int64 marks a missing id. A managed id of that
-        value is replaced by the next larger number.
+        With managed ids, -1 is a valid id, so the smallest int64 marks a missing id; a managed id with this
+        value is replaced by the next larger integer.
         """
         return NO_MANAGED_ID if self.schema.managed else -1
 
     @cached_property
     def full_vocabulary_features(self) -> dict[str, int]:
-        """Return the features of which each global batch has every id exactly once → number of ids."""
+        """Return feature → number of ids, for features of which each global batch contains every id exactly once."""
         samples = (transform for transform in self.plan.transforms if isinstance(transform, Sample))
         rows = {sample.column: sample.rows for sample in samples if sample.count == "all"}
         columns = {name: self.schema.get_ids_column(name) for name in self.schema.sparse}
@@ -275,7 +277,7 @@ class ResolvedReadPlan:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Return the approximate size of a row in bytes, with 8 ids in each bag, and all drawn ids."""
+        """Return the approximate size of a row in bytes, assuming 8 ids per bag and including drawn ids."""
         samples = [transform for transform in self.plan.transforms if isinstance(transform, Sample)]
         drawn = sum(sample.count for sample in samples if sample.count != "all")
         numbers = len(self.schema.labels) + len(self.schema.dense) + len(self.plan.tasks) * self.plan.has_task_weights

@@ -1,4 +1,4 @@
-"""Pieces of canonical tables: slices of rows, concatenated slices and a supply of slices for each lane.
+"""Slices of canonical tables: row slices, concatenated slices, and a queue of slices for each lane.
 
 This module does not import torch.
 """
@@ -21,14 +21,15 @@ class Chunk:
     """Rows in canonical form (canonical.py) as NumPy views of Arrow's buffers.
 
     Attributes:
-        matrices: Name → [n, columns] for labels, dense, ids, task_weights and keys, and lengths → int32
-            [n, list columns].
-        lists: Name of a list column (ids.NAME, weights.NAME, candidates, changed, …) → its index.
-        values: Values of each list column.
+        matrices: Name → array [n, columns]: labels, dense, ids, task_weights, keys, and lengths, int32 [n,
+            list columns].
+        lists: Name of a list column (ids.NAME, weights.NAME, candidates, changed, …) → index in `values`.
+        values: Flat values of each list column.
         offsets: Offsets of the list columns, int32 [n + 1, list columns]. The offsets of a row are adjacent
-            because there are many small slices.
+            in memory, which speeds up small slices.
         present: True for rows that are not skipped, bool [n]; None: no row is skipped.
-        reserved: Reserved columns without the prefix in their names; None: there are no reserved columns.
+        reserved: Reserved columns, with the prefix removed from their names; None: there are no reserved
+            columns.
     """
 
     matrices: dict[str, np.ndarray]
@@ -40,7 +41,7 @@ class Chunk:
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Chunk:
-        """Return a record batch of a canonical table as a chunk."""
+        """Return a chunk that views a record batch of a canonical table."""
         matrices, arrays, present, reserved = {}, {}, None, {}
         for name, array in zip(batch.schema.names, batch.columns, strict=True):
             if name == "present":
@@ -71,7 +72,7 @@ class Rows:
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Rows:
-        """Return all rows of a record batch of a canonical table."""
+        """Return a slice that contains all rows of a record batch of a canonical table."""
         return cls(Chunk.of(batch), 0, batch.num_rows)
 
     def __len__(self) -> int:
@@ -82,15 +83,15 @@ class Rows:
         return Rows(self.chunk, self.first + start, self.first + stop)
 
     def matrix(self, name: str) -> np.ndarray:
-        """Return these rows of a matrix."""
+        """Return the slice's rows of a matrix, [rows, columns]."""
         return self.chunk.matrices[name][self.first : self.last]
 
     def reserved(self) -> pa.RecordBatch:
-        """Return these rows of the reserved columns."""
+        """Return the slice's rows of the reserved columns."""
         return self.chunk.reserved.slice(self.first, self.last - self.first)
 
     def values(self) -> list[np.ndarray]:
-        """Return the values of these rows for each list column of the chunk."""
+        """Return, for each list column of the chunk, the flat values of the slice's rows."""
         chunk = self.chunk
         bounds = zip(chunk.offsets[self.first].tolist(), chunk.offsets[self.last].tolist(), strict=True)
         return [values[begin:end] for values, (begin, end) in zip(chunk.values, bounds, strict=True)]
@@ -110,43 +111,43 @@ class JoinedRows:
         self._lengths = self.matrix("lengths") if pieces else None
 
     def has(self, name: str) -> bool:
-        """Return True if there are rows and the rows have this matrix."""
+        """Return True if there are rows and they include a matrix of this name."""
         return self.rows > 0 and name in self._pieces[0].chunk.matrices
 
     def matrix(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
-        """Return a matrix of all rows, [rows, columns], written to `out` if given."""
+        """Return a matrix of all rows, [rows, columns]; the result is written to `out` if given."""
         return np.concatenate([piece.matrix(name) for piece in self._pieces], out=out)
 
     def present(self) -> np.ndarray | None:
-        """Return True for rows that are not skipped, bool [rows]; None: no row is skipped."""
+        """Return a mask, bool [rows], that is True for rows that are not skipped; None: no row is skipped."""
         if not self.rows or self._pieces[0].chunk.present is None:
             return None
         return np.concatenate([p.chunk.present[p.first : p.last] for p in self._pieces])
 
     def values(self, name: str) -> list[np.ndarray]:
-        """Return the values of a list column for each slice."""
+        """Return the flat values of a list column, one array per slice."""
         return [values[self._places[name]] for values in self._values]
 
     def lengths(self, name: str) -> np.ndarray:
-        """Return the number of values of a list column in each row, int32 [rows]."""
+        """Return the number of values in each row of a list column, int32 [rows]."""
         return self._lengths[:, self._places[name]]
 
 
 class LaneQueues:
-    """Queue, for each lane, of rows that have been read and not yet taken.
+    """Queues of rows that have been read but not yet taken, one for each lane.
 
     Attributes:
-        due: Number of rows that have not been read yet.
+        due: Number of rows still to be read.
     """
 
     def __init__(self, items: list[LaneItem], tables: Iterator[pa.Table]):
         self.due = sum(item.rows for item in items)
         self._items, self._tables = iter(items), tables
         self._lanes: dict[int, deque[Rows]] = {}
-        self._lane, self._left = 0, 0  # lane and missing rows of the item that is being received
+        self._lane, self._left = 0, 0  # lane of the item that is being received, and number of its rows still to come
 
     def take(self, lane: int, count: int) -> Iterator[Rows]:
-        """Yield slices with the next `count` rows of a lane."""
+        """Yield slices that together contain the next `count` rows of a lane."""
         queue = self._lanes.setdefault(lane, deque())
         while count:
             while not queue:

@@ -1,4 +1,4 @@
-"""Stream of one rank's batches of a dataset, read by Ray Data."""
+"""Stream of one rank's batches from a dataset, read by Ray Data."""
 
 from __future__ import annotations
 
@@ -27,31 +27,33 @@ from raytrec.data.order import LaneItem
 from raytrec.data.pages.decode import ReadErrorPolicy
 from raytrec.data.row_slices import LaneQueues
 
-NODE_POLL_INTERVAL_S = 10.0  # interval at which the list of nodes is refreshed
-MIN_TASK_ROWS = 65_536  # starting a task costs as much as decoding some 40,000 rows
+NODE_POLL_INTERVAL_S = 10.0  # the list of nodes is refreshed at this interval
+MIN_TASK_ROWS = 65_536  # starting a task costs as much as decoding about 40,000 rows
 BLOCK_BYTES = 16 << 20  # target size of the blocks that a task yields
 
 
 @dataclass(eq=False)
 class Stream:
-    """Source of the batches that one rank reads from a dataset, in the order given by `order`.
+    """Source of one rank's batches from a dataset, in the order given by `order`.
 
-    Reading, checking and shuffling run as Ray Data tasks, which request no CPU from Ray. A thread of this
+    Rows are read, checked and shuffled by Ray Data tasks, which request no CPUs from Ray. A thread of this
     process slices and concatenates the rows, `prefetch` batches ahead of the step.
 
     Args:
         dataset: Dataset to read.
-        order: Order, or an object with the same methods.
-        rank: This rank.
+        order: Order of the rows; an Order or an object with the same methods.
+        rank: Rank that receives the batches.
         world: Number of ranks.
-        readers: Number of concurrent read tasks.
-        read_on: Nodes that run the read tasks; see `choose_read_options`.
+        readers: Maximum number of concurrent read tasks.
+        read_on: Choice of nodes for the read tasks (data.read_on); see `choose_read_options`.
         prefetch: Number of batches prepared ahead.
-        faults: Treatment of rows that cannot be read. None: a DataError is raised.
-        buffer_bytes: Limit on the bytes in Ray's object store of rows that are read but not yet received.
-        pin_memory: True to put batches in page-locked memory, from which a GPU copies while it computes.
+        faults: Treatment of unreadable rows. None: a DataError is raised.
+        buffer_bytes: Maximum number of bytes in Ray's object store for rows that are read but not yet
+            received.
+        pin_memory: True to put batches in page-locked memory, which allows copies to the GPU during
+            computation.
         features: Features of the run; see Collator.
-        train: True if batches are used for training; only then are Form.full_vocabulary_features filled.
+        train: True if batches are used for training; only then are full-vocabulary features filled.
     """
 
     dataset: Dataset
@@ -70,11 +72,11 @@ class Stream:
 
     @property
     def may_skip(self) -> bool:
-        """Return True if rows that cannot be read are skipped."""
+        """Return True if unreadable rows are skipped."""
         return bool(self.faults and self.faults.skip)
 
     def batches(self, epoch: int = 0, start_step: int = 0) -> PrefetchIterator:
-        """Return an iterator with one Batch for each step of an epoch from `start_step`.
+        """Return an iterator over the batches of an epoch from step `start_step` on, one Batch per step.
 
         Every rank gets the same number of batches. Reading starts immediately, before the first batch is
         requested.
@@ -90,13 +92,13 @@ class Stream:
 
         Args:
             count: Number of epochs.
-            first_step: Number of steps, over all epochs, that are skipped because they have been trained.
+            first_step: Number of already trained steps, counted over all epochs; their batches are skipped.
         """
         epoch, start_step = divmod(first_step, self.order.steps(self.dataset.rows))
         return self._chain(self.batches(epoch, start_step) if epoch < count else None, epoch, count)
 
     def _chain(self, current: PrefetchIterator | None, epoch: int, count: int) -> Iterator[Batch]:
-        """Yield the batches of all epochs, and start to read each epoch as soon as the previous one is read.
+        """Yield the batches of all epochs; an epoch is read as soon as the previous one has been read.
 
         An epoch is read long before all its batches are trained.
         """
@@ -129,14 +131,14 @@ class Stream:
             ]
             if not queues.due:
                 reading.is_read_event.set()
-            # If the batches have every id, the last batch is padded to the size of a full batch, because its
-            # rows hold all ids as well.
+            # If each batch contains every id, the last batch is padded to the size of a full batch, because
+            # it must hold all ids as well.
             padded = self.order.padded_rows(rows, 0 if fill else step, self.world)
             global_rows = self.order.global_rows(rows, step)
             yield collate(pieces, padded, global_rows, epoch * self.order.steps(rows) + step)
 
     def _tables(self, items: list[LaneItem]) -> Iterator[pa.Table]:
-        """Yield the items' rows in order; a table may hold several items or a part of one."""
+        """Yield the items' rows in order; a table may contain several items or only part of an item."""
         import ray.data
 
         if not items:
@@ -146,10 +148,11 @@ class Stream:
         throttle_executors()
         read = partial(read_items, ray.put(items), self.dataset.form, self.faults)
         rows = sum(item.rows for item in items)
-        # Tasks are consumed in order: the output of later tasks must fit until the first task has ended.
+        # Tasks are consumed in order, so the output of later tasks must fit into the buffer until the first
+        # task has ended.
         task_rows = max(MIN_TASK_ROWS, self.buffer_bytes // (2 * self.readers * self.dataset.form.row_bytes))
         blocks = min(len(items), max(-(-rows // task_rows), 4 * self.readers))
-        # ray.data.range and from_arrow start tasks that request a CPU, and all CPUs may be taken.
+        # ray.data.range and from_arrow start tasks that request a CPU, but all CPUs may be in use.
         parts = np.array_split(np.arange(len(items)), blocks)
         dataset = ray.data.from_blocks([pa.table({"id": part}) for part in parts]).map_batches(
             read,
@@ -165,13 +168,13 @@ class Stream:
         context.execution_options.preserve_order = True
         context.execution_options.resource_limits = limits(object_store_memory=self._limit_buffer_bytes())
         context.target_max_block_size = BLOCK_BYTES
-        context.raise_original_map_exception = True  # otherwise Ray wraps a DataError and loses it
+        context.raise_original_map_exception = True  # otherwise Ray wraps a DataError and loses its attributes
         context.enable_progress_bars = False
-        context.memory_usage_poll_interval_s = None  # polling takes a thread in each reader; nothing reads it
+        context.memory_usage_poll_interval_s = None  # polling uses a thread per reader; nothing reads the result
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
 
     def _limit_buffer_bytes(self) -> int:
-        """Return the object-store limit of this rank in bytes: the buffer, or less if the store is small."""
+        """Return this rank's object-store limit in bytes: `buffer_bytes`, or less if the store is small."""
         import ray
 
         store = ray.cluster_resources().get("object_store_memory", 0)
@@ -184,11 +187,11 @@ class PrefetchIterator:
     Args:
         make: Function that yields the batches, called in the thread with this iterator.
         prefetch: Number of batches prepared ahead.
-        device: GPU index; page-locked buffers are allocated in its context. CUDA starts every thread on
-            GPU 0, where each rank would open a context. None: no GPU.
+        device: GPU index; page-locked buffers are allocated in its context. By default, a thread uses GPU 0,
+            where each rank would otherwise open a context. None: no GPU.
 
     Attributes:
-        is_read_event: Event that is set once all rows of the remaining batches are read.
+        is_read_event: Event that is set once all rows of the remaining batches have been read.
     """
 
     def __init__(self, make: Callable[[PrefetchIterator], Iterator[Batch]], prefetch: int, device: int | None = None):
@@ -215,7 +218,7 @@ class PrefetchIterator:
             self._thread.join(0.05)
 
     def _fill(self, make: Callable[[PrefetchIterator], Iterator[Batch]]) -> None:
-        """Put all batches into the queue, then None, or an exception in place of the rest."""
+        """Put all batches into the queue, followed by None; an exception replaces the remaining batches."""
         retain_freed_memory()
         try:
             if self._device is not None:
@@ -229,7 +232,7 @@ class PrefetchIterator:
         trim_memory()
 
     def _put(self, value: object) -> bool:
-        """Put a value into the queue as soon as there is room. Return False if the iterator was closed."""
+        """Put a value into the queue as soon as there is room; return False if the iterator was closed."""
         while not self._stop.is_set():
             try:
                 self._ready.put(value, timeout=0.1)
@@ -240,15 +243,15 @@ class PrefetchIterator:
 
 
 def choose_read_options(readers: int, read_on: str = "auto") -> dict[str, Any]:
-    """Return the Ray options of one read task.
+    """Return the Ray options for one read task.
 
-    If a cluster has nodes with and without GPUs, the CPUs of nodes with GPUs are for training first. A node
-    without GPUs is drawn at random, weighted by its CPUs because tasks request none. If the node is gone, Ray
-    chooses another one. Tasks beyond the CPUs of these nodes, and tasks on other clusters, run where Ray
-    chooses, preferably on this node.
+    If a cluster has nodes with and without GPUs, the CPUs of GPU nodes are primarily reserved for training. A
+    node without GPUs is drawn at random, weighted by number of CPUs because tasks request none. If the node
+    no longer exists, Ray chooses another node. Ray also places tasks beyond the CPUs of these nodes and tasks
+    on other clusters, preferably on this node.
 
     Args:
-        readers: Number of readers of all ranks.
+        readers: Total number of readers over all ranks.
         read_on: Value of data.read_on.
     """
     nodes = {} if read_on == "gpu_nodes" else _count_nodes(int(monotonic() / NODE_POLL_INTERVAL_S))

@@ -1,8 +1,8 @@
-"""Application of data.transforms to decoded tables. config/transforms.py describes each transform.
+"""Application of data.transforms to decoded tables. The transforms are described in config/transforms.py.
 
-Ids that a transform draws are computed from run.seed, the epoch and the row's number in the dataset. They do
-not depend on the reader or on rows that are read together, and stay the same after a resume. This module does
-not import torch.
+Ids drawn by a transform are computed from run.seed, the epoch and the row's index in the dataset. The ids
+depend neither on the reader nor on other rows of the same read, and stay the same after a resume. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from raytrec.data.arrow import is_list, is_text, to_plain_array, unnest, value_t
 from raytrec.data.ids import hash_bits
 from raytrec.data.transform_functions import VALUE_FUNCTIONS, read_cumulative_shares, read_vocabulary
 
-MAX_IDS_PER_DRAW = 1 << 20  # number of ids drawn together; each int64 array takes 8 MiB
+MAX_IDS_PER_DRAW = 1 << 20  # number of ids drawn at a time; each int64 array takes 8 MiB
 _load_function = lru_cache(load_code)
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Seed of the ids that a transform draws for the rows of a table.
+    """Seed for the ids that a transform draws for the rows of a table.
 
     Attributes:
         key: (run.seed, epoch); () for evaluations and predictions, which draw the same ids in every run.
-        first: Number of the table's first row in its dataset.
+        first: Index of the table's first row in its dataset.
     """
 
     key: tuple[int, ...] = ()
     first: int = 0
 
 
-EVALUATION_DRAW = Draw()  # for evaluations, and where only types or existing values matter
+EVALUATION_DRAW = Draw()  # for evaluations, and if only types or existing values matter
 
 
 def apply_transforms(
@@ -51,14 +51,14 @@ def apply_transforms(
     folder: str | None = None,
     draw: Draw = EVALUATION_DRAW,
 ) -> pa.Table:
-    """Return a table after all transforms, with the same number of rows in the same order.
+    """Return a table with all transforms applied; the number and order of rows are unchanged.
 
     Args:
         table: Decoded table.
         transforms: Transforms in the order of their application.
-        where: File and row group, for errors.
+        where: File and row group, for error messages.
         folder: Folder to search for modules of `module:function`, in addition to Python's path.
-        draw: Seed of the ids drawn for the rows.
+        draw: Seed for drawn ids.
 
     Raises:
         DataError: A transform failed; the error names the transform.
@@ -107,7 +107,7 @@ def _apply(transform: t.Transform, table: pa.Table, folder: str | None, draw: Dr
 
 
 def _with_columns(table: pa.Table, names: list[str], columns: list[pa.Array]) -> pa.Table:
-    """Return a table with columns added, or replaced where the names exist."""
+    """Return a table with columns added; existing columns of the same names are replaced."""
     for target, column in zip(names, columns, strict=True):
         if target in table.column_names:
             table = table.set_column(table.column_names.index(target), target, column)
@@ -117,7 +117,7 @@ def _with_columns(table: pa.Table, names: list[str], columns: list[pa.Array]) ->
 
 
 def _cast_null_array(array: pa.Array, transform: t.Transform) -> pa.Array:
-    """Return an array; an array of type null, as in files without any value, is cast for the transform."""
+    """Return an array; an array of type null (from a file without any value) is cast for the transform."""
     if not pa.types.is_null(value_type(array.type)):
         return array
     kind = pa.int64()
@@ -134,12 +134,12 @@ def _cast_null_array(array: pa.Array, transform: t.Transform) -> pa.Array:
 
 
 def _map_list_values(array: pa.Array, on_values: Callable[[pa.Array], pa.Array]) -> pa.Array:
-    """Return the function's result on an array, or on the values inside the array's lists."""
+    """Apply a function to an array, or to the values inside the array's lists."""
     if not is_list(array.type):
         return on_values(array)
     offsets, flat = unnest(array)
     values = on_values(flat)
-    if values.null_count:  # e.g. a value that is not in the vocabulary has no id and leaves the bag
+    if values.null_count:  # e.g. a value outside the vocabulary has no id and is removed from the bag
         is_valid = values.is_valid().to_numpy(zero_copy_only=False)
         offsets = np.concatenate([[0], np.cumsum(is_valid)]).astype(np.int32)[offsets]
         values = values.drop_null()
@@ -147,7 +147,7 @@ def _map_list_values(array: pa.Array, on_values: Callable[[pa.Array], pa.Array])
 
 
 def _read_sample_vocabulary(spec: t.Sample, table: pa.Table) -> pa.Array | None:
-    """Return the vocabulary to draw from, in the type of the first column of excluded ids."""
+    """Return the vocabulary to draw from, in the type of the first excluded column that has values."""
     if spec.vocabulary is None:
         return None
     kinds = (value_type(table.schema.field(name).type) for name in spec.exclude)
@@ -159,20 +159,20 @@ def sample(spec: Sample, table: pa.Table, draw: Draw, vocabulary_values: pa.Arra
     """Draw `count` ids for each row from [0, rows) or a vocabulary, except the ids in columns `exclude`.
 
     Draws are independent, so an id may be drawn twice. Excluded ids that are out of range or not in the
-    vocabulary are ignored. A row that excludes all ids gets none.
+    vocabulary are ignored. A row that excludes all ids gets no ids.
 
     Args:
         spec: Settings of the transform.
-        table: Table with the columns to exclude.
-        draw: Seed of the draws.
+        table: Table with the columns of excluded ids.
+        draw: Seed for drawn ids.
         vocabulary_values: Vocabulary; None: ids are drawn from [0, rows).
 
     Returns:
-        The drawn ids of each row. With `frequency` and `log_share`, also ln of the ratio between each id's
-        probability without exclusions and the uniform probability.
+        Lists of the ids drawn for each row. With `frequency` and `log_share`, also the natural logarithm of
+        the ratio of each id's probability (without exclusions) to the uniform probability.
 
     Raises:
-        DataError: A column to exclude holds ids of another type than the drawn ids.
+        DataError: The type of an excluded column differs from that of the drawn ids.
     """
     if spec.count == "all":  # Assembler adds the ids
         return [pa.ListArray.from_arrays(np.zeros(table.num_rows + 1, np.int32), pa.array([], pa.int64()))]
@@ -203,15 +203,15 @@ def sample(spec: Sample, table: pa.Table, draw: Draw, vocabulary_values: pa.Arra
 
 
 def _seed(spec: Sample, draw: Draw) -> np.ndarray:
-    """Return a seed, uint64 [1], that differs between columns."""
+    """Return a seed, uint64 [1], that differs between target columns."""
     numbers = [*spec.column.encode(), *draw.key]
     return np.random.SeedSequence(numbers, spawn_key=(len(draw.key),)).generate_state(1, np.uint64)
 
 
 def _excluded(spec: Sample, table: pa.Table, id_count: int, vocab: pa.Array | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return (rows int64 [N] ascending, ids int64 [N]) of excluded ids that could be drawn.
+    """Return (rows int64 [N], ascending; ids int64 [N]) for all excluded ids that could be drawn.
 
-    Ids of a vocabulary are given as positions.
+    Ids of a vocabulary are returned as positions in the vocabulary.
     """
     owners, ids = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for name in spec.exclude:
@@ -226,7 +226,7 @@ def _excluded(spec: Sample, table: pa.Table, id_count: int, vocab: pa.Array | No
 
 
 def _to_positions(ids: pa.Array, name: str, vocab: pa.Array | None) -> pa.Array:
-    """Return ids as int64 numbers; ids of a vocabulary as positions, with null for unknown ids."""
+    """Return ids as int64; for a vocabulary, positions in the vocabulary, null for unknown ids."""
     if pa.types.is_null(ids.type) or (vocab is None and pa.types.is_integer(ids.type)):
         return ids.cast(pa.int64(), safe=False)
     if vocab is not None and (is_text if is_text(vocab.type) else pa.types.is_integer)(ids.type):
@@ -243,27 +243,27 @@ def _to_positions(ids: pa.Array, name: str, vocab: pa.Array | None) -> pa.Array:
 def _to_allowed_ids(
     bits: np.ndarray, total: int, begins: np.ndarray | None, owners: np.ndarray, ids: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Convert random bits to ids that are not excluded by their rows.
+    """Convert random bits to ids, leaving out the excluded ids of each row.
 
     Each excluded id eᵢ of a row, e₀ < e₁ < …, occupies the part [bᵢ, bᵢ + mᵢ) of [0, total). The u-th number
     outside these parts is u plus the sizes of all parts with bᵢ − (m₀ + … + mᵢ₋₁) ≤ u.
 
     Args:
         bits: Random bits, uint64 [n, count].
-        total: Sum of the sizes of all ids' parts.
-        begins: Start of each id's part, and the total, int64 [ids + 1]; None: each id's part has size 1.
+        total: Sum of the sizes of the parts of all ids.
+        begins: Start of each id's part, followed by the total, int64 [ids + 1]; None: each part has size 1.
         owners: Rows of the excluded ids, in [0, n), int64 [N].
         ids: Excluded ids, int64 [N].
 
     Returns:
-        Ids int64 [n, count], and True for rows that do not exclude all ids, bool [n].
+        Ids, int64 [n, count], and a mask, bool [n], that is False for rows that exclude all ids.
     """
     count, width = len(bits), total + 1
     excluded = np.unique(np.stack([owners, ids]), axis=1) if len(ids) else np.empty((2, 0), np.int64)
     owners, ids = excluded
     first = ids if begins is None else begins[ids]
     sizes = np.ones_like(ids) if begins is None else begins[ids + 1] - first
-    totals = np.concatenate([[0], np.cumsum(sizes)])  # sizes of the excluded parts, row after row
+    totals = np.concatenate([[0], np.cumsum(sizes)])  # cumulative sizes of the excluded parts, row after row
     bounds = totals[np.searchsorted(owners, np.arange(count + 1))]
     free = total - np.diff(bounds)
     u = (bits % np.maximum(free, 1).astype(np.uint64)[:, np.newaxis]).astype(np.int64)

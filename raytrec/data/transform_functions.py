@@ -1,4 +1,4 @@
-"""Functions that compute single transforms on arrays of values. This module does not import torch."""
+"""Functions that apply individual transforms to arrays of values. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytrec.data.arrow import is_number, is_text, to_plain_array
 from raytrec.data.column_conversion import UNITS_PER_SECOND
 from raytrec.data.ids import hash_integers, hash_text
 
-# Kind of transform → function (transform, values) that returns as many values.
+# Transform class → function (transform, values) that returns an array of the same length.
 VALUE_FUNCTIONS: dict[type, Callable[..., pa.Array]] = {}
 TIME_PARTS = {
     "second": pc.second,
@@ -36,7 +36,7 @@ SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 
 
 def register_transform(kind: type) -> Callable[[Callable[..., pa.Array]], Callable[..., pa.Array]]:
-    """Return a decorator that registers a function for transforms of this kind."""
+    """Return a decorator that registers the function for a transform class."""
     return lambda function: VALUE_FUNCTIONS.setdefault(kind, function)
 
 
@@ -48,9 +48,10 @@ def _fill_null(spec: t.FillNull, array: pa.Array) -> pa.Array:
 
 
 def _scalar(value: float | int | str, kind: pa.DataType) -> pa.Scalar:
-    """Return a setting in a column's type.
+    """Return the value of a setting as a scalar of a column's type.
 
-    Decimals are made from text, because pyarrow's cast from an integer needs room for any integer's digits.
+    Decimals are converted from text, because pyarrow's cast from integers requires a precision that fits any
+    integer.
     """
     return pa.scalar(str(value) if pa.types.is_decimal(kind) else value).cast(kind)
 
@@ -110,10 +111,10 @@ def _lookup_vocabulary(spec: t.LookupVocabulary, array: pa.Array) -> pa.Array:
 
 @lru_cache
 def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
-    """Return the values of a vocabulary in a column's type; None: in the type of the file.
+    """Return the values of a vocabulary, cast to the type of a column; None: in the type of the file.
 
     Raises:
-        ValueError: The vocabulary has a value twice.
+        ValueError: The vocabulary contains duplicate values.
     """
     if uri.endswith(".parquet"):
         filesystem, path = open_filesystem(uri)
@@ -128,12 +129,12 @@ def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
 
 @lru_cache
 def read_cumulative_shares(uri: str, column: str, power: float) -> np.ndarray:
-    """Return the start of each id's part of [0, total), then the total (about 2⁴⁰), int64 [ids + 1].
+    """Return the start of each id's part of [0, total), then the total (about 2⁴⁰), as int64 [ids + 1].
 
-    The sizes of the parts are proportional to frequency ** power.
+    The size of a part is proportional to frequency ** power.
 
     Raises:
-        ValueError: A frequency is negative or null, or the sum of frequencies is not finite and positive.
+        ValueError: A frequency is negative or null, or the sum of all frequencies is zero or infinite.
     """
     filesystem, path = open_filesystem(uri)
     table = pq.read_table(path, columns=[column], filesystem=filesystem)
@@ -171,7 +172,7 @@ def _cast(spec: t.Cast, array: pa.Array) -> pa.Array:
     kind = {"int64": pa.int64(), "float32": pa.float32(), "string": pa.string()}[spec.to]
     if is_text(array.type) and spec.to != "string":
         array = pc.utf8_trim_whitespace(array.cast(pa.string()))
-    if pa.types.is_floating(array.type) and spec.to == "int64":  # pandas writes integers with nulls so
+    if pa.types.is_floating(array.type) and spec.to == "int64":  # pandas writes integers with nulls as floats
         array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
     if pa.types.is_decimal(array.type) and spec.to == "float32":
         array = array.cast(pa.float64())
@@ -185,27 +186,29 @@ def _drop_null(spec: t.DropNull, array: pa.Array) -> pa.Array:
 
 @register_transform(t.DatePart)
 def extract_date_part(spec: t.DatePart, array: pa.Array) -> pa.Array:
-    """Return the configured part of each time as int64; null for null."""
+    """Return the configured part (hour, weekday, …) of each time as int64; null for nulls."""
     if not types.is_time(array.type):
         array = to_timestamps(array, spec.since_1970)
         if spec.timezone:
             zone = pa.timestamp(array.type.unit, spec.timezone)
-            pc.hour(pa.array([0], zone))  # raises for an unknown zone even if the array is empty, at start
+            pc.hour(
+                pa.array([0], zone)
+            )  # raises for an unknown zone even if the array is empty, as in checks at the start
             array = array.cast(zone)
     return TIME_PARTS[spec.part](array).cast(pa.int64())
 
 
 @register_transform(t.Age)
 def compute_age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Array:
-    """Return the time from each value until another time, as float32 in `spec.unit`; null for null.
+    """Return the time from each value until another time, as float32 in `spec.unit`; null for nulls.
 
     Args:
         spec: Settings of the transform.
-        array: Times, or durations, which are ages themselves.
-        until: Ends of the ages, one for each time; None: `spec.until`.
+        array: Times, or durations, which are already ages.
+        until: End time for each value; None: `spec.until`.
 
     Raises:
-        TypeError: The end of ages is missing, or `until` has another length.
+        TypeError: No end time is given, or the lengths of `until` and `array` differ.
     """
     if types.is_duration(array.type):
         return _to_unit(_to_seconds(array), spec)
@@ -226,13 +229,13 @@ def _to_unit(seconds: pa.Array, spec: t.Age) -> pa.Array:
 
 
 def _to_seconds(array: pa.Array) -> pa.Array:
-    """Return timestamps or durations in seconds, float64."""
+    """Return timestamps or durations in seconds as float64."""
     unit = UNITS_PER_SECOND[array.type.unit]
     return pc.divide(array.cast(pa.int64()).cast(pa.float64(), safe=False), float(unit))
 
 
 def to_timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
-    """Return timestamps, dates, ISO text or numbers as timestamps; times without a zone are taken as UTC.
+    """Convert timestamps, dates, ISO text or numbers to timestamps; times without a zone are taken as UTC.
 
     Args:
         array: Times of any of these types.

@@ -1,4 +1,4 @@
-"""Checks of column types against the schema."""
+"""Type checks of a dataset's columns against the schema."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ RELEVANT_ITEM_KEYS = ("eval.retrieval.item", "eval.retrieval.right_items")
 def check_present(
     arrow: pa.Schema, columns: list[str], where: str, form: ResolvedReadPlan, fields: bool = True
 ) -> None:
-    """Check that each column exists exactly once.
+    """Check that each column exists and is unambiguous.
 
     Args:
         arrow: Schema of a file.
-        columns: Names of the columns.
+        columns: Names of the required columns.
         where: Path or URI of the file, for messages.
-        form: Form that requires the columns, for messages.
-        fields: True if fields of structs are accepted as columns.
+        form: Resolved read plan that requires the columns, for messages.
+        fields: True if struct fields are accepted as columns.
 
     Raises:
         DataError: A column is missing (the message suggests a similar name), or a name is ambiguous.
@@ -72,7 +72,7 @@ def _format_names(names: list[str]) -> str:
 
 
 def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
-    """Check the types of the columns that the schema, the tasks and data.reserve_columns name.
+    """Check the types of all columns named by the schema, the tasks and data.reserve_columns.
 
     Raises:
         DataError: A column has a wrong type; the message suggests a transform or another name.
@@ -115,7 +115,7 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
 
 
 def _unsupported_type_error(what: str, kind: pa.DataType, column: str, uri: str, expected: str, do: str) -> DataError:
-    """Return the error for a column of an unsupported type."""
+    """Return a DataError for a column of an unsupported type."""
     return DataError(
         f"{what} has type {_truncate_type(kind)}", where=f"{uri}, column {column}", expected=expected, do=do
     )
@@ -225,7 +225,7 @@ def _check_side(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
 
 
 def _advise_time(kind: pa.DataType, column: str) -> str | None:
-    """Return advice on how to convert a time to a feature; None for types that are not supported times."""
+    """Return advice on how to convert times to a feature; None for types that are not supported as times."""
     if types.is_duration(kind):
         return f"{_format_transform('age', column, 'unit: days')} to convert the durations to numbers"
     if not types.is_temporal(kind) or types.is_interval(kind):
@@ -240,7 +240,7 @@ def _advise_time(kind: pa.DataType, column: str) -> str | None:
 
 
 def _advise_fields(kind: pa.DataType, column: str) -> str | None:
-    """Return advice on the names of fields inside a struct or map; None for other types."""
+    """Return advice to use a field of a struct or map column; None for other types."""
     fields = leaf_names(pa.schema([(column, kind)]))
     if fields == [column]:
         return None

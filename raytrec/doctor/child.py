@@ -1,6 +1,6 @@
 """Child processes for work that may crash or hang: importing torch and FBGEMM, using a GPU, measuring rates.
 
-The rates of this machine are for `raytrec plan --rates`.
+`raytrec plan --rates` reads the measured rates of this machine.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 ANSWER_PREFIX = "raytrec-doctor "
 ROOT = str(Path(__file__).parents[2])
 LOAD_TIMEOUT_S, GPU_TIMEOUT_S = 120.0, 120.0  # a first import from a network file system takes long
-MEASURE_TIMEOUT_PER_RANK_S = 180.0  # limit of measuring, for each rank
+MEASURE_TIMEOUT_PER_RANK_S = 180.0  # time limit of a measurement, per rank
 PINNED_REQUIREMENTS, *_ = PAIRS
 CUDA_LIBRARY_PATTERN = re.compile(r"lib(cud|cublas|cufft|curand|cusparse|cusolver|nccl|nv)\w*\.so")
 OLD_LIBC_PATTERN = re.compile(r"version `?(GLIBC|GLIBCXX|CXXABI)_")
 
 
 class ChildError(Exception):
-    """Error that a child process has found or died of; its text is for people."""
+    """Error that a child process has reported, or that ended the process."""
 
 
 def run_child(
@@ -54,7 +54,7 @@ def run_child(
 
     Args:
         function: Function to call.
-        arguments: Plain values.
+        arguments: Arguments of the function; plain values.
         limit_s: Seconds after which the process is killed.
         environment: Additional environment variables of the process.
 
@@ -64,7 +64,7 @@ def run_child(
     """
     env = os.environ | environment
     if "RAY_RAYLET_PID" in env and env.get("CUDA_VISIBLE_DEVICES") == "":
-        del env["CUDA_VISIBLE_DEVICES"]  # Ray hides GPUs from processes that have not asked for them
+        del env["CUDA_VISIBLE_DEVICES"]  # Ray hides GPUs from processes that have not requested any
     env["PYTHONPATH"] = os.pathsep.join(path for path in (env.get("PYTHONPATH"), ROOT) if path)
     path = f"{function.__module__}:{function.__name__}"
     command = [sys.executable, "-W", "ignore", "-m", __name__, path, json.dumps([limit_s, *arguments])]
@@ -110,7 +110,7 @@ def _import_package(name: str) -> Any:
 
 
 def _find_loader_error(error: BaseException) -> BaseException:
-    """Return the loader's own error, without the errors that torch has put around it."""
+    """Return the loader's own error, without the errors that torch has wrapped around it."""
     return error if error.__cause__ is None else _find_loader_error(error.__cause__)
 
 
@@ -229,7 +229,7 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
 
     Args:
         ranks: Number of ranks, at least 1.
-        show: Called with lines about the measurement.
+        show: Function called with lines about the measurement.
 
     Raises:
         RunError: A rank failed.

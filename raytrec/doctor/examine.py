@@ -1,4 +1,4 @@
-"""`raytrec doctor`: all checks, in the order in which users report problems, and their table."""
+"""`raytrec doctor`: all checks, in the order in which users report problems, and a table of the results."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ class Examination:
 
     @property
     def summary(self) -> str:
-        """Numbers of nodes, failures and warnings in words."""
+        """Return the numbers of nodes, failures and warnings as text."""
         numbers = {"node": len(self.hosts), "failure": self.count(FAILURE), "warning": self.count(WARNING)}
         return ", ".join(format_count(number, what) for what, number in numbers.items())
 
     def place(self, diagnosis: Diagnosis) -> str:
-        """Return the hosts of a diagnosis in words; empty if only one host was examined."""
+        """Return the hosts of a diagnosis as text; empty if only one host was examined."""
         if len(self.hosts) == 1:
             return ""
         is_everywhere = len(diagnosis.hosts) == len(self.hosts)
@@ -100,7 +100,7 @@ def examine(
         address: Address as in scaling.address; default: RAY_ADDRESS or the cluster of the job, else this host
             alone.
         storage: URIs and folders that every node must be able to write and read.
-        show: Called with the name of each check before the check runs.
+        show: Function called with the name of each check before the check runs.
     """
     if address is None and not starts_local_ray(None):
         address = os.environ.get("RAY_ADDRESS") or "auto"
@@ -116,12 +116,12 @@ def examine(
 
 
 def diagnose(config: RunConfig | None, address: str | None, storage: list[str]) -> Examination:
-    """Call `examine` for the command line, with a live line on terminals.
+    """Call `examine` for the command line, and show the current check on terminals.
 
     Args:
         config: Resolved configuration, whose cluster, run folder and checkpoints are examined as well.
         address: As in `examine`.
-        storage: As in `examine`, relative paths included.
+        storage: As in `examine`; paths may be relative.
     """
     places = [make_absolute(uri) for uri in storage]
     if config:
@@ -236,7 +236,7 @@ def to_markdown(examination: Examination) -> str:
 
 
 def print_examination(examination: Examination) -> None:
-    """Print the table to stdout, with a repair for each diagnosis that is not ok."""
+    """Print a table of the diagnoses to stdout, with a repair for each one that is not ok."""
     console, table = open_console(), Table()
     for column in ("check", "result", "finding"):
         table.add_column(column, overflow="fold", no_wrap=column != "finding")

@@ -38,7 +38,7 @@ MIN_OPEN_FILES, RECOMMENDED_OPEN_FILES = 1024, 8192  # open files of a process
 # Bytes that each Ray process maps, and the object store's share of main memory, which each maps as well. With
 # 24 GiB of memory, a run ended under `ulimit -v` of 12 GiB, but not of 20 GiB.
 MIN_VIRTUAL_MEMORY_BYTES, OBJECT_STORE_SHARE = 12 * GIB, 0.3
-MIN_MEMORY_BYTES = GIB  # a worker takes about this much before it has a table
+MIN_MEMORY_BYTES = GIB  # a worker needs about this much before it holds any table
 MIN_DISK_BYTES, RAY_MAX_DISK_SHARE = 200 * MIB, 0.95  # Ray 2.60: local_fs_capacity_threshold
 DEFAULT_CHECK_LIMIT_S = 15.0
 
@@ -89,7 +89,7 @@ def run_check(name: str, function: Callable[[], Diagnoses], limit_s: float) -> l
 
 
 def diagnose_error(error: Exception) -> Diagnosis:
-    """Return the diagnosis of an error for people, or of an error in a check itself."""
+    """Return the diagnosis of an error that a check has found, or of an error in the check itself."""
     if isinstance(error, ModuleNotFoundError):
         return Diagnosis(FAILURE, f"{error.name} is not installed", "install it (docs/install.md)")
     if isinstance(error, TimeoutError):
@@ -102,7 +102,7 @@ def diagnose_error(error: Exception) -> Diagnosis:
 
 
 def call_within(limit_s: float, function: Callable[[], Any]) -> Any:
-    """Call a function, and return its result. A function that hangs is left behind in its thread.
+    """Call a function, and return its result. A function that hangs is abandoned in its thread.
 
     Raises:
         TimeoutError: The function has not returned in time. Exceptions of the function are raised again.
@@ -122,7 +122,7 @@ def call_within(limit_s: float, function: Callable[[], Any]) -> Any:
 
 
 def check_before_run() -> list[str]:
-    """Return warnings about this host before a run starts Ray here; this takes milliseconds."""
+    """Return warnings about this host before a run starts Ray here; the checks take milliseconds."""
     diagnoses = [diagnosis for name in PRE_RUN_CHECKS for diagnosis in run_check(name, *HOST_CHECKS[name])]
     return [f"{v.check}: {v.finding}; {v.do}" for v in diagnoses if v.result != OK]
 
@@ -226,7 +226,7 @@ def check_main_memory() -> Diagnoses:
 
 @host_check("Ray's folder")
 def check_ray_folder() -> Diagnoses:
-    """Check the disk on which Ray keeps logs, and objects that do not fit into memory."""
+    """Check the disk on which Ray stores logs, and objects that do not fit in memory."""
     is_on_ray = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     folder = get_logs_folder() if is_on_ray else find_base_folder()
     disk = shutil.disk_usage(folder)
@@ -245,7 +245,7 @@ def check_ray_folder() -> Diagnoses:
 
 @host_check("clusters")
 def check_clusters() -> Diagnoses:
-    """Check that at most one Ray cluster runs on this host, and that no ended cluster is still noted."""
+    """Check that at most one Ray cluster runs on this host, and that no file still names an ended cluster."""
     import psutil
 
     ports = []
@@ -270,7 +270,7 @@ def check_clusters() -> Diagnoses:
 
 @host_check("token")
 def check_token() -> Diagnoses:
-    """Check that Ray's token is present if a cluster requires it, and readable by its owner alone."""
+    """Check that Ray's token is present if a cluster requires it, and readable only by its owner."""
     file = token_file()
     if os.environ.get(AUTH_MODE_VARIABLE, "token").lower() != "token":
         yield Diagnosis(OK, f"not used: {AUTH_MODE_VARIABLE}={os.environ[AUTH_MODE_VARIABLE]}")

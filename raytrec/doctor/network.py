@@ -51,7 +51,7 @@ def describe_interfaces(address: str) -> dict[str, Any]:
 
 
 def check_interfaces(nodes: ThisHost) -> Diagnoses:
-    """Check that gloo and NCCL use an interface that other nodes reach: no Docker bridge, no loopback."""
+    """Check that gloo and NCCL use an interface that other nodes reach, not a Docker bridge or loopback."""
     arguments = {i: (address,) for i, address in enumerate(nodes.addresses)}
     loopback = [ip_address(address).is_loopback for address in nodes.addresses]
     answers = nodes.ask(describe_interfaces, host_arguments=arguments)
@@ -61,7 +61,7 @@ def check_interfaces(nodes: ThisHost) -> Diagnoses:
 
 
 def _diagnose_interfaces(answer: Any, address: str, is_loopback: bool, several: bool) -> tuple[str, str, str]:
-    """Return result, finding and repair of one node.
+    """Return the result, finding and repair for one node.
 
     Args:
         answer: Answer of `describe_interfaces`, or an exception.
@@ -90,7 +90,7 @@ def _diagnose_interfaces(answer: Any, address: str, is_loopback: bool, several: 
 
 
 def listen(address: str, keep: bool = True) -> int:
-    """Listen on a free port until this process ends, and return the port; keep=False closes it at once."""
+    """Listen on a free port, and return the port; with keep=False, stop listening before returning."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.bind((address, 0))
@@ -103,7 +103,7 @@ def listen(address: str, keep: bool = True) -> int:
 
 
 def find_connection_errors(places: list[tuple[str, int]], limit_s: float = PORT_CONNECT_TIMEOUT_S) -> list[str]:
-    """Return, for each place, why a connection fails; empty if the connection is accepted."""
+    """Return the reason why a connection to each place fails; empty if the connection is accepted."""
 
     def connect(place: tuple[str, int]) -> str:
         try:
@@ -147,7 +147,7 @@ def uses_nccl() -> bool:
 def join_group(
     rank: int, world: int, address: str, port: int, backend: str, own_address: str, timeout_s: float
 ) -> dict[str, Any]:
-    """Reduce 16 MiB over a group of processes, and return the seconds and the network used.
+    """Time an all-reduce of 16 MiB over a group of processes, and return the seconds and the network.
 
     Args:
         rank: Rank of this process.
@@ -190,7 +190,7 @@ def join_group(
 
 
 def time_all_reduce_in_child(*arguments: Any) -> dict[str, Any]:
-    """Take part in an all-reduce in a child process; the arguments go to `join_group`, before its timeout."""
+    """Take part in an all-reduce in a child process, with the arguments of `join_group` except its timeout."""
     return run_child(join_group, *arguments, COLLECTIVE_TIMEOUT_S, limit_s=COLLECTIVE_TIMEOUT_S + IMPORT_ALLOWANCE_S)
 
 
@@ -231,12 +231,12 @@ def check_all_reduce(nodes: ThisHost) -> Diagnoses:
 def find_smallest_failing_group(group: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> Sequence[int]:
     """Return a node, a pair or, if neither fails by itself, a larger part of a group that fails.
 
-    Two binary searches find the shortest failing beginning of the group, and the shortest beginning that
-    fails together with the last node of the former.
+    Two binary searches find the shortest failing prefix of the group, and then the shortest prefix that fails
+    together with the last node of the first one.
 
     Args:
         group: Nodes that fail together.
-        fails: Returns True if nodes are known to fail together.
+        fails: Function that returns True if nodes are known to fail together.
     """
     end = bisect_left(range(len(group)), True, 1, key=lambda size: fails(group[:size])) - 1
     size = bisect_left(range(end), True, key=lambda size: fails([*group[:size], group[end]]))
@@ -245,7 +245,7 @@ def find_smallest_failing_group(group: Sequence[int], fails: Callable[[Sequence[
 
 
 def _reduce(nodes: ThisHost, group: Sequence[int], backend: str) -> Any:
-    """Return the answer of the first node of a group, or the first exception of any node."""
+    """Run an all-reduce on a group, and return its first node's answer, or the first exception of any node."""
     first = nodes.addresses[group[0]]
     port = nodes.ask(listen, host_arguments={group[0]: (first, False)})[group[0]]
     if isinstance(port, Exception):

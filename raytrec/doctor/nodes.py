@@ -42,8 +42,8 @@ class ThisHost:
 
     Attributes:
         names: Names of the hosts.
-        addresses: Addresses by which other hosts reach them.
-        unresponsive_hosts: Names of hosts that have not answered, and are left out → reason.
+        addresses: Addresses at which other hosts reach these hosts.
+        unresponsive_hosts: Name of each host that has not answered and is excluded → reason.
         hosts_without_torch: Indices of hosts that cannot import torch.
         disconnected_pairs: Pairs of hosts (indices) that cannot connect.
     """
@@ -61,7 +61,7 @@ class ThisHost:
 
         Args:
             call: Function to call.
-            *arguments: Arguments on every host.
+            *arguments: Arguments passed on every host.
             host_arguments: Index of a host → additional arguments; the answer of other hosts is None.
                 Default: call all hosts.
             limit_s: Seconds after which the answer of a host is a TimeoutError.
@@ -104,7 +104,7 @@ class ClusterNodes(ThisHost):
     def ask(
         self, call: Function, *arguments: Any, host_arguments: HostArguments = None, limit_s: float = REPLY_TIMEOUT_S
     ) -> list[Any]:
-        """Call a function on the nodes, as `ThisHost.ask` on this host."""
+        """Call a function on the nodes, as `ThisHost.ask` does on this host."""
         host_arguments = dict.fromkeys(range(len(self._actors)), ()) if host_arguments is None else host_arguments
         refs = [self._actors[i].call.remote(call, (*arguments, *extra)) for i, extra in host_arguments.items()]
         answers = dict(zip(host_arguments, collect_answers(refs, limit_s), strict=True))
@@ -204,7 +204,7 @@ def check_same_packages(nodes: ThisHost) -> Diagnoses:
 
 
 def check_clocks(nodes: ThisHost) -> Diagnoses:
-    """Check that the clocks of all nodes agree with this process's clock, within the time of an answer."""
+    """Check that the clocks of all nodes agree with this process's clock, up to the uncertainty of the measurement."""
     skews: dict[str, tuple[float, float]] = {}
     for number, name in enumerate(nodes.names):
         for _ in range(CLOCK_MEASUREMENTS):
@@ -234,7 +234,7 @@ def diagnose_clocks(skews: dict[str, tuple[float, float]]) -> Diagnoses:
 
 
 def write_and_read(uri: str, name: str) -> str:
-    """Write a file to a place and read it back; return the reason of a failure, or an empty string."""
+    """Write a file to a place and read it back; return the reason for a failure, or an empty string."""
     try:
         filesystem, folder = open_filesystem(uri)
         if filesystem.type_name == "local" and not os.path.isdir(folder):
@@ -250,7 +250,7 @@ def write_and_read(uri: str, name: str) -> str:
 
 
 def find_missing_files(uri: str, names: list[str]) -> list[str]:
-    """Return the files that are missing in a place, seen from this host."""
+    """Return the files that are missing from a place, as seen from this host."""
     from pyarrow import fs
 
     filesystem, folder = open_filesystem(uri)

@@ -1,1 +1,1 @@
-"""Driver side of a run: data, Ray, the worker group, the result."""
+"""Driver side of a run: data, Ray, worker group and result."""

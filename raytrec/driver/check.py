@@ -34,7 +34,7 @@ class CheckResult:
 
     Attributes:
         findings: One entry for each comparison: {check, name, error, absolute, limit, passed}; error is the
-            largest difference as a share of the largest value (None: not a number).
+            largest difference as a share of the largest value (None if not a number).
         plan: One entry for each table: {table, sharding, kernel, ranks}.
         path: Folder that contains check.json.
     """
@@ -50,12 +50,12 @@ class CheckResult:
 
     @property
     def passed(self) -> bool:
-        """True if every comparison is within its limit."""
+        """Return True if every comparison is within its limit."""
         return all(finding["passed"] for finding in self.findings)
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Figures by name; check.NAME.error and check.NAME.absolute are the largest errors of each check."""
+        """Return figures by name; check.NAME.error and check.NAME.absolute are the worst errors of a check."""
         figures = {
             "passed": self.passed,
             "comparisons": len(self.findings),
@@ -70,7 +70,7 @@ class CheckResult:
 
     @property
     def worst(self) -> dict[str, dict[str, Any]]:
-        """Comparison with the largest error of each check; an error that is not a number is the largest."""
+        """Return check → comparison with the largest error; an error that is not a number is the largest."""
         groups = {c: [f for f in self.findings if f["check"] == c] for c in CHECK_LABELS}
         return {
             check: max(findings, key=lambda f: float("inf") if f["error"] is None else f["error"])
@@ -80,12 +80,12 @@ class CheckResult:
 
 
 def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = None) -> CheckResult:
-    """Compare a configuration with a plain torch.nn process.
+    """Compare a configuration's sharded training with a plain torch.nn process.
 
-    The comparison covers forward, gradient, weights and optimizer state. Schema, plan, kernels, optimizers
-    and collectives are the real ones, on the configured cluster and number of workers. Tables are cut to 199
-    rows, batches are random and small, dropout is off, and train.matmul and plan.qcomms are fp32. Rows are
-    examples, not requests with candidates. No data is read.
+    The comparison covers the forward pass, gradients, weights and optimizer state. Schema, plan, kernels,
+    optimizers and collectives are those of the run, on the configured cluster and number of workers. Tables
+    are cut to 199 rows, batches are random and small, dropout is off, and train.matmul and plan.qcomms are
+    fp32. Rows are examples, not requests with candidates. No data is read.
 
     Raises:
         ConfigError, SchemaError: The input is invalid.
@@ -149,7 +149,7 @@ CHECK_LABELS = {
 
 
 def print_check(result: CheckResult) -> None:
-    """Print a table of the worst comparison of each check to stdout, then each comparison that failed."""
+    """Print a table of each check's worst comparison to stdout, then every failed comparison."""
     console = open_console()
     console.print(
         to_bold_text(result.name) + Text(f": {result.world_size} workers against one process"), soft_wrap=True

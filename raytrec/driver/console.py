@@ -24,10 +24,10 @@ PLAIN_LINE_INTERVAL_S = 10.0  # interval of progress lines if stderr is not a te
 
 
 class RunConsole:
-    """Console that shows each message of rank 0 (common/messages.py) by the method of the message's kind.
+    """Console that shows messages of rank 0 (common/messages.py), with one method per kind of message.
 
     On a terminal, messages update one live line. Elsewhere, the console prints plain lines at intervals and,
-    in the log of a job, lines of JSON as well (tracking/progress_log.py).
+    in the log of a job, also JSON lines (tracking/progress_log.py).
     """
 
     def __init__(self, name: str):
@@ -78,7 +78,7 @@ class RunConsole:
             self.note(f"resuming at step {step} with {workers} workers")
 
     def event(self, event: str, cause: str = "", reason: str = "", again: bool = False, **_: Any) -> None:
-        """Show an event of the run: a failure, or a restart that was requested."""
+        """Show an event of the run, such as a failure or a requested restart."""
         if event == "failed":
             self.warn(f"{cause}; {'restarting' if again else 'giving up'}")
         elif event == "waiting":
@@ -91,7 +91,7 @@ class RunConsole:
             self.note(f"{event} {reason}")
 
     def check(self, check: str, step: int, passed: bool, text: str, **_: Any) -> None:
-        """Show a consistency check that failed; checks that passed are not shown."""
+        """Show a failed consistency check; passed checks are not shown."""
         if not passed:
             self.warn(f"check {check} failed at step {step}: {text}")
 
@@ -109,7 +109,7 @@ class RunConsole:
         self._console.print(f"{self._name}  {to_plain_text(text)}", soft_wrap=True)
 
     def folder(self, folder: str) -> None:
-        """Print the folder of the run if this process is the driver of a job, for clients that follow it."""
+        """Print the folder of the run if this process is the driver of a job, for clients that follow the job."""
         if is_job_driver():
             self.note(f"run folder {folder}")
             self._write_message(lines.FOLDER, {lines.FOLDER: folder})
@@ -187,12 +187,12 @@ class Result:
 
     @property
     def rows(self) -> Pairs:
-        """Names and texts of the table's rows."""
+        """Return the names and texts of the table's rows."""
         return self.pairs or [(row.title, row.text) for row in format_result(self.metrics).values()]
 
 
 def print_summary(summary: Result) -> None:
-    """Print the table to stdout, with tables of slices, the use of time, and the next steps."""
+    """Print the figures as a table to stdout, followed by slice tables, the use of time and the next steps."""
     console, table = open_console(), Table(show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right")

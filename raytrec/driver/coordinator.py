@@ -1,9 +1,9 @@
-"""Actor between ranks and driver: messages, heartbeats and commands.
+"""Actor between ranks and driver that passes on messages, heartbeats and commands.
 
-Every rank sends a heartbeat each half second (less often beyond 256 ranks, so that one actor can answer all):
-its ticks of progress, its step and its phase. The answer is the current command. A rank without heartbeats
-has died or hangs; ranks with heartbeats but without progress wait for one another. The coordinator detects
-both cases, and reports them in a sentence.
+Every rank sends a heartbeat each half second (less often beyond 256 ranks, so that one actor can answer all).
+A heartbeat contains the rank's progress ticks, step and phase; the answer is the current command. A rank
+without heartbeats has died or hangs; ranks with heartbeats but without progress wait for one another. The
+coordinator detects both cases, and reports each in one sentence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from raytrec.cluster.session import pin_to_node
 from raytrec.common.messages import HEARTBEAT_INTERVAL_S, Command, Event, Message, compute_heartbeat_interval
 
-HEARTBEAT_TIMEOUT_S = 3.0  # a process without a heartbeat for so long (or for 3 intervals) hangs or has ended
+HEARTBEAT_TIMEOUT_S = 3.0  # a process without a heartbeat for this long (or for 3 intervals) hangs or has ended
 PHASES = {
     "start": "starting",
     "plan": "building the model",
@@ -52,10 +52,10 @@ class RankState:
     """State of a rank as known to the coordinator: its process and its last progress.
 
     Attributes:
-        node: Address of the node of the rank.
+        node: Address of the rank's node.
         node_id: Ray's id of that node.
         phase: One of PHASES.
-        where: Place in the code while the rank makes no progress.
+        where: Place in the code at which the rank makes no progress; empty while it makes progress.
         waiting: True if that place is a wait for other ranks.
         unfinished: (step, phase) that the GPU has not finished; None if the GPU has finished all steps.
     """
@@ -78,7 +78,7 @@ class RankState:
 
     @property
     def behind(self) -> tuple[int, int, bool, float, int]:
-        """Sort key by which the rank that is most behind comes first; if hosts are equal, the GPU decides."""
+        """Return a sort key that puts the rank that is most behind first; the GPU decides between equal hosts."""
         step, phase = self.unfinished or (inf, "")
         place = list(GPU_PHASE_TEXTS).index(phase) if phase in GPU_PHASE_TEXTS else len(GPU_PHASE_TEXTS)
         return self.step, self.ticks, self.waiting, step, place
@@ -90,8 +90,8 @@ class Coordinator:
     Args:
         hang_timeout_s: Seconds without progress in training after which the group is ended.
         patience_s: Seconds without progress in one of SLOW_PHASES after which the group is ended.
-        again: Returns True if this actor replaces one whose process has ended. The state of the earlier actor
-            is lost: ranks learn that their group is unknown, end, and are started again.
+        again: Function that returns True if this actor replaces an actor whose process has ended. The earlier
+            actor's state is lost: ranks learn that their group is unknown, end, and are restarted.
     """
 
     def __init__(self, hang_timeout_s: float, patience_s: float, again: Callable[[], bool] = lambda: False):
@@ -110,7 +110,7 @@ class Coordinator:
         self._messages.put_nowait(message)
 
     async def get(self, timeout: float) -> list[Message]:
-        """Return all queued messages; wait for the first one at most `timeout` seconds."""
+        """Return all queued messages; wait at most `timeout` seconds for the first message."""
         messages = []
         if timeout and self._messages.empty():
             with suppress(TimeoutError):
@@ -195,9 +195,9 @@ class Coordinator:
 
         Args:
             rank: Rank that raised the error; None if there were no ranks yet.
-            cause: Sentence on the failure; without a dead rank, it may describe only a consequence.
+            cause: Sentence that describes the failure or, if `dead` is False, possibly only a consequence.
             dead: True if the cause is known: a process that died, or an error of the rank itself.
-            again: True if the group is started again.
+            again: True if the group is restarted.
         """
         silent = None
         if not dead and not self._cause:
@@ -234,7 +234,7 @@ class Coordinator:
                 self._kill_silent_ranks()
 
     def _describe_hang(self) -> str | None:
-        """Return a sentence on the rank that keeps the others waiting, or None before the timeout."""
+        """Return a sentence about the rank that keeps the others waiting, or None before the timeout."""
         now, members = monotonic(), list(self._members.values())
         idle = now - max(m.last_progress_at for m in members)
         culprit = self._find_silent_rank(self._heartbeat_timeout_s) or min(members, key=lambda m: m.behind)
@@ -258,7 +258,7 @@ class Coordinator:
         return f"{finding} at step {culprit.step}{where}{waiting}"
 
     def _kill_silent_ranks(self) -> None:
-        """Kill the processes without heartbeats by tasks on their nodes: they do not receive commands."""
+        """Kill processes without heartbeats, which receive no commands, by tasks on their nodes."""
         import ray
 
         now = monotonic()

@@ -1,4 +1,4 @@
-"""Datasets of a command, opened by their footers."""
+"""Datasets of a command, opened by reading their Parquet footers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_HOLDOUT_ROWS = 100_000  # maximum of data.holdout: auto
 
 
 def select_tower_schema(config: RunConfig, schema: Schema, tower: TowerName, where: str) -> Schema:
-    """Return the part of a schema that has only the features of one tower.
+    """Return a schema reduced to the features of one tower.
 
     Args:
         config: Configuration of the run.
@@ -40,7 +40,7 @@ def select_tower_schema(config: RunConfig, schema: Schema, tower: TowerName, whe
         where: Setting or option that needs the tower, for messages.
 
     Raises:
-        ConfigError: The model has no vectors of query and item.
+        ConfigError: The model does not produce query and item vectors.
     """
     if not config.model.retrieves:
         raise ConfigError(
@@ -59,12 +59,12 @@ def open_inputs(
     reserve_columns: tuple[str, ...] = (),
     reserved_by: str = "--item",
 ) -> Dataset:
-    """Open a dataset without labels, by its footers.
+    """Open a dataset without labels by reading its footers.
 
     Args:
         config: Configuration of the run.
         schema: Schema of the run or of one of its towers.
-        places: Files or folders of Parquet.
+        places: Parquet files or folders.
         key: Setting or option that names the places, for messages.
         reserve_columns: Columns that are passed through.
         reserved_by: Setting or option that names these columns, for messages.
@@ -87,7 +87,7 @@ def to_example_schema(schema: Schema, places: str | list[str]) -> Schema:
     """Return the schema for predictions, indexes and exports, whose rows have one candidate each.
 
     Raises:
-        DataError: Rows in `places` have lists of candidates.
+        DataError: Rows in `places` contain lists of candidates.
     """
     if not schema.candidates:
         return schema
@@ -110,13 +110,13 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
     Args:
         config: Configuration of the run.
         schema: Schema of the run.
-        evaluated: Datasets whose rows name items, by name.
+        evaluated: Name → dataset whose rows name items.
 
     Returns:
         "items" → the dataset; empty without eval.retrieval.
 
     Raises:
-        ConfigError, DataError: As in `select_tower_schema`, `open_inputs` and the checks of item_ids.py.
+        ConfigError, DataError: As in `select_tower_schema`, `open_inputs` and the checks of item_checks.py.
     """
     section = config.eval.retrieval
     if section is None:
@@ -133,7 +133,7 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
 
 
 def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Dataset]) -> None:
-    """Check that model.lookup_l2 gets single vectors of its tables, and not sums of vectors.
+    """Check that model.lookup_l2 applies to single vectors of its tables, not to sums of vectors.
 
     Raises:
         ConfigError: The bags of a feature are summed.
@@ -150,7 +150,7 @@ def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Da
 
 
 def check_sample_counts(config: RunConfig, schema: Schema, train: Dataset) -> None:
-    """Check that the model reads all ids that a row of a global batch gets by `do: sample, count: all`.
+    """Check that the model reads all ids that `do: sample, count: all` assigns to a row of a global batch.
 
     Raises:
         ConfigError: The model reads fewer ids.
@@ -172,7 +172,7 @@ def check_sample_counts(config: RunConfig, schema: Schema, train: Dataset) -> No
 def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     """Open the schema and the datasets of a run, and check their columns and rows."""
     data = config.data
-    list_files(data.train, "data.train")  # before the schema, whose default place is next to it
+    list_files(data.train, "data.train")  # before the schema, whose default place is next to data.train
     folder, name = get_sibling(data.schema_uri, ""), split_query(data.schema_uri)[0].rpartition("/")[2]
     schema = parse_stored_schema(read_index(folder)["about"]) if name == INDEX else Schema.load(data.schema_uri)
     datasets = {
@@ -219,17 +219,17 @@ def hold_out(train: Dataset, share: float | Literal["auto"]) -> dict[str, Datase
 def open_dataset(
     config: RunConfig, schema: Schema, places: str | list[str], key: str, *, held_out: bool = False
 ) -> Dataset:
-    """Open a dataset of a run by its footers.
+    """Open a dataset of a run by reading its footers.
 
     Args:
         config: Configuration of the run.
         schema: Schema of the run.
-        places: Files or folders of Parquet.
+        places: Parquet files or folders.
         key: Configuration key of the dataset; data.train lacks columns that only evaluations read.
         held_out: True to add these columns to data.train, because some rows are held out for evaluations.
 
     Raises:
-        ConfigError: A task is invalid, or a column that rows are grouped by is not reserved.
+        ConfigError: A task is invalid, or a column by which rows are grouped is not reserved.
         DataError: Files, columns or types differ from the configuration.
     """
     data, tasks = config.data, resolve_tasks(config.tasks, schema)
@@ -251,10 +251,10 @@ def open_dataset(
 
 
 def check_usable_rows(dataset: Dataset, *, to_train: bool = False) -> None:
-    """Check in the footers that rows count: for training in each task, for evaluation in at least one.
+    """Check in the footers that a dataset has usable rows: in training for each task, else for any task.
 
     Raises:
-        DataError: No row counts.
+        DataError: No row is usable.
     """
     empty = dataset.empty_tasks
     if empty and (to_train or len(empty) == len(dataset.form.plan.tasks)):
@@ -279,5 +279,5 @@ def record_skipped_files(folder: Path, datasets: dict[str, Dataset]) -> list[str
     faults = ReadErrorPolicy(skip=True, log=str(folder / SKIPPED_ROWS_FILE))
     errors = [error for dataset in datasets.values() for error in dataset.left_out]
     for error in errors:
-        faults.leave_out(error, rows=None)  # their number is unknown
+        faults.leave_out(error, rows=None)  # the number of their rows is unknown
     return [f"skipped {error.where}: {error.what}" for error in errors]

@@ -1,4 +1,4 @@
-"""State of a run's driver: its lock, its note (driver.json) and its log."""
+"""State of a run's driver: its lock, record (driver.json) and log."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class DriverRecord(TypedDict, total=False):
     """Content of driver.json.
 
     Attributes:
-        pid, started, host: Process of the driver.
+        pid, started, host: Process id of the driver, its start time in clock ticks, and its host name.
         job: Id in Ray's Job API; None outside of a job.
-        unix_s: Start of the driver.
-        seconds: Total duration of all drivers that have ended.
+        unix_s: Start time of the driver (Unix time in seconds).
+        seconds: Total duration of all drivers that have ended, in seconds.
         status: RUNNING, FINISHED, STOPPED or FAILED.
         error: Parts of the error of a failed run; None otherwise.
     """
@@ -97,7 +97,7 @@ def read_driver_record(folder: Path) -> DriverRecord:
 
 
 def _sum_driver_seconds(folder: Path) -> float:
-    """Return the seconds of all drivers so far; a killed driver counts up to its last recorded message."""
+    """Return the total seconds of all drivers so far; a killed driver counts up to its last recorded message."""
     note = read_driver_record(folder)
     seconds, begin = parse_number_or_zero(note.get("seconds")), parse_number_or_zero(note.get("unix_s"))
     if note.get("status") != "RUNNING":
@@ -107,7 +107,7 @@ def _sum_driver_seconds(folder: Path) -> float:
 
 
 def is_alive(note: DriverRecord) -> bool | None:
-    """Return True if the process of a note is alive; None if the note is from another host."""
+    """Return True if the process of a driver record is alive; None if the record is from another host."""
     if note.get("host") != socket.gethostname():
         return None
     started = _read_start_time(note.get("pid", 0))
@@ -161,7 +161,7 @@ def _tee_stderr(path: Path) -> Iterator[None]:
         yield
     finally:
         sys.stderr = stderr
-        with suppress(OSError):  # text that a full disk has not taken
+        with suppress(OSError):  # text that could not be written to a full disk
             file.close()
 
 
@@ -192,7 +192,7 @@ def hold_run_lock(folder: Path, patience_s: float, report: Callable[[str], None]
     Args:
         folder: Run folder.
         patience_s: Seconds to wait for another driver, which may be saving its last checkpoint.
-        report: Called with a line that names the process that is waited for.
+        report: Function called with a line that names the process being waited for.
 
     Raises:
         RunError: Another driver trains this run.

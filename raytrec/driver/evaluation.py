@@ -142,8 +142,7 @@ def evaluate(
 
     Args:
         place: Run folder or checkpoint folder.
-        data: Folder or file of Parquet, local, s3:// or gs://; default: data.test of the run, else
-            data.valid.
+        data: Parquet folder or file (local, s3:// or gs://); default: data.test of the run, else data.valid.
         workers: Number of workers; default: as in training.
         batch_size: Global batch size; default: as in training.
         overrides: `section.key=value` of data, scaling, plan, train and eval, such as data.on_error=skip; and
@@ -294,7 +293,7 @@ def _build_table_change(folder: str, index: dict, schema: Schema, name: str, kin
 
 
 def read_run_schema(place: str | Path) -> Schema:
-    """Read the schema of a run, with the ids per row that its ranks have recorded.
+    """Return the schema of a run, with statistics of the ids per row that its ranks have recorded.
 
     Raises:
         RunError: The folder contains no run, or its ranks have recorded no lookups.

@@ -17,7 +17,7 @@ from raytrec.config.run_config import RunConfig
 
 
 class FailureKind(IntEnum):
-    """Kinds of errors; a kind with a smaller value explains the others."""
+    """Kind of a failure; a kind with a smaller value explains kinds with larger values."""
 
     RESTART = 0  # a requested restart
     RAYTREC_ERROR = 1  # an error for people, which would recur
@@ -32,8 +32,8 @@ class Cause:
     """Reason why a rank failed.
 
     Attributes:
-        text: One line on the failure.
-        error: Error itself.
+        text: One line that describes the failure.
+        error: Exception raised by the rank, or Ray's error about its process.
     """
 
     kind: FailureKind
@@ -43,14 +43,14 @@ class Cause:
 
     @property
     def sentence(self) -> str:
-        """Text of the cause, preceded by the rank unless the text is complete by itself."""
+        """Return the text of the cause, preceded by the rank unless the text is complete by itself."""
         if self.kind in (FailureKind.RAYTREC_ERROR, FailureKind.RESTART):
             return self.text
         return f"rank {self.rank} {self.text}"
 
 
 # Phrases of CUDA and its libraries in errors of this process's GPU. A host sees an error at its next call: if
-# that is a collective, the message names it too. Lower case; torch 2.13.0: c10/cuda/CUDAException.cpp,
+# the call is a collective, the message also names it. Lower case; torch 2.13.0: c10/cuda/CUDAException.cpp,
 # CUDACachingAllocator.cpp, ATen/cuda/Exceptions.h (cuBLAS and its like: "CUDA error: CUBLAS_STATUS_…");
 # c10d/NCCLUtils.cpp for errors of CUDA in NCCL 2.29.7, and for two ranks on one GPU (ncclInvalidUsage).
 GPU_ERROR_PHRASES = (
@@ -102,8 +102,8 @@ def _classify(rank: int, error: BaseException) -> Cause:
 def extract_main_line(text: str) -> str:
     """Return the most specific line of an error's text, or an empty string.
 
-    CUDA errors end with advice, NCCL errors have the event after "Last error:", and torch may append frames
-    of C++ to either. For other errors, the last line is returned.
+    CUDA errors end with advice, NCCL errors name the event after "Last error:", and torch may append C++
+    frames to either. For other errors, the last line is returned.
     """
     message, _, detail = text.partition("\nException raised from ")[0].partition("Last error:")
     lines = [line.strip() for line in (detail or message).splitlines() if line.strip()]
@@ -127,9 +127,9 @@ def to_raytrec_error(error: Exception, config: RunConfig, sentence: str) -> Rayt
 
 
 def write_traceback(error: Exception, config: RunConfig) -> str:
-    """Write the traceback to error.txt, and return a sentence on its place.
+    """Write the traceback to error.txt, and return a sentence that names the file.
 
-    The last lines that a local Ray wrote to stderr are appended, because its logs are removed with it.
+    The last lines that a local Ray wrote to stderr are appended, because its logs are removed when it stops.
     """
     path, logs = Path(config.run.dir) / "error.txt", find_log_folder()
     try:

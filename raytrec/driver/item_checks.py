@@ -1,4 +1,4 @@
-"""Checks of the items of eval.retrieval, and of the keys by which rows name items. Imports no torch."""
+"""Checks of the items of eval.retrieval, and of the keys by which rows name items. Torch is not imported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIN_MATCHING_SHARE = 0.5  # share of known ids that must match
 
 
 def read_columns(dataset: Dataset, group: RowGroup, columns: list[str], rows: int) -> pa.Table:
-    """Read columns of the first rows of a row group, after the transforms that make them."""
+    """Read columns of the first rows of a row group, after the transforms that produce the columns."""
     transforms = select_needed_transforms(dataset.form.plan.transforms, columns)
     inputs, rows = resolve_input_columns(transforms, columns), min(rows, group.rows)
     table = decode_columns(group.path, group.index, 0, rows, inputs, dataset.form.folders)
@@ -43,8 +43,8 @@ def check_item_keys(items: Dataset, column: str) -> None:
     """Check that each item has a key, and no two items have the same key. All keys are read.
 
     Raises:
-        DataError: An item has no key, or the key of an earlier item; the message names file, row group and
-            row.
+        DataError: The key comes from folder names, or an item has no key or the key of an earlier item; the
+            message names the file, row group and row.
     """
     if column in items.form.from_folders:
         raise DataError(
@@ -68,7 +68,7 @@ def check_item_keys(items: Dataset, column: str) -> None:
 
 
 def _place(items: Dataset, column: str, row: int) -> str:
-    """Return the place of a row of the dataset in words."""
+    """Return a description of the place of a row in the dataset."""
     for group in items.groups:
         if row < group.rows:
             break
@@ -97,9 +97,9 @@ def check_item_types(section: RetrievalSection, items: Dataset, dataset: Dataset
 def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) -> None:
     """Check that `seen` and right items are named by the items' key, in a sample of evaluated rows.
 
-    The own item and the history of a row are features, whose ids `items` translates into any of its columns.
+    A row's own item and history are features, whose ids `items` translates into any of its columns.
     `seen` usually contains most of the history, and the right items include the row's own item. A column that
-    matches another column of the items, and not the key, is refused.
+    matches another column of the items, and not the key, is rejected.
 
     Args:
         section: Section eval.retrieval of the run.
@@ -142,7 +142,7 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
 
 
 def _find_id_columns(items: Dataset) -> list[str]:
-    """Return the columns of the items' files that hold integers or text."""
+    """Return the columns of the items' files that contain integers or text."""
     fields = read_footer(items.groups[0].path).schema.to_arrow_schema()
     return [each.name for each in fields if pa.types.is_integer(plain(each.type)) or is_text(plain(each.type))]
 

@@ -60,7 +60,7 @@ def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work:
 
     Args:
         config: Configuration of the run.
-        failed: Called with the failure that ended all workers, and True if the workers are started again.
+        failed: Function called with the failure that ended all workers, and True if workers are restarted.
         work: Function that resumes from the newest checkpoint when it is called again.
 
     Raises:
@@ -217,8 +217,9 @@ RAY_TRAIN_ENV = {HEALTH_CHECK_INTERVAL_S: "0.5", WORKER_GROUP_START_TIMEOUT_S: "
 def _make_ray_run_config(folder: str) -> Any:
     """Return a configuration of Ray Train whose storage is the folder of the checkpoints.
 
-    Ray Train accepts only checkpoints inside its own folder. The snapshot of an earlier driver is removed:
-    half written, it would keep Ray Train from starting. The newest checkpoint is found by checkpoint.files.
+    Ray Train accepts only checkpoints inside its own folder. The snapshot of an earlier driver is removed,
+    because a partially written snapshot would keep Ray Train from starting. checkpoint.files finds the newest
+    checkpoint.
     """
     import ray.train
 
@@ -236,7 +237,7 @@ DUPLICATE_SIGNAL_WINDOW_S = 1.0  # `timeout` and similar programs signal both th
 
 
 class Interrupted(KeyboardInterrupt):
-    """End of a group by Ctrl-C or SIGTERM.
+    """Exception raised when Ctrl-C or SIGTERM has ended a group.
 
     Attributes:
         signal: Number of the signal.
@@ -252,7 +253,7 @@ class StopSignalHandler(AbstractContextManager):
     """Handler of Ctrl-C and SIGTERM: the first asks the group to save and end, a second ends it at once.
 
     The handler of Ray Train 2.60 ends the workers and then the process, without a message. This handler gives
-    the group `patience_s` seconds to save; 0: none.
+    the group `patience_s` seconds to save; with 0, the first signal ends the group at once.
     """
 
     def __init__(self, coordinator: Any, patience_s: float):

@@ -32,7 +32,7 @@ class GpuNode:
     Attributes:
         address: Address of the node.
         gpus: Number of GPUs that Ray counts.
-        get_build_device: Device that the node's packages are built for; None: no answer, or no torch.
+        built_for: Device for which the node's packages are built; None: no answer, or no torch.
         gpu_memory: Usable memory of the node's smallest GPU in bytes; None: unknown.
         host_memory: Main memory in bytes; None: unknown.
         kinds: Name and compute capability of each GPU; empty: unknown.
@@ -54,9 +54,9 @@ def count_local_cpus(config: RunConfig) -> int:
 def build_worker_bundle(config: RunConfig, device: str, cpu_nodes_read_rows: bool = False) -> dict[str, float]:
     """Return the resources that Ray reserves for a worker.
 
-    They include the CPUs of the worker's readers, whose tasks therefore request none. Read tasks that request
+    The resources include the CPUs of the worker's readers, whose tasks therefore request none. Read tasks that request
     CPUs would wait forever if workers, or paused tasks of another stream, hold all CPUs. For example, an
-    evaluation begins while read tasks of training still have to hand over their rows.
+    evaluation begins while read tasks of training have yet to hand over their rows.
 
     Args:
         config: Configuration of the run.
@@ -70,7 +70,7 @@ def build_worker_bundle(config: RunConfig, device: str, cpu_nodes_read_rows: boo
 
 
 def is_local() -> bool:
-    """Return True if all nodes are this machine, over loopback, and so share this process's environment."""
+    """Return True if every node is this machine, over loopback, and thus shares this process's environment."""
     import ray
 
     return all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
@@ -79,7 +79,7 @@ def is_local() -> bool:
 def list_gpu_nodes() -> list[GpuNode]:
     """Return the nodes with GPUs, with their packages and memory; nodes that do not answer are included.
 
-    The tasks that ask the nodes need neither CPU nor GPU, so that they do not wait for other work.
+    The tasks that inspect the nodes request neither CPUs nor GPUs, so that they do not wait for other work.
     """
     import ray
 
@@ -94,7 +94,7 @@ def list_gpu_nodes() -> list[GpuNode]:
         GpuNode(
             node["NodeManagerAddress"],
             int(node["Resources"]["GPU"]),
-            **({} if isinstance(info, Exception) else info),  # the node is gone, which workers will report
+            **({} if isinstance(info, Exception) else info),  # if the node is gone, workers will report the loss
         )
         for node, info in zip(nodes, answers, strict=True)
     ]
@@ -167,10 +167,10 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
 
 
 def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
-    """Check that the nodes, without other work, can hold the minimum number of workers.
+    """Check that the nodes, without other work, have room for the minimum number of workers.
 
     Raises:
-        ConfigError: The nodes cannot hold them.
+        ConfigError: The nodes have too few GPUs or CPUs.
     """
     least, resources = (
         config.scaling.min_workers,
@@ -197,7 +197,7 @@ def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
 
 
 def reads_on_cpu_nodes(config: RunConfig, device: str) -> bool:
-    """Return True if nodes without GPUs read all rows for workers with GPUs, or may be started for this."""
+    """Return True if nodes without GPUs read all rows for GPU workers, or an autoscaler can start them."""
     if device != "cuda" or config.data.read_on != "auto":
         return device == "cuda" and config.data.read_on == "cpu_nodes"
     return (
@@ -206,7 +206,7 @@ def reads_on_cpu_nodes(config: RunConfig, device: str) -> bool:
 
 
 def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode], console: Any) -> None:
-    """Check that constraints can be kept with every number of workers, where hosts and memory are known.
+    """Check that the planner's constraints can be met with every number of workers, if memory is known.
 
     Args:
         config: Configuration of the run.
@@ -243,7 +243,7 @@ def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: lis
 
 
 def _compute_host_memory_share(nodes: list[GpuNode], workers: int, local: bool) -> int | None:
-    """Return the bytes of main memory for each worker on GPUs; None if unknown."""
+    """Return the main memory per worker in bytes; None if unknown."""
     if local:
         return measure_system_memory() // workers
     measured = [node for node in nodes if node.host_memory]

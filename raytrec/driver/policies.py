@@ -31,15 +31,15 @@ from raytrec.compat.ray_train import (
 from raytrec.driver.failure_analysis import Cause, FailureKind, find_cause
 
 NUMBER_PATTERN = re.compile(r"\d[\d.]*( bytes| [KMGT]iB)?")
-NODE_SETTLE_TIME_S = 2.0  # after a failure, until lost nodes are no longer counted and returning ones are
+NODE_SETTLE_TIME_S = 2.0  # time after a failure for Ray to stop counting lost nodes and to count returning nodes
 RAYLET_CONNECT_TIMEOUT_S = 1.0
-GPU_RELEASE_TIMEOUT_S = 10.0  # until the processes of the group have released their GPUs
+GPU_RELEASE_TIMEOUT_S = 10.0  # time for the processes of the group to release their GPUs
 OLD_GROUP_TIMEOUT_S = 10.0  # after this time the old group is given up, even without free room
 SCALE_UP_INTERVAL_S = 15.0  # between two attempts to add workers, while fewer than the maximum run
 
 
 class FailedGpus:
-    """Failed GPUs that this run leaves out until its controller ends.
+    """Failed GPUs that this run excludes until its controller ends.
 
     Ray cannot take a GPU away from a node, so an actor reserves it.
 
@@ -85,9 +85,9 @@ class _GpuReservation:
 class GroupFailurePolicy(FailurePolicy):
     """FailurePolicy that restarts a group after deaths and exceptions, `max_failures` times.
 
-    Errors for people end the run at once. Lost nodes and requested restarts are not counted. The same
+    RaytrecErrors end the run at once. Lost nodes and requested restarts are not counted. The same
     exception at the same step, twice in a row, ends the run as well, because it would recur. Numbers in its
-    text may differ ("921.60 MiB" that a GPU had left). Failed GPUs are left out as long as there are others.
+    text may differ, such as a GPU's free memory. Failed GPUs are excluded as long as there are enough others.
     """
 
     def __init__(self, config: Any, coordinator: Any, max_failures: int, gpus: FailedGpus):
@@ -124,7 +124,7 @@ class GroupFailurePolicy(FailurePolicy):
             return -1
 
     def _decide_failed_start(self, error: ControllerError) -> FailureDecision:
-        """Decide about a group that did not start; a node may have left or become unreachable meanwhile."""
+        """Decide whether a group that did not start is restarted; a node may have left or become unreachable."""
         failure = error.controller_failure
         cause = find_cause({0: failure})
         if isinstance(cause.error, GpuFailedError) and self._gpus.leave_out(cause.error):
@@ -138,10 +138,10 @@ class GroupFailurePolicy(FailurePolicy):
 
 
 class NodeCapacityPolicy(RequestingPolicy):
-    """ScalingPolicy with as many workers as remaining nodes have room for, between minimum and maximum.
+    """ScalingPolicy that starts as many workers as the remaining nodes have room for, within the limits.
 
-    The policy never resizes a running group: it autoscaler_exists the group to save and end, so that no step
-    is lost.
+    The policy never resizes a running group. Instead, it asks the group to save and end, so that no step is
+    lost.
 
     Args:
         scaling_config: Scaling configuration of Ray Train.
@@ -149,7 +149,7 @@ class NodeCapacityPolicy(RequestingPolicy):
         min_workers: Minimum number of workers.
         max_workers: Maximum number of workers.
         reader_cpus: CPUs for reading that an autoscaler provides in addition to the workers' CPUs; read tasks
-            request none themselves (nodes.bundle).
+            request none themselves (nodes.build_worker_bundle).
         autoscaler_exists: As in RequestingPolicy.
     """
 
@@ -179,7 +179,7 @@ class NodeCapacityPolicy(RequestingPolicy):
         if slots < wanted and not is_first and waited < NODE_SETTLE_TIME_S:
             return NoopDecision()
         if slots < self._min_workers:
-            if waited > OLD_GROUP_TIMEOUT_S and self._asked_for:  # its processes may hold the resources
+            if waited > OLD_GROUP_TIMEOUT_S and self._asked_for:  # the old group's processes may hold the resources
                 return self._resize(self._min_workers)
             if not self._reported:
                 self._reported = True
@@ -202,9 +202,9 @@ class NodeCapacityPolicy(RequestingPolicy):
         return NoopDecision()
 
     def _request_scale_up(self, nodes: Counter[str]) -> None:
-        """Ask for a restart if two looks in a row find room for more workers.
+        """Ask for a restart if two consecutive checks find room for more workers.
 
-        Room that is found only once may be due to a pause of a reader.
+        Room that only one check finds may be due to a pause of a reader.
         """
         slots = min(self._count_possible_workers(nodes), self._max_workers)
         if slots > nodes.total() and self._had_room:
@@ -218,7 +218,7 @@ class NodeCapacityPolicy(RequestingPolicy):
         return ResizeDecision(workers, self.resources_per_worker)
 
     def _count_possible_workers(self, own_workers: Counter[str]) -> int:
-        """Return how many workers have room next to other work; the group's own places count as free."""
+        """Return the number of workers that fit next to other work; the group's own places count as free."""
         bundle = self.resources_per_worker
         free, draining, slots = list_free_resources(), list_draining_nodes(), 0
         for node in list_alive_nodes():

@@ -41,7 +41,7 @@ ANY_MACHINE = "any"  # --on any: as many of every known machine as needed
 
 
 def check_plan(plan: RunPlan) -> list[str]:
-    """Check that a run can work, and return warnings.
+    """Check that a planned run can work, and return warnings.
 
     Raises:
         ConfigError, SchemaError: As in `check_fit`; or the weights of warm_start.from do not fit.
@@ -67,10 +67,10 @@ def check_fit(config: RunConfig, schema: Schema, *, on_this_machine: bool) -> No
     Raises:
         ConfigError, SchemaError: The model cannot use the tasks, metrics, dims or features; plan.tables or
             optim.tables name tables that the schema lacks; kernels do not support the weight decay;
-            train.compile has no compiler, or is graphs with varying sizes; the tables are larger than the
-            machine; or no MLflow store has the address.
+            train.compile lacks a compiler, or is graphs although batch sizes vary; the tables do not fit on
+            this machine; or tracking.uri is not the address of an MLflow store.
     """
-    # With `auto` on GPUs, the workers also refuse adam: only they know the device.
+    # With `auto` on GPUs, the workers also reject adam, because only they know the device.
     device = "cuda" if config.scaling.device == "cuda" else "cpu"
     check_decay(resolve_constraints(config, schema), resolve_optimizers(config, schema), device)
     check_sampled_ids(config, schema)
@@ -123,7 +123,7 @@ def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -
 
 
 def check_sampled_ids(config: RunConfig, schema: Schema) -> list[str]:
-    """Check that sampled ids (do: sample, rows) are in range of the tables that look them up.
+    """Check that sampled ids (do: sample, rows) are within the range of the tables that look them up.
 
     Returns:
         A warning for each table of which not all rows can be sampled.
@@ -185,7 +185,7 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
 
 
 def check_row_and_step_counts(config: RunConfig, schema: Schema, steps: int) -> list[str]:
-    """Return a warning for each number that does not fit the tables or the run.
+    """Return a warning for each count that does not match the tables or the length of the run.
 
     Args:
         config: Configuration of the run.
@@ -207,7 +207,7 @@ def check_constant_labels(plan: RunPlan) -> list[str]:
     """Check in the footers that labels of data.train vary where a loss compares predictions with them.
 
     Returns:
-        A warning for each task whose label has one value.
+        A warning for each task whose label has only one value.
 
     Raises:
         DataError: A new run would train a classifier on a label with a single class.

@@ -1,4 +1,4 @@
-"""Preparation of a run: resolved configuration, data, folder."""
+"""Preparation of a run: resolved configuration, data and folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUN_RECORD_FILES = (METRICS, RANKS, CHECKS, EVENTS, DELIVERED, DRIVER)  # record
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Run before its start.
+    """Run that is prepared but not started.
 
     Attributes:
         config: Resolved configuration (`resolve`).
@@ -100,7 +100,7 @@ def resolve_config(
 def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
     """Return a copy of a configuration with names, folders and stores filled in.
 
-    Every path becomes absolute, because workers run elsewhere.
+    Every path becomes absolute, because workers run in other working directories.
     """
     config = config.model_copy(deep=True)
     run, data, tracking = config.run, config.data, config.tracking
@@ -132,7 +132,7 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
 
 
 def check_no_redacted_values(config: RunConfig) -> None:
-    """Check that a configuration has no redacted values.
+    """Check that a configuration contains no redacted values.
 
     Raises:
         ConfigError: Values are missing, because they were redacted in the source of the configuration.
@@ -151,7 +151,7 @@ def write_config(folder: Path, config: RunConfig) -> None:
 
 
 def write_marked_file(file: Path, text: str) -> None:
-    """Write a file of settings, and mark the file as this user's (trust.py)."""
+    """Write a settings file, and mark the file as this user's (trust.py)."""
     write_text(file, text)
     mark_as_own(file)
 
@@ -208,7 +208,7 @@ def load_checkpoint_config(
     """
     folder, index = find(place)
     stored = index["about"]["config"]
-    config = load_config(stored, allow_code=True)  # none of its code runs before it is loaded again
+    config = load_config(stored, allow_code=True)  # none of the code that it names runs before it is loaded again
     name = re.sub(r"-\d{8}-\d{6}$", "", config.run.name or "run")
     config.run.name = config.run.dir = config.checkpoint.dir = None
     start = [f"warm_start.from={json.dumps(folder)}", f"data.schema={json.dumps(join_uri(folder, INDEX))}"]

@@ -27,20 +27,20 @@ from raytrec.tracking.journal import Journal, write_atomically
 from raytrec.tracking.run_folder import PLAN, RESULT, read_messages
 
 WAIT_S = 0.5  # interval between checks for the end of a group
-MESSAGE_WAIT_S = 5.0  # wait of one call for messages of the coordinator; each call takes both a few milliseconds
+MESSAGE_WAIT_S = 5.0  # wait of one call for messages of the coordinator; each call costs both sides a few milliseconds
 
 
 class Watch:
-    """Reader of the messages of ranks and coordinator while Ray Train runs.
+    """Reader of messages from the ranks and the coordinator while Ray Train runs.
 
     Args:
         console: Console that shows the messages.
         record: Record that stores the messages; None if nothing is trained.
-        ended: Called when the result has arrived, before the workers end.
+        ended: Function called when the result has arrived, before the workers end.
 
     Attributes:
         result: Figures of rank 0; None until the group has ended successfully.
-        unsaved: Error because of which the trained model could not be saved; None if it was saved.
+        unsaved: Error that prevented the trained model from being saved; None if it was saved.
         stopped_at: Step at which the run was stopped.
         ended_early_at: Step at which evaluations ended training (train.early_stopping).
     """
@@ -57,8 +57,8 @@ class Watch:
     def reading(self, coordinator: Any) -> Iterator[None]:
         """Read the coordinator's messages in a thread while the block runs, then read all remaining ones.
 
-        Every call of the thread to Ray has a short timeout: a thread that is still in a call while Ray is
-        shut down, after a part of Ray was lost, crashes the process.
+        Every Ray call of the thread has a short timeout. A thread that is still in a call when Ray is shut
+        down, after a part of Ray was lost, would crash the process.
         """
         import ray
 
@@ -86,7 +86,7 @@ class Watch:
                 self.receive(message)
 
     def failed(self, cause: str, again: bool) -> None:
-        """Record that all workers have ended, which no coordinator could report."""
+        """Record that all workers have ended, because no coordinator is left to report the failure."""
         self.receive(messages.Event(event="failed", details={"cause": cause, "rank": None, "again": again}))
 
     def receive(self, message: Message) -> None:
@@ -107,7 +107,7 @@ class Watch:
             show(**{name: value for name, value in message.values().items() if name != "unix_s"})
 
     def _record_message(self, message: Message) -> list[str]:
-        """Record a message, and return sentences for people.
+        """Record a message, and return warnings and advice to show.
 
         Any exception becomes a warning, because later messages must still be read.
         """
@@ -148,10 +148,11 @@ class Record:
 
         Args:
             metrics: Figures of the run.
-            unsaved: Error because of which the model could not be saved; None if it was saved.
+            unsaved: Error that prevented the model from being saved; None if it was saved.
 
         Returns:
-            Error because of which result.json is missing and the run can be resumed; None on success.
+            Error that prevented result.json from being written, in which case the run can be resumed; None on
+                success.
         """
         figures = {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
         self._append(messages.Result(step=metrics["train.steps"], unix_s=time(), figures=figures))
@@ -170,12 +171,12 @@ class Record:
         return None
 
     def close(self) -> list[str]:
-        """Write waiting lines, and return sentences about lines that could not be written."""
+        """Write buffered lines, and return warnings about lines that could not be written."""
         missing = self._journal.missing()
         return [*self._take_warnings(), *filter(None, [missing])]
 
     def store_message(self, message: Message) -> list[str]:
-        """Write one message, and return sentences for people."""
+        """Write one message, and return warnings and advice to show."""
         if message.FILE and message.values().get("unix_s") is None:
             message = replace(message, unix_s=time())  # type: ignore[call-arg]
         if message.FILE:
@@ -218,7 +219,7 @@ class Record:
 
 
 def _fetch_messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -> list[Message]:
-    """Return the coordinator's messages; wait for the first one at most `wait_s` seconds."""
+    """Return the coordinator's messages; wait at most `wait_s` seconds for the first message."""
     import ray
 
     try:
@@ -232,14 +233,14 @@ def _fetch_messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write values as JSON to a file, either completely or not at all."""
+    """Write values to a file as JSON, either completely or not at all."""
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text to a file, either completely or not at all.
 
-    A configuration that contains a password is readable by this user alone.
+    A configuration that contains a password is readable only by this user.
     """
     shown = hide_yaml(text) if path.suffix == ".yaml" else text
     write_atomically(path, text.encode(), 0o666 if shown == text else 0o600)

@@ -1,4 +1,4 @@
-"""Resuming of interrupted runs, and warm starts from checkpoints; incompatible changes are refused."""
+"""Resuming interrupted runs, and warm starts from checkpoints; incompatible changes are rejected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def resume_config(place: str | Path, source: Any, overrides: list[str], allow_co
 
     Args:
         place: Run folder.
-        source: Config that takes the place of the run's own, within permitted changes; None: the run's own.
+        source: Config that replaces the run's own config, with permitted changes only; None: the run's own.
         overrides: `section.key=value` strings.
         allow_code: True if a configuration that is not the user's own may name code (trust.py): a source from
             a URI, or the configuration in a run folder that another user has written.
@@ -50,7 +50,7 @@ def resume_config(place: str | Path, source: Any, overrides: list[str], allow_co
             expected="a run folder with a config.yaml",
             do="pass the folder that `raytrec train` printed (run.dir)",
         )
-    stored = load_config(file, allow_code=True)  # none of its code runs until it is allowed
+    stored = load_config(file, allow_code=True)  # none of the code that it names runs until it is allowed
     foreign = {} if allow_code or is_own_file(file) else find_foreign_code(stored.model_dump(by_alias=True))
     elsewhere = describe_foreign_file(file) if foreign and source is None else None
     config = load_config(stored if source is None else source, overrides, elsewhere=elsewhere, allow_code=allow_code)
@@ -120,7 +120,7 @@ def _is_same_run(folder: Path, config: RunConfig) -> bool:
 
 
 def record_data(folder: Path, datasets: dict[str, Dataset], contents: dict[str, list[FileIdentity]]) -> None:
-    """Write the files and contents of the datasets to the run folder for a resume; ignore OS errors."""
+    """Record the datasets' files and contents in the run folder for resuming; ignore OS errors."""
     values: dict[str, Any] = {name: [asdict(each) for each in files] for name, files in contents.items()}
     values[FILES_KEY] = {name: d.listing.record() for name, d in datasets.items() if d.listing.files}
     with suppress(OSError):
@@ -140,7 +140,7 @@ def check_same_data(
         contents: Current contents of each dataset's files.
 
     Returns:
-        Warnings about changes in other datasets, and about files that were written again.
+        Warnings about changes in other datasets, and about rewritten files.
 
     Raises:
         ConfigError, DataError: A change of the schema or of data.train would alter the result.
@@ -162,8 +162,8 @@ def check_same_data(
         raise DataError(
             "data.train has changed since the run was interrupted" + _format_list(changes),
             where=f"{datasets['train'].uri}; {root}",
-            expected="the same files with the same content, because the remaining rows are counted in the "
-            "files (other folders and copies are allowed)",
+            expected="the same files with the same content, because the saved position refers to "
+            "their rows (moved files and copies are allowed)",
             do=f"restore the files, or start a new run from the weights: raytrec train --warm-start "
             f"{quote_for_shell(folder)}",
         )
@@ -183,7 +183,7 @@ def check_same_data(
 
 
 def _strip_statistics(schema: Schema) -> str:
-    """Return the part of a schema that results depend on."""
+    """Return a schema as YAML without its statistics, on which results do not depend."""
     return schema.model_copy(update={"statistics": {}}).to_yaml()
 
 
@@ -232,7 +232,8 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
     """Return warnings about weights of warm_start.from that this model and schema do not use.
 
     Raises:
-        ConfigError, SchemaError: A difference that warm_start.tables and warm_start.dense do not allow.
+        ConfigError, SchemaError: The checkpoint differs in a way that warm_start.tables and warm_start.dense do
+            not allow, or other optimizers have its state.
     """
     about = find(config.warm_start.from_)[1]["about"]
     old_config, old_schema = load_config(about["config"], allow_code=True), parse_stored_schema(about)

@@ -162,7 +162,7 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
             error = Unfinished(**problem.parts)
             error.result = Result(metrics, folder, [f"run folder   {make_relative(folder)}"])
             raise error
-    except Unfinished:  # its message is complete
+    except Unfinished:  # the message is complete
         raise
     except RaytrecError as error:
         steps = watch.ended_early_at or count_total_steps(config, datasets["train"].rows)
@@ -222,7 +222,7 @@ def _find_store_error(follower: DeliveryProcess, folder: Path) -> RaytrecError |
 
 
 def _list_next_steps(config: RunConfig, code: list[str] | None, page: Path | None) -> list[str]:
-    """Return lines that name the files of a finished run, and commands to look at them."""
+    """Return lines that name the files of a finished run, and commands to inspect them."""
     folder = make_relative(Path(config.run.dir))
     lines = [f"run folder   {folder}"]
     if code:

@@ -36,7 +36,7 @@ class DeliveryProcess:
 
     Args:
         config: Configuration of the run.
-        notify: Called with sentences for people by `check`, `ready` and `close`.
+        notify: Function that `check`, `ready` and `close` call with messages to show.
 
     Attributes:
         run_id: Id of the MLflow run; None: not known yet.
@@ -58,17 +58,17 @@ class DeliveryProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**LOW_MEMORY_ENV, **os.environ},
-            start_new_session=True,  # Ctrl-C must not reach it
+            start_new_session=True,  # Ctrl-C must not reach the process
         )
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, DELIVERY_NICENESS)
         return process
 
     def check(self) -> None:
-        """Pass on reports of the process.
+        """Handle the reports that the process has sent.
 
         Raises:
-            ConfigError: The store cannot be opened, for example a wrong address, or a server that wants
+            ConfigError: The store cannot be opened, e.g. because the address is wrong or the server requires
                 another user.
         """
         self._read_reports(0.0)
@@ -76,7 +76,7 @@ class DeliveryProcess:
             raise self._refusal
 
     def ready(self) -> str | None:
-        """Wait until the store has answered; wait for a server only some seconds.
+        """Wait until the store has answered; wait for a server at most a few seconds.
 
         Returns:
             Id of the MLflow run; None if a server does not answer.
@@ -99,7 +99,7 @@ class DeliveryProcess:
             patience_s: Limit of the wait in seconds.
 
         Returns:
-            None, or a sentence on missing records in MLflow and how to deliver them. An error that `check`
+            None, or a sentence that states which records MLflow lacks and how to deliver them. An error that `check`
                 has raised is not repeated.
         """
         if self._process is None:
@@ -120,7 +120,7 @@ class DeliveryProcess:
             self._process.wait()
         if self._refusal or not self._missing:
             return None
-        return f"{self._missing}; the run folder has all records: raytrec track {quote_for_shell(self._folder)}"
+        return f"{self._missing}; the run folder contains all records: raytrec track {quote_for_shell(self._folder)}"
 
     def _read_reports(self, wait_s: float) -> bool:
         """Handle reports that arrive within `wait_s` seconds. Return False if the process has ended."""
@@ -162,7 +162,7 @@ def load_tracked_config(run: str | Path, allow_code: bool) -> RunConfig:
 
 
 def track(run: str | Path, allow_code: bool = False, follow: bool = False) -> RunConfig:
-    """Deliver the records of a run folder that the MLflow store lacks. A second call delivers nothing.
+    """Deliver the records of a run folder that the MLflow store lacks. Repeating the call delivers nothing.
 
     Args:
         run: Run folder.

@@ -21,7 +21,7 @@ from raytrec.config.tables import EmbeddingOptim
 
 # Sharding types of TorchRec (1.8.0) for tables that produce one vector per id.
 BY_ID_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
-# For tables that produce sums of bags: ranks hold parts of each sum, and a reduce-scatter adds them up.
+# For tables that produce sums of bags: ranks hold parts of each sum, which a reduce-scatter adds up.
 REDUCE_SCATTER_TYPES = ("row_wise", "table_row_wise", "grid_shard")
 COLUMN_SHARDED_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 NO_REDUCTION_TYPES = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
@@ -44,7 +44,7 @@ class TableConstraint:
         sharding: Allowed sharding types.
         ranks: Ranks that must hold the table, in the order of its shards, or None if the planner chooses.
         kernel: Compute kernel, or None if the planner chooses.
-        dtype: fp32 or fp16.
+        dtype: Dtype of the weights: fp32 or fp16.
         group: Index of the table's plan.colocate group, or None.
     """
 
@@ -59,7 +59,7 @@ def match_tables(pattern: str, schema: Schema, where: str) -> list[str]:
     """Return the tables that match a name or a pattern such as 'item*'.
 
     Raises:
-        ConfigError: No table matches; the error's place is `where`.
+        ConfigError: No table matches. The error gives `where` as its place.
     """
     tables = [table for table in schema.tables if fnmatchcase(table, pattern)]
     if not tables:
@@ -120,7 +120,7 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
 def _filter_sharding_types(
     table: str, sharding: tuple[str, ...], kinds: tuple[str, ...], why: str, expected: str
 ) -> tuple[str, ...]:
-    """Return the sharding types that are among `kinds`; raise ConfigError if none is."""
+    """Return the sharding types that are in `kinds`, or raise ConfigError if there are none."""
     possible = tuple(kind for kind in sharding if kind in kinds)
     if not possible:
         raise make_plan_error(table, f"{' or '.join(sharding)} {why}", expected)
@@ -157,10 +157,10 @@ def _copy_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, Tabl
 
 
 def count_column_shards(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | None, world: int, local: int):
-    """Return the number of column shards of a table under these sharding types, 1 if columns are not cut.
+    """Return the number of column shards of a table under these sharding types, or 1 if columns are not cut.
 
-    There is one column shard per eligible rank, or fewer if widths would not be equal multiples of 4
-    (FBGEMM).
+    There is one column shard per eligible rank (grid_shard: per host of these ranks). There are fewer if the
+    shards could not have equal widths that are multiples of 4, as FBGEMM requires.
     """
     if "grid_shard" in sharding:
         max_parts = (len(ranks) if ranks else world) // local
@@ -185,9 +185,9 @@ MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 
 
 def resolve_kernel(device: str, kernel: str | None) -> str | None:
-    """Return the kernel of a table on a device, or None if the device's memory holds the whole table.
+    """Return the kernel that stores a table outside a device's memory, or None for a table stored within it.
 
-    On CPU there is no other memory, so UVM kernels are None as well.
+    The result for UVM kernels on CPU is None as well, because host memory is the device's memory there.
 
     Args:
         device: cpu or cuda.
@@ -198,7 +198,7 @@ def resolve_kernel(device: str, kernel: str | None) -> str | None:
 
 
 def list_kernel_choices(config: RunConfig, device: str, managed: bool) -> list[str]:
-    """Return TorchRec's compute kernels that the planner may choose from if a table's kernel is not set.
+    """Return the TorchRec compute kernels from which the planner may choose if a table's kernel is not set.
 
     Args:
         config: Configuration of the run.
@@ -213,28 +213,29 @@ def list_kernel_choices(config: RunConfig, device: str, managed: bool) -> list[s
 
 
 def find_mmap_folder(config: RunConfig) -> Path:
-    """Return the folder of this machine's (nameless) table files: plan.mmap_dir, or else the run folder.
+    """Return the folder for this machine's unnamed table files: plan.mmap_dir, or else the run folder.
 
-    If the folder does not exist, the nearest existing parent is returned, which is on the same disk.
+    Without either, it is the system's temporary folder. If the folder does not exist, its nearest existing
+    parent, which is on the same disk, is returned.
     """
     folder = Path(config.plan.mmap_dir or config.run.dir or tempfile.gettempdir()).absolute()
     return next(place for place in (folder, *folder.parents) if place.is_dir())
 
 
 def measure_free_disk(config: RunConfig) -> int:
-    """Return the number of free bytes on the disk of `find_mmap_folder`."""
+    """Return the number of free bytes on the disk of the folder for table files."""
     return shutil.disk_usage(find_mmap_folder(config)).free
 
 
 def advise_disk_space(config: RunConfig) -> str:
-    """Return advice for a disk without room for table files, with the resume command if a run has begun."""
+    """Return advice for a disk too full for table files, with the resume command if a run has begun."""
     do, run = "make room, or set plan.mmap_dir to a folder on another disk", Path(config.run.dir or "")
     begun = config.run.dir and (run / "config.yaml").is_file()
     return f"{do}; then resume the run: raytrec train --resume {quote_for_shell(make_relative(run))}" if begun else do
 
 
 def find_memory_filesystem(folder: Path) -> str | None:
-    """Return the type of a folder's file system if it keeps files in memory, otherwise None; Linux only."""
+    """Return the type of a folder's file system if it keeps files in memory, else None (Linux only)."""
     device = os.stat(folder).st_dev
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()

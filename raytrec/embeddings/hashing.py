@@ -1,11 +1,11 @@
 """Hashes of integers, initial values derived from hashes, and keys of managed ids, on any device.
 
-int64 arithmetic wraps around on CPU and GPU, and no value is rounded, so both produce the same bits.
-data/ids.py does the same in NumPy.
+int64 arithmetic wraps around on CPU and GPU, and hashes involve no rounding, so both devices produce the same
+bits. data/ids.py computes the same hashes in NumPy.
 
 The key of an id is its splitmix64 hash, a bijection of the 64-bit integers. Keys are therefore spread evenly
 for any ids, and an id can be recovered from its key (`unhash_bits`). Ranks own equal, ascending spans of
-keys: an order by key on each rank is an order over all ranks, for any number of ranks.
+keys. Sorting by key on each rank therefore sorts the keys of all ranks, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 64-bit constants as torch's signed intege
 MULTIPLIER_1, MULTIPLIER_2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 INVERSE_MULTIPLIER_1, INVERSE_MULTIPLIER_2 = 0x96DE1B173F119089 - 2**64, 0x319642B2D24D8EC3  # their inverses
 NO_KEY = -(2**63)  # marks an empty slot
-VALUES_PER_BLOCK = 2**19  # values made at once: they fit a CPU cache and keep a GPU busy
+VALUES_PER_BLOCK = 2**19  # values computed at once: a block fits a CPU's cache and keeps a GPU busy
 _OWNER_BITS = 32  # bits of a key that determine its owner
 
 
 def hash_bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the splitmix64 hashes of integers (Steele, Lea, Flood 2014), int64 [...], one to one."""
+    """Return the splitmix64 hash (Steele, Lea, Flood 2014) of each integer, int64 [...]; a bijection."""
     bits = values + GOLDEN
     bits ^= _shift_right(bits, 30)
     bits *= MULTIPLIER_1
@@ -38,29 +38,29 @@ def hash_bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def unhash_bits(hashed: torch.Tensor) -> torch.Tensor:
-    """Return the integers whose hashes by `hash_bits` are these, int64 [...]."""
+    """Return the integers that `hash_bits` maps to these hashes, int64 [...]."""
     bits = _invert_xorshift(hashed, 31) * INVERSE_MULTIPLIER_2
     bits = _invert_xorshift(bits, 27) * INVERSE_MULTIPLIER_1
     return _invert_xorshift(bits, 30) - GOLDEN
 
 
 def _invert_xorshift(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Return x, given x ^ (x shifted right by 22 to 31 bits)."""
+    """Return x, given x ^ (x shifted right by `count` bits), for a count from 22 to 31."""
     return bits ^ _shift_right(bits, count) ^ _shift_right(bits, 2 * count)
 
 
 def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Shift right and fill with zeros; torch's own shift repeats the sign."""
+    """Return the bits shifted right and filled with zeros; torch's >> operator repeats the sign bit."""
     return (bits >> count).bitwise_and_(2 ** (64 - count) - 1)
 
 
 def compute_initial_values(seed: int, table: str, ids: torch.Tensor, columns: range, rows: int) -> torch.Tensor:
-    """Return the initial values of the rows of ids, uniform in ±1/√rows, on the device of the ids.
+    """Return the initial values of the ids' rows, uniform in ±1/√rows, on the device of the ids.
 
     Each value is a function of (seed, table, id, column) alone, with the same bits on CPU and GPU. An id
-    starts a splitmix64 sequence, and each number of this sequence provides 32 bits for each of two columns.
-    The first 25 of these bits, the last one set, are an integer that float32 represents exactly. Only the one
-    multiplication rounds.
+    seeds a splitmix64 sequence, and each number of this sequence provides 32 bits for each of two columns.
+    The highest 25 of these bits, with the lowest of them set to 1, form an integer that float32 represents
+    exactly. Only the final multiplication rounds.
 
     Args:
         seed: run.seed.
@@ -83,9 +83,9 @@ def compute_initial_values(seed: int, table: str, ids: torch.Tensor, columns: ra
 
 
 def ids_to_keys(ids: torch.Tensor) -> torch.Tensor:
-    """Return the keys of ids, int64 [...], none of which is NO_KEY.
+    """Return the key of each id, int64 [...]; no id has the key NO_KEY.
 
-    Two of the 2⁶⁴ ids share the key next to NO_KEY; all other ids have different keys.
+    Two of the 2⁶⁴ ids share the key NO_KEY + 1; every other id has a unique key.
     """
     return hash_bits(ids).clamp_(min=NO_KEY + 1)
 
@@ -100,7 +100,7 @@ def find_key_owners(keys: torch.Tensor, world: int) -> tuple[torch.Tensor, torch
 
 
 def assign_fallback_rows(keys: torch.Tensor, first: int | torch.Tensor, rows: int | torch.Tensor) -> torch.Tensor:
-    """Return the fallback row of each key [n], used while the key has no row, int64 [n].
+    """Return the fallback row of each key, which is used while the key has no row; int64 [n].
 
     Args:
         keys: Keys, int64 [n].
@@ -112,13 +112,13 @@ def assign_fallback_rows(keys: torch.Tensor, first: int | torch.Tensor, rows: in
 
 @dataclass(frozen=True)
 class DistinctKeys:
-    """Distinct keys, ascending by the number of their table, then by key.
+    """Distinct keys, sorted by table number, then by key.
 
     Attributes:
         tables: Table number of each distinct key, int64 [n].
         keys: Distinct keys, int64 [n].
-        counts: Occurrences of each distinct key, int64 [n].
-        places: Index into `keys` of each original key, int64 [N].
+        counts: Number of occurrences of each distinct key, int64 [n].
+        places: Index into `keys` for each original key, int64 [N].
     """
 
     tables: torch.Tensor
@@ -130,13 +130,13 @@ class DistinctKeys:
     def from_keys(
         cls, tables: torch.Tensor, keys: torch.Tensor, count: int, counts: torch.Tensor | None = None
     ) -> DistinctKeys:
-        """Return the distinct keys among N keys whose tables ascend.
+        """Return the distinct keys among N keys, which are given in ascending order of their tables.
 
         Args:
             tables: Table number of each key, int64 [N], ascending.
             keys: Keys, int64 [N].
             count: Number of tables.
-            counts: Occurrences of each key, which are summed for equal keys; default: 1 each.
+            counts: Number of occurrences of each key, int64 [N], summed over equal keys; default: 1 each.
         """
         if count == 1:  # faster on a CPU
             distinct, places = torch.unique(keys, return_inverse=True)
@@ -154,7 +154,7 @@ class DistinctKeys:
 
 
 def count_by_owner(tables: torch.Tensor, keys: torch.Tensor, count: int, world: int) -> torch.Tensor:
-    """Return the number of keys by table and owning rank, int64 [count, world].
+    """Return the number of keys of each table that each rank owns, int64 [count, world].
 
     Args:
         tables: Table number of each key, int64 [n], ascending.
@@ -168,7 +168,7 @@ def count_by_owner(tables: torch.Tensor, keys: torch.Tensor, count: int, world: 
 def count_tables(tables: torch.Tensor, count: int) -> torch.Tensor:
     """Return the number of occurrences of each table number below `count`, int64 [count].
 
-    torch.bincount would make the host wait.
+    Unlike torch.bincount, this function does not make the host wait for the GPU.
 
     Args:
         tables: Table numbers, int64 [n], ascending.
@@ -178,7 +178,7 @@ def count_tables(tables: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def sort_within_tables(tables: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys sorted within each table, and their original places, int64 [n] each.
+    """Return the keys sorted within each table, and their original indices, int64 [n] each.
 
     Args:
         tables: Table number of each key, int64 [n], ascending.

@@ -28,19 +28,19 @@ from raytrec.embeddings.pooling import Collection, find_table_modules
 
 ADMISSION_SIGHTINGS = 3  # if lower, rarely used rows displace others; if higher, the places fill more slowly
 MIN_CLOCK_WINDOW = 4096  # minimum number of places that the hand inspects at once
-SAMPLED_PAGES = 32  # number of sampled pages; up to twice as many
+SAMPLED_PAGES = 32  # at least this many pages are sampled (if there are as many), and fewer than twice as many
 BLOCK_ROWS = 65_536  # rows written back at once
-# Memory of a place in addition to its row, and of each row of the table.
+# Bytes of memory per place, in addition to its row, and per row of the table.
 BYTES_PER_PLACE, ROW_BYTES = 10, 4
 
 
 class MappedFileFactory:
-    """Factory of the files of this rank's tables.
+    """Factory for the files that store this rank's tables.
 
-    The files have no names and disappear when the process ends for any reason; only checkpoints are kept.
+    The files are unnamed and disappear when the process ends for any reason. Only checkpoints are kept.
 
     Args:
-        config: Configuration of the run, with the folder of the files (plan.mmap_dir).
+        config: Configuration of the run, whose plan.mmap_dir is the folder of the files.
         share: Share of the tables' rows that are also kept in memory (HotRowCache).
     """
 
@@ -48,11 +48,11 @@ class MappedFileFactory:
         self._config, self._folder, self.share = config, find_mmap_folder(config), share
 
     def make_hot_rows(self, whole: list[torch.Tensor], rows: int) -> HotRowCache:
-        """Return the HotRowCache of a shard."""
+        """Return a HotRowCache for a shard with these tensors and this number of rows."""
         return HotRowCache(whole, rows)
 
     def allocate_zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor:
-        """Return zeros [count + more] whose first `count` values are shared with a new file.
+        """Return a tensor of zeros, [count + more], whose first `count` values are mapped to a new file.
 
         Disk space is reserved at once: on a full disk, writing a page back would otherwise kill the process.
 
@@ -60,7 +60,7 @@ class MappedFileFactory:
             tables: Names of the tables, for error messages.
             count: Number of values in the file.
             dtype: Dtype of the values.
-            more: Number of values after them that exist only in memory.
+            more: Number of additional values, at the end, that exist only in memory.
 
         Raises:
             RunError: The folder is not writable, has no room, or is itself in memory.
@@ -97,7 +97,7 @@ def mark_mapped(
     """Mark the tables that a plan assigns to fused_mmap. Call before sharding.
 
     Args:
-        collections: Collections of PooledEmbeddings, marked by optim.fuse.
+        collections: Collections of PooledEmbeddings, marked by optim.mark_fused.
         plan: Sharding plan.
         optimizers: Optimizer of every table (constraints.resolve_optimizers).
         hot: True if any rank also keeps rows of these tables in memory; the same on all ranks.
@@ -111,25 +111,26 @@ def mark_mapped(
 
 
 class HotRowCache:
-    """Rows of a table's shard that have a place in memory, while their values in the file are out of date.
+    """In-memory cache of a shard's frequently used rows, whose values in the file can be out of date.
 
-    The lookups of the run determine the rows. A row that has been looked up in SIGHTINGS steps gets a place.
-    If all places are taken, the row replaces one that was not looked up since a hand last passed it (CLOCK,
-    as in page caches). For rows spread over a file, a page cache keeps 4 KiB each. HotRowCache keeps only the
-    row, and writes nothing back while the row is used.
+    The lookups of the run determine the cached rows. A row that has been looked up in ADMISSION_SIGHTINGS
+    steps gets a place in memory. If all places are taken, the row replaces one that has not been looked up
+    since the hand last passed (CLOCK, as in page caches). A page cache keeps a page of 4 KiB for each of the
+    rows scattered over a file. HotRowCache keeps only the row, which is written back when it is replaced or
+    the cache is flushed.
 
     Args:
-        whole: Weights of the lookup, [rows + places, columns], and its optimizer state, of that shape or
-            [rows + places]. Values of the file come first, then those of the places in memory.
+        whole: Weights of the lookup, [rows + places, columns], and its optimizer state, of the same shape or
+            [rows + places]. The values in the file come first, followed by the places in memory.
         rows: Number of rows of the shard.
     """
 
     def __init__(self, whole: list[torch.Tensor], rows: int):
         self._tensors, self._rows, self._count = whole, rows, len(whole[0]) - rows
         self._tensor_at = {values.data_ptr(): values for values in whole}
-        # For each row its place, or if it has none, −1 − number of steps in which it was looked up.
+        # Place of each row, or −1 − the number of steps in which the row was looked up if it has no place.
         self._places = torch.full((rows,), -1, dtype=torch.int32)
-        # For each place its row, and two flags:
+        # Row of each place, and two flags:
         self._row = torch.zeros(self._count, dtype=torch.int64)
         self._used = torch.zeros(self._count, dtype=torch.bool)  # since the hand last passed
         self._changed = torch.zeros(self._count, dtype=torch.bool)  # since it was last written back
@@ -140,8 +141,8 @@ class HotRowCache:
     def look_up(self, rows: torch.Tensor, *, trains: bool) -> torch.Tensor:
         """Return the positions in `whole` of rows that are about to be looked up, int [n].
 
-        The pages of rows in the file are prefetched together. Places do not change before the next call with
-        `trains`.
+        The pages of rows in the file are prefetched together. The positions are valid until the next call
+        with `trains=True`.
 
         Args:
             rows: Rows of the shard, int [n].
@@ -162,14 +163,14 @@ class HotRowCache:
         return torch.where(places >= 0, places.to(rows.dtype) + self._rows, rows)
 
     def take_hit_share(self) -> float | None:
-        """Return the share of training lookups found in memory since the last call; None without lookups."""
+        """Return the share of training lookups served from memory since the last call; None without lookups."""
         share = self._hits / self._lookups if self._lookups else None
         self._lookups = self._hits = 0
         return share
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Write all rows in memory back to the file; they stay in memory."""
+        """Write all changed rows in memory back to the file; the rows stay in memory."""
         places = self._changed[: self._filled].nonzero().squeeze(1)
         for block in places[self._row[places].argsort()].split(BLOCK_ROWS):
             self._write_back(block)
@@ -184,7 +185,7 @@ class HotRowCache:
         """Return the current values of some rows.
 
         Args:
-            values: Tensor of `whole` without the places; selects weights or a kind of state.
+            values: Tensor of `whole` without the places in memory; selects the weights or a kind of state.
             rows: Rows of the shard, int64 [n].
         """
         return self._tensor_at[values.data_ptr()].index_select(0, self._find_places(rows))
@@ -206,7 +207,7 @@ class HotRowCache:
         return torch.where(places >= 0, places + self._rows, rows)
 
     def _admit(self, cold: torch.Tensor) -> bool:
-        """Give places to rows that have now been looked up often enough. Return True if any row got one.
+        """Give places to rows that have been looked up often enough; return True if any row gets a place.
 
         Args:
             cold: Distinct rows without a place, int64 [n].
@@ -234,9 +235,9 @@ class HotRowCache:
         return len(places) > 0
 
     def _find_idle_places(self, count: int) -> torch.Tensor:
-        """Return at most `count` places whose rows were not used since the hand last passed.
+        """Return up to `count` places whose rows have not been used since the hand last passed.
 
-        The hand makes at most one turn.
+        The hand makes at most one full turn.
         """
         parts, remaining = [torch.zeros(0, dtype=torch.int64)], self._count
         while count and remaining:
@@ -253,8 +254,8 @@ class HotRowCache:
     def _write_back(self, places: torch.Tensor) -> None:
         """Write the rows at these places back to the file.
 
-        Only rows that have changed since the last `flush` may be passed: a save that began with that flush
-        has already set them aside (checkpoint/snapshot.py).
+        Only rows that have changed since the last `flush` may be passed. A save that began with this flush
+        has already copied the previous values of such rows (checkpoint/snapshot.py).
         """
         if not len(places):
             return

@@ -34,7 +34,7 @@ def _make_settings(config: EmbeddingOptim | DenseOptim) -> dict:
 
 
 def mark_fused(collections: Iterable[Collection], optimizers: Mapping[str, EmbeddingOptim], device: str) -> None:
-    """Mark the tables to be updated in backward, if the device has a kernel for that. Call before sharding.
+    """Mark tables for updates during backward if the device has a kernel for it; call before sharding.
 
     TorchRec (1.8.0, group_tables) then puts tables with the same collection, optimizer and learning rate into
     one kernel.
@@ -54,7 +54,7 @@ def mark_fused(collections: Iterable[Collection], optimizers: Mapping[str, Embed
 
 
 class RunOptimizer(CombinedOptimizer):
-    """All optimizers of a run combined into one.
+    """Optimizer that combines all optimizers of a run.
 
     Attributes:
         names: Name of each table's optimizer in the configuration.
@@ -70,9 +70,9 @@ def combine_optimizers(
 ) -> RunOptimizer:
     """Return one optimizer for all weights of a sharded model.
 
-    It contains the fused optimizers, the dense layers' optimizer, and one optimizer for each set of settings
-    of tables that are not updated in backward: data-parallel tables, tables with a dense kernel, and tables
-    whose optimizer has no kernel.
+    The result contains the fused optimizers and the dense layers' optimizer. For tables that are not updated
+    in backward, it also contains one optimizer per set of settings. Such tables are data-parallel, have a
+    dense kernel, or have an optimizer without a kernel.
 
     Args:
         model: DistributedModelParallel.
@@ -95,9 +95,9 @@ def combine_optimizers(
 
 
 def choose_fused_option(weights: Iterable[torch.Tensor]) -> bool | None:
-    """Return True if all weights are on GPUs, so that one kernel updates them, or None for torch's default.
+    """Return True if all weights are on GPUs, or None for torch's default.
 
-    By default, torch launches several kernels for each weight.
+    With True, one kernel updates all weights. By default, torch launches several kernels for each weight.
     """
     return all(weight.is_cuda for weight in weights) or None
 
@@ -106,7 +106,7 @@ def _choose_one_pass(config: EmbeddingOptim, weights: Iterable[torch.Tensor]) ->
     """Return the option that makes torch update tables on CPU in one pass, or {} if unsupported.
 
     The option applies to optimizers without an FBGEMM kernel on CPU, for tables of any size. One pass reads
-    and writes weights, gradients and state together; Adam takes 6 passes otherwise.
+    and writes weights, gradients and state together; otherwise, Adam takes 6 passes.
     """
     optimizer = find_optimizer(config.name)
     is_supported = "cpu" not in optimizer.devices and "fused" in signature(optimizer.torch_class()).parameters
@@ -135,25 +135,25 @@ class _LookupCut:
 class GlobalNormClip(OptimizerWrapper):
     """Optimizer wrapper that scales the whole gradient to an L2 norm of at most `max_norm` before each step.
 
-    The factor is min(1, max_norm ÷ (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. norm² is the sum
-    over dense parameters and data-parallel tables, counted once rather than once per rank, and over the
-    touched rows of all sharded tables. Each touched row counts once, with its gradient summed over the global
-    batch.
+    The factor is min(1, max_norm ÷ (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. norm² sums squares
+    over dense parameters, data-parallel tables and the touched rows of all sharded tables. Dense parameters
+    and data-parallel tables count once rather than once per rank. Each touched row counts once, with its
+    gradient summed over the global batch.
 
     Tables that FBGEMM updates in backward have no gradient, and clipping must precede that backward. The
     graph is therefore cut at the output of each rank's lookups. Backward ends there, with the gradients of
-    the whole global batch for this rank's shards. The gradient of each touched row follows from these and the
-    ids, and its norm is added to that of the dense layers. A second backward then passes the scaled gradients
-    to the tables. This works for every sharding type and kernel.
+    the whole global batch for this rank's shards. These gradients and the ids determine the gradient of each
+    touched row, whose squared norm is added to that of the dense layers. A second backward then passes the
+    scaled gradients to the tables. This procedure works for every sharding type and kernel.
 
     Args:
-        optimizer: Optimizer of all weights (optim.combine).
-        model: DistributedModelParallel; from now on its lookups are cut while gradients are recorded.
-        max_norm: Largest norm.
+        optimizer: Optimizer of all weights (`combine_optimizers`).
+        model: DistributedModelParallel, whose lookups are cut from now on while gradients are recorded.
+        max_norm: Maximum L2 norm of the gradient.
 
     Attributes:
-        last_norm: Norm of the last gradient before scaling, a float64 scalar on the device; None before the
-            first step.
+        last_norm: L2 norm of the last gradient before scaling, a float64 scalar on the device; None before
+            the first step.
     """
 
     def __init__(self, optimizer: KeyedOptimizer, model: DistributedModelParallel, max_norm: float):
@@ -200,10 +200,10 @@ class GlobalNormClip(OptimizerWrapper):
 
 
 class DenseAverage(OptimizerWrapper):
-    """Optimizer wrapper that keeps the exponential moving average of the dense weights.
+    """Optimizer wrapper that keeps an exponential moving average of the dense weights.
 
-    Tables are not averaged, because an average needs a copy of each table.
-    With decay d and the weights w₁ … w_t after each step, the average is
+    Tables are not averaged, because averaging would require a copy of each table.
+    With decay d and the weights w₁ … w_t after each of t steps, the average is
 
         Σ d^(t−i) · w_i ÷ Σ d^(t−i)        over i = 1 … t
 
@@ -211,7 +211,7 @@ class DenseAverage(OptimizerWrapper):
     worker.nonfinite.SkipNonfiniteOptimizer, which wraps this optimizer, are not counted.
 
     Args:
-        optimizer: Optimizer of all weights (optim.combine), possibly wrapped for clipping.
+        optimizer: Optimizer of all weights (`combine_optimizers`), possibly wrapped for clipping.
         model: DistributedModelParallel.
         decay: Decay d, between 0 and 1.
 
@@ -241,7 +241,7 @@ class DenseAverage(OptimizerWrapper):
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """Replace the dense weights by their averages within the `with` block."""
+        """Replace the dense weights with their averages within the `with` block."""
         if not self.count:
             yield
             return

@@ -1,6 +1,6 @@
 """Embedding tables of the schema, as collections that TorchRec shards, and pooling of their vectors.
 
-Mean pooling divides the global sum by the global bag length.
+Mean pooling divides a bag's global sum by the bag's global length, or by the sum of its weights.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def make_embedding_bags(
     constraints: Mapping[str, TableConstraint] | None = None,
     excluded_tables: Mapping[str, object] | None = None,
 ) -> EmbeddingBagCollection | None:
-    """Return the tables that produce sums of bags, on the meta device, as TorchRec shards them.
+    """Return a collection of the tables that produce sums of bags, on the meta device, to be sharded.
 
-    Every table is declared SUM: TorchRec's sharded mean is wrong or differs under several sharding types.
+    Every table is declared SUM, because TorchRec's sharded mean is wrong or differs under several sharding types.
     `pooling.DenseInputBuilder` computes the means.
 
     Args:
         schema: Schema of the run.
-        constraints: Constraint of every table, used for its dtype; default: fp32 for all tables.
+        constraints: Constraint of every table, which states its dtype; default: fp32 for all tables.
         excluded_tables: Tables to exclude. If no table remains, None is returned.
     """
     features_of: dict[str, list[str]] = {table: [] for table in schema.tables if table not in (excluded_tables or {})}
@@ -61,8 +61,8 @@ def make_by_id_collections(
 ) -> nn.ModuleList:
     """Return the collections that produce one vector per id, on the meta device.
 
-    Tables of one collection share exchanges and must have equal dims and numbers of column shards (torchrec
-    1.8.0). The planner cuts tables of one dim equally unless their ranks are configured.
+    Tables in one collection share exchanges and must have the same dim and the same number of column shards
+    (TorchRec 1.8.0). The planner cuts tables of the same dim equally unless their ranks are configured.
     """
     groups: dict[tuple[int, int], list[EmbeddingConfig]] = {}
     for name, names in features.tables_by_id.items():
@@ -88,12 +88,12 @@ def _make_args(
 
 
 def _skip_init(weight: torch.Tensor) -> torch.Tensor:
-    """Leave the weight unchanged: after sharding, tables.fill_tables writes values that depend on no plan."""
+    """Leave the weight unchanged: after sharding, tables.fill_tables writes values independent of the plan."""
     return weight
 
 
 def find_table_modules(collection: nn.Module) -> dict[str, nn.Module]:
-    """Return the module of each table's weight, for a collection of either kind, sharded or not."""
+    """Return the module that holds each table's weight, for a collection of either kind, sharded or not."""
     return dict(getattr(collection, _get_attribute(collection)).items())
 
 
@@ -107,7 +107,7 @@ def _get_attribute(collection: nn.Module) -> str:
 
 
 def find_table_name(fqn: str) -> str | None:
-    """Return the table that a parameter or state-dict key belongs to, or None for a dense layer."""
+    """Return the table to which a parameter or state-dict key belongs, or None for a dense layer."""
     parts = fqn.split(".")
     if len(parts) < 3 or parts[-1] != "weight":
         return None
@@ -120,15 +120,15 @@ class PooledEmbeddings(FixedDtype):
     """Lookup and pooling of all sparse features; sequences that a model reads id by id are not pooled.
 
     Args:
-        schema: Features, their pooling and their tables.
+        schema: Schema with the features, their pooling and their tables.
         constraints: Constraint of every table; default: all fp32. The dtypes are fixed, so `.to(dtype)`,
-            `.half()`, `.bfloat16()` and the like raise RunError: weights that are read would differ from
-            those trained.
-        sequences: Maximum number of ids of each feature that is read id by id (config.features); default:
-            none, and sequences are mean-pooled.
+            `.half()`, `.bfloat16()` and the like raise RunError: a cast would separate the weights that are
+            read from those that are trained.
+        sequences: Maximum number of ids for each feature that is read id by id (config.features); default:
+            none, so that sequences are mean-pooled.
 
     Attributes:
-        bags: Tables that produce sums of bags, or None if there are none.
+        bags: Collection of the tables that produce sums of bags, or None if there are none.
         by_id: Collections of tables that produce one vector per id.
     """
 
@@ -151,13 +151,13 @@ class PooledEmbeddings(FixedDtype):
         return [*([] if self.bags is None else [self.bags]), *self.by_id]
 
     def forward(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        """Return the inputs of the dense layers by feature, float32 [B, dim of its table].
+        """Return the inputs of the dense layers by feature, float32 [B, dim of the feature's table].
 
-        With bag ids i and weights wᵢ (1 if unweighted), sum is Σ wᵢ·eᵢ and mean is Σ wᵢ·eᵢ ÷ Σ wᵢ. Empty bags
-        and bags with Σ wᵢ = 0 are 0. A sequence that is read id by id is [B, L, dim]: the wᵢ·eᵢ in the order
-        of its ids, padded with 0. Features of candidates are [N, dim].
+        For a bag with vectors eᵢ and weights wᵢ (1 if unweighted), sum pooling returns Σ wᵢ·eᵢ. Mean pooling
+        divides this sum by Σ wᵢ unless Σ wᵢ is 0. Empty bags are 0. A sequence that is read id by id is
+        [B, L, dim]: the wᵢ·eᵢ in the order of the ids, padded with 0. Features of candidates are [N, dim].
         """
-        # TorchRec's pipeline traces this method with a Proxy; later it exchanges copies of ids beforehand.
+        # TorchRec's pipeline traces this method with a Proxy and later exchanges copies of the ids in advance.
         ids = sparse if is_pipelined(self.collections[0], sparse) else copy_sparse(sparse)
         sums = None if self.bags is None else self.bags(ids)
         return self.inputs(sums, [collection(ids) for collection in self.by_id], sparse)
@@ -168,7 +168,7 @@ class PooledEmbeddings(FixedDtype):
 
 
 def copy_sparse(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return a copy that FBGEMM and TorchRec may change: they clamp ids in place and replace weights."""
+    """Return a copy of the ids for FBGEMM and TorchRec, which clamp ids in place and replace weights."""
     weights = sparse.weights_or_none()
     return KeyedJaggedTensor(
         sparse.keys(),
@@ -200,7 +200,7 @@ class BagMeans(nn.Module):
     for every sharding type.
 
     Args:
-        is_mean: Whether the bags of each key are averaged, in the order of the KeyedJaggedTensor's keys.
+        is_mean: True for each key whose bags are averaged, in the order of the KeyedJaggedTensor's keys.
     """
 
     def __init__(self, is_mean: list[bool]):
@@ -210,7 +210,7 @@ class BagMeans(nn.Module):
     def forward(
         self, sums: KeyedTensor | dict[str, torch.Tensor], sparse: KeyedJaggedTensor
     ) -> dict[str, torch.Tensor]:
-        """Return the pooled features, with sums of mean-pooled features divided by Σ wᵢ of the bag."""
+        """Return the pooled features, with the sums of mean-pooled features divided by each bag's Σ wᵢ."""
         pooled = dict(sums) if isinstance(sums, dict) else sums.to_dict()
         if not any(self.is_mean):
             return pooled
@@ -222,7 +222,7 @@ class BagMeans(nn.Module):
 
 
 class DenseInputBuilder(nn.Module):
-    """Conversion of looked-up vectors into inputs of the dense layers: bags, and sequences read id by id.
+    """Conversion of looked-up vectors into the dense layers' inputs: pooled bags and padded sequences.
 
     TorchRec's pipeline, which traces the model to find sharded modules, treats this module as one step.
 
@@ -244,7 +244,8 @@ class DenseInputBuilder(nn.Module):
 
         Args:
             sums: Sums of bags, [B, Σ dims], for the features whose tables produce sums.
-            by_id: Vectors of the ids, float32 [N, dim], by feature, for each collection of other tables.
+            by_id: For each collection of the other tables, the vectors of the ids by feature, float32
+                [N, dim].
             sparse: Ids that were looked up.
         """
         if not by_id:
@@ -287,7 +288,7 @@ def pad_sequences(vectors_ND: torch.Tensor, offsets: torch.Tensor, length: int) 
 
 
 def sum_bag_weights(sparse: KeyedJaggedTensor) -> torch.Tensor:
-    """Return Σ wᵢ of each bag (its length if unweighted), float32 [F, B]; 1 instead of 0."""
+    """Return Σ wᵢ of each bag (its length if unweighted), float32 [F, B]; sums of 0 are replaced with 1."""
     lengths = sparse.lengths()
     weights = sparse.weights_or_none()
     if weights is None:

@@ -25,15 +25,15 @@ Codecs = dict[str, QuantizedCommCodecs]
 
 
 class ScaledCodec(QuantizedCommCodec):
-    """FBGEMM's codec for one direction of collectives (plan.qcomms), with two changes.
+    """FBGEMM's codec for one direction of collectives (plan.qcomms), with another scale and group size.
 
-    FBGEMM divides by its scale before values leave fp16, so small gradients are lost nevertheless. FBGEMM's
-    groups of 32 int8 values fit few batches and few tables.
+    FBGEMM divides by its own scale before values leave fp16, so small gradients are lost despite the scale.
+    FBGEMM's groups of 32 int8 values match the shapes of few batches and tables.
 
     Args:
         precision: fp32, fp16, bf16 or int8.
         group: Number of int8 values that share a scale; a divisor of the width of every shard.
-        factor: Power of two by which values are multiplied during transfer.
+        factor: Power of two by which values are multiplied during transfer; ignored for fp32.
     """
 
     def __init__(self, precision: str, group: int, factor: float = 1.0):
@@ -41,13 +41,13 @@ class ScaledCodec(QuantizedCommCodec):
         self.group, self.factor = group, factor if precision != "fp32" else 1.0
 
     def encode(self, input_tensor: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:
-        """Return the scaled values in the codec's precision."""
+        """Return the values, multiplied by the factor, in the codec's precision."""
         if self.factor != 1:
             input_tensor = input_tensor * self.factor
         return super().encode(input_tensor, ctx)
 
     def decode(self, input_tensor: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:
-        """Return the values in fp32, without the scale."""
+        """Return the values in fp32, divided by the factor."""
         values = super().decode(input_tensor, ctx)
         return values if self.factor == 1 else values.div_(self.factor)
 
@@ -57,7 +57,7 @@ class ScaledCodec(QuantizedCommCodec):
 
 
 def make_codecs(config: RunConfig, widths: Iterable[int], world: int) -> Codecs | None:
-    """Return the codecs by collective (TorchRec's `qcomm_codecs_registry`), or None if all are fp32.
+    """Return the codec pair of each collective (TorchRec's `qcomm_codecs_registry`), or None if all are fp32.
 
     Args:
         config: Configuration of the run.
@@ -87,7 +87,8 @@ def list_shard_widths(plan: ShardingPlan) -> list[int]:
 # equal steps cover the range from its smallest to its largest value. The limit is half a step plus 2 %,
 # because FBGEMM adds 1e-8 to the divisor.
 MAX_ROUNDING_ERROR = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 1 / 250}
-# Smaller values have the same absolute error as this one: fp16 has no smaller exponent, int8 adds that 1e-8.
+# Smaller values have the same absolute error as this one: fp16 has no smaller exponent, and FBGEMM adds the
+# 1e-8 for int8.
 MIN_ROUNDED_VALUE = {"fp32": 0.0, "fp16": 2.0**-14, "bf16": 0.0, "int8": 2.0**-12}
 
 
@@ -96,8 +97,8 @@ class Rounding:
     """Bound on the rounding error of values sent between ranks.
 
     Attributes:
-        share: Error relative to the sum of the summands' magnitudes.
-        smallest: Lower limit of magnitudes; smaller magnitudes count as this value.
+        share: Maximum error relative to the sum of the summands' magnitudes.
+        smallest: Smallest magnitude to use in this sum; smaller magnitudes count as this value.
     """
 
     share: float
@@ -148,8 +149,8 @@ def bound_backward_rounding(
 def choose_gradient_factor(config: RunConfig, world: int) -> float:
     """Return the factor of gradients during transfer: a power of two, so that multiplying is exact.
 
-    A row's gradient is divided by the rows of a batch and multiplied by the number of ranks (see
-    tasks/objective.py). Beyond 1e5 rows, fp16 would keep only a few bits of the gradient.
+    A row's gradient is divided by the number of rows in a batch and multiplied by the number of ranks (see
+    tasks/objective.py). Beyond 1e5 rows, fp16 would keep only a few bits of the unscaled gradient.
     """
     return 2.0 ** floor(log2(max(1, config.data.global_batch_size // world)))
 
@@ -198,7 +199,7 @@ def make_sharders(
     """Return the sharders of all collections of tables.
 
     Args:
-        fused_params: FBGEMM's settings of kernels that update in backward.
+        fused_params: FBGEMM settings for kernels that update tables in backward.
         codecs: Codecs of values sent between ranks; default: fp32.
         device: cpu or cuda.
         distinct: True if each distinct id of a batch is sent once, for tables that produce one vector per id.

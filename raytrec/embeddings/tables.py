@@ -32,11 +32,11 @@ class Shard:
         rank: Rank that holds the shard; for data-parallel tables, which every rank holds whole, this rank.
         rows: Range of table rows.
         columns: Range of table columns.
-        values: Live weights or state on the rank that holds the shard; writes change them. Weights are [rows,
-            columns], state with one value per row is [rows]. None on other ranks.
+        values: Live weights or state on the rank that holds the shard; writing to them changes the model.
+            Weights are [rows, columns]; state with one value per row is [rows]. None on other ranks.
         cache: Cache of a kernel that keeps some rows on the GPU (fused_uvm_caching) or in memory
-            (fused_mmap), or None. `values` of cached rows are as old as the last flush; `read` returns
-            current ones.
+            (fused_mmap), or None. For cached rows, `values` are as old as the last flush, whereas `read`
+            returns the current values.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Shard:
     cache: Cache | ResidentRows | None = None
 
     def read(self, rows: torch.Tensor | slice) -> torch.Tensor:
-        """Return the current values of rows, int64 [n] relative to the shard's first row, or a slice."""
+        """Return the current values of rows, an int64 [n] or a slice relative to the shard's first row."""
         if self.cache is not None:
             if isinstance(rows, slice):
                 rows = torch.arange(*rows.indices(len(self.values)), device=self.values.device)
@@ -54,7 +54,7 @@ class Shard:
         return self.values[rows] if isinstance(rows, slice) else self.values.index_select(0, rows)
 
     def write(self, rows: torch.Tensor, new: torch.Tensor) -> None:
-        """Replace the values of rows (as in `read`) by `new`, [n, columns] or [n], of any dtype."""
+        """Replace the values of rows, int64 [n] as in `read`, with `new`: [n, columns] or [n], of any dtype."""
         if self.cache is not None:
             self.cache.write(self.values, rows, new.to(self.values.dtype))
         else:
@@ -116,7 +116,7 @@ class ShardedValues:
             first_row: Table row of the first value.
 
         Raises:
-            RunError: The values have another width than the table, or the rows are outside the table.
+            RunError: The width of the values differs from the table's, or rows are outside the table.
         """
         if tuple(values.shape[1:]) != self.shape[1:]:
             raise RunError(
@@ -176,8 +176,9 @@ class Table:
         sharding: Sharding type (config.tables.Sharding).
         kernel: Compute kernel: fused, dense, fused_uvm, fused_uvm_caching or fused_mmap.
         weight: Shards of the weights.
-        optimizer: Optimizer of the table, or None if it was read without an optimizer.
-        state: Shards of each kind of optimizer state (TableOptimizer.state); empty before torch creates them.
+        optimizer: Optimizer class of the table, or None if `tables` was called without an optimizer.
+        state: Shards of each kind of optimizer state (TableOptimizer.state); empty until torch creates the
+            state.
         parameter: TorchRec's weight on this rank, a slice of a larger tensor; None if this rank has no shard.
     """
 
@@ -197,7 +198,7 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
 
     Args:
         model: DistributedModelParallel, or any module that contains a sharded collection.
-        optimizer: Optimizer returned by `optim.combine`, needed for the tables' optimizer state.
+        optimizer: Optimizer from `optim.combine_optimizers`; required for the tables' optimizer state.
     """
     optimizers, live_state, collected = {}, {}, {}
     if optimizer is not None:

@@ -33,11 +33,11 @@ from raytrec.compat.torchrec_ import (
 
 @dataclass(frozen=True)
 class KeyLookups:
-    """One key of a KeyedJaggedTensor.
+    """Ids, weights and bags of one key of a KeyedJaggedTensor.
 
     Attributes:
         ids: Ids, int64 [N].
-        bag: Bag of each id, int64 [N].
+        bag: Index of the bag that contains each id, int64 [N].
         weights: Weights of the ids, float32 [N]; 1 if unweighted.
         lengths: Lengths of the bags, int64 [B].
     """
@@ -103,7 +103,7 @@ def split_bags(key: KeyLookups) -> KeyLookups:
 
 
 def sum_squared_row_gradients(kernel: nn.Module, features: KeyedJaggedTensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return Σ of the squared gradient of each table row that a lookup touched, a float64 scalar.
+    """Return the sum of squared gradients over all table rows that a lookup touched, a float64 scalar.
 
     Args:
         kernel: Lookup, as in `split_lookup`.
@@ -138,7 +138,7 @@ def _offset_ids(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
 
 
 def _sum_squared_gradients(ids_N: torch.Tensor, grads_ND: torch.Tensor) -> torch.Tensor:
-    """Return Σ over distinct ids of the squared sum of their gradients, a float64 scalar."""
+    """Return the sum over distinct ids of the squared norm of an id's summed gradients, a float64 scalar."""
     sums_ND = torch.zeros_like(grads_ND).index_add_(0, rank_distinct_ids(ids_N), grads_ND)
     return sums_ND.double().square().sum()
 
@@ -146,8 +146,8 @@ def _sum_squared_gradients(ids_N: torch.Tensor, grads_ND: torch.Tensor) -> torch
 def rank_distinct_ids(ids_N: torch.Tensor) -> torch.Tensor:
     """Return, for each id, the number of distinct smaller ids, int64 [N].
 
-    This is the inverse of torch.unique, but the host does not wait for the device to report the number of
-    distinct ids.
+    The result equals the inverse indices of torch.unique, but the host does not wait for the device to report
+    the number of distinct ids.
     """
     ordered_N, order_N = ids_N.sort()
     first_N = torch.ones_like(ordered_N)
@@ -156,7 +156,7 @@ def rank_distinct_ids(ids_N: torch.Tensor) -> torch.Tensor:
 
 
 def match_ids(rows: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the places of the ids that are among `rows` (sorted, not empty), and their places in `rows`."""
+    """Return the indices of the ids found in `rows` (sorted, not empty), and their indices in `rows`."""
     places = torch.searchsorted(rows, ids).clamp(max=len(rows) - 1)
     hits = (rows[places] == ids).nonzero().squeeze(1)
     return hits, places[hits]
@@ -164,14 +164,14 @@ def match_ids(rows: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @dataclass
 class Lookup:
-    """One kernel of this rank: FBGEMM's lookup of the shards of some tables.
+    """One kernel on this rank, with which FBGEMM looks up the shards of some tables.
 
     Attributes:
         kernel: Module of the lookup.
-        features: Feature of each key, in order; a feature read by several of the shards is repeated.
+        features: Feature of each key, in order; a feature that reads several of the shards is repeated.
         tables: Table of each key.
         replicated: True if the tables are data-parallel.
-        received: Number of ids looked up in training since the start, int64 [keys].
+        received: Number of ids looked up for each key in training since the start, int64 [keys].
         ids: Ids looked up in the probed step, as rows of this rank's shards.
         gradient: Gradient of the output in the probed step, before clipping: float [B, Σ columns], or [N,
             columns] if the lookup returns one vector per id.
@@ -186,7 +186,7 @@ class Lookup:
     gradient: torch.Tensor | None = None
 
     def gradients(self) -> list[Part]:
-        """Return the shard, the ids and the gradients of the bags for each key in the probed step."""
+        """Return the shard, the ids and the bags' gradients for each key of the probed step."""
         if self.gradient is None or self.ids is None:
             return []
         return list(split_lookup(self.kernel, self.ids, self.gradient))
@@ -198,8 +198,8 @@ class Input:
 
     Attributes:
         pooled: Embeddings by feature, float32 [B, dim], or [B, L, dim] for a sequence that is read id by id.
-        gradient: Gradients of this rank's loss (tasks/objective.py) of the same shapes, before clipping.
-        batch: The data.batch.Batch.
+        gradient: Gradients of this rank's loss (tasks/objective.py), with the same shapes, before clipping.
+        batch: Batch of the probed step (data.batch.Batch).
     """
 
     pooled: dict[str, torch.Tensor]
@@ -218,7 +218,7 @@ class Taps:
     Attributes:
         lookups: Lookups of this rank.
         sent: Number of ids in this rank's part of the batches since the start, int64 [features]. If each
-            distinct id of a table is sent once, only distinct ids count, under any of the table's features.
+            distinct id of a table is sent once, only distinct ids count, for any one of the table's features.
         rows: Number of rows in this rank's batches that are not padding, int64 scalar.
         is_probing: Set to True before a step to keep that step's values.
         input: Inputs of the dense layers in the probed step.

@@ -1,1 +1,1 @@
-"""`raytrec export`: exports of trained models, written and compared with the run."""
+"""`raytrec export`: writing exports of trained models and comparing them with their runs."""

@@ -1,4 +1,4 @@
-"""Comparison of an export with its run: scores of golden rows, and metrics with quantized tables.
+"""Comparison of an export with its run by scores of golden rows and by metrics with quantized tables.
 
 The comparison runs in one process, without Ray.
 """
@@ -38,9 +38,9 @@ from raytrec.worker.evaluate import evaluate
 
 
 def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Part]]:
-    """Return (the dataset's first rows as stored in its files, their location).
+    """Return the dataset's first rows as stored in its files, and their locations.
 
-    Without rows, the table still has the columns' types.
+    Even without rows, the table has the types of the columns.
     """
     columns, parts = dataset.form.columns, []
     for group in dataset.groups:
@@ -63,7 +63,7 @@ def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Par
 def score_golden_rows(
     trained: TrainedModel, dataset: Dataset, parts: list[Part], precision: PrecisionName
 ) -> dict[str, pa.Array]:
-    """Return the scores of rows by the trainer's model, with tables rounded to a precision."""
+    """Return score column → scores of rows by the trainer's model, with tables rounded to a precision."""
     names = list_score_columns(trained.objective.tasks)
     kinds = [pa.float32() if t.outputs == 1 else pa.list_(pa.float32()) for t in trained.objective.tasks]
     if not parts:
@@ -79,17 +79,17 @@ def score_golden_rows(
 def check_golden(
     trained: TrainedModel, manifest: Manifest, golden: pa.Table, precision: PrecisionName, onnx: ComparedProgram | None
 ) -> None:
-    """Score the golden rows with the programs, before any file is written.
+    """Check the programs' scores of the golden rows, before any file is written.
 
     Args:
-        trained: Checkpoint to export.
+        trained: Trained model to export.
         manifest: Manifest of the export.
         golden: Golden rows with their scores.
         precision: Precision of the tables.
-        onnx: Program that replaces `predict`, with ONNX's scores compared; None: no ONNX.
+        onnx: Replacement for the program `predict` that also compares the scores of ONNX; None: no ONNX.
 
     Raises:
-        RunError: The scores of a program or of ONNX differ.
+        RunError: The scores of a program or of ONNX differ from the golden scores.
     """
     scores = {task.column for task in manifest.tasks}
     columns = pa.schema([field for field in golden.schema if field.name not in scores])
@@ -104,28 +104,30 @@ def check_golden(
 def compare_precisions(
     trained: TrainedModel, places: str | list[str], precision: PrecisionName, console: RunConsole
 ) -> Metrics:
-    """Return the metrics of the run's tasks over all rows of some data, with fp32 and quantized tables.
+    """Return the metrics of the run's tasks on all rows of a dataset, with fp32 and quantized tables.
 
-    Rows are read in global batches. Only a batch's rows of the tables are read from the checkpoint.
+    Data is read in global batches. For each batch, only the looked-up table rows are read from the
+    checkpoint.
 
     Args:
-        trained: Checkpoint to export.
-        places: Location of the data.
+        trained: Trained model to export.
+        places: Folders or files of the data.
         precision: Precision of the quantized tables.
         console: Console for progress and warnings.
 
     Returns:
-        Metrics; empty, with a warning, if the data lacks columns that metrics need, such as labels.
+        Metric → precision → value; empty, with a warning, if columns required by metrics, such as labels, are
+        missing.
 
     Raises:
-        DataError: The schema does not allow a row.
+        DataError: The schema forbids a value in a row.
     """
     eval_config = trained.saved.config.eval.model_copy(update={"retrieval": None, "slices": []})
     config = trained.saved.config.model_copy(update={"eval": eval_config})
     try:
         dataset = open_dataset(config, trained.schema, places, "--data")
         check_usable_rows(dataset)
-    except DataError as error:  # features were found earlier, so only other columns can be missing
+    except DataError as error:  # the features have been found before, so only other columns can be missing
         console.warn(f"skipped the comparison of metrics: {error.what} ({error.where})")
         return {}
     selection = Selection(trained.objective.tasks, eval_config)
@@ -144,7 +146,7 @@ def compare_precisions(
         def report(rows: int, name: str = name) -> None:
             console.phase(f"evaluating {name} tables: {format_percent(rows / dataset.rows)} of rows", always=False)
 
-        with trained.lookups(name, checked=False) as lookups:  # the export has just read and checked all rows
+        with trained.lookups(name, checked=False) as lookups:  # the export has just read and verified all rows
             figures, _ = evaluate(_EvaluationModel(trained, lookups, report), stream, torch.device("cpu"), selection)
         for key, values in metrics.items():
             value = figures.get(key)
@@ -153,7 +155,7 @@ def compare_precisions(
 
 
 class LocalStream(Stream):
-    """Stream that this process reads, without Ray."""
+    """Stream that reads its rows in this process, without Ray."""
 
     def _tables(self, items: list[LaneItem]) -> Iterator[pa.Table]:
         for item in items:
@@ -161,12 +163,12 @@ class LocalStream(Stream):
 
 
 class _EvaluationModel:
-    """Replacement for a Step in an evaluation.
+    """Replacement for Step in evaluations of an export.
 
     Args:
-        trained: Checkpoint to export.
-        lookups: Lookups in the tables.
-        report: Function that is called with the number of evaluated rows.
+        trained: Trained model to export.
+        lookups: Table lookups.
+        report: Function called with the number of evaluated rows after each batch.
     """
 
     def __init__(self, trained: TrainedModel, lookups: Lookups, report: Callable[[int], None]):
@@ -186,7 +188,7 @@ class _EvaluationModel:
 
 
 def _to_assembled(batch: Batch) -> AssembledTensors:
-    """Return a batch in the form that lookups read."""
+    """Return a batch in the layout required by lookups."""
     ids = batch.sparse
     counts = ids.length_per_key()
     bags = Bags(ids.keys(), ids.values(), ids.weights_or_none(), ids.lengths(), counts, ids.stride())

@@ -1,4 +1,4 @@
-"""`raytrec export`: writing a trained model to a folder that is scored without the trainer."""
+"""`raytrec export`: writing a trained model to a folder for scoring without the trainer."""
 
 from __future__ import annotations
 
@@ -55,38 +55,39 @@ def export(
     embed: bool = False,
     allow_code: bool = False,
 ) -> Result:
-    """Write a run's model to a folder for `raytrec.load` and `raytrec serve`.
+    """Export a run's model to a folder for `raytrec.load` and `raytrec serve`.
 
-    Neither workers nor Ray are needed, and memory only for a small part of the tables. An interrupted export
-    continues when the function is called again. If the run has saved another checkpoint since, the export
-    starts over with the newest.
+    Neither workers nor Ray are needed, and only a small part of the tables is in memory at a time. An
+    interrupted export is continued when the function is called again. If the run has saved another checkpoint
+    in the meantime, the export starts over with the newest checkpoint.
 
     Args:
-        run: Run folder or checkpoint folder, which is only read.
-        out: Folder to write to; local, s3:// or gs://.
+        run: Run folder or checkpoint folder; nothing is written there.
+        out: Output folder; local, s3:// or gs://.
         checkpoint: Step of a checkpoint of the run, or "best" (by checkpoint.best_metric); default: the
             newest.
-        quantize: Precision of tables, int8, int4 or fp16; default: fp32. The run's metrics are then computed
-            on all rows of the data, with fp32 tables and with quantized ones.
-        data: Folder or file of Parquet from which the columns' types, golden rows, and rows for metrics are
-            read; default: the run's data.test, data.valid or data.train.
-        golden_rows: Number of rows exported with their scores, which every load compares.
-        onnx: Also write model.onnx, the dense model for onnxruntime.
-        mlflow: Log the export as a model of the run's MLflow run, at every call.
-        embed: Copy the export's files into the MLflow model; default: the model stores their URI.
-        allow_code: Allow the run's configuration to name code (raytrec/config/trust.py).
+        quantize: Precision of the tables, int8, int4 or fp16; default: fp32. If set, the run's metrics are
+            computed on all rows of the data, with fp32 tables and with quantized tables.
+        data: Parquet folder or file that supplies column types, golden rows and rows for metrics; default:
+            data.test, data.valid or data.train of the run.
+        golden_rows: Number of rows exported with their scores, which are compared whenever the export is
+            loaded.
+        onnx: True to also write model.onnx, the dense model for onnxruntime.
+        mlflow: True to log the export as a model of the run's MLflow run; each call logs a model.
+        embed: True to copy the export's files into the MLflow model; default: the model stores the export's
+            URI.
+        allow_code: True to allow the run's configuration to name code (raytrec/config/trust.py).
 
     Returns:
-        Result: export.tables, export.rows (of all tables), export.bytes, export.golden_rows, precision,
-            version,
-        checkpoint, name and seconds. For quantized tables also eval.METRIC with fp32 tables and
-        eval.METRIC.PRECISION with quantized ones, such as eval.auc and eval.auc.int8 (None: not defined).
-        With MLflow also mlflow_model, the model's URI.
+        Result with the metrics export.tables, export.rows (of all tables), export.bytes, export.golden_rows,
+        precision, version, checkpoint, name and seconds. With quantization, also eval.METRIC for fp32 tables
+        and eval.METRIC.PRECISION for quantized tables, such as eval.auc and eval.auc.int8 (None if
+        undefined). With MLflow, also mlflow_model, the model's URI.
 
     Raises:
-        RunError: There is no checkpoint, the exported model has other scores, the run is not in MLflow, or
-            another process writes to `out`.
-        ConfigError: `out` has other content, or the model cannot be exported.
+        RunError: There is no checkpoint, the scores of the exported model differ from the run's, the run is
+            not in MLflow, or another process is writing to `out`.
+        ConfigError: `out` contains other files, or the model cannot be exported.
         DataError: The data does not fit the schema.
 
     Example:
@@ -168,7 +169,7 @@ def _write_export(
     onnx: bool,
     console: RunConsole,
 ) -> Manifest:
-    """Write all files, the manifest last, and return the manifest."""
+    """Write all files of an export, the manifest last, and return the manifest."""
     schema = trained.schema
     dataset = open_inputs(trained.saved.config, schema, places)
     golden, parts = select_golden_rows(dataset, golden_rows)
@@ -219,7 +220,7 @@ def _write_export(
 
 
 def _encode_ids(trained: TrainedModel, table: str) -> bytes:
-    """Return the ids of a table and their rows as Parquet."""
+    """Return a Parquet file with the managed ids of a table and their rows."""
     columns = read_stored_ids(trained.saved.folder, trained.saved.index, table, ("id", "row"))
     sink = io.BytesIO()
     pq.write_table(pa.table({name: values.numpy() for name, values in columns.items()}), sink, compression="zstd")
@@ -227,7 +228,7 @@ def _encode_ids(trained: TrainedModel, table: str) -> bytes:
 
 
 def _copy_vocabularies(target: ExportFolder, transforms: Sequence[Any]) -> list[Any]:
-    """Return the transforms with vocabularies copied into the export."""
+    """Copy the transforms' vocabularies into the export, and return transforms that refer to the copies."""
     copied = []
     for place, transform in enumerate(transforms):
         if uri := getattr(transform, "vocabulary", None):

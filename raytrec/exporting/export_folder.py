@@ -1,4 +1,4 @@
-"""Target folder of an export."""
+"""Output folder of an export."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytrec.common.output_folder import ClaimedFolder
 from raytrec.common.storage import join_uri
 from raytrec.scoring.manifest import MANIFEST_FILE, FileEntry, Manifest, read_manifest
 
-CLAIM_FILE = "_export.json"  # claim of an incomplete export
+CLAIM_FILE = "_export.json"  # file that claims the folder for an incomplete export
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class ExportClaim:
     """Claim of an export that is being written (_export.json).
 
     Attributes:
-        binding: Hash of everything that determines the export.
-        files: Complete files.
-        request: Hash of the same with the run in place of the checkpoint.
+        binding: Hash of everything that determines the export's content.
+        files: File name → entry, for complete files.
+        request: Hash like `binding`, with the requested run in place of the checkpoint's content.
     """
 
     binding: str
@@ -32,24 +32,24 @@ class ExportClaim:
 
 
 class ExportFolder:
-    """Folder that an export is written to; complete files stay when the export is interrupted.
+    """Output folder of an export; complete files are kept if the export is interrupted.
 
     Args:
-        folder: The folder.
-        claim: Claim without files; complete files are added.
+        folder: Folder to write to.
+        claim: Claim of this export, initially without files; complete files are added.
     """
 
     def __init__(self, folder: ClaimedFolder, claim: ExportClaim):
         self.folder, self.claim = folder, claim
 
     def complete(self) -> Manifest | None:
-        """Return the manifest if the export is complete; otherwise record which files are complete.
+        """Return the manifest if the export is complete; otherwise claim the folder and find complete files.
 
-        Files of the same request from another checkpoint are deleted, as the run may have removed that
+        Files of the same request from another checkpoint are deleted, because the run may have removed this
         checkpoint.
 
         Raises:
-            ConfigError: The folder has other content.
+            ConfigError: The folder contains other files.
         """
         with _report_write_errors(self.folder.uri):
             if MANIFEST_FILE in self.folder.list_names():
@@ -71,7 +71,7 @@ class ExportFolder:
         return None
 
     def write(self, name: str, data: Iterable[bytes]) -> None:
-        """Write a file, unless it is complete.
+        """Write a file unless it is already complete.
 
         Raises:
             RunError: The file cannot be written.
@@ -81,7 +81,7 @@ class ExportFolder:
             return
         digest, size = hashlib.sha256(), 0
         with _report_write_errors(join_uri(self.folder.uri, name)):
-            if not files:  # before all other files, to claim the folder
+            if not files:  # written before all other files, to claim the folder
                 self.folder.write(CLAIM_FILE, to_json_document(self.claim))
             with self.folder.stream(name, f"{self.folder.partial}/{name.replace('/', '-')}") as stream:
                 for piece in data:
@@ -95,7 +95,7 @@ class ExportFolder:
         """Write the manifest, which completes the export."""
         with _report_write_errors(join_uri(self.folder.uri, MANIFEST_FILE)):
             self.folder.write(MANIFEST_FILE, to_json_document(manifest))
-            with suppress(FileNotFoundError):  # the same export, at the same time, on a store without locks
+            with suppress(FileNotFoundError):  # the same export may run concurrently on a store without locks
                 self.folder.delete(CLAIM_FILE)
             self.folder.remove(self.folder.partial)
 

@@ -1,4 +1,4 @@
-"""Logging of an export as a model of the run's MLflow run."""
+"""Logging an export as a model of the run's MLflow run."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from raytrec.tracking.feed import DeliveryState
 from raytrec.tracking.mlflow_errors import is_access_denied, reason
 from raytrec.tracking.store import URI_HINT, make_open_error
 
-MODEL_NAME, ARTIFACT_NAME = "model", "export"  # their names in MLflow
+MODEL_NAME, ARTIFACT_NAME = "model", "export"  # names of the model and of its artifact in MLflow
 PACKAGE = Path(raytrec.__file__).parent
 ENTRY_FILE = PACKAGE / "scoring/mlflow_entry.py"
-# Packages that scoring needs: raytrec's requirements and those of its extra `score`.
+# Packages required for scoring: raytrec's requirements and those of its extra `score`.
 REQUIRED_PACKAGES = ("numpy", "pandas", "pyarrow", "pydantic", "pyyaml", "rich", "safetensors", "torch", "typer")
 EXAMPLE_ROWS = 3
 
 
 @dataclass(frozen=True)
 class MlflowRun:
-    """MLflow run of a run.
+    """MLflow run to which a raytrec run has been delivered.
 
     Attributes:
         uri: URI of the tracking store.
         run_id: Id of the MLflow run.
-        experiment_id: Id of its experiment.
+        experiment_id: Id of the MLflow experiment.
     """
 
     uri: str
@@ -52,10 +52,10 @@ class MlflowRun:
 
     @classmethod
     def from_run_folder(cls, run: str | Path, allow_code: bool) -> MlflowRun:
-        """Return the MLflow run of a run folder.
+        """Return the MLflow run to which a run folder has been delivered.
 
         Raises:
-            RunError: There is no run, or its store has no such run.
+            RunError: The run folder does not exist, or its MLflow run does not exist in the store.
             ConfigError: The run is not tracked, or the store cannot be opened.
         """
         from raytrec.compat.mlflow_ import import_quietly
@@ -84,13 +84,13 @@ class MlflowRun:
     def log(self, export: str, manifest: Manifest, embed: bool) -> str:
         """Log an export as a model and return the model's URI.
 
-        The model contains the code that loads the export (scoring/mlflow_entry.py), raytrec itself,
-        requirements with their versions, a signature, and some golden rows as example.
+        The model contains the code that loads the export (scoring/mlflow_entry.py), raytrec itself, versioned
+        requirements, a signature, and some golden rows as an example.
 
         Args:
             export: URI of the export.
             manifest: Manifest of the export.
-            embed: True to copy the export's files into the model; False to refer to the export.
+            embed: True to copy the export's files into the model; False to store only the export's URI.
 
         Raises:
             ConfigError: The export's URI contains a password.
@@ -138,7 +138,7 @@ class MlflowRun:
 
 
 def _describe_model(export: str, manifest: Manifest) -> dict[str, Any]:
-    """Return the signature and example of a model, from the golden rows and their scores."""
+    """Return the signature and the example of a model, derived from the golden rows and their scores."""
     golden = pa.ipc.open_file(pa.py_buffer(read_bytes(join_uri(export, GOLDEN)))).read_all()
     scores = [task.column for task in manifest.tasks]
     example = _remove_time_zones(golden.drop_columns(scores)[:EXAMPLE_ROWS]).to_pandas()
@@ -147,13 +147,13 @@ def _describe_model(export: str, manifest: Manifest) -> dict[str, Any]:
 
 @contextmanager
 def _use_store(uri: str) -> Iterator[None]:
-    """Have MLflow's functions write to a store while the block runs, and restore sys.path.
+    """Make MLflow's functions write to a store within the block, and restore sys.path afterwards.
 
-    MLflow adds the folders of a model that it tries to sys.path.
+    When MLflow tries a model, it adds the model's folders to sys.path.
     """
     import mlflow
 
-    # set_tracking_uri also sets the variable, which processes started later would inherit.
+    # set_tracking_uri also sets the environment variable, which child processes would inherit.
     previous_uri, path = os.environ.get("MLFLOW_TRACKING_URI"), list(sys.path)
     mlflow.set_tracking_uri(uri)
     try:
@@ -164,16 +164,16 @@ def _use_store(uri: str) -> Iterator[None]:
 
 
 def list_pip_requirements() -> list[str]:
-    """Return the packages that the model needs, at the installed versions, in pip's format."""
+    """Return the packages required by the model, pinned to the installed versions, in pip's format."""
     return [f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", *REQUIRED_PACKAGES)]
 
 
 def make_signature(golden: pa.Table, scores: Collection[str]) -> Any:
-    """Return MLflow's signature of a model.
+    """Return the MLflow signature of a model.
 
     Args:
         golden: Golden rows.
-        scores: Columns of the golden rows with the model's scores.
+        scores: Names of the score columns in `golden`.
     """
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema
@@ -181,7 +181,7 @@ def make_signature(golden: pa.Table, scores: Collection[str]) -> Any:
 
     specs = []
     for field, column in zip(golden.schema, golden.columns, strict=True):
-        # MLflow does not allow nulls in integers, booleans and dates.
+        # MLflow does not allow nulls in integer, boolean and date columns.
         plain = types.is_integer(field.type) or types.is_boolean(field.type) or types.is_date(field.type)
         kind = AnyType() if plain and column.null_count else _to_mlflow_type(field.type)
         specs.append(ColSpec(kind, field.name, required=False))
@@ -190,13 +190,13 @@ def make_signature(golden: pa.Table, scores: Collection[str]) -> Any:
 
 
 def _remove_time_zones(rows: pa.Table) -> pa.Table:
-    """Return rows whose times have no time zone, as MLflow requires; times are UTC."""
+    """Return rows with timestamps without a time zone (in UTC), as required by MLflow."""
     kinds = [f.with_type(pa.timestamp(f.type.unit)) if types.is_timestamp(f.type) else f for f in rows.schema]
     return rows.cast(pa.schema(kinds))
 
 
 def _to_mlflow_type(kind: pa.DataType) -> Any:
-    """Return MLflow's type for a column's type."""
+    """Return the MLflow type for an Arrow type."""
     from mlflow.types.schema import AnyType, Array, DataType
 
     if (inner := list_element_type(kind)) is not None:

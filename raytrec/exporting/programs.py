@@ -1,4 +1,4 @@
-"""Export of a dense model as programs of torch.export, which need only torch, and as ONNX."""
+"""Export of a dense model to torch.export programs, which require only torch, and to ONNX."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from raytrec.scoring.program_archive import DisallowedContent, sanitize_archive
 from raytrec.scoring.single_rows import make_example_input
 from raytrec.tasks.objective import Objective
 
-EXAMPLE_ROWS = 3  # with 1, torch would specialize the program to 1 row
-TOLERANCE = 1e-5  # of onnxruntime's outputs, relative to values above 1
+EXAMPLE_ROWS = 3  # with a single row, torch would specialize the program to batches of one row
+TOLERANCE = 1e-5  # tolerance of onnxruntime's outputs, relative for values above 1
 RANDOM_BATCH_SIZES = (1, 3, 50)
-ROW_AXIS = "rows"  # the name of the first dimension of all inputs and outputs
+ROW_AXIS = "rows"  # name of the first dimension of all inputs and outputs
 
 
 @dataclass(frozen=True)
 class Program:
-    """Program and the tensors that it takes, in order.
+    """Exported program and its inputs.
 
     Attributes:
-        exported: tensors → a tuple of tensors: each task's predictions, float32 [B] or [B, classes]; or a
-            tower's vectors, float32 [B, width].
+        exported: Program that maps tensors to a tuple of tensors: the predictions of each task, float32 [B]
+            or [B, classes], or the vectors of a tower, float32 [B, width].
         inputs: Inputs of the program.
-        model: Module that was exported.
+        model: Module from which the program was exported.
     """
 
     exported: ExportedProgram
@@ -47,10 +47,10 @@ class Program:
     model: ScoringModule
 
     def to_pt2_bytes(self) -> bytes:
-        """Return the .pt2 file, without examples, which would be a pickle, and without paths of this machine.
+        """Return the content of a .pt2 file without example inputs (a pickle) and without paths of this machine.
 
         Raises:
-            ConfigError: The model contains an operator that exports must not contain.
+            ConfigError: The model contains an operator that is not allowed in exports.
         """
         self.exported.example_inputs = None
         buffer = io.BytesIO()
@@ -61,14 +61,14 @@ class Program:
             raise ConfigError(
                 f"the exported model contains {error}",
                 expected="operators of torch.ops.aten that check all sizes and indices",
-                do="use only operators listed in OPERATORS in raytrec/scoring/program_archive.py",
+                do="use only operators listed in OPERATORS in raytrec/scoring/operators.py",
             ) from error
 
 
 def make_program(
     recommender: Recommender, objective: Objective, inputs: Collection[Input], tower: TowerName | None = None
 ) -> Program:
-    """Return a recommender's dense model as a program that takes only the inputs that the model reads.
+    """Return a recommender's dense model as a program with only those inputs that the model reads.
 
     Args:
         recommender: Tables and dense model.
@@ -117,7 +117,7 @@ def _find_model_line(error: Exception) -> str:
 
 
 def _detect_read_inputs(program: ExportedProgram) -> Iterator[bool]:
-    """Yield True for each user input that is read, False if only its number of rows is."""
+    """Yield, for each user input, True if its values are read, False if at most its number of rows is."""
     program.graph.eliminate_dead_code()
     read = {
         node.name: any(user.target is not torch.ops.aten.sym_size.int for user in node.users)
@@ -130,14 +130,14 @@ def _detect_read_inputs(program: ExportedProgram) -> Iterator[bool]:
 
 
 class ScoringModule(nn.Module):
-    """Module from input tensors to predictions of each task, or to one tower's vectors; see make_program.
+    """Module that maps input tensors to the predictions of each task or to one tower's vectors.
 
     Args:
         recommender: Tables and dense model.
         objective: Tasks of the run.
         inputs: Inputs of the program.
-        tower: Tower whose vectors are returned; None: predictions.
-        dense: Number of the model's dense columns, even if the model does not read them.
+        tower: Tower whose vectors are returned; None: predictions of each task.
+        dense: Number of dense columns in the schema, even if the model does not read them.
     """
 
     def __init__(
@@ -153,19 +153,19 @@ class ScoringModule(nn.Module):
         self._objective, self._inputs, self._tower, self._dense = objective, inputs, tower, dense
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the predictions of each task, or the vectors of the tower."""
+        """Return the predictions of each task, or a tuple with the vectors of the tower."""
         if self._tower:
             tower = getattr(self.model, self._tower)
             return (select_last_vectors(self._call.run(tower, *self._split_inputs(tensors))),)
         return tuple(self._objective.predictions(self.logits(tensors)).values())
 
     def logits(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the logits of the rows, in the form that Objective reads."""
+        """Return the logits of the rows, float32 [B] or [B, columns], as read by Objective."""
         return self._call.run(self.model, *self._split_inputs(tensors))
 
     def _split_inputs(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return (dense columns of the rows, inputs by feature)."""
-        dense = tensors[0].new_zeros(tensors[0].shape[0], self._dense)  # len() would be traced as a constant
+        dense = tensors[0].new_zeros(tensors[0].shape[0], self._dense)  # torch.export would trace len() as a constant
         features: dict[str, Any] = {}
         for spec, tensor in zip(self._inputs, tensors, strict=True):
             if spec.kind == "dense":
@@ -179,7 +179,7 @@ class ScoringModule(nn.Module):
 
 
 def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
-    """Return the file model.onnx, with any number of rows.
+    """Return the content of model.onnx, which accepts any number of rows.
 
     Inputs are named KIND.FEATURE (`make_input_name`), in the program's order.
 
@@ -203,10 +203,10 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
     op: Any = onnxscript.opset18
 
     def squeeze(self: Any, dim: int) -> Any:
-        """Keep a dimension that is not 1, as torch does; ONNX's operator raises an error."""
+        """Keep a dimension whose size is not 1, as torch does; ONNX's operator would raise an error."""
         return op.Squeeze(self, op.Constant(value_ints=[dim])) if self.shape[dim] == 1 else self
 
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # always warns about torchvision
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # torch.onnx always warns about torchvision
     buffer = io.BytesIO()
     try:
         onnx_program = torch.onnx.export(
@@ -232,12 +232,12 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
 
 
 def make_input_name(program_input: Input) -> str:
-    """Return the name of an input, such as dense, bag.user, vectors.history."""
+    """Return the ONNX name of an input, such as dense, bag.user or vectors.history."""
     return f"{program_input.kind}.{program_input.feature}" if program_input.feature else program_input.kind
 
 
 def _summarize_error(error: BaseException) -> str:
-    """Return the missing operator, or else the first line of the innermost error."""
+    """Return the operator that ONNX does not support, or the first line of the innermost error."""
     while error.__cause__ is not None:
         error = error.__cause__
     missing = re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", str(error))
@@ -245,11 +245,11 @@ def _summarize_error(error: BaseException) -> str:
 
 
 class ComparedProgram:
-    """Program that compares its outputs with onnxruntime's at every call.
+    """Program that compares its outputs with those of onnxruntime in every call.
 
     Args:
-        program: The program.
-        onnx: The same program as returned by `make_onnx`.
+        program: Program to run.
+        onnx: The same program in ONNX, as returned by `make_onnx`.
 
     Raises:
         ConfigError: onnxruntime cannot load the model.
@@ -261,13 +261,13 @@ class ComparedProgram:
         self._run, self._inputs = program.exported.module(), program.inputs
         try:
             self._session = onnxruntime.InferenceSession(onnx, providers=["CPUExecutionProvider"])
-        except Exception as error:  # its exceptions have no common base
+        except Exception as error:  # onnxruntime's exceptions have no common base
             raise ConfigError(
                 f"onnxruntime cannot load the model: {_summarize_error(error)}", where="--onnx", do="omit --onnx"
             ) from error
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the program's outputs.
+        """Return the program's outputs after comparing them with those of onnxruntime.
 
         Raises:
             RunError: onnxruntime's outputs differ by more than TOLERANCE.
@@ -289,7 +289,7 @@ class ComparedProgram:
         return outputs
 
     def compare_random_rows(self) -> None:
-        """Compare random rows, in batches of several sizes.
+        """Compare the outputs for random rows, in batches of several sizes.
 
         Raises:
             RunError: The outputs differ.

@@ -1,4 +1,4 @@
-"""Checkpoint that is exported: its programs, its tables as files, and its part of the manifest."""
+"""Trained model to export: its programs, table files and manifest entries."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from raytrec.scoring.lookups import PRECISIONS, IdRows, Lookups, TablePrecision
 from raytrec.scoring.manifest import ExportSource, PrecisionName, ProgramName, TableEntry, TaskEntry, list_inputs
 from raytrec.tasks.objective import Objective
 
-MAX_FILE_BYTES, PIECE_BYTES = 4 << 30, 32 << 20  # bytes of a file, and of the piece in memory
-SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}  # of safetensors
+MAX_FILE_BYTES, PIECE_BYTES = 4 << 30, 32 << 20  # maximum size of a file, and of the piece in memory
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}  # names of types in safetensors
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Checkpoint that is exported.
+    """Trained model of a checkpoint, with its exported programs.
 
     Attributes:
-        saved: Checkpoint, with the schema of the run.
-        schema: Schema of the features that the programs read, with their tables.
+        saved: Checkpoint with the run's configuration and schema.
+        schema: Schema restricted to the features that the programs read and to their tables.
         recommender: Model of the checkpoint.
         objective: Tasks of the run.
         programs: Programs by name.
@@ -51,16 +51,16 @@ class TrainedModel:
 
     @property
     def features(self) -> Features:
-        """Features that the programs read."""
+        """Return the features that the programs read."""
         return resolve_features(self.schema, self.saved.config.model)
 
     @contextmanager
     def lookups(self, precision: PrecisionName, checked: bool = True) -> Iterator[Lookups]:
-        """Yield lookups in the checkpoint's tables, with rows rounded as in the export.
+        """Provide lookups in the checkpoint's tables within a block, with rows rounded as in the export.
 
         Args:
-            precision: Precision of the tables.
-            checked: True to compare checksums; see StoredTable.
+            precision: Precision to which rows are rounded.
+            checked: True to verify checksums; see StoredTable.
         """
         ids = {}
         for name in self.schema.managed:
@@ -75,7 +75,7 @@ class TrainedModel:
 
 
 def read_trained(saved: Checkpoint) -> TrainedModel:
-    """Return a checkpoint with its programs.
+    """Return the trained model of a checkpoint, with its exported programs.
 
     Raises:
         ConfigError: torch cannot export the model.
@@ -98,7 +98,7 @@ def read_trained(saved: Checkpoint) -> TrainedModel:
 
 
 def make_source(trained: TrainedModel) -> ExportSource:
-    """Return the origin of the model, without paths of this machine."""
+    """Return the manifest entry on the model's origin, without paths of this machine."""
     return ExportSource(
         run=trained.saved.config.run.name,
         step=trained.saved.index["about"]["progress"]["step"],
@@ -110,7 +110,7 @@ def make_source(trained: TrainedModel) -> ExportSource:
 
 
 def list_tasks(trained: TrainedModel) -> list[TaskEntry]:
-    """Return the tasks, with the columns of their predictions."""
+    """Return the manifest entries of the tasks, with their prediction columns."""
     tasks = trained.objective.tasks
     return [
         TaskEntry(name=task.name, label=task.label, column=column, classes=task.outputs, predicts=task.loss.predicts)
@@ -119,7 +119,7 @@ def list_tasks(trained: TrainedModel) -> list[TaskEntry]:
 
 
 def list_towers(trained: TrainedModel) -> dict[TowerName, list[str]]:
-    """Return the features and dense columns of query and item; empty for models without towers."""
+    """Return tower → its features and dense columns, sorted; empty for models without towers."""
     model, schema = trained.saved.config.model, trained.saved.schema
     if not model.retrieves:
         return {}
@@ -128,7 +128,7 @@ def list_towers(trained: TrainedModel) -> dict[TowerName, list[str]]:
 
 
 def plan_table_files(name: str, rows: int, dim: int, precision: PrecisionName) -> TableEntry:
-    """Return the files of a table."""
+    """Return the manifest entry of a table, with the names of its files."""
     row_bytes = PRECISIONS[precision].width(dim) * PRECISIONS[precision].dtype.itemsize
     block_rows = max(1, min(rows, MAX_FILE_BYTES // row_bytes))
     name = re.sub(r"[^\w-]", "_", name)
@@ -137,10 +137,10 @@ def plan_table_files(name: str, rows: int, dim: int, precision: PrecisionName) -
 
 
 def iterate_file_bytes(table: StoredTable, entry: TableEntry, number: int) -> Iterator[bytes]:
-    """Yield the file of a table's rows from number · block_rows on.
+    """Yield the bytes of the safetensors file with a table's rows from number · block_rows on.
 
-    The file is written by hand because the library needs all tensors in memory. The format is eight bytes
-    with the length of a JSON header, the header, and the values.
+    The file is written without the library, which would need all tensors in memory. The format consists of
+    eight bytes with the length of a JSON header, the header, and the values.
     """
     first = number * entry.block_rows
     rows = min(entry.block_rows, table.rows - first)
@@ -152,7 +152,7 @@ def iterate_file_bytes(table: StoredTable, entry: TableEntry, number: int) -> It
         "data_offsets": [0, rows * width * dtype.itemsize],
     }
     header = json.dumps({"rows": about}).encode()
-    header += b" " * (-(len(header) + 8) % 64)  # values start at a multiple of 64 bytes
+    header += b" " * (-(len(header) + 8) % 64)  # values start at an offset that is a multiple of 64 bytes
     yield len(header).to_bytes(8, "little") + header
     band = max(1, PIECE_BYTES // (4 * table.dim))
     for start in range(first, first + rows, band):
@@ -161,7 +161,7 @@ def iterate_file_bytes(table: StoredTable, entry: TableEntry, number: int) -> It
 
 
 class CheckpointTable:
-    """Table whose rows are read from the checkpoint and rounded as in the export (lookups.TableRows).
+    """Table whose rows are read from a checkpoint and rounded as in the export (lookups.TableRows).
 
     Args:
         table: Table of the checkpoint.
@@ -172,11 +172,11 @@ class CheckpointTable:
         self._table, self._as_stored = table, make_rounding(precision)
 
     def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
-        """Return the vectors of rows: int64 [N] → float32 [N, dim]."""
+        """Return the vectors of table rows: int64 [N] → float32 [N, dim]."""
         used, places_N = rows_N.unique(return_inverse=True)
         return self._as_stored(torch.from_numpy(self._table.take(used.tolist())))[places_N]
 
 
 def make_rounding(precision: TablePrecision) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that writes rows, float32 [n, dim], in a precision and reads them again."""
+    """Return a function that rounds rows, float32 [n, dim], by encoding and decoding them in a precision."""
     return lambda rows_ND: precision.decode(precision.encode(rows_ND))

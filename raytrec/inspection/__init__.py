@@ -1,1 +1,1 @@
-"""`raytrec inspect`, which proposes a schema from Parquet files."""
+"""Schema proposals from Parquet files for `raytrec inspect`."""

@@ -1,4 +1,4 @@
-"""Role of a column, and the transforms that it needs (see propose.py for the rules)."""
+"""Roles of columns in a schema, and the transforms that they need; propose.py states the rules."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from raytrec.inspection.column_stats import ColumnStats
 LABEL_NAMES = tuple(
     "label labels target click clicked is_click is_clicked converted conversion y".split()  # noqa: SIM905
 )
-# Texts that mean yes. If no value matches, the rarest value is the positive one.
+# Texts that mean yes. If no value of a label matches, its rarest value is positive.
 POSITIVE_TEXT = re.compile(
     r"(?i)[+]?0*1(\.0*)?|t|true|y|yes|on|pos|positive|click(ed)?|buy|bought|purchased?|liked?|convert(ed)?"
     "|conversion|success|good|win|ja|oui|si|sí"
 )
 MAX_LABEL_VALUES = 20  # a text column with more values is not a label
 TIMES = {"s": (10**8, 10**10), "ms": (10**11, 10**13), "us": (10**14, 10**16), "ns": (10**17, 10**19)}
-MAX_ID_RANGE_FACTOR = 10  # the range of an id column is below this factor × its distinct values
-MAX_CODE_VALUES = 100  # integers with at most this many frequent values are codes
+MAX_ID_RANGE_FACTOR = 10  # ids fill their range if it is below this factor × the number of distinct values
+MAX_CODE_VALUES = 100  # maximum number of distinct values of codes and ordinals
 REASON_CONSTANT = "constant: the model cannot learn anything from it"
-MAX_EXACT_INTEGER = 2**53  # integers of this size and above are not quantities
+MAX_EXACT_INTEGER = 2**53  # integers of at least this magnitude are ids, not quantities
 MAX_NAME_CHARS = 1000  # YAML keys have at most 1,024 characters
 
 
 @dataclass
 class Finding:
-    """Role of one column, with its reason, notes for the user, and required transforms."""
+    """Role of a column, with the reason for it, notes to the user, and required transforms."""
 
     stats: ColumnStats
     kind: str  # label, dense, sparse, weights, reserved or skipped
@@ -37,7 +37,7 @@ class Finding:
     transforms: list[dict] = field(default_factory=list)
 
     def add_transform(self, do: str, **settings) -> Finding:
-        """Add a transform of the column."""
+        """Add a transform of the column, and return the finding."""
         self.transforms.append({"do": do, "columns": [self.stats.name], **settings})
         return self
 
@@ -47,11 +47,11 @@ def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> F
 
     Args:
         s: Statistics of the column.
-        labels: Columns to predict; None: labels are recognized by name.
-        other_labels: True if a column has a label's name and numbers in [0, 1].
+        labels: Names of the columns to predict; None: labels are recognized by name.
+        other_labels: True if some column with a label's name contains only numbers in [0, 1].
 
     Raises:
-        SchemaError: The column is named as a label and cannot be one.
+        SchemaError: The column was chosen as a label but cannot be one.
     """
     if s.name in (labels or ()) or (not labels and has_label_name(s.name)):
         if s.is_probability or labels or not other_labels:
@@ -63,7 +63,7 @@ def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> F
 
 
 def find_reserved(s: ColumnStats) -> Finding:
-    """Return the finding of a column that is kept with its rows and is not a feature.
+    """Return the finding for a reserved column, which is kept with its rows and is not a feature.
 
     Raises:
         SchemaError: The column cannot be reserved.
@@ -79,7 +79,7 @@ def find_reserved(s: ColumnStats) -> Finding:
 
 
 def has_label_name(name: str) -> bool:
-    """Return True if the name is a usual name of labels."""
+    """Return True if labels often have this name."""
     return name.lower() in LABEL_NAMES
 
 
@@ -118,7 +118,7 @@ def _feature(s: ColumnStats) -> Finding:
 
 
 def _add_hints(f: Finding) -> Finding:
-    """Add notes and transforms that the column needs before training."""
+    """Add the notes on a column, and the transforms that it needs before training."""
     s = f.stats
     if len(s.types) > 1:
         f.notes.append(f"its type differs: {'; '.join(f'{kind} in {path}' for kind, path in s.types.items())}")
@@ -145,7 +145,7 @@ def _require_finite_numbers(f: Finding) -> Finding:
 
 
 def fill_weights(f: Finding) -> None:
-    """Add the transforms that make all weights finite numbers; nulls and NaN become 0."""
+    """Add the transforms that make a column's weights finite numbers; nulls and NaN become 0."""
     s = f.stats
     if s.mixed or s.base == "decimal":
         f.add_transform("cast", to="float32")
@@ -156,7 +156,7 @@ def fill_weights(f: Finding) -> None:
 
 
 def _label(s: ColumnStats, why: str) -> Finding:
-    """Return the finding of a label, with the transform that converts its values to 0 and 1."""
+    """Return the finding for a label, with a transform that converts values outside [0, 1] to 0 and 1."""
     f = Finding(s, "label", why)
     fits = s.values and not s.is_list and s.base in ("integer", "float", "bool", "decimal", "text")
     if s.trouble or not fits:
@@ -185,7 +185,7 @@ def _label(s: ColumnStats, why: str) -> Finding:
 
 
 def _threshold(s: ColumnStats) -> float:
-    """Return the least value in the upper quarter of the range."""
+    """Return the lowest value in the upper quarter of a label's range."""
     start = s.lowest + 0.75 * (s.highest - s.lowest)
     above = [v for v in s.few or () if v >= start]
     least = min(above, default=start)
@@ -235,7 +235,7 @@ def _time_hint(s: ColumnStats, unit: str | None = None) -> str:
 
 
 def words(name: str) -> list[str]:
-    """Split a name into words: [user, id] for user_id, userId and user.id."""
+    """Split a name into lowercase words: [user, id] for user_id, userId and user.id."""
     return [w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[^\W_A-Z]+|[^\W_]+", name)]
 
 
@@ -244,12 +244,12 @@ def _has_id_name(s: ColumnStats) -> str | None:
 
 
 def is_ordinal(s: ColumnStats) -> bool:
-    """Return True for integers such as an age, for which the nearest value can replace an unseen value."""
+    """Return True for numbers such as an age, of which the nearest known one can replace an unseen one."""
     return s.distinct <= MAX_CODE_VALUES and not s.is_list and not _has_id_name(s)
 
 
 def _explain_id(s: ColumnStats) -> str | None:
-    """Return why whole numbers are ids, or None if they are not ids."""
+    """Return the reason why a column of whole numbers contains ids, or None if it does not."""
     if why := _has_id_name(s):
         return why
     repeat, span = s.distinct * 2 <= s.values, s.highest - s.lowest
@@ -265,7 +265,7 @@ def _explain_id(s: ColumnStats) -> str | None:
 
 
 def _find_epoch_unit(s: ColumnStats) -> str | None:
-    """Return the unit in which whole numbers look like times since 1970, or None."""
+    """Return the unit in which whole numbers could be times since 1970, or None if they are not times."""
     if _has_id_name(s):
         return None
     return next((u for u, (low, high) in TIMES.items() if low <= s.low and s.high < high), None)

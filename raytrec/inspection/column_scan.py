@@ -1,4 +1,4 @@
-"""Scan of a folder's Parquet files for types and statistics of their columns."""
+"""Scan of a folder's Parquet files for the types and statistics of columns."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from raytrec.data.partitions import build_folder_column, parse_folder_values
 from raytrec.inspection.column_stats import ColumnStats, pair_with_labels
 from raytrec.inspection.column_types import find_common_columns, infer_folder_column_types, unify_columns
 
-MAX_COLUMNS_PER_READ = 100  # columns read together; bounds memory and updates the progress bar on wide files
+MAX_COLUMNS_PER_READ = 100  # columns read at once; limits memory, and updates the progress bar for wide files
 
 
 @dataclass
 class Scan:
-    """Statistics of a folder's columns and the data that was read.
+    """Statistics of a folder's columns, and the extent of the data that was read.
 
     Attributes:
         columns: Statistics of each column.
-        rows: Rows of the training data that were read.
-        whole: True if all rows of all parts were read.
-        inspected_parts: Name → path of validation and test data that was read.
-        skipped_parts: Name → reason, for validation and test data that was not read.
-        listing: Files of the training data, and the reasons for excluded files.
-        folders: Keys of the key=value folders that contain all files of the training data.
+        rows: Number of rows read from the training data.
+        whole: True if all rows of training, validation and test data were read.
+        inspected_parts: Name → path of validation and test data that were read.
+        skipped_parts: Name → reason for validation and test data that were not read.
+        listing: Files of the training data, and left-out entries with reasons.
+        folders: Keys of key=value folders that apply to all files of the training data.
     """
 
     columns: list[ColumnStats]
@@ -53,17 +53,17 @@ def scan_columns(
     also: dict[str, str] | None = None,
     is_label: Callable[[str], bool] = lambda name: False,
 ) -> Scan:
-    """Return statistics of every column.
+    """Return the statistics of all columns.
 
     Args:
         uri: Folder or file of training data.
-        max_rows: Approximate number of rows to read of each part; None: all rows.
-        also: Name → path of validation and test data. Paths without Parquet or without the labels are
-            skipped.
-        is_label: Predicate on the name of a column, True for labels; default: False for all.
+        max_rows: Approximate number of rows to read from each part; None: all rows.
+        also: Name → path of validation and test data. Paths without Parquet files, or without the labels,
+            are skipped.
+        is_label: Predicate on column names, True for labels; default: no column is a label.
 
     Raises:
-        DataError: There are no files or no rows, or a file is incomplete.
+        DataError: The training data contains no files or no rows, or a file is incomplete.
     """
     listing = list_files(uri, "inspect")
     footers: dict[str | None, dict] = {None: _footers(listing)}
@@ -92,17 +92,17 @@ def scan_columns(
 
 
 def _footers(listing: Listing) -> dict:
-    """Return the footer of each file."""
+    """Return path → footer for all files of a listing."""
     return {path: read_footer(path) for path in listing.files}
 
 
 def _groups(footers: dict) -> list[tuple[str, int, int]]:
-    """Return (file, row group, rows) of each row group."""
+    """Return (path, index of the row group, rows) for all row groups."""
     return [(p, i, f.row_group(i).num_rows) for p, f in footers.items() for i in range(f.num_row_groups)]
 
 
 def _choose_row_groups(groups: list, max_rows: int | None) -> list:
-    """Return evenly spread row groups that hold about max_rows rows."""
+    """Return evenly spaced row groups with about `max_rows` rows in total."""
     total = sum(rows for *_, rows in groups)
     if max_rows is None or max_rows >= total:
         return groups
@@ -113,14 +113,14 @@ def _choose_row_groups(groups: list, max_rows: int | None) -> list:
 def _read_columns(
     columns: list[ColumnStats], chosen: dict, footers: dict, kinds: dict[str, pa.DataType], labels: list[ColumnStats]
 ) -> None:
-    """Add row groups to the statistics, with a progress bar on terminals.
+    """Read row groups and add them to the statistics, with a progress bar on terminals.
 
     Args:
         columns: Statistics of each column; changed in place.
-        chosen: Part of the data → (file, row group, rows).
-        footers: Part → file → footer.
-        kinds: Types of columns in folder names.
-        labels: Columns that may be labels, with which other columns are compared.
+        chosen: Part of the data → (path, index of the row group, rows) for the row groups to read.
+        footers: Part of the data → path → footer.
+        kinds: Key of folder names that is a column → its type.
+        labels: Possible labels, with which other columns are compared.
 
     Raises:
         DataError: A file cannot be opened, or no column can be read.
@@ -153,12 +153,12 @@ def _read_columns(
 
 
 def _add(column: ColumnStats, part: str | None, data: pa.ChunkedArray | Exception, where: str) -> DataError | None:
-    """Add a row group's column to the statistics. Return an error if the column cannot be read."""
+    """Add a row group's column to its statistics, or return an error if the column cannot be read."""
     try:
         if isinstance(data, Exception):
             raise data
         (column if part is None else column.stats_by_part[part]).add(data)
-    except Exception as error:  # an unreadable column must not stop the scan of others
+    except Exception as error:  # an unreadable column must not stop the scan of other columns
         first = get_first_line(error)
         column.trouble = f"cannot be read in {where}: {first}"
         return _unreadable_error(first, where)
@@ -167,7 +167,7 @@ def _add(column: ColumnStats, part: str | None, data: pa.ChunkedArray | Exceptio
 
 @contextmanager
 def _open_file(path: str, footer: pq.FileMetaData) -> Iterator[pq.ParquetFile]:
-    """Open a file once for all of its row groups, because parsing a footer of many row groups is slow."""
+    """Open a file once for all of its row groups, because parsing a large footer is slow."""
     try:
         filesystem, inner = open_filesystem(path)
         file = filesystem.open_input_file(inner)
@@ -178,7 +178,7 @@ def _open_file(path: str, footer: pq.FileMetaData) -> Iterator[pq.ParquetFile]:
 
 
 def _read(reader: pq.ParquetFile, index: int, names: list[str]) -> list:
-    """Return a row group's columns, or an error for each column that cannot be read."""
+    """Return a row group's columns, with an error in place of each column that cannot be read."""
     try:
         return _read_together(reader, index, names)
     except (pa.ArrowException, OSError, KeyError):

@@ -1,4 +1,4 @@
-"""Statistics of Parquet columns in bounded memory."""
+"""Statistics of Parquet columns, computed in bounded memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from raytrec.data.arrow import is_list, to_plain_array, unnest
 from raytrec.data.column_conversion import signed_log
 from raytrec.inspection.sketches import MAX_KEPT_HASHES, HotIds, SmallestHashes, count_distinct
 
-MAX_COUNTED_LENGTH = 10_000  # longer bags are counted as this length
-MAX_EXACT_VALUES = 64  # most distinct values that are counted exactly
+MAX_COUNTED_LENGTH = 10_000  # length as which longer bags are counted
+MAX_EXACT_VALUES = 64  # maximum number of distinct values that are counted one by one
 NUMBERS = frozenset({"integer", "float", "bool", "decimal"})
-LOG_SCALE_DEVIATIONS = 10  # distance from the mean, in standard deviations, from which logarithms are used
+LOG_SCALE_DEVIATIONS = 10  # distance from the mean, in standard deviations, above which logarithms are used
 
 
 @dataclass
@@ -29,24 +29,26 @@ class ColumnStats:
     """Statistics of one column, or of a field of a struct.
 
     Attributes:
+        name: Name of the column, or path of the field.
         type: Arrow type of the column.
-        base: integer, float, bool, decimal, text, time, null or other, of the values of all files and lists.
+        base: Kind of the values, also inside lists: integer, float, bool, decimal, text, time, null or other.
+        is_list: True if the column contains lists.
         types: Arrow type → first file with this type.
-        mixed: True if files differ so that values must be cast.
+        mixed: True if values must be cast because files have different types.
         trouble: Reason why the column cannot be used, or None.
-        lacking: Validation and test data without this column, or None.
+        lacking: Reason that names validation or test files without the column, or None.
         rows, values, nulls, nan, infinite: Counts; for a list, `values`, `nan` and `infinite` count elements.
         nulls_inside: Number of nulls inside lists.
-        low, high: Range of the finite numbers.
+        low, high: Lowest and highest finite number.
         whole: True if no number has a fraction.
-        few: Value → count; None if there are more than FEW values.
-        lengths: Histogram of the lengths of lists.
-        pairs: Label → value → the label's value in the same rows; None if not one to one
-            (`pair_with_labels`).
-        stats_by_part: Part → statistics of validation and test data.
-        hot: The most frequent whole numbers, or hashes (SipHash) of text.
+        few: Value → count; None if there are more than MAX_EXACT_VALUES values.
+        lengths: Histogram of list lengths.
+        pairs: Label → value → the label's only value in the same rows; None if there are several.
+        stats_by_part: Name of validation or test data → statistics of the column there.
+        hot: Counters of the most frequent whole numbers, or SipHash hashes of text.
+        moments: Count, and Σ and Σ² of the numbers' differences from `first` and of their logarithms.
+        first: First number, from which differences are taken; None without numbers.
         smallest: Smallest hashes of the values.
-        moments: Count, Σ and Σ² of the numbers' distance from `first`, and of their logarithms (Scale.log).
     """
 
     name: str
@@ -77,7 +79,7 @@ class ColumnStats:
 
     @property
     def hashes(self) -> np.ndarray:
-        """Return the smallest hashes of values, uint64, ascending."""
+        """Return the smallest hashes of the values, uint64, ascending."""
         return self.smallest.values()
 
     @property
@@ -86,7 +88,7 @@ class ColumnStats:
         return [self, *self.stats_by_part.values()]
 
     def count(self, what: str) -> int:
-        """Return the sum of a count, such as nulls or nan, over all parts."""
+        """Return the sum of a count over all parts; `what` names the count, such as nulls or nan."""
         return sum(getattr(part, what) for part in self.parts)
 
     def count_missing(self) -> int:
@@ -105,11 +107,11 @@ class ColumnStats:
 
     @property
     def distinct(self) -> int:
-        """Return the number of distinct values: exact below 65,536, estimated from hashes above."""
+        """Return the number of distinct values, which is exact below 65,536 and otherwise estimated."""
         return count_distinct(self.hashes)
 
     def statistics(self) -> Statistics:
-        """Return the statistics of ids from which plans estimate lookups."""
+        """Return the id statistics from which the planner estimates lookups."""
         rows, lengths = max(1, self.rows), self.lengths
         p99, longest = 1, 1
         if self.is_list:
@@ -125,19 +127,19 @@ class ColumnStats:
 
     @property
     def is_whole(self) -> bool:
-        """Return True for integers and whole floats or decimals, which often store integers with nulls."""
+        """Return True for integers, and for whole floats and decimals, which often store nullable integers."""
         if self.base not in ("float", "decimal"):
             return self.base == "integer"
         return all(part.whole for part in self.parts) and not self.count("infinite")
 
     @property
     def is_number(self) -> bool:
-        """Return True for a column of numbers that are not in lists."""
+        """Return True for a column with one number per row."""
         return self.base in NUMBERS and not self.is_list
 
     @property
     def is_probability(self) -> bool:
-        """Return True for a column of numbers in [0, 1]."""
+        """Return True for a column with one number in [0, 1] per row."""
         return self.is_number and 0 <= self.lowest <= self.highest <= 1
 
     @property
@@ -147,13 +149,13 @@ class ColumnStats:
 
     @property
     def is_unique(self) -> bool:
-        """Return True if each of many rows has a different value, estimated from the smallest hashes."""
+        """Return True if a column has more than 100 values which, by their hashes, all differ."""
         least = self.values if len(self.hashes) < MAX_KEPT_HASHES else 0.98 * self.values
         return not self.is_list and self.values > 100 and self.distinct >= least
 
     @property
     def range_text(self) -> str:
-        """Return the range of the numbers as text; "" without numbers, and for times."""
+        """Return the range of the numbers as text; "" for times, and without numbers."""
         return f"{self.low:.10g} to {self.high:.10g}" if self.low <= self.high and self.base != "time" else ""
 
     def add(self, column) -> None:
@@ -173,7 +175,7 @@ class ColumnStats:
             self._count(array)
 
     def _count(self, array) -> None:
-        """Add values (pyarrow.Array without nulls) to range, counts and hashes."""
+        """Add values (pyarrow.Array without nulls) to the range, counts and hashes."""
         array = to_comparable(array, self.base, self.mixed)
         if pa.types.is_floating(array.type):
             finite = pc.is_finite(array)
@@ -211,7 +213,7 @@ class ColumnStats:
             self.hot.add(hashes if self.base == "text" else values.view(np.uint64), counts.to_numpy())
         self.smallest.add(hashes)
 
-    @np.errstate(over="ignore", invalid="ignore")  # see scale(): logarithms if infinite
+    @np.errstate(over="ignore", invalid="ignore")  # scale() uses logarithms if a moment is infinite
     def _add_moments(self, values: np.ndarray, counts: np.ndarray) -> None:
         self.first = float(values[0]) if self.first is None else self.first
         apart, logs = values - self.first, signed_log(values)
@@ -220,9 +222,9 @@ class ColumnStats:
 
     @np.errstate(over="ignore", invalid="ignore")
     def scale(self) -> Scale:
-        """Return the scaling of the numbers to mean 0 and variance 1.
+        """Return the scale that maps the numbers to mean 0 and variance 1.
 
-        Logarithms are used if a number is FAR from the others, or the deviation is too large for a schema.
+        Logarithms are used for numbers beyond LOG_SCALE_DEVIATIONS, or a deviation too large for a schema.
         """
         count, apart, squares, logs, log_squares = self.moments
         nulls = "mean" if self.count_missing() else "error"
@@ -237,13 +239,13 @@ class ColumnStats:
 
 
 def _scale(mean: float, std: float, **options: Any) -> Scale:
-    """Return a scale with rounded, readable numbers: std to six digits, the mean to the same precision."""
+    """Return a scale with std rounded to six digits, and the mean to the same decimal place."""
     std = float(f"{std:.6g}") or 1.0
     return Scale(mean=round(float(mean), 5 - floor(log10(std))), std=std, **options)
 
 
 def _as_integers(values: np.ndarray) -> np.ndarray:
-    """Return numbers as int64. Floats that have a fraction or are too large are returned as their bits.
+    """Return numbers as int64; floats that are fractional or too large are represented by their bits.
 
     Equal numbers of different types have equal hashes.
     """
@@ -255,7 +257,7 @@ def _as_integers(values: np.ndarray) -> np.ndarray:
 
 
 def to_comparable(array, base: str, mixed: bool):
-    """Return values in the type in which values of all files are compared."""
+    """Return values cast to the type in which the column's values from all files are compared."""
     if base == "time":
         return array.cast(pa.int32() if array.type.bit_width == 32 else pa.int64())
     if base == "decimal" or (mixed and base != "text"):
@@ -268,12 +270,12 @@ def to_comparable(array, base: str, mixed: bool):
 
 
 def pair_with_labels(column: ColumnStats, data: Mapping[str, pa.ChunkedArray], labels: Sequence[ColumnStats]) -> None:
-    """Add a row group's pairs of values. A label is dropped at the first contradiction to a copy.
+    """Add a row group's pairs of values and label values; pairs that are not unique become None.
 
     Args:
         column: Column whose values are paired; its `pairs` are changed.
-        data: Name → column of the row group.
-        labels: Labels to pair the column with.
+        data: Name → column in the row group.
+        labels: Labels with which the column is paired.
     """
     for label in labels:
         pairs = column.pairs.setdefault(label.name, {})
@@ -292,7 +294,7 @@ def pair_with_labels(column: ColumnStats, data: Mapping[str, pa.ChunkedArray], l
 
 
 def _encode_values(s: ColumnStats, data: pa.ChunkedArray) -> tuple[list, np.ndarray]:
-    """Return (values, index of each row's value); NaN is a null."""
+    """Return the distinct values of a column, and each row's index into them; NaN counts as null."""
     coded = to_comparable(to_plain_array(data), s.base, s.mixed).dictionary_encode(null_encoding="encode")
     values = [None if value != value else value for value in coded.dictionary.to_pylist()]
     return values, coded.indices.to_numpy()

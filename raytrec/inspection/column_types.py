@@ -1,4 +1,4 @@
-"""Columns of a folder's files, and the type that all files agree on."""
+"""Columns of a folder's files, and their common types over all files."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from raytrec.data.arrow import (
 from raytrec.data.partitions import collect_folder_values, infer_folder_types, parse_folder_values
 from raytrec.inspection.column_stats import NUMBERS, ColumnStats
 
-# Keys and values of folders that are times. They are not features, because later days have new values.
+# Folder keys and values that are times, which are not features because new data has new values.
 TIMES = {"date", "day", "ds", "dt", "hour", "hr", "minute", "month", "quarter", "time", "ts", "week", "year"}
 DATE_PATTERN = re.compile(r"(19|20)\d\d-?[01]\d(-?[0-3]\d|$)|__|$")
 
 
 def find_common_columns(footers: dict) -> set[str]:
-    """Return the columns that all files have, including keys of their folders."""
+    """Return the columns that all files contain, including keys of their folders."""
     names = ({*leaf_names(f.schema.to_arrow_schema()), *parse_folder_values(path)} for path, f in footers.items())
     return set.intersection(*names)
 
 
 def infer_folder_column_types(footers: dict) -> dict[str, pa.DataType]:
-    """Return key → type of the folder keys that are columns.
+    """Return folder key → type for the keys of key=value folders that are columns.
 
-    Such keys have several values that are not times, and are missing in the columns of at least one file.
+    Such a key has several values, which are not times, and at least one file lacks a column of this name.
     """
     values = {key: {value or "" for value in texts} for key, texts in collect_folder_values(footers).items()}
     if not values:
@@ -50,14 +50,14 @@ def infer_folder_column_types(footers: dict) -> dict[str, pa.DataType]:
 
 
 def _arrow(path: str, footer: pq.FileMetaData, kinds: dict[str, pa.DataType]) -> pa.Schema:
-    """Return the schema of a file, with the keys of its folders."""
+    """Return the Arrow schema of a file, extended by the keys of its folders that are columns."""
     arrow = footer.schema.to_arrow_schema()
     added = [pa.field(key, kinds[key]) for key in parse_folder_values(path) if key in kinds]
     return pa.schema([*(field for field in arrow if field.name not in kinds), *added])
 
 
 def unify_columns(footers: dict[str | None, dict], kinds: dict[str, pa.DataType]) -> list[ColumnStats]:
-    """Return every column, including fields of structs, with the type that all files agree on."""
+    """Return empty statistics of every column, including struct fields, with types common to all files."""
     schemas = {
         part: {path: _arrow(path, footer, kinds) for path, footer in files.items()} for part, files in footers.items()
     }
@@ -106,7 +106,7 @@ def _format_paths(paths: list[str]) -> str:
 
 
 def _unify_types(types: list) -> tuple[str, bool, bool]:
-    """Return (base, is a list, values must be cast) for a column with these types in its files."""
+    """Return (base, True for lists, True if values must be cast) for the types of a column in all files."""
     kinds = [_base_type(kind) for kind in types]
     bases = {base for base, _ in kinds} - {"null"}
     is_list = any(listed for _, listed in kinds)
@@ -120,7 +120,7 @@ def _unify_types(types: list) -> tuple[str, bool, bool]:
 
 
 def _base_type(kind) -> tuple[str, bool]:
-    """Return (base, is a list) of an Arrow type."""
+    """Return (base, True for a list) for an Arrow type."""
     value, listed = value_type(kind), is_list(plain(kind))
     tests = {
         "integer": t.is_integer,

@@ -1,28 +1,28 @@
 """Inference of a schema and transforms from Parquet files.
 
-The kind of a column is inferred in this order (column_roles.py):
+The role of a column is inferred in this order (column_roles.py):
 
     label      named with --label, or called label, target, click, …; a transform (binarize) converts labels
                with values outside [0, 1] to 0 and 1
     reserved   named with --reserve: kept with its rows, not a feature
     skipped    missing in a file, or of incompatible types; constant or only nulls; integers and text that
-               differ in each row; copies of the label; dates and times (also integers that look like
-               seconds since 1970)
+               differ in each row; copies of a label; dates and times (also integers that could be times
+               since 1970)
     sparse     lists of integers or text (mean pooling; sequences if called history, clicked, …); text;
-               numbers called …id; integers that fill their range, wherever it begins, and repeat; integers
-               with few values, or too large for quantities
+               whole numbers called …id; integers that repeat and fill a range, wherever it begins; integers
+               with few values, or too large to be quantities
     weights    lists of floats named after a sparse list: tags_weights or tags_weight for tags
     dense      other numbers; if no column is sparse, they are also looked up in buckets (bucketize)
 
-Fields of structs are columns: user.age. Features share a table if their values and their names agree, or if
-common values cannot be chance (text, hashed ids; shared_tables.py).
+Struct fields are columns, such as user.age. Features share a table if their names and values agree, or if
+their common values cannot be due to chance (text, hashed ids; shared_tables.py).
 
-A table whose ids fill their range has a row for each id up to the highest one, and `out_of_range: clamp`. A
-service reads larger values of an ordinal (at most 100 values, such as an age) as the highest value. Larger
-ids use one additional row, which is not trained. If only a sample was read, the table has a tenth more rows,
-and larger ids are hashed. Text, wide and negative ids are hashed. Their table has ten rows per value (two if
-there are many values), or more, so that frequent values do not share a row (shared_tables.py). Floats that
-are whole numbers are treated like integers.
+A table whose ids fill their range has one row for each id up to the highest, and `out_of_range: clamp`. For
+ordinals (at most 100 values, such as an age), larger values are read as the highest one. Other larger ids use
+one additional row, which is not trained. If only a sample was read, the table has a tenth more rows, and
+larger ids are hashed. Text, wide ids and negative ids are hashed. Their table has at least ten rows per value
+(two if there are many values), so that frequent values rarely share a row (shared_tables.py). Whole floats
+are treated like integers.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from raytrec.inspection.shared_tables import (
     make_table_name,
 )
 
-MIN_COPY_ROWS = 100  # with fewer rows, columns may agree by chance
-# Order of transforms. In lists, all except fill_null remove nulls, but not the weights of these nulls.
+MIN_COPY_ROWS = 100  # with at most this many rows, columns may agree by chance
+# Order of transforms. In lists, all except fill_null remove nulls, but not the weights of the nulls.
 ORDER = ("fill_null", "cast", "drop_null", "binarize", "clip", "bucketize")
 
 
@@ -60,20 +60,21 @@ def inspect(
     reserve_columns: list[str] | None = None,
     max_rows: int | None = None,
 ) -> Inspection:
-    """Infer a schema from Parquet, which is read row group by row group.
+    """Infer a schema from Parquet files, which are read one row group at a time.
 
     Args:
         uri: Folder or file; local, s3:// or gs://. In a folder with train/, valid/ and test/, train/ is
-            inspected, and the other folders are read for ids, nulls and types. The same holds for a folder
-            train/ with such folders next to it.
+            inspected, and the other folders are read for ids, nulls and types. A folder train/ next to such
+            folders is treated alike.
         dim: Width of the tables.
-        labels: Columns to predict; default: a column with a usual name.
-        reserve_columns: Columns, also from key=value folders, that are kept with their rows as non-features.
+        labels: Columns to predict; default: columns with usual names of labels.
+        reserve_columns: Columns, also from key=value folders, to keep with their rows instead of using them
+            as features.
         max_rows: Approximate number of rows to read per part, in row groups spread over the files; None: all.
 
     Raises:
-        DataError: The place is empty or not Parquet.
-        SchemaError: No label or sparse feature is recognized, or a column to predict or reserve is missing.
+        DataError: The path is empty, or contains no Parquet files or rows.
+        SchemaError: No label or no feature is recognized, or a column to predict or reserve is missing.
         ConfigError: `max_rows` is less than one.
     """
     if not uri.strip():
@@ -108,7 +109,7 @@ def inspect(
 
 
 def _add_buckets(findings: list[Finding]) -> None:
-    """Look up dense columns in buckets as well if no column is sparse."""
+    """If no column is sparse, add transforms that also turn dense columns into ids of buckets."""
     if any(f.kind == "sparse" for f in findings):
         return
     taken = {f.stats.name for f in findings}
@@ -145,7 +146,7 @@ def _check_has_label(findings: list[Finding], uri: str) -> None:
 
 
 def _skip_copies(findings: list[Finding]) -> None:
-    """Skip features that copy a label."""
+    """Change features that copy a label to skipped columns."""
     labels = [f.stats.name for f in findings if f.kind == "label"]
     for f in findings:
         if f.kind in ("dense", "sparse") and (label := _find_copied_label(f.stats, labels)):
@@ -155,7 +156,7 @@ def _skip_copies(findings: list[Finding]) -> None:
 def _find_copied_label(column: ColumnStats, labels: Sequence[str]) -> str | None:
     """Return the label that a column copies, or None.
 
-    A column copies a label if its values and the label's values correspond one to one. Nulls are values too.
+    A column copies a label if its values and the label's values correspond one to one; null counts as a value.
     """
     for label in labels:
         pairs = column.pairs.get(label) or {}
@@ -169,7 +170,7 @@ def _could_be_rating(s: ColumnStats) -> bool:
 
 
 def _pair_weights(findings: list[Finding]) -> None:
-    """Make lists of floats that are named after a list of ids its weights, and keep the list's length."""
+    """Change lists of floats named after a list of ids to its weights, and keep nulls in that list."""
     lists = {f.stats.name: f for f in findings if f.kind == "sparse" and f.stats.is_list}
     for f in findings:
         name = f.stats.name
@@ -186,7 +187,7 @@ def _pair_weights(findings: list[Finding]) -> None:
 
 
 def _keep_length(f: Finding) -> None:
-    """Replace nulls in a list with weights by one additional id, instead of removing the nulls."""
+    """Replace nulls in a weighted list by one additional id instead of removing them."""
     if not any(t["do"] == "drop_null" for t in f.transforms):
         return
     f.transforms = [t for t in f.transforms if t["do"] != "drop_null"]

@@ -1,4 +1,4 @@
-"""Result of an inspection: schema.yaml, table of columns, and training command."""
+"""Result of an inspection: schema.yaml, a table of columns, and a training command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raytrec.inspection.column_scan import Scan
 from raytrec.inspection.column_stats import ColumnStats
 from raytrec.inspection.shared_tables import SharedTable, has_history_name
 
-MAX_COMMAND_CHARS = 2000  # characters of transforms that are included in the printed command
+MAX_COMMAND_CHARS = 2000  # maximum characters of transforms in the printed command
 
 
 @dataclass
@@ -27,12 +27,12 @@ class Inspection:
 
     Attributes:
         uri: Path or URI of the inspected data.
-        findings: Role of each column, in the order of the files.
-        schema: Schema of the columns after the transforms.
-        transforms: data.transforms; without these, training rejects columns of the schema.
-        tables: Tables, with the reasons why features share them.
+        findings: Role of each column, in the order of the files' columns.
+        schema: Proposed schema, which describes columns after the transforms.
+        transforms: Entries of data.transforms, without which training rejects columns of the schema.
+        tables: Tables of the schema, with reasons why features share them.
         scan: Statistics and extent of the data that was read.
-        reserve_columns: data.reserve_columns, which are not features.
+        reserve_columns: Entries of data.reserve_columns, which are not features.
     """
 
     uri: str
@@ -45,18 +45,18 @@ class Inspection:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows of the training data that were read."""
+        """Return the number of rows read from the training data."""
         return self.scan.rows
 
     @property
     def tasks(self) -> list[dict]:
-        """Return the configuration's tasks, or [] if the default task fits: one label without nulls."""
+        """Return the entries of `tasks`, or [] for one label without nulls, which the default task fits."""
         of_labels = [f.stats for f in self.findings if f.kind == "label"]
         tasks = [{"label": s.name} | ({"nulls": "skip"} if s.count_missing() else {}) for s in of_labels]
         return tasks if len(tasks) > 1 or "nulls" in tasks[0] else []
 
     def schema_yaml(self) -> str:
-        """Return the text of schema.yaml, with the transforms and a comment for every column."""
+        """Return the text of schema.yaml, with the transforms and a comment on every column."""
         sampled = "" if self.scan.whole else ", a sample: cardinalities and ranges are lower bounds"
         others = f", ids also read from {' and '.join(self.scan.inspected_parts)}" if self.scan.inspected_parts else ""
         lines = [f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{others}). Review it before training."]
@@ -80,7 +80,7 @@ class Inspection:
         return "\n".join(out) + "\n"
 
     def _comments(self) -> dict[tuple[str, str], str]:
-        """Return (section, column) → comment."""
+        """Return (section, column or table) → comment."""
         shared = {name: f"shares {t.name}'s table: {why}" for t in self.tables for name, why in t.reasons.items()}
         comments = {("tables", t.name): t.comment for t in self.tables}
         for f in self.findings:
@@ -93,11 +93,11 @@ class Inspection:
         return comments
 
     def show(self, out: str | None = None, overwrite: bool = False) -> None:
-        """Print a table of the columns on stderr, and write the schema to stdout or to a file.
+        """Print a table of the columns to stderr, and write the schema to stdout or a file.
 
         Args:
             out: Path of the file; None: stdout.
-            overwrite: Replace an existing file.
+            overwrite: If True, replace an existing file.
 
         Raises:
             ConfigError: The file exists or cannot be written.
@@ -111,7 +111,7 @@ class Inspection:
             print(f"  {self._command(out)}", file=sys.stderr)
 
     def _command(self, schema: str) -> str:
-        """Return the command that trains with a schema file."""
+        """Return a command that trains with a schema file; `schema` is its path."""
         parts = {"test" if name == "test" else "valid": place for name, place in self.scan.inspected_parts.items()}
         settings = [f"data.train={self.uri}", *(f"data.{name}={place}" for name, place in parts.items())]
         settings.append(f"data.schema={schema}")
@@ -144,7 +144,7 @@ class Inspection:
 
 
 def write_schema(text: str, out: str | None) -> None:
-    """Write the text of a schema to a file, or to stdout.
+    """Write the text of a schema to the file `out`, or to stdout if `out` is None.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -154,15 +154,15 @@ def write_schema(text: str, out: str | None) -> None:
             Path(out).write_text(text, encoding="utf-8")
         return
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(encoding="utf-8")  # schemas are UTF-8 on any terminal
+        sys.stdout.reconfigure(encoding="utf-8")  # schemas are UTF-8, whatever the terminal's encoding
     sys.stdout.write(text)
 
 
 def check_output_path(out: str, overwrite: bool) -> None:
-    """Check, before any data is read, that a schema can be written to this path.
+    """Check that a schema can be written to a path, before any data is read.
 
     Raises:
-        ConfigError: The schema cannot be written.
+        ConfigError: The path is a folder, its folder does not exist, or the file exists.
     """
     path = Path(out)
     if path.is_dir():
@@ -181,7 +181,7 @@ def to_flow_yaml(value: object) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return text without characters that cannot appear in a comment."""
+    """Return a text with spaces in place of unprintable characters, for a YAML comment."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
@@ -202,7 +202,7 @@ def _nulls_text(s: ColumnStats) -> str:
 
 
 def format_bag_lengths(s: ColumnStats) -> str:
-    """Return the shortest, mean, 95th percentile and longest bag of a list, and the share of empty bags."""
+    """Return the minimum, maximum, mean and 95th percentile of bag lengths, and the share of empty bags."""
     if not s.is_list or not s.lengths.sum():
         return ""
     counts, lengths = s.lengths, np.flatnonzero(s.lengths)

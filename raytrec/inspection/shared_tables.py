@@ -1,4 +1,4 @@
-"""Assignment of features to tables, and the number of rows that keeps frequent values apart."""
+"""Assignment of features to tables, and table sizes that keep frequent values in separate rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from raytrec.inspection.column_roles import MAX_ID_RANGE_FACTOR, Finding, is_ord
 from raytrec.inspection.column_stats import MAX_EXACT_VALUES, ColumnStats
 from raytrec.inspection.sketches import MAX_KEPT_HASHES, HotIds, count_distinct
 
-MAX_COLLISION_FREE_VALUES = 1000  # tables of fewer values grow until each value has its own row
-MAX_SMALL_TABLE_ROWS = 65_536  # tables up to this size have ten rows per value
+MAX_COLLISION_FREE_VALUES = 1000  # tables with fewer values grow until no two values share a row
+MAX_SMALL_TABLE_ROWS = 65_536  # maximum number of rows of tables with ten rows per value
 # Words that describe the use of ids instead of their meaning.
 HISTORY = frozenset(
     """history histories hist seq sequence sequences recent last past previous prev clicked viewed watched
@@ -29,12 +29,12 @@ USAGE_WORDS = HISTORY | frozenset(
 
 @dataclass
 class SharedTable:
-    """A table and the features that look it up. The first feature determines the name.
+    """Table with the features that look it up; the first feature determines its name.
 
     Attributes:
         name: Name of the table.
         members: Features that look up the table.
-        reasons: Feature → why it shares the table; the first feature has no reason.
+        reasons: Feature → reason for sharing the table; the first feature has no entry.
         comment: Comment on the number of rows (`choose_size`).
     """
 
@@ -44,10 +44,10 @@ class SharedTable:
     comment: str = ""
 
     def choose_size(self, sampled: bool) -> dict:
-        """Return `rows` and `out_of_range` for the ids of all features in all parts of the data.
+        """Return `rows` and `out_of_range` for all features' ids in training, validation and test data.
 
         Args:
-            sampled: True if not all rows were read.
+            sampled: True if only a part of the rows was read.
         """
         parts, hot = [part for f in self.members for part in f.stats.parts], HotIds()
         for part in parts:
@@ -61,12 +61,12 @@ class SharedTable:
 
 
 def has_history_name(f: Finding) -> bool:
-    """Return True if a list's name suggests a history of events."""
+    """Return True for a list whose name suggests a history of events."""
     return f.stats.is_list and not HISTORY.isdisjoint(words(f.stats.name))
 
 
 def find_tables(findings: list[Finding]) -> list[SharedTable]:
-    """Return the tables of sparse features. Features with one id are assigned before lists."""
+    """Return the tables of sparse features; features with one id per row are assigned before lists."""
     tables: list[SharedTable] = []
     for f in sorted((f for f in findings if f.kind == "sparse"), key=lambda f: f.stats.is_list):
         is_distinctive = _is_distinctive(f.stats)
@@ -86,7 +86,7 @@ def find_tables(findings: list[Finding]) -> list[SharedTable]:
 
 
 def _explain_sharing(f: Finding, owner: Finding, is_distinctive: bool) -> str | None:
-    """Return why a feature should look up another feature's table, or None if it should not."""
+    """Return the reason why a feature should share another feature's table, or None if it should not."""
     stats, owner_stats = f.stats, owner.stats
     nouns = _subject_words(stats.name)
     if nouns and nouns == _subject_words(owner_stats.name):
@@ -105,7 +105,7 @@ def _explain_sharing(f: Finding, owner: Finding, is_distinctive: bool) -> str | 
 
 
 def _is_distinctive(s: ColumnStats) -> bool:
-    """Return True if common values cannot be chance: text, and integers with gaps."""
+    """Return True for text and integers with gaps, whose common values cannot be due to chance."""
     fills = s.lowest >= 0 and s.highest < MAX_ID_RANGE_FACTOR * s.distinct
     return (s.base == "text" or not fills) and s.distinct >= 10
 
@@ -116,7 +116,7 @@ def _subject_words(name: str) -> frozenset[str]:
 
 
 def make_table_name(column: str, taken: set[str]) -> str:
-    """Return an unused table name from a column name, without characters that tables or figures reject."""
+    """Return an unused table name derived from a column name, with valid characters only."""
     name = re.sub(r"[^\w\-]+", "_", re.sub(r"(?<=.)([_.][iI][dD]s?|(?<=[a-z])I[dD]s?)$", "", column)).strip("_")
     name = to_table_name(name or "ids")
     number = 2
@@ -126,7 +126,7 @@ def make_table_name(column: str, taken: set[str]) -> str:
 
 
 def estimate_containment(inner: ColumnStats, outer: ColumnStats) -> float:
-    """Return the share of a column's distinct values that another column has, estimated from hashes."""
+    """Return the share of a column's distinct values in another column, estimated from hashes."""
     bounds = [s.hashes[-1] for s in (inner, outer) if len(s.hashes) >= MAX_KEPT_HASHES]
     inside, outside = (s.hashes[s.hashes <= min(bounds)] if bounds else s.hashes for s in (inner, outer))
     first = inside[:MAX_EXACT_VALUES]  # a few values are enough to reject most pairs of columns
@@ -140,15 +140,15 @@ def estimate_containment(inner: ColumnStats, outer: ColumnStats) -> float:
 
 
 def table_size(low: float, high: float, distinct: int, hot: HotIds, kind: str, sampled: bool) -> tuple[int, str, str]:
-    """Return a table's `rows` and `out_of_range`, and a comment.
+    """Return a table's `rows` and `out_of_range`, and a comment on them.
 
     Args:
         low: Lowest integer id.
         high: Highest integer id.
         distinct: Number of distinct values.
-        hot: The most frequent values.
-        kind: text, id or ordinal.
-        sampled: True if not all rows were read.
+        hot: Counters of the most frequent values.
+        kind: Kind of the values: text, id or ordinal.
+        sampled: True if only a part of the rows was read.
     """
     if kind == "text" or low < 0 or high >= max(MAX_ID_RANGE_FACTOR * distinct, 100_000):
         rows, shared = _size_hashed_table(distinct, hot, kind == "text")
@@ -163,7 +163,7 @@ def table_size(low: float, high: float, distinct: int, hot: HotIds, kind: str, s
 
 
 def _size_hashed_table(distinct: int, hot: HotIds, is_text: bool) -> tuple[int, float]:
-    """Return the rows of a hashed table and the share of lookups with collisions.
+    """Return the number of rows of a hashed table, and the share of lookups that collide.
 
     A lookup collides if its value shares a row with a more frequent value.
     """
@@ -183,7 +183,7 @@ def _size_hashed_table(distinct: int, hot: HotIds, is_text: bool) -> tuple[int, 
 def bucket_boundaries(scale: Scale) -> list[float]:
     """Return the boundaries of ten buckets with about equal counts.
 
-    The numbers are assumed to be normally distributed after scaling (`Scale`).
+    Scaled numbers (`Scale`) are assumed to be normally distributed.
     """
     deciles = scale.mean + scale.std * np.array([NormalDist().inv_cdf(k / 10) for k in range(1, 10)])
     numbers = np.sign(deciles) * np.expm1(np.abs(deciles).clip(max=700)) if scale.log else deciles

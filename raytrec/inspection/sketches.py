@@ -1,16 +1,16 @@
-"""Sketches of a column in bounded memory: frequent ids and the number of distinct values."""
+"""Sketches of columns in bounded memory: counters of frequent ids, and numbers of distinct values."""
 
 from __future__ import annotations
 
 import numpy as np
 
-MAX_ID_COUNTERS = 65_536  # most ids with a counter
+MAX_ID_COUNTERS = 65_536  # maximum number of ids with a counter
 TOP_ID_COUNTS = (1, 10, 100, 1_000, 10_000)
-MAX_KEPT_HASHES = 65_536  # most hashes kept; counts of distinct values are exact below and ± 0.4 % above
+MAX_KEPT_HASHES = 65_536  # maximum number of hashes; counts of distinct values are exact below, ± 0.4 % above
 
 
 class SmallestHashes:
-    """The smallest hashes of a column's values, which give the number of distinct values."""
+    """The smallest hashes of a column's values, from which the number of distinct values is estimated."""
 
     def __init__(self) -> None:
         self._hashes = np.empty(0, np.uint64)
@@ -18,7 +18,7 @@ class SmallestHashes:
         self._new_count = 0
 
     def add(self, hashes: np.ndarray) -> None:
-        """Add hashes of values, uint64 [n]."""
+        """Add the hashes of some values, uint64 [n]."""
         if len(self._hashes) == MAX_KEPT_HASHES:
             hashes = hashes[hashes < self._hashes[-1]]
         self._new.append(hashes)
@@ -38,10 +38,10 @@ class SmallestHashes:
 
 
 def count_distinct(hashes: np.ndarray) -> int:
-    """Return the number of distinct values from their smallest hashes (Bar-Yossef et al. 2002).
+    """Estimate the number of distinct values from their smallest hashes (Bar-Yossef et al. 2002).
 
     Args:
-        hashes: Smallest hashes, uint64, ascending; if fewer than SMALLEST, the hashes of all values.
+        hashes: Smallest hashes, uint64, ascending; fewer than MAX_KEPT_HASHES are the hashes of all values.
     """
     if len(hashes) < MAX_KEPT_HASHES:
         return len(hashes)
@@ -49,12 +49,12 @@ def count_distinct(hashes: np.ndarray) -> int:
 
 
 class HotIds:
-    """Counters of frequent ids by the method of Misra and Gries (1982).
+    """Counters of frequent ids, by the method of Misra and Gries (1982).
 
-    With more than MOST ids, the largest count outside the MOST most frequent ids is subtracted from all
-    counts. Ids without a remaining count are removed. `counts` adds the subtracted amount again. The result
-    is exact for ids that were never removed, as the most frequent ids are. Of n lookups, the amount is at
-    most n ÷ MOST.
+    With more than MAX_ID_COUNTERS ids, the largest count outside the MAX_ID_COUNTERS most frequent ids is
+    subtracted from all counts, and ids without a remaining count are removed. `counts` adds the subtracted
+    amount again. Counts are exact for ids that were always kept, such as the most frequent ids. After n
+    lookups, the subtracted amount is at most n ÷ MAX_ID_COUNTERS.
     """
 
     def __init__(self) -> None:
@@ -88,15 +88,15 @@ class HotIds:
         self._ids, self._counts = ids, sums
 
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the most frequent ids, uint64 [n], and the number of lookups of each id, int64 [n]."""
+        """Return the most frequent ids, uint64 [n], and their numbers of lookups, int64 [n]."""
         if self._new:
             self._merge()
         return self._ids, self._counts + self._taken
 
     def shares(self) -> list[float]:
-        """Return the shares of lookups of the 1, 10, 100, 1,000 and 10,000 most frequent ids.
+        """Return the shares of lookups for the 1, 10, 100, 1,000 and 10,000 most frequent ids.
 
-        Numbers of ids that are not below the number of counted ids are left out.
+        The list ends before the first of these numbers that is not below the number of counted ids.
         """
         counts = np.sort(self.counts()[1])[::-1]
         sums = np.cumsum(counts) / max(1, self._all)

@@ -1,1 +1,1 @@
-"""Metrics of training and evaluation: their definitions (builtin/) and their aggregation over ranks."""
+"""Metrics for training and evaluation: their definitions (builtin/) and their aggregation over ranks."""

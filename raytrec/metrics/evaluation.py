@@ -1,4 +1,4 @@
-"""Storage of evaluation rows for a task's metrics, and metrics of the largest and the worst slices."""
+"""Storage of evaluation rows for a task's metrics, and metrics of the largest and worst slices."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from raytrec.data.batch import Batch
 
 AUC_BYTES_PER_ROW = 160  # peak memory per row: float64, sorted, with cumulative sums
-MAX_LISTED_SLICES = 10  # slices in each list: the largest and the worst
+MAX_LISTED_SLICES = 10  # maximum number of slices in each list, the largest and the worst
 MIN_SLICE_LABEL_ROWS = (
     30  # rows of each label that a slice needs to be listed as worst; with fewer, the AUC is mostly noise
 )
-MAX_SLICE_NAMES = 100_000  # values of a column whose text a rank stores
+MAX_SLICE_NAMES = 100_000  # maximum number of values per column whose text a rank stores
 
 
 class TaskRows:
-    """Rows of one task that this rank evaluates, in the form that its metrics and slices need.
+    """Rows of one task that this rank evaluates, in the form that the task's metrics and slices need.
 
     Attributes:
         columns: Columns whose keys the metrics and slices need.
@@ -57,12 +57,12 @@ class TaskRows:
         self.needed = bool(self._stores)
 
     def add(self, rows: WeightedRows) -> None:
-        """Add rows."""
+        """Store rows for all metrics and slices that need rows."""
         for store in self._stores:
             store.add(rows)
 
     def figures(self, peers: Peers, device: torch.device) -> tuple[dict[str, float | None], dict]:
-        """Return values by key, and curves (evaluate.Curves), the same on all ranks; a collective."""
+        """Return values by key, and curves (worker.evaluate.Curves), equal on all ranks; a collective."""
         figures: dict[str, float | None] = {}
         curves: dict[str, dict[str, Any]] = {}
         if self._scores:
@@ -72,14 +72,14 @@ class TaskRows:
         return {self._key(name): value for name, value in figures.items()}, curves
 
     def slices(self, peers: Peers, device: torch.device, names: Mapping[str, dict[int, str]]) -> dict[str, Any]:
-        """Return the metrics of slices by column (Slices.figures); a collective.
+        """Return the metrics of each column's slices (Slices.figures); a collective.
 
-        `names` maps each column to the texts of values that this rank has seen, by key.
+        `names` is column → key → text, for the values that this rank has seen.
         """
         return {column: slices.figures(peers, device, names.get(column, {})) for column, slices in self._slices.items()}
 
     def _add_ranked_metrics(self, peers: Peers, device: torch.device, figures: dict, curves: dict) -> None:
-        """Add metrics and curves over rows sorted by prediction to `figures` and `curves`."""
+        """Compute metrics and curves over rows sorted by prediction; add them to `figures` and `curves`."""
         ranked, binned = self._scores.ranked(peers, device)
         metrics = _select_subclasses(self._metrics, RankedMetric)
         totals = _sum_over_ranks([metric.sums(ranked) for metric in metrics], peers)
@@ -94,7 +94,7 @@ class TaskRows:
                 curves[curve] = {**points, "metric": self._key(metric.name)}
 
     def _add_group_metrics(self, peers: Peers, device: torch.device, figures: dict) -> None:
-        """Add group metrics to `figures`, one part of the groups at a time."""
+        """Compute group metrics, one part of the groups at a time, and add them to `figures`."""
         metrics = _select_subclasses(self._metrics, GroupMetric)
         sums: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
         distinct: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
@@ -117,7 +117,7 @@ class TaskRows:
 def choose_ranking_device(rows: int, device: torch.device, row_bytes: int = AUC_BYTES_PER_ROW) -> torch.device:
     """Return the CUDA device if half of its free memory can hold the rows, else the CPU.
 
-    By default, `row_bytes` is the memory of the AUC. A device that is not CUDA is returned unchanged.
+    By default, `row_bytes` is the memory per row that the AUC needs. Other devices are returned unchanged.
     """
     if device.type == "cuda" and rows * row_bytes > torch.cuda.mem_get_info(device)[0] // 2:
         return torch.device("cpu")
@@ -129,7 +129,7 @@ def _select_subclasses(metrics: list[type[Metric]], kind: type) -> list:
 
 
 def _sum_over_ranks(sums: list[dict[str, torch.Tensor]], peers: Peers) -> list[dict[str, torch.Tensor]]:
-    """Return the sums of several metrics over all ranks, with one collective."""
+    """Return the sums of several metrics over all ranks, using one collective."""
     values = [value for each in sums for value in each.values()]
     if not values:
         return sums
@@ -138,20 +138,20 @@ def _sum_over_ranks(sums: list[dict[str, torch.Tensor]], peers: Peers) -> list[d
 
 
 def _count_distinct(keys: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """Return the number of distinct keys over all ranks that this rank owns."""
+    """Return the number of distinct keys that this rank owns among the keys of all ranks; a collective."""
     (owned_keys,) = peers.send([keys], assign_ranks(keys, peers.world))
     return torch.tensor(len(owned_keys.unique()), dtype=torch.float64)
 
 
 class Slices(BoundedRows):
-    """Rows by slice, with 20 bytes per row; as bins, memory grows with slices instead of rows."""
+    """Rows of slices, at 20 bytes per row; once rows are binned, memory grows with slices, not with rows."""
 
     _bins: list[torch.Tensor] | None = None  # binned ties by slice (`_merge_slice_ties`)
 
     def figures(self, peers: Peers, device: torch.device, names: Mapping[int, str]) -> dict[str, Any]:
-        """Return the largest and the worst slices of all ranks, the same on each rank.
+        """Return the largest and the worst slices over all ranks, equal on every rank.
 
-        A collective. The rows are discarded afterwards.
+        This is a collective, after which the rows are discarded.
 
         Args:
             peers: Ranks of the evaluation.
@@ -159,8 +159,9 @@ class Slices(BoundedRows):
             names: Key → text of the slice values that this rank has seen.
 
         Returns:
-            slices: the number of all slices; largest and worst: lists of slice (its value as text), rows,
-            auc, calibration (None if undefined), and auc_bound if rows are in bins.
+            `slices`, the number of all slices, and the lists `largest` and `worst`. The keys of a list entry
+            are slice (the value as text), rows, auc, calibration (None if undefined), and auc_bound if rows
+            are binned.
         """
         if binned := peers.max_number(self._bins is not None) > 0:
             self._bin_rows()
@@ -195,10 +196,10 @@ class Slices(BoundedRows):
 
 
 def _merge_slice_ties(keys: torch.Tensor, predictions: torch.Tensor, *sums: torch.Tensor) -> list[torch.Tensor]:
-    """Return ties by slice and descending prediction.
+    """Return ties sorted by slice and descending prediction.
 
     The columns are keys, predictions, and sums over rows that agree in both: positive weights, negative
-    weights, weighted predictions, and rows.
+    weights, weighted predictions, and numbers of rows.
     """
     order = predictions.argsort(descending=True)
     order = order[keys[order].argsort(stable=True)]
@@ -212,10 +213,10 @@ class SliceMetrics:
     Attributes:
         keys: Keys of the slices, int64 [S].
         rows: Number of rows of each slice.
-        figures: auc (NaN unless a slice has the labels 0 and 1 and no other), calibration, and auc_bound if
-            rows are in bins.
+        figures: auc (NaN unless all labels are 0 or 1 and the slice contains both), calibration, and
+            auc_bound if rows are binned.
         goodness: Value that is lowest for the worst slices: the AUC, or the closeness of the calibration to 1
-            if labels are not 0 and 1. NaN for slices with too few rows.
+            if labels are not all 0 or 1. NaN for slices with too few rows.
     """
 
     keys: torch.Tensor
@@ -227,7 +228,7 @@ class SliceMetrics:
     def of(cls, ties: list[torch.Tensor], binary: bool, binned: bool) -> SliceMetrics:
         """Return the metrics of complete slices, given as ties (`_merge_slice_ties`).
 
-        `binary`: all labels are 0 and 1. `binned`: rows with nearly equal predictions count as tied.
+        `binary` is True if all labels are 0 or 1. `binned` is True if nearly equal predictions count as tied.
         """
         keys, predictions, positive, negative, predicted, rows = (x.cpu() for x in ties)
         keys, slice_of = keys.unique_consecutive(return_inverse=True)
@@ -258,7 +259,7 @@ class SliceMetrics:
 
 
 class SliceNames:
-    """Texts of slice values, collected on the host from passing batches.
+    """Text of each slice value, collected on the host as batches pass through.
 
     Args:
         columns: Columns whose values are slices.

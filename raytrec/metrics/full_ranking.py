@@ -1,4 +1,4 @@
-"""Ranks of the right items of a row among all items (eval.retrieval)."""
+"""Ranks of each row's right items among all items (eval.retrieval)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ABSENT = 1 << 62  # rank of a right item that is not among all items
 
 
 class FullRanking:
-    """Full ranking in one evaluation.
+    """Ranking of all items for the rows of one evaluation.
 
     A row counts if its label in the first task is positive and its weight in that task is not 0.
 
     Args:
-        selection: Metrics of the run; the settings name the columns to read.
+        selection: Metrics of the run, whose settings name the columns to read.
         device: Device of the model.
-        cells: Queries × items per block, see CELLS; default: by the free memory of the GPU.
+        cells: Number of queries × items per block; default: depends on the GPU's free memory.
     """
 
     def __init__(self, selection: Selection, device: torch.device, cells: int | None = None):
@@ -45,7 +45,8 @@ class FullRanking:
     def compute_item_vectors(self, step: Any, items: Any) -> None:
         """Compute the vectors of all items; a collective.
 
-        `step` is the worker.step.Step of a retrieval model, `items` the Stream of eval.retrieval.items.
+        `step` is the worker.step.Step of a retrieval model, and `items` is the Stream of
+        eval.retrieval.items.
         """
         keys: list[np.ndarray] = []
 
@@ -65,7 +66,7 @@ class FullRanking:
         self._items = Items(sorted_keys, all_vectors[order])
 
     def store_queries(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches unchanged after storing their queries, which `add` ranks later."""
+        """Yield the batches unchanged after storing their queries for later calls of `add`."""
         for batch in batches:
             self._pending.append(self._extract_queries(batch))
             yield batch
@@ -89,7 +90,7 @@ class FullRanking:
         return Queries(rows, *map(torch.from_numpy, arrays))
 
     def add(self, vectors_BD: torch.Tensor) -> None:
-        """Rank the items of the next batch, given the vectors of all of its rows; a collective."""
+        """Rank the right items of the next batch, given the vectors of all its rows; a collective."""
         queries = self._pending.popleft()
         query_vectors = vectors_BD[queries.rows.to(vectors_BD.device)]
         counts = torch.tensor([len(queries.rows), len(queries.items), len(queries.seen)])
@@ -98,7 +99,7 @@ class FullRanking:
             return
         concat = self._peers.concatenate
         right, lengths = concat(torch.stack([queries.right, queries.lengths], 1), rows).unbind(1)
-        order = right.argsort(descending=True, stable=True)  # queries with most right items come first
+        order = right.argsort(descending=True, stable=True)  # queries with the most right items come first
         slots = torch.empty_like(order)
         slots[order] = torch.arange(len(order))
         number = torch.arange(sum(items)) - (right.cumsum(0) - right).repeat_interleave(right)
@@ -125,8 +126,8 @@ class FullRanking:
         """Return the ranks of each query's right items, int64 [Q, R], ascending from 1; a collective.
 
         Unknown items and padding have rank ABSENT. The first `active[r]` queries have more than r right
-        items. `right_3P`, int64 [3, P], holds queries, numbers of their right items, and keys. `seen_2S`,
-        int64 [2, S], holds queries and keys of items to leave out.
+        items. `right_3P`, int64 [3, P], contains the query, the number within the query, and the key of each
+        right item. `seen_2S`, int64 [2, S], contains the query and key of each item to exclude.
         """
         (of_P, number_P, keys_P), (of_S, keys_S), device = right_3P, seen_2S, queries_QD.device
         position_P, position_S = self._items.find(keys_P), self._items.find(keys_S)
@@ -145,7 +146,7 @@ class FullRanking:
         return (self._peers.sum(above_QR) + offset_R).masked_fill(scores_QR == -torch.inf, ABSENT)
 
     def figures(self) -> dict[str, float | None]:
-        """Return values by key, the same on all ranks; metrics are None if no row counted."""
+        """Return values by key, equal on all ranks; metrics are None if no row counts. A collective."""
         values: dict[str, float | None] = {
             f"{RETRIEVAL_PREFIX}.{metric.name}": total / self._rows if self._rows else None
             for metric, total in zip(self._selection.retrieval_metrics, self._sums.tolist(), strict=True)
@@ -161,11 +162,11 @@ class Queries:
     """Queries of a batch, on the host.
 
     Attributes:
-        rows: Rows of the batch that are queries, int64 [Q].
+        rows: Indices of the batch's rows that are queries, int64 [Q].
         right: Number of right items of each query, int64 [Q].
-        items: Keys of the right items by query, int64 [P].
+        items: Keys of the right items, query after query, int64 [P].
         lengths: Number of seen items of each query, int64 [Q].
-        seen: Keys of the seen items by query, int64 [S].
+        seen: Keys of the seen items, query after query, int64 [S].
     """
 
     rows: torch.Tensor
@@ -196,7 +197,7 @@ class Items:
     vectors: torch.Tensor
 
     def find(self, keys_K: torch.Tensor) -> torch.Tensor:
-        """Return the positions of keys, int64 [K]; -1 if this rank does not have the item."""
+        """Return the positions of keys, int64 [K]; -1 if this rank does not hold the item."""
         if not len(self.keys):
             return torch.full_like(keys_K, -1)
         places = torch.searchsorted(self.keys, keys_K).clamp(max=len(self.keys) - 1)
@@ -221,8 +222,8 @@ class Items:
         """Return the number of items that do not score below each given score, int64 [Q, R].
 
         NaN is not below any score. Only the first `active[r]` queries count in column r; other entries are 0.
-        `left_out`, int64 [2, P], holds queries and positions of items that do not count; -1 means no item.
-        `cells` is the number of queries × items per block.
+        `left_out`, int64 [2, P], contains queries and positions of items that do not count; position -1 means
+        no item. `cells` is the number of queries × items per block.
         """
         device, block = queries_QD.device, max(1, cells // max(1, len(queries_QD)))
         left_out = left_out[:, left_out[1].argsort()]
@@ -243,7 +244,7 @@ class Items:
 
 
 def choose_block_cells(device: torch.device) -> int:
-    """Return the number of queries × items per block."""
+    """Return the number of queries × items per block that the free memory of a device allows."""
     if device.type != "cuda":
         return DEFAULT_BLOCK_CELLS
     return min(MAX_BLOCK_CELLS, max(DEFAULT_BLOCK_CELLS, torch.cuda.mem_get_info(device)[0] // FREE_BYTES_PER_CELL))
@@ -252,7 +253,7 @@ def choose_block_cells(device: torch.device) -> int:
 def compare_exact(
     queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_QR: torch.Tensor, active: Sequence[int]
 ) -> Iterator[torch.Tensor]:
-    """Yield for each of the R columns a mask of items that do not score below, bool [active, N]."""
+    """Yield, for each column of `scores_QR`, a mask of items that do not score below it, bool [active, N]."""
     products_QN = (queries_QD.double() @ items_ND.double().T).float()
     for scores_Q, count in zip(scores_QR.unbind(1), active, strict=True):
         yield ~(products_QN[:count] < scores_Q[:count].unsqueeze(1))
@@ -261,9 +262,9 @@ def compare_exact(
 def compare_fast(
     queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_QR: torch.Tensor, active: Sequence[int]
 ) -> Iterator[torch.Tensor]:
-    """Yield the same masks as `compare_exact`: products in float32, in float64 only if float32 cannot decide.
+    """Yield the masks of `compare_exact`, computing in float64 only where float32 cannot decide.
 
-    Most GPUs compute float64 at a 32nd or a 64th of the speed of float32. A float32 product of D terms has an
+    Most GPUs compute float64 at 1/32 or 1/64 of the speed of float32. A float32 product of D terms has an
     error of at most D · 2⁻²⁴ · ‖query‖ · ‖item‖ in any summation order (Higham 2002, 3.1). Rounding a score
     adds 2⁻²⁴ of the score. The limits in this function are twice as wide.
     """
@@ -282,7 +283,7 @@ def compare_fast(
 def _decide_unsure(
     queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_Q: torch.Tensor, above: torch.Tensor, unsure: torch.Tensor
 ) -> torch.Tensor:
-    """Return `above` after deciding the unsure pairs with float64 products."""
+    """Return `above` with the unsure pairs decided by float64 products."""
     queries, positions = unsure.nonzero(as_tuple=True)
     if len(queries) * UNDECIDED_DIVISOR > unsure.numel():
         return next(compare_exact(queries_QD, items_ND, scores_Q.unsqueeze(1), [len(scores_Q)]))

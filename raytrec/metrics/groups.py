@@ -17,14 +17,14 @@ from raytrec.embeddings.hashing import hash_bits
 from raytrec.metrics.ranked import WeightedRows, mark_run_starts
 
 RELEVANCE_THRESHOLD = 0.5  # labels above this value are positive
-DISK_PARTS = 64  # number of parts, by hash of the key, of the rows on disk
+DISK_PARTS = 64  # number of parts into which rows on disk are divided, by the hash of their key
 
 
 @dataclass(frozen=True)
 class Groups:
     """Rows of G complete groups, sorted by group and descending prediction.
 
-    Rows with equal predictions are sorted by ascending label, so that no order among ties improves a metric.
+    Rows with equal predictions are sorted by ascending label, so that ties never improve a metric.
 
     Attributes:
         of: Group of each row, int64 [N], from 0 to G - 1.
@@ -51,9 +51,9 @@ class Groups:
         weights_N: torch.Tensor,
         items_N: torch.Tensor | None = None,
     ) -> Groups:
-        """Return the groups of rows that are in any order, if each group is complete.
+        """Return the groups of rows, which can be in any order; each group must be complete.
 
-        `keys_N` is int64, and rows with the same key are a group. A NaN prediction makes the metrics NaN.
+        `keys_N` is int64, and rows with the same key form a group. A NaN prediction makes the metrics NaN.
         """
         weights_N = weights_N.masked_fill(predictions_N.isnan(), float("nan"))
         order = labels_N.argsort(stable=True)
@@ -65,17 +65,17 @@ class Groups:
         return cls(of, len(distinct), predictions, labels, weights, items)
 
     def add(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the rows of each group, float64 [G]."""
+        """Return the sum of the values of each group's rows, float64 [G]."""
         return self.weights.new_zeros(self.count).index_add_(0, self.of, values_N.double())
 
     @cached_property
     def sizes(self) -> torch.Tensor:
-        """Return the number of rows of each group, float64 [G]."""
+        """Return the number of rows in each group, float64 [G]."""
         return self.add(torch.ones_like(self.weights))
 
     @cached_property
     def ranks(self) -> torch.Tensor:
-        """Return the rank of each row in its group, int64 [N], from 1."""
+        """Return the rank of each row within its group, int64 [N], from 1."""
         starts = self.sizes.cumsum(0) - self.sizes
         return torch.arange(len(self.of), device=self.of.device) - starts.long()[self.of] + 1
 
@@ -86,16 +86,16 @@ class Groups:
 
     @cached_property
     def positives(self) -> torch.Tensor:
-        """Return the number of positive rows of each group, float64 [G]."""
+        """Return the number of positive rows in each group, float64 [G]."""
         return self.add(self.relevant)
 
     def sort_best_first(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Return row values sorted by group and descending value."""
+        """Return the values of rows, sorted by group and descending value."""
         order = values_N.argsort(descending=True)
         return values_N[order[self.of[order].argsort(stable=True)]]
 
     def auc(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `compute_group_auc` for these groups, with rows weighted."""
+        """Return the result of `compute_group_auc` for these groups, with weighted rows."""
         positive, negative = self.weights * self.relevant, self.weights * ~self.relevant
         return compute_group_auc(self.of, self.count, self.predictions, positive, negative)
 
@@ -131,15 +131,15 @@ def compute_group_auc(
 
 
 class GroupRows:
-    """Rows of one task on this rank, stored until all ranks exchange them for complete groups.
+    """Rows of one task on this rank, stored until the ranks exchange rows to complete all groups.
 
     A row takes 20 bytes, or 28 with its item. Beyond `exact_rows` rows, all rows are appended to unnamed
-    temporary files, one per column, which disappear with the process.
+    temporary files, one per column, which disappear when the process ends.
 
     Args:
         predict: Function of the task that converts logits to predictions.
-        exact_rows: Number of rows kept in memory (eval.max_exact_rows).
-        columns: Column `group` of the task and, if metrics need it, `item`.
+        exact_rows: Maximum number of rows kept in memory (eval.max_exact_rows).
+        columns: The task's `group` column, followed by its `item` column if metrics need items.
     """
 
     def __init__(self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int, columns: Sequence[str]):
@@ -152,7 +152,7 @@ class GroupRows:
         """Discard all rows."""
         self._pieces: list[Sequence[torch.Tensor]] = [self._empty_rows]
         self._files: list[IO[bytes]] = []
-        # (first row, number of rows) of each part's ranges in the files.
+        # For each part, (first row, number of rows) of its ranges in the files.
         self._ranges: list[list[tuple[int, int]]] = [[] for _ in range(DISK_PARTS)]
         self._rows = self._written = 0
 
@@ -167,8 +167,7 @@ class GroupRows:
     def groups(self, peers: Peers, device: torch.device) -> Iterator[Groups]:
         """Yield all groups in parts, with each group complete on one rank.
 
-        Each part is a collective, and all ranks yield the same number of parts. Rows are sorted on the device
-        `device`.
+        Each part is a collective, and all ranks yield the same number of parts. Rows are sorted on `device`.
         """
         for rows in self._parts(peers):
             keys, logits, labels, weights, *item = peers.send(rows, assign_ranks(rows[0], peers.world))
@@ -176,9 +175,10 @@ class GroupRows:
             yield Groups.make(keys.to(device), predictions, *(x.to(device) for x in (labels, weights, *item)))
 
     def _parts(self, peers: Peers) -> Iterator[list[torch.Tensor]]:
-        """Yield this rank's rows in one part, or in DISK_PARTS if any rank has rows on disk.
+        """Yield this rank's rows in one part, or in DISK_PARTS parts if any rank has rows on disk.
 
-        A group's rows are in the same part on all ranks. A collective, after which the rows are discarded.
+        A group's rows are in the same part on all ranks. This is a collective, after which the rows are
+        discarded.
         """
         if peers.max_number(bool(self._files)) > 0:
             self._write()

@@ -10,7 +10,7 @@ import torch
 
 from raytrec.common.collectives import Peers
 
-SAMPLES = 256  # predictions per rank from which the borders between the ranks' parts are chosen
+SAMPLES = 256  # number of predictions per rank from which the borders between the ranks' parts are chosen
 BIN_BITS = 20  # leading bits that determine the bin: sign, exponent and 11 bits of fraction
 BIN_COUNT = 1 << BIN_BITS
 DROPPED_BITS = 32 - BIN_BITS
@@ -97,22 +97,22 @@ class Ties(NamedTuple):
 
     @classmethod
     def merge(cls, predictions: torch.Tensor, *sums: torch.Tensor) -> Ties:
-        """Merge ties in any order; several of them may have the same prediction."""
+        """Return ties merged from ties in any order, of which several may have the same prediction."""
         return cls(*sum_equal_rows(predictions.argsort(), [predictions], sums))
 
 
 @dataclass(frozen=True)
 class RankedRows:
-    """This rank's part of the rows of all ranks, sorted by prediction.
+    """This rank's part of all ranks' rows, sorted by prediction.
 
     Lower ranks hold lower predictions, and rows with equal predictions are on one rank.
 
     Attributes:
         ties: Ties of this rank.
-        below: Sums of positive, negative and rows over all lower ranks, float64 [3].
+        below: Sums of `positive`, `negative` and `rows` over all lower ranks, float64 [3].
         total: The same sums over all ranks, float64 [3].
         both_classes: True if the labels contain 0 and 1 and no other value.
-        peers: Ranks that share the order.
+        peers: Ranks among which the rows are divided.
     """
 
     ties: Ties
@@ -123,9 +123,9 @@ class RankedRows:
 
     @classmethod
     def sort(cls, ties: Ties, peers: Peers, binary: bool = True) -> RankedRows:
-        """Sort the ties of all ranks into parts of about equal size; a collective.
+        """Sort the ties of all ranks into parts of about equal size, and return this rank's; a collective.
 
-        `binary` is True if all labels of this rank are 0 and 1.
+        `binary` is True if all labels of this rank are 0 or 1.
         """
         if peers.world > 1:
             ranks = torch.bucketize(ties.predictions, _estimate_borders(ties.predictions, peers))
@@ -167,12 +167,12 @@ class BoundedRows:
     """Rows of one task on this rank in bounded memory.
 
     Beyond `exact_rows` rows, all rows are binned. Rows whose predictions agree in sign, exponent and 11 bits
-    of fraction (1 in 2,048 of their size) then count as tied.
+    of fraction (to within 1/2,048 of their value) then count as tied.
 
     Args:
         predict: Function of the task that converts logits to predictions.
-        exact_rows: Number of rows kept exactly (eval.max_exact_rows).
-        columns: Columns whose keys are kept as well.
+        exact_rows: Maximum number of rows that are not binned (eval.max_exact_rows).
+        columns: Columns whose keys are also stored.
     """
 
     def __init__(self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int, columns: Sequence[str] = ()):
@@ -182,7 +182,7 @@ class BoundedRows:
         self._parts, self._rows, self._binary = [self._empty_rows], 0, True
 
     def add(self, rows: WeightedRows) -> None:
-        """Add rows."""
+        """Add rows, and bin all rows if there are more than `exact_rows`."""
         keys = [rows.keys[name] for name in self._columns]
         self._parts.append([rows.logits, rows.labels, rows.weights, *keys])
         self._rows += len(rows.labels)
@@ -195,21 +195,21 @@ class BoundedRows:
         raise NotImplementedError
 
     def _concatenate_rows(self) -> list[torch.Tensor]:
-        """Return and discard the stored rows: logits, labels, weights and keys."""
+        """Return the logits, labels, weights and keys of the stored rows, which are discarded."""
         joined = [torch.cat(pieces) for pieces in zip(*self._parts, strict=True)]
         self._parts, self._rows = [self._empty_rows], 0
         return joined
 
 
 class Scores(BoundedRows):
-    """Rows for `RankedRows`: 12 bytes per row, or 24 MiB of bins."""
+    """Rows to be sorted into `RankedRows`, at 12 bytes per row or in 24 MiB of bins."""
 
     _bins: torch.Tensor | None = None  # float64 [3, BIN_COUNT]: positive, negative, rows
 
     def ranked(self, peers: Peers, device: torch.device) -> tuple[RankedRows, bool]:
         """Return the sorted rows of all ranks, and True if the rows are binned; a collective.
 
-        If any rank has binned rows, all ranks bin. Rows are sorted on the device `device` and then discarded.
+        If any rank has binned rows, all ranks bin theirs. Rows are sorted on `device` and then discarded.
         """
         binned = peers.max_number(self._bins is not None) > 0
         if binned:

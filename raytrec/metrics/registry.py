@@ -1,6 +1,6 @@
-"""Registry of metrics. A new metric is one class, in a file of builtin/ or named as `module:name`.
+"""Registry of metrics. A new metric is one class, in a file in builtin/ or named as `module:name`.
 
-A metric sums values over rows and over ranks. Its base class determines which rows are summed:
+A metric sums values over rows and over ranks. Its base class determines the form of the rows:
 
     SumMetric     rows in any order; also computed during training
     RankedMetric  rows sorted by prediction, e.g. for the area under a curve
@@ -19,8 +19,9 @@ The decorator `@metric` sets the name of a metric and how it is displayed:
         def figure(sums):
             return sums["error"] / sums["weight"]
 
-Result table, result.json, console, MLflow, report, `checkpoint.keep_best` and notebooks read names, titles
-and formats from this registry. This module does not import torch; metrics import torch inside functions.
+The result table, result.json, the console, MLflow, the report, `checkpoint.keep_best` and notebooks read
+names, titles and formats from this registry. This module does not import torch; metrics import torch inside
+functions.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 Direction = Literal["higher", "lower", "closer to 1"]
 DIRECTIONS = ("higher", "lower", "closer to 1", None)
-POSITIVES = "positives"  # key in SumMetric.counts: number of positives behind a ratio
+POSITIVES = "positives"  # key in SumMetric.counts: number of positives on which a ratio is based
 COUNTED_ROWS = "counted_rows"  # key: rows of a task that remain after mask, labels and sample weights
 # Keys of GroupMetric.counts.
 GROUPS, NO_POSITIVE, ONE_CLASS = "groups", "groups_without_positive", "groups_of_one_class"
@@ -63,10 +64,10 @@ class Metric:
         title: Title in result tables.
         label: Short name for console lines and axes.
         better: Direction of better values; None if no direction is better.
-        format: Format string of values, as for str.format.
+        format: Format string for values, as for str.format.
         takes: Kinds of predictions that the metric supports (Loss.predicts); None: any.
         at_k: True if configurations name the metric with a number of places, as in recall@10.
-        k: Number of places.
+        k: Number of places; 0 if the metric has none.
     """
 
     name: ClassVar[str] = ""
@@ -80,12 +81,12 @@ class Metric:
 
     @staticmethod
     def sums(rows: Any, /) -> dict[str, torch.Tensor]:
-        """Return the sums over rows of this rank, as scalars on their device; subclasses define `rows`."""
+        """Return sums over this rank's rows, as scalars on the rows' device; subclasses define `rows`."""
         raise NotImplementedError
 
     @classmethod
     def figure(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
-        """Return the metric value, NaN if undefined, from float64 sums over all ranks in host memory."""
+        """Return the metric value, or NaN if undefined, from float64 sums over all ranks in host memory."""
         raise NotImplementedError
 
     @classmethod
@@ -95,22 +96,22 @@ class Metric:
 
     @staticmethod
     def ranked_curve(ranked: RankedRows) -> dict[str, list] | None:
-        """Return a curve over rows sorted by prediction for the report; a collective with equal results."""
+        """Return a curve over rows sorted by prediction, for the report; a collective, equal on all ranks."""
         return None
 
 
 class SumMetric(Metric):
     """Metric whose sums are added over rows, steps and ranks; training reports include its value.
 
-    `sums` takes the TaskOutputs of one or several steps. The function must not make the host wait for the
-    device and must always return the same names. Metrics with the same `sums` function share its result.
+    `sums` takes the TaskOutputs of one or more steps. The function must not make the host wait for the device
+    and must always return the same names. Metrics with the same `sums` function share the result.
     """
 
 
 class RankedMetric(Metric):
     """Metric over the rows of an evaluation, sorted by prediction across all ranks.
 
-    `sums` takes this rank's part (RankedRows). The value is undefined unless labels are 0 and 1, and both
+    `sums` takes this rank's part (RankedRows). The value is undefined unless all labels are 0 or 1 and both
     occur.
     """
 
@@ -118,19 +119,19 @@ class RankedMetric(Metric):
 
     @classmethod
     def bound(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
-        """Return the maximum error of `figure` caused by binning of predictions (eval.max_exact_rows)."""
+        """Return the maximum error of `figure` caused by binning predictions (eval.max_exact_rows)."""
         raise NotImplementedError
 
 
 class GroupMetric(Metric):
-    """Metric over groups of an evaluation: rows with the same value in the task's `group` column.
+    """Metric over groups of evaluation rows that have the same value in the task's `group` column.
 
     Ranks exchange rows until each group is complete on one rank. By default, the metric is the weighted mean
     of one value per group (`of_groups`).
 
     Attributes:
         needs_item: True if the task must name an `item` column.
-        left_out: Key in `counts` of the number of groups without a value.
+        left_out: Key in `counts` for the number of groups without a value.
     """
 
     takes = ("probability", "number", "score")
@@ -139,7 +140,7 @@ class GroupMetric(Metric):
 
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a value for each group, float64 [G], and a mask of the groups that have one, bool [G]."""
+        """Return a value for each group, float64 [G], and a mask of groups with a value, bool [G]."""
         raise NotImplementedError
 
     @classmethod
@@ -157,12 +158,12 @@ class GroupMetric(Metric):
 
     @classmethod
     def weights(cls, groups: Groups) -> torch.Tensor:
-        """Return each group's weight, float64 [G]: the mean row weight; 1 without sample weights."""
+        """Return each group's weight, float64 [G]: the mean weight of the rows (1 without sample weights)."""
         return groups.add(groups.weights) / groups.sizes
 
     @classmethod
     def sums(cls, groups: Groups) -> dict[str, torch.Tensor]:
-        """Return the weighted sum of values, the sum of weights, and the numbers of groups."""
+        """Return the weighted sum of values, the sum of weights, and the numbers of all and excluded groups."""
         values_G, counted_G = cls.of_groups(groups)
         weights_G = cls.weights(groups) * counted_G
         return {
@@ -174,7 +175,7 @@ class GroupMetric(Metric):
 
     @classmethod
     def distinct(cls, groups: Groups) -> dict[str, torch.Tensor]:
-        """Return keys by name, int64 [n] each; the sums then contain their distinct count over all ranks."""
+        """Return keys by name, int64 [n] each, whose distinct counts over all ranks are added to the sums."""
         return {}
 
     @classmethod
@@ -206,12 +207,12 @@ def metric(
     """Return a class decorator that registers a metric.
 
     Args:
-        name: Name of lower-case letters, digits and _.
+        name: Name, made of lower-case letters, digits and _.
         title: Title in result tables; default: the name.
         label: Short name for lines and axes; default: the name.
         better: higher, lower, closer to 1, or None; with None, checkpoints cannot be ranked by the metric.
-        format: Format string of values, such as "{:.4f}" or "{:.1%}".
-        takes: Supported kinds of predictions (Loss.predicts); default: the attribute of the class, any.
+        format: Format string for values, such as "{:.4f}" or "{:.1%}".
+        takes: Supported kinds of predictions (Loss.predicts); default: the class attribute `takes`.
         at_k: True if configurations name the metric as NAME@10, where 10 is `k`; {k} in title and label is
             replaced by that number.
 
@@ -249,8 +250,8 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
     """Return the metric class that a configuration names.
 
     Args:
-        reference: Name or `module:name` of a user's class, with @k if the metric counts places.
-        folder: Folder to import that module from, in addition to Python's path.
+        reference: Name of a metric, or `module:name` of a user's class, with @k if the metric counts places.
+        folder: Folder from which the module can be imported, in addition to Python's path.
 
     Raises:
         ConfigError: The metric does not exist, is not a metric class, or reuses another metric's name; or k
@@ -283,7 +284,7 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
 
 
 def specialize_at_k(metric: Any, k: int) -> Any:
-    """Return the metric class for k places; the same class is returned for the same k."""
+    """Return the metric class for k places, which is the same object for the same k."""
     return _at(metric, k)
 
 

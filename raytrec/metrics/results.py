@@ -1,4 +1,4 @@
-"""Metrics, counts and slice tables of result.json in display form. This module does not import torch."""
+"""Metrics, counts and slice tables in result.json, in display form. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Row(NamedTuple):
     Attributes:
         title: Title of the value.
         text: Value as text; "–" if the value is undefined.
-        form: Format string, as for str.format.
+        form: Format string for the value, as for str.format.
         brief: True if the value belongs in a brief summary.
     """
 
@@ -65,13 +65,13 @@ class Row(NamedTuple):
     brief: bool
 
     def difference(self, value: float, other: float) -> str:
-        """Return the signed difference between a value and another one as text."""
+        """Return the signed difference `value - other` as text."""
         form = self.form.replace("{:", "{:+") if "{:" in self.form else "{:+}"
         return form.format(value - other)
 
 
 def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
-    """Return the values of a result that are displayed, by key."""
+    """Return the displayed values of a result, by key."""
     rows: dict[str, tuple[str, str, str]] = {}
     for figure in read_metric_displays(result):
         rows[EVAL_PREFIX + figure.key] = figure.title, figure.format, BRIEF if figure.is_directed else ""
@@ -102,23 +102,23 @@ def as_text(value: Any, form: str) -> str:
 
 
 class Cell(NamedTuple):
-    """Cell of a table: text, and the value by which the column is sorted (None: the text)."""
+    """Table cell: text, and the value by which the column is sorted (None: the text)."""
 
     text: str
     value: float | None = None
 
 
 class DataTable(NamedTuple):
-    """Table: column names and rows of cells."""
+    """Table with column names and rows of cells."""
 
     columns: list[str]
     rows: list[list[Cell]]
 
 
 def build_slice_tables(result: Mapping[str, Any]) -> list[tuple[str, DataTable]]:
-    """Return titles and tables of the largest and the worst slices of a result, by task.
+    """Return (title, table) for the largest and for the worst slices in a result, by task and column.
 
-    Entries that are not records are skipped.
+    Invalid entries of the result are skipped.
     """
     tasks = as_dict(result.get(SLICES))
     return [

@@ -33,7 +33,7 @@ NE, LOG_LOSS = "ne", "logloss"  # names of metrics that reports use
 EVAL_PREFIX = "eval."  # prefix of evaluation keys in result.json
 RETRIEVAL_PREFIX = "retrieval"  # prefix of the keys of full rankings (eval.retrieval)
 RANKING_COUNT_KEYS = [f"{RETRIEVAL_PREFIX}.{name}" for name in ("rows", "items", "unknown_items", "unknown_seen")]
-PREDICTION_DESCRIPTIONS = {  # value of Loss.predicts → description
+PREDICTION_DESCRIPTIONS = {  # Loss.predicts → description
     "probability": "probabilities",
     "number": "numbers in the label's units",
     "classes": "probabilities of classes",
@@ -43,7 +43,7 @@ PREDICTION_DESCRIPTIONS = {  # value of Loss.predicts → description
 
 @dataclass(frozen=True)
 class MetricDisplay:
-    """Display properties of a task's metric; usable even if the metric's code cannot be imported.
+    """Display properties of a task's metric, usable even if the metric's code cannot be imported.
 
     Attributes:
         key: Key in messages and files: the metric's name, or TASK.NAME if the run has several tasks.
@@ -84,7 +84,7 @@ class Selection:
     """Metrics of a run's tasks.
 
     Args:
-        tasks: Tasks in the order of the configuration; user modules are imported.
+        tasks: Tasks in the order of the configuration; modules of user-defined metrics are imported.
         settings: Section `eval`; default: its default values.
 
     Attributes:
@@ -94,8 +94,8 @@ class Selection:
         retrieval_metrics: Metrics of eval.retrieval; empty if retrieval is not set.
 
     Raises:
-        ConfigError: A metric does not exist, occurs twice in a task, or does not suit its task; or a task has
-            the name that is reserved for full rankings.
+        ConfigError: A metric does not exist, occurs twice in a task, or does not support the task; or a task
+            has the name that is reserved for full rankings.
     """
 
     def __init__(self, tasks: Sequence[Task], settings: EvalSection | None = None):
@@ -123,7 +123,7 @@ class Selection:
         """Return the metrics of the tasks in a configuration.
 
         Raises:
-            ConfigError: As in `resolve_tasks` and the constructor.
+            ConfigError: See `resolve_tasks` and the constructor.
         """
         return cls(resolve_tasks(config.tasks, schema), config.eval)
 
@@ -144,9 +144,9 @@ class Selection:
         ]
 
     def describe_metrics(self, training: bool = False) -> list[dict[str, Any]]:
-        """Return `figures` as JSON for the result of a run; `read_metric_displays` is the inverse.
+        """Return `figures` as JSON values for the result of a run; `read_metric_displays` is the inverse.
 
-        With `training`, the training losses are added, for the start message of a run.
+        With `training`, the result includes the training losses, for the start message of a run.
         """
         losses = [*(_make_loss_figure(f"{task}.{LOSS}", f"{task}: ") for task in self.tasks), _make_loss_figure(LOSS)]
         return [asdict(figure) for figure in [*self.figures, *(losses if training else [])]]
@@ -223,10 +223,10 @@ def _check_metric_supported(metric: type[Metric], task: Task) -> None:
 
 
 def read_metric_displays(*records: Any) -> list[MetricDisplay]:
-    """Return the metrics described under "metrics" in the first record that has valid descriptions.
+    """Return the metrics described under "metrics" in the first record that contains valid descriptions.
 
-    Records are start messages and contents of result.json. Without a description, raytrec's built-in metrics
-    are returned. Records may be untrusted: invalid descriptions are skipped.
+    Records are start messages and contents of result.json. If no record contains descriptions, raytrec's
+    built-in metrics are returned. Records may be untrusted, so invalid descriptions are skipped.
     """
     for record in records:
         described = record.get("metrics") if isinstance(record, Mapping) else None
@@ -246,7 +246,7 @@ def _make_figure(key: str, metric: type[Metric], of_task: str) -> MetricDisplay:
 
 
 def _read_figure(values: Any) -> MetricDisplay | None:
-    """Return a metric description read from a file; None if it is invalid."""
+    """Return a metric description read from a file, or None if the description is invalid."""
     if not isinstance(values, dict):
         return None
     key, title, label = (values.get(name) for name in ("key", "title", "label"))

@@ -1,4 +1,4 @@
-"""Sums of metrics over steps and ranks."""
+"""Sums over steps and ranks from which metrics are computed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 
 ROWS = "rows"
 LOSS_PREFIX = "loss of "  # prefix of the names of the tasks' losses (StepOutputs.losses)
-COUNTED_ROWS_PREFIX = "counted rows of "  # prefix: rows with nonzero weight in a task
-# Steps that are summed together, fewer if they have this many logits.
+COUNTED_ROWS_PREFIX = "counted rows of "  # prefix of the names of the tasks' numbers of rows with nonzero weight
+# Maximum number of steps that are summed together; fewer steps if they have this many logits.
 MAX_PENDING_STEPS, MAX_PENDING_LOGITS = 8, 1 << 22
 
 
 class MetricSums:
     """Row counts and metric sums of all tasks: one float64 vector on the device, reduced with one all_reduce.
 
-    Rows of HELD steps are kept and summed together. The GPU then launches an eighth of the kernels, each with
-    eight times the work, and the host needs an eighth of the time.
+    The rows of MAX_PENDING_STEPS steps are stored and summed together. The GPU then runs an eighth of the
+    kernels, each with eight times the work, and the host needs an eighth of the time.
 
     Args:
-        selection: Metrics of the tasks. Metrics of one task with the same `sums` function share its result.
+        selection: Metrics of the tasks. Metrics of a task with the same `sums` function share the result.
         device: Device of the vector.
 
     Attributes:
@@ -36,8 +36,8 @@ class MetricSums:
 
     def __init__(self, selection: Selection, device: torch.device):
         self._device, self.selection = device, selection
-        self._names: list[str] = []  # of the vector's elements; known after the first call of the functions
-        self._resumed: dict[str, float] = {}  # sums that this rank resumes from
+        self._names: list[str] = []  # names of the vector's elements; known after the functions' first call
+        self._resumed: dict[str, float] = {}  # sums from which this rank resumes
         self._vector: torch.Tensor | None = None
         self._pending: list[StepOutputs] = []  # steps that have not been added to the vector
         self._functions: dict[str, dict[Callable, str]] = {task: {} for task in selection.of}
@@ -47,14 +47,14 @@ class MetricSums:
                     self._functions[task].setdefault(metric.sums, f"{task}.{metric.name}.")
 
     def add(self, outputs: StepOutputs) -> None:
-        """Add the outputs of one step of this rank, without making the host wait."""
+        """Add the outputs of one step on this rank, without making the host wait."""
         self._pending.append(replace(outputs, vectors=None))
         values = sum(own.logits.numel() for step in self._pending for own in step.tasks.values())
         if len(self._pending) == MAX_PENDING_STEPS or values >= MAX_PENDING_LOGITS:
             self._flush()
 
     def _flush(self) -> None:
-        """Add the held steps to the vector."""
+        """Add the sums of the pending steps to the vector."""
         if not self._pending:
             return
         steps, self._pending = self._pending, []
@@ -72,7 +72,7 @@ class MetricSums:
         self._vector += torch.stack([value.detach().double() for value in sums.values()])
 
     def total(self) -> dict[str, float]:
-        """Return the sums over all ranks since the last `reduce`, for `resume`; a collective."""
+        """Return the sums over all ranks since the last reset, for `resume`; a collective."""
         sums = self._reduce_over_ranks().tolist()
         return dict(zip(self._names, sums, strict=True))
 
@@ -82,7 +82,7 @@ class MetricSums:
         self._resumed = dict(total) if dist.get_rank() == 0 else {}
 
     def reduce(self) -> dict[str, float]:
-        """Return `figures` since the last call; a collective, and the host waits for its result."""
+        """Return and reset `figures`; a collective, for whose result the host waits."""
         return self.figures(self.take().cpu())
 
     def take(self) -> torch.Tensor:
@@ -101,8 +101,8 @@ class MetricSums:
 
         Returns:
             rows; each SumMetric of each task and its counts; counted_rows of tasks in which rows can be
-            excluded; in training the loss per step, and each task's loss if there are several tasks. Steps
-            are weighted by rows. Metrics and losses are NaN if they are undefined or no row counts.
+            excluded; and in training, the mean loss of steps, and each task's loss if there are several
+            tasks. Steps are weighted by rows. Metrics and losses are NaN if undefined or if no row counts.
         """
         sums = dict(zip(self._names, taken, strict=True))
         figures: dict[str, float] = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}

@@ -1,41 +1,42 @@
-"""Models and the contract that they follow; each model has a section in raytrec/config/models.
+"""Models and their common contract; the configuration of each model is a section in raytrec/config/models.
 
-A model is a plain nn.Module built from (schema, its section of the configuration, outputs). Its forward
-takes the dense columns, float32 [B, n], and a dict with one input for each sparse feature:
+A model is a plain nn.Module built from (schema, its section of the configuration, outputs). Its forward takes
+the dense columns, float32 [B, n], and a dict with one input per sparse feature:
 
 - pooled embeddings, float32 [B, dim of its table];
-- inputs.Sequence(vectors [B, L, dim], present [B, L]) for features of pooling: sequence, if the section has a
-  max_length L: the embedding of each id, most recent first. Without max_length, embeddings are averaged.
+- inputs.Sequence(vectors [B, L, dim], present [B, L]) for features with pooling: sequence, if the section has
+  a max_length L: the embedding of each id, most recent first. Without max_length, embeddings are averaged.
 
 forward returns logits, float32 [B] for one output, else [B, outputs]. Columns follow the order of the tasks;
 a task has one column, or one for each of its classes. The tasks define losses and the meaning of the logits
 (raytrec/tasks); a model reads no labels.
 
-Some models return further columns:
+Some models return additional columns:
 
-- A model that takes `vectors` can also return query and item vectors, for losses that compare the rows of a
-  batch: [B, outputs + 2·D]. The query's columns come before the item's.
+- A model that accepts `vectors` can also return query and item vectors, for losses that compare the rows of a
+  batch: [B, outputs + 2·D]. The query columns precede the item columns.
 - A model whose section has `own_loss` returns its own loss, which is added to the losses of the tasks. The
-  loss is one column between outputs and vectors: the contribution of each row, finite for padding, and 0 in
+  loss is one column between logits and vectors: the contribution of each row, finite for padding and 0 in
   eval mode.
 
-A model whose section sets `retrieves` has two more methods with the arguments of forward: `query`, float32
-[B, D] (or [B, outputs, D], of which retrieval uses the last output), and `item`, [B, D]. Each reads only the
-features in the section's `tower_members`. The dot product orders the items of a query as the scores do, so
-items can be ranked together and stored in an index (docs/retrieval.md).
+A model whose section sets `retrieves` has two more methods with the arguments of forward. `query` returns
+float32 [B, D] (or [B, outputs, D], of which retrieval uses the last output), and `item` returns [B, D]. Each
+reads only the features in the section's `tower_members`. Dot products of the vectors rank the items of a
+query in the same order as the scores, so item vectors can be stored in an index (docs/retrieval.md).
 
 A model is independent of tables and ranks: `embeddings.pooling.PooledEmbeddings` looks up and pools the
 embeddings (recommender.py). Each row is computed from that row alone (no batch norm), so the distribution of
 rows over ranks does not change the result.
 
-A user's class follows the same contract: `model.name: "my.module:MyModel"`, with its settings under
-`model.options`. Its __init__ receives `outputs`, `vectors` and `tasks` only if it has parameters of these
-names. `tasks` maps each task to the number of its columns of logits, in order, for layers per task.
+A user-defined class (`model.name: "my.module:MyModel"`) follows the same contract, with its settings under
+`model.options`. Its __init__ receives `outputs`, `vectors` and `tasks` only if it has parameters with these
+names. `tasks` maps each task to its number of logit columns, in order, e.g. to build task-specific layers.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,18 +59,19 @@ def build_model(
 
     Args:
         schema: Schema of the data.
-        config: The model's section of the configuration.
-        outputs: Number of columns of logits; 0 only with `vectors`.
+        config: Section of the configuration for the model.
+        outputs: Number of logit columns; 0 is allowed only with `vectors`.
         vectors: True if the model must also return query and item vectors.
-        tasks: Task → number of its columns, `outputs` in all, in the order of the columns; default: one
-            unnamed task for each column.
+        tasks: Task → number of its columns (`outputs` in total), in the order of the columns; default: one
+            unnamed task per column.
 
     Raises:
-        ConfigError: The model rejects its configuration, or the module or class is missing or not a model.
+        ConfigError: The model rejects its configuration, the module or class does not exist, or the class is
+            not a valid model.
     """
     tasks = dict(tasks or {f"task_{place}": 1 for place in range(outputs)})
     check_model(schema, config, vectors, tasks)
-    cls = find_code(config.path, "model", "model.name")
+    cls = find_code(config.path, "model", "model.name", os.getcwd())
     is_custom = isinstance(config, PythonSection)
     if is_custom and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise _contract_error(config.name, "it is not a torch.nn.Module", "a subclass of torch.nn.Module")
@@ -85,7 +87,7 @@ def build_model(
 
 
 def _build_checked_model(cls: type, schema: Schema, config: ModelSection, kwargs: dict[str, Any]) -> nn.Module:
-    """Return a model of the user's class after checking the class against the contract."""
+    """Check a user-defined class against the contract, and return an instance."""
     try:
         inspect.signature(cls).bind(schema, config, **kwargs)
     except TypeError as error:
@@ -112,7 +114,7 @@ def _build_checked_model(cls: type, schema: Schema, config: ModelSection, kwargs
 
 
 def _accepts_argument(cls: type, name: str) -> bool:
-    """Return True if the class accepts an argument of this name in addition to (schema, config)."""
+    """Return True if a class accepts an argument of this name after (schema, config)."""
     parameters = list(inspect.signature(cls).parameters.values())
     return any(each.name == name and each.kind is not each.VAR_KEYWORD for each in parameters[2:])
 

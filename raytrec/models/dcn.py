@@ -1,4 +1,4 @@
-"""DCN-V2: learned products of features in cross layers.
+"""DCN-V2: learned feature products in cross layers.
 
 Wang et al. 2021, arXiv:2008.13535.
 """
@@ -14,17 +14,17 @@ from raytrec.models.parts.layers import get_embedding_dim, mlp
 
 
 class DCN(nn.Module):
-    """Cross layers over the dense columns and all pooled embeddings side by side, and deep layers.
+    """Cross layers over the concatenated dense columns and pooled embeddings, combined with deep layers.
 
     x₀ consists of the dense columns (after bottom_mlp) and the embeddings in the schema's order. stacked: the
     deep layers read the output of the cross layers. parallel: the deep layers read x₀, and the logit is
-    linear in both outputs side by side. MLPerf's DLRM-DCNv2 is bottom_mlp [512, 256, 128], 3 cross layers of
-    rank 512, stacked, and top_mlp [1024, 1024, 512, 256].
+    linear in the concatenation of both outputs. MLPerf's DLRM-DCNv2 uses bottom_mlp [512, 256, 128], 3 cross
+    layers of rank 512, stacked, and top_mlp [1024, 1024, 512, 256].
 
     Args:
-        schema: Any dense columns, sparse features of any dims.
-        config: Sizes and dropout.
-        outputs: Number of logits per row; all layers but the last are shared.
+        schema: Schema with any dense columns and sparse features of any dims.
+        config: Layer sizes, arrangement and dropout.
+        outputs: Number of logits per row; all layers except the last are shared.
 
     Raises:
         ConfigError: bottom_mlp is set without dense columns.
@@ -44,7 +44,7 @@ class DCN(nn.Module):
         self.logit = nn.Linear(deep + width * self.parallel, outputs)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
+        """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
         parts = [self.bottom(dense)] if self.bottom is not None else []
         x_BN = torch.cat([*parts, *(pooled[f] for f in self.features)], dim=1)
         crossed_BN = self.cross(x_BN)
@@ -53,9 +53,9 @@ class DCN(nn.Module):
 
 
 class Cross(nn.Module):
-    """Cross layers, each x ← x₀ ⊙ (W x + b) + x, where W is a full matrix or a product U V of the given rank.
+    """Cross layers x ← x₀ ⊙ (W x + b) + x, where W is a full matrix or a product U V of a given rank.
 
-    float [B, n] → [B, n]. Matrices are initialized as in Glorot and Bengio 2010, biases with 0.
+    Shapes are float [B, n] → [B, n]. Matrices are initialized as in Glorot and Bengio 2010, biases with 0.
     """
 
     def __init__(self, n: int, layers: int, rank: int | None = None):
@@ -71,7 +71,7 @@ class Cross(nn.Module):
 
 
 def _matrix(n: int, rank: int | None) -> nn.Module:
-    """Return the module x → W x + b."""
+    """Return a module that computes x → W x + b."""
     parts = [nn.Linear(n, rank, bias=False), nn.Linear(rank, n)] if rank else [nn.Linear(n, n)]
     for part in parts:
         nn.init.xavier_normal_(part.weight)

@@ -1,4 +1,4 @@
-"""DIEN: evolution of interests towards a target.
+"""DIEN: evolution of a user's interests towards a target.
 
 Zhou et al. 2019, arXiv:1809.03672.
 """
@@ -23,25 +23,26 @@ from raytrec.models.parts.packed_sequences import reverse_sequences
 class DIEN(nn.Module):
     """Model that reads each sequence with a GRU and an AUGRU, and all features with an MLP.
 
-    A sequence becomes the last state of an AUGRU over the states of a GRU. The MLP reads the dense columns,
-    these states and all other features (including the target) but the negatives.
+    Each sequence is encoded as the last state of an AUGRU over the states of a GRU. The MLP reads the dense
+    columns, these encodings and all other features (including the target) except the negatives.
 
-    With the ids' vectors e_1 … e_T, oldest first, and the target's vector e_a:
+    For id vectors e_1 … e_T, oldest first, and the target's vector e_a:
         h_t = GRU(e_t, h_{t−1}), as wide as e
         a_t = softmax over t of h_t W e_a
-        the sequence's vector is the last state of AUGRU(h_t, a_t); 0 for an empty sequence
-    With negatives n_1 … n_T, one for each id, the model's own loss of a row is
+        the encoding is the last state of AUGRU(h_t, a_t); 0 for an empty sequence
+    With negatives n_1 … n_T, one per id, the model's own loss for a row is
         −α · Σ over t from 1 to T − 1 of ln σ(⟨h_t, e_{t+1}⟩) + ln(1 − σ(⟨h_t, n_{t+1}⟩))
-    A row's negatives are in the order of its ids; the term of an id without a negative is omitted.
-    Activations of the MLP are PReLU (see DIN in target_attention.py).
+    The negatives of a row are in the order of its ids; terms for ids without a negative are omitted.
+    The MLP's activations are PReLU (see DIN in target_attention.py).
 
     Args:
-        schema: Any dense columns, sparse features of any dims, at least one of pooling: sequence.
-        config: Target, negatives and α; sizes and dropout.
-        outputs: Number of logits per row; all layers but the last are shared.
+        schema: Schema with any dense columns and sparse features of any dims, at least one with pooling:
+            sequence.
+        config: Target, negatives, α, layer sizes and dropout.
+        outputs: Number of logits per row; all layers except the last are shared.
 
     Raises:
-        ConfigError: There is no sequence, the target does not exist or must be named, or no sequence uses the
+        ConfigError: There is no sequence, the target does not exist or is ambiguous, or no sequence uses the
             table of the negatives.
     """
 
@@ -61,9 +62,10 @@ class DIEN(nn.Module):
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
-        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs.
+        """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs.
 
-        With negatives, [B, outputs + 1]: the last column is the own loss, 0 in eval mode.
+        With negatives, the shape is [B, outputs + 1]; the last column is the model's own loss, 0 in eval
+        mode.
         """
         encoded, own_B = dict(inputs), dense.new_zeros(dense.shape[0])
         for feature, (last_BD, states_BLD) in self.interests(inputs).items():
@@ -95,12 +97,12 @@ class InterestEvolution(nn.Module):
         self.evolution = AUGRU(dim, dim)
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the last state for the target, float [B, dim], and all states, float [B, L, dim].
+        """Return the last state of the AUGRU, float [B, dim], and all states of the GRU, float [B, L, dim].
 
-        The second is the state after each id, most recent first; values at positions without an id are
+        The GRU's states are in the order of ids, most recent first; values at positions without an id are
         undefined.
         """
-        lengths_B, present_BT = sequence.present.sum(1), sequence.present  # a prefix, in either order
+        lengths_B, present_BT = sequence.present.sum(1), sequence.present  # `present` marks a prefix in either order
         states_BTD = self._states(reverse_sequences(sequence.vectors, lengths_B))
         scores_BT = torch.einsum("btd,bd->bt", states_BTD, self.attention(target_BD))
         scores_BT = scores_BT.float().masked_fill(~present_BT, torch.finfo(torch.float32).min)
@@ -108,10 +110,10 @@ class InterestEvolution(nn.Module):
         return self.evolution(states_BTD, weights_BT), reverse_sequences(states_BTD, lengths_B)
 
     def _states(self, steps_BTD: torch.Tensor) -> torch.Tensor:
-        """Return the states of the GRU; on a GPU always in float32.
+        """Return the states of the GRU; on GPUs, they are always computed in float32.
 
-        torch's autocast runs cuDNN's RNNs in float16 regardless of the requested dtype
-        (ATen/cudnn/AutocastRNN.cpp). Most gradients of a mean over a large batch are 0 in float16.
+        PyTorch's autocast runs cuDNN's RNNs in float16 regardless of the requested dtype
+        (ATen/cudnn/AutocastRNN.cpp). In float16, most gradients of a mean over a large batch would be 0.
         """
         if not steps_BTD.is_cuda:
             return self.extractor(steps_BTD)[0]
@@ -120,13 +122,14 @@ class InterestEvolution(nn.Module):
 
 
 def compute_auxiliary_loss(states_BLD: torch.Tensor, sequence: Sequence, negatives: Sequence) -> torch.Tensor:
-    """Return Σ over all ids but the oldest of −ln σ(⟨h, e⟩) − ln(1 − σ(⟨h, n⟩)), float32 [B].
+    """Return Σ −ln σ(⟨h, e⟩) − ln(1 − σ(⟨h, n⟩)) over all ids except the oldest, float32 [B].
 
-    h is the state before the id, e the id's vector, and n its negative. All inputs are most recent first.
+    h is the state before the id, e the id's vector, and n the vector of its negative. All inputs are ordered
+    from most recent to oldest.
     """
     length = min(states_BLD.shape[1], negatives.vectors.shape[1] + 1) - 1
     before_BLD = states_BLD[:, 1 : length + 1]
-    # The state before an id exists if there is an older id.
+    # An id has a preceding state if there is an older id.
     valid_BL = sequence.present[:, 1 : length + 1] & negatives.present[:, :length]
     real_BL = (before_BLD * sequence.vectors[:, :length]).sum(2).float()
     drawn_BL = (before_BLD * negatives.vectors[:, :length]).sum(2).float()
@@ -134,20 +137,20 @@ def compute_auxiliary_loss(states_BLD: torch.Tensor, sequence: Sequence, negativ
 
 
 class AUGRU(nn.Module):
-    """GRU whose update gate is scaled by the weight of each step (Zhou et al. 2019, section 4.3).
+    """GRU whose update gate is scaled by a weight for each step (Zhou et al. 2019, section 4.3).
 
     With the gates of nn.GRU, h_t = (1 − a_t·u_t) ∘ h_{t−1} + a_t·u_t ∘ h̃_t, where u_t is the share of the
-    new state (1 − z of nn.GRU), and h_0 = 0. A step of weight 0 does not change the state. The AUGRU is
-    always computed in float32, like nn.GRU on GPUs.
+    new state (1 − z of nn.GRU), and h_0 = 0. A step with weight 0 does not change the state. The AUGRU is
+    always computed in float32, like the GRU on GPUs.
 
     Args:
-        inputs: Width of the steps.
-        width: Width of the state.
+        inputs: Width of each step's input.
+        width: Width of the hidden state.
     """
 
     def __init__(self, inputs: int, width: int):
         super().__init__()
-        self.cell = nn.GRUCell(inputs, width)  # used for its weights only: r, z, n stacked
+        self.cell = nn.GRUCell(inputs, width)  # used only for its weights (r, z and n, stacked)
 
     @torch.compiler.disable
     def forward(self, steps_BTD: torch.Tensor, weights_BT: torch.Tensor) -> torch.Tensor:
@@ -159,11 +162,11 @@ class AUGRU(nn.Module):
 
 
 class _Evolve(torch.autograd.Function):
-    """All steps of an AUGRU, with the last state as output, float32 [B, H].
+    """Autograd function that runs all steps of an AUGRU and returns the last state, float32 [B, H].
 
-    Steps are sequential, so on a GPU their cost is the launch of kernels. Terms that do not depend on the
-    state are computed for all steps at once. Backward does the same, as a step is linear in the gradient of
-    its state. The loop launches 10 kernels a step; autograd would launch 35.
+    Steps are sequential, so their cost on a GPU is dominated by kernel launches. Terms that do not depend on
+    the state are therefore computed for all steps at once. Backward does the same, because a step is linear
+    in the gradient of its state. The loop launches 10 kernels per step; autograd would launch 35.
     """
 
     @staticmethod
@@ -171,12 +174,12 @@ class _Evolve(torch.autograd.Function):
         ctx: Any, inputs_BTG: torch.Tensor, weights_BT1: torch.Tensor, of_state_GH: torch.Tensor, bias_G: torch.Tensor
     ) -> torch.Tensor:
         (rows, steps, _), width = inputs_BTG.shape, of_state_GH.shape[1]
-        sizes = [2 * width, width]  # of both gates, of the new state
+        sizes = [2 * width, width]  # widths of both gates, and of the new state
         gates_TBG = inputs_BTG.new_zeros(steps, rows, 3 * width)
         candidates_TBH = inputs_BTG.new_zeros(steps, rows, width)
         states_TBH = inputs_BTG.new_zeros(steps + 1, rows, width)
         state_BH, saved = states_TBH[0], (gates_TBG, candidates_TBH, states_TBH[1:])
-        # In exported programs, writing into a part of a tensor copies the whole tensor.
+        # In exported programs, writing to part of a tensor copies the whole tensor.
         saves = not torch.compiler.is_exporting()
         places = zip(*(each.unbind(0) for each in saved), strict=True) if saves else repeat((None,) * 3)
         parts = zip(inputs_BTG.unbind(1), weights_BT1.unbind(1), places, strict=False)
@@ -197,7 +200,7 @@ class _Evolve(torch.autograd.Function):
         reset_TBH, keep_TBH, of_state_TBH = gates_TBG.chunk(3, 2)
         share_TBH = (1 - keep_TBH).mul_(weights_BT1.transpose(0, 1))
         back_TBH = states_TBH - candidates_TBH
-        # Factors of a state's gradient: for its new part, and for the terms added to each gate.
+        # Factors applied to a state's gradient: for its new part, and for the terms added to each gate.
         of_new_TBH = torch.addcmul(share_TBH, share_TBH * candidates_TBH, candidates_TBH, value=-1)
         added_TBG = torch.empty_like(gates_TBG)
         of_reset_TBH, of_keep_TBH, of_new_state_TBH = added_TBG.chunk(3, 2)

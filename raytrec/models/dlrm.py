@@ -1,4 +1,4 @@
-"""DLRM: dot products of dense and sparse features."""
+"""DLRM: pairwise dot products of dense and sparse features."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from raytrec.models.parts.layers import Constant, mlp, mlp_and_linear
 
 
 class DLRM(nn.Module):
-    """Bottom MLP, pairwise dot products with the pooled embeddings, top MLP.
+    """Bottom MLP, pairwise dot products of its output and the pooled embeddings, and top MLP.
 
-    Naumov et al. 2019, arXiv:1906.00091. The dense columns become one vector of the tables' dim. Without
-    dense columns, a learned constant takes its place, so that its dot products still give each feature a
-    first-order term.
+    Naumov et al. 2019, arXiv:1906.00091. The bottom MLP maps the dense columns to one vector with the dim of
+    the tables. Without dense columns, a learned constant takes its place; its dot products still give each
+    feature a first-order term.
 
     Args:
-        schema: Any dense columns, sparse features whose tables all have one dim.
-        config: Sizes and dropout.
-        outputs: Number of logits per row; all layers but the last are shared.
+        schema: Schema with any dense columns; all tables have the same dim.
+        config: Layer sizes and dropout.
+        outputs: Number of logits per row; all layers except the last are shared.
 
     Raises:
         ConfigError: The tables have different dims.
@@ -41,7 +41,7 @@ class DLRM(nn.Module):
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
+        """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
         dense_BD = self.bottom(dense)
         vectors_BFD = torch.stack([dense_BD] + [pooled[f] for f in self.features], dim=1)
         pairs_BP = self.interact(vectors_BFD)

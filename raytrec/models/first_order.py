@@ -1,4 +1,4 @@
-"""Wide & Deep, DeepFM and xDeepFM: models with a weight for each id."""
+"""Wide & Deep, DeepFM and xDeepFM: models with first-order weights for ids."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from raytrec.models.parts.layers import ConcatInputs, FieldVectors, mlp, mlp_and
 
 
 class WideDeep(nn.Module):
-    """logit = Σ of the wide part's weights + wᵀ MLP(the deep part side by side) + b.
+    """logit = Σ of the wide part's weights + wᵀ MLP(concatenated deep part) + b.
 
-    Cheng et al. 2016, arXiv:1606.07792. The wide part is linear in ids and dense columns. An id's weight is
-    the first number of its row of the table, which the MLP does not read; with T outputs, the first T numbers
-    are weights, one for each output. A pooled embedding thus contains the sum of its ids' weights (or their
-    mean, depending on the pooling). For a feature in the deep part only, the MLP reads the whole row.
-    Products of columns, φ(x) in the paper, must be features of the data.
+    Cheng et al. 2016, arXiv:1606.07792. The wide part is linear in ids and dense columns. The weight of an id
+    is the first number of its table row, which the MLP does not read; with T outputs, the first T numbers are
+    weights, one per output. A pooled embedding thus contains the sum of its ids' weights (or their mean,
+    depending on the pooling). For features that are only in the deep part, the MLP reads the whole row.
+    Cross-product features, φ(x) in the paper, must be features of the data.
 
     With cross_layers, the MLP reads the output of DCN-V2's cross layers. With deep_dropout, the deep part is
-    dropped for a random share of training rows, for which the linear part predicts alone. In that case w is
-    initialized near 0 and slopes with 0. After training, w can be scaled down (`shrunk`) if held-out rows are
-    predicted better with less of the deep part.
+    dropped for a random share of training rows, which the linear part alone then predicts. In this case, w is
+    initialized near 0 and the slopes of dense columns with 0. After training, w can be scaled down (`shrunk`)
+    if a weaker deep part predicts held-out rows better.
 
     Args:
-        schema: Any dense columns, sparse features of any dims larger than T.
-        config: Features of each part; sizes and dropout.
-        outputs: T, the number of logits per row. Each has its own weights; the MLP is shared but its last
-            layer.
+        schema: Schema with any dense columns and sparse features of any dims larger than T.
+        config: Features of each part, layer sizes and dropout.
+        outputs: T, the number of logits per row. Each has its own weights; all layers of the MLP except the
+            last are shared.
 
     Raises:
-        ConfigError: A feature is in neither part, or a pattern matches nothing.
+        ConfigError: A feature is in neither part, or a pattern matches no feature.
     """
 
     def __init__(self, schema: Schema, config: WideDeepSection, outputs: int = 1):
@@ -47,7 +47,7 @@ class WideDeep(nn.Module):
         self.cross = Cross(self.concat_inputs.width, config.cross_layers) if config.cross_layers else nn.Identity()
         sizes = [self.concat_inputs.width, *config.top_mlp]
         self.deep, self.logit = mlp_and_linear(sizes, outputs, config.dropout)
-        self.row_dropout = nn.Dropout(config.deep_dropout)  # of whole rows
+        self.row_dropout = nn.Dropout(config.deep_dropout)  # drops whole rows
         if self.shrinks:
             nn.init.uniform_(self.logit.weight, -0.01, 0.01)
             if self.slopes is not None:
@@ -55,11 +55,11 @@ class WideDeep(nn.Module):
 
     @property
     def shrunk(self) -> nn.Parameter | None:
-        """Weights that scale the deep part of the logits (worker.evaluate); None without deep_dropout."""
+        """Weights w, by which the deep part can be scaled (worker.evaluate); None without deep_dropout."""
         return self.logit.weight if self.shrinks else None
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logit of each row, float32 [B]; [B, T] for several outputs."""
+        """Return the logit of each row, float32 [B]; [B, T] if there are several outputs."""
         deep_BM = self.deep(self.cross(self.concat_inputs(dense, pooled)))
         if self.training and self.shrinks:
             deep_BM = deep_BM * (self.row_dropout(torch.ones_like(deep_BM[:, :1])) > 0)
@@ -73,17 +73,17 @@ class WideDeep(nn.Module):
 
 
 class DeepFM(nn.Module):
-    """logit = Σᵢ wᵢ xᵢ + Σᵢ<ⱼ ⟨vᵢ, vⱼ⟩ xᵢ xⱼ + wᵀ MLP(all vectors side by side) + b.
+    """logit = Σᵢ wᵢ xᵢ + Σᵢ<ⱼ ⟨vᵢ, vⱼ⟩ xᵢ xⱼ + wᵀ MLP(all vectors concatenated) + b.
 
-    Guo et al. 2017, arXiv:1703.04247. Weights wᵢ and vectors vᵢ are parts of one row of a table
-    (layers.FieldVectors). Several outputs have separate weights and last layers. Each sums the D numbers of
-    Σᵢ<ⱼ vᵢ ⊙ vⱼ with learned factors, initially 1; for a single output they are fixed to 1.
-    (torchrec.modules.deepfm.FactorizationMachine also multiplies each number of a vector by the others, so
-    its products are not the paper's.)
+    Guo et al. 2017, arXiv:1703.04247. The weights wᵢ and the vectors vᵢ are stored in one table row
+    (layers.FieldVectors). Several outputs have separate weights and last layers. Each output sums the D
+    numbers of Σᵢ<ⱼ vᵢ ⊙ vⱼ with learned factors, initially 1; for a single output, the factors are fixed to
+    1. (torchrec.modules.deepfm.FactorizationMachine also multiplies the numbers within each vector and
+    therefore differs from the paper.)
 
     Args:
-        schema: Any dense columns, sparse features whose tables all have one dim, larger than T.
-        config: Sizes and dropout.
+        schema: Schema with any dense columns; all tables have the same dim, larger than T.
+        config: Layer sizes and dropout.
         outputs: T, the number of logits per row.
 
     Raises:
@@ -98,7 +98,7 @@ class DeepFM(nn.Module):
         self.deep, self.logit = mlp_and_linear([width, *config.top_mlp], outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logit of each row, float32 [B]; [B, T] for several outputs."""
+        """Return the logit of each row, float32 [B]; [B, T] if there are several outputs."""
         first_BT, vectors_BFD = self.fields(dense, pooled)
         pairs_BD = sum_pair_products(vectors_BFD)
         second = pairs_BD.sum(1, keepdim=True) if self.factors is None else pairs_BD @ self.factors
@@ -111,15 +111,15 @@ def sum_pair_products(vectors_BFD: torch.Tensor) -> torch.Tensor:
 
 
 class XDeepFM(nn.Module):
-    """logit = Σᵢ wᵢ xᵢ + wᵀ CIN(vectors) + wᵀ MLP(all vectors side by side) + b.
+    """logit = Σᵢ wᵢ xᵢ + w₁ᵀ CIN(vectors) + w₂ᵀ MLP(all vectors concatenated) + b.
 
-    Lian et al. 2018, arXiv:1803.05170. Weights wᵢ and vectors are parts of one row of a table
+    Lian et al. 2018, arXiv:1803.05170. The weights wᵢ and the vectors are stored in one table row
     (layers.FieldVectors).
 
     Args:
-        schema: Any dense columns, sparse features whose tables all have one dim, larger than T.
-        config: Sizes and dropout.
-        outputs: T, the number of logits per row, which share CIN and MLP.
+        schema: Schema with any dense columns; all tables have the same dim, larger than T.
+        config: Layer sizes and dropout.
+        outputs: T, the number of logits per row; all outputs share the CIN and the MLP.
 
     Raises:
         ConfigError: The tables have different dims.
@@ -134,7 +134,7 @@ class XDeepFM(nn.Module):
         self.logit = nn.Linear(sum(config.cin) + (config.top_mlp or [width])[-1], outputs)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logit of each row, float32 [B]; [B, T] for several outputs."""
+        """Return the logit of each row, float32 [B]; [B, T] if there are several outputs."""
         first_BT, vectors_BFD = self.fields(dense, pooled)
         both = torch.cat([self.cin(vectors_BFD), self.deep(vectors_BFD.flatten(1))], dim=1)
         return (first_BT + self.logit(both)).squeeze(1)
@@ -143,13 +143,13 @@ class XDeepFM(nn.Module):
 class CIN(nn.Module):
     """Compressed interaction network: float [B, F, D] → [B, Σ sizes].
 
-    Row h of layer k is Σᵢⱼ W[k,h,i,j] · (row i of layer k − 1 ⊙ row j of the vectors), where layer 0 is the
-    vectors. The result is the sum over D of each row of each layer (equations 6 and 8). There is no
-    activation between layers, as in the paper's best variant.
+    Row h of layer k is Σᵢⱼ W[k,h,i,j] · (row i of layer k − 1 ⊙ row j of the vectors), where layer 0 consists
+    of the vectors. The output contains the sum over D of each row of each layer (equations 6 and 8). As in
+    the paper's best variant, there is no activation between layers.
 
     Args:
         fields: F, the number of vectors.
-        sizes: Number of rows of each layer.
+        sizes: Number of rows in each layer.
     """
 
     def __init__(self, fields: int, sizes: list[int]):
@@ -160,7 +160,7 @@ class CIN(nn.Module):
         )
 
     def forward(self, vectors_BFD: torch.Tensor) -> torch.Tensor:
-        """Return the sums over D of the rows of all layers, float [B, Σ sizes]."""
+        """Return the sum over D of each row of each layer, float [B, Σ sizes]."""
         columns_BDF = vectors_BFD.transpose(1, 2)
         rows_BDH, sums = columns_BDF, []
         for layer in self.layers:

@@ -1,4 +1,4 @@
-"""Models that weight their inputs for each row: FinalMLP and MaskNet."""
+"""Models that weight their inputs separately for each row: FinalMLP and MaskNet."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from raytrec.models.parts.layers import ConcatInputs, FieldVectors, mlp, mlp_and
 class FinalMLP(nn.Module):
     """logit = b + w₁ᵀ o₁ + w₂ᵀ o₂ + Σ over heads of o₁ₕᵀ Wₕ o₂ₕ, with oₛ = MLPₛ(gateₛ ⊙ e).
 
-    e contains the dense columns and embeddings side by side. gateₛ = 2 σ(MLP(features of the stream's gate)),
-    so each stream emphasizes other features. A gate without features reads one learned vector. o₁ and o₂ are
-    cut into equal parts, one for each head; head h reads part h of both.
+    e is the concatenation of dense columns and embeddings. gateₛ = 2 σ(MLP(features of the stream's gate)),
+    so each stream emphasizes different features. A gate without features reads one learned vector. o₁ and o₂
+    are each cut into equal parts, one per head; head h reads part h of both.
 
     Args:
-        schema: Any dense columns, sparse features of any dims.
-        config: Sizes, gates, heads and dropout.
-        outputs: Number of logits per row, which share both streams.
+        schema: Schema with any dense columns and sparse features of any dims.
+        config: Layer sizes, gates, heads and dropout.
+        outputs: Number of logits per row; all outputs share both streams.
 
     Raises:
-        ConfigError: Gates are set without gating or name unknown features, or streams cannot be cut into
-            heads.
+        ConfigError: Gates are configured without gating or name unknown features, or the streams' outputs
+            cannot be cut into heads.
     """
 
     def __init__(self, schema: Schema, config: FinalMLPSection, outputs: int = 1):
@@ -42,7 +42,7 @@ class FinalMLP(nn.Module):
         nn.init.xavier_normal_(self.bilinear)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
+        """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
         e_BN = self.concat_inputs(dense, pooled)
         gated = [gate(dense, pooled) * e_BN for gate in self.gates] or [e_BN, e_BN]
         one, two = (stream(x_BN) for stream, x_BN in zip(self.streams, gated, strict=True))
@@ -52,12 +52,12 @@ class FinalMLP(nn.Module):
 
 
 class Gate(nn.Module):
-    """2 σ(MLP(context)): a weight in (0, 2) for each of `width` inputs, float32 [B, width].
+    """Gate 2 σ(MLP(context)): a weight in (0, 2) for each of `width` inputs, float32 [B, width].
 
     Args:
         schema: Schema of the data.
         members: Features and dense columns of the context; if empty, a learned vector takes their place.
-        sizes: Hidden sizes.
+        sizes: Hidden sizes of the MLP.
         width: Number of weights.
     """
 
@@ -69,23 +69,23 @@ class Gate(nn.Module):
         self.hidden, self.last = mlp_and_linear([inputs, *sizes], width)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the weights, float32 [B, width]; [1, width] without members."""
+        """Return the weight of each input, float32 [B, width]; [1, width] without members."""
         context = self.vector if self.context is None else self.context(dense, pooled)
         return 2 * self.last(self.hidden(context)).sigmoid()
 
 
 class MaskNet(nn.Module):
-    """Mask blocks over normalized embeddings, side by side or one after the other, followed by an MLP.
+    """Mask blocks over normalized embeddings, arranged in parallel or in series, followed by an MLP.
 
-    V contains the F vectors of a row side by side, [F·D]. N contains their layer norms, each with a separate
-    gain and bias. Parallel blocks all read N, and the MLP reads their outputs side by side. Of serial blocks,
-    the first reads N and every other block reads the output of the previous one; the MLP reads the last
-    output. The mask of every block is computed from V.
+    V is the concatenation of a row's F vectors, [F·D]. N contains the layer norms of these vectors, each with
+    a separate gain and bias. Parallel blocks all read N, and the MLP reads their concatenated outputs. In a
+    series, the first block reads N, every other block reads the output of the previous block, and the MLP
+    reads the last output. The mask of every block is computed from V.
 
     Args:
-        schema: Any dense columns, sparse features whose tables all have one dim.
-        config: Arrangement, sizes and dropout.
-        outputs: Number of logits per row; all layers but the last are shared.
+        schema: Schema with any dense columns; all tables have the same dim.
+        config: Arrangement, layer sizes and dropout.
+        outputs: Number of logits per row; all layers except the last are shared.
 
     Raises:
         ConfigError: The tables have different dims.
@@ -107,7 +107,7 @@ class MaskNet(nn.Module):
         self.top, self.logit = mlp_and_linear([top_inputs, *config.top_mlp], outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
+        """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
         _, vectors_BFD = self.fields(dense, pooled)
         normal_BFD = nn.functional.layer_norm(vectors_BFD, vectors_BFD.shape[2:])
         embeddings_BN, normal_BN = vectors_BFD.flatten(1), (normal_BFD * self.gain + self.bias).flatten(1)
@@ -121,13 +121,13 @@ class MaskNet(nn.Module):
 
 
 class MaskBlock(nn.Module):
-    """ReLU(LN(W (mask ⊙ h))), where mask = W₂ ReLU(W₁ V + b₁) + b₂ (equations 4, 7 and 8).
+    """Mask block ReLU(LN(W (mask ⊙ h))), where mask = W₂ ReLU(W₁ V + b₁) + b₂ (equations 4, 7 and 8).
 
     Args:
         embeddings: Width of V.
         inputs: Width of h and of the mask.
         size: Width of the output.
-        reduction: Width of the mask's hidden layer ÷ width of the mask.
+        reduction: Ratio of the width of the mask's hidden layer to that of the mask.
     """
 
     def __init__(self, embeddings: int, inputs: int, size: int, reduction: float):

@@ -1,4 +1,4 @@
-"""Inputs of models: sequences, ids, and candidates of requests."""
+"""Model inputs: sequences, ids and candidates of requests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ class Sequence(NamedTuple):
     """Sequence feature with one embedding per id.
 
     Attributes:
-        vectors: float32 [B, L, dim], the embedding of each id (times its weight, if the feature has weights),
-            most recent first; 0 at positions without an id.
-        present: bool [B, L], True at positions with an id: the first `length` of each row.
-        side_features: float64 [B, L, n], the numbers and times (seconds since 1970) of each id, in the order
-            of `side_features` in the schema; 0 at positions without an id. None: the schema names none.
-        lengths: int32 [B], number of ids of each row, on the host; None: only `present` has the lengths.
+        vectors: Embedding of each id (times its weight, if the feature has weights), most recent first;
+            float32 [B, L, dim], 0 at positions without an id.
+        present: True at positions with an id, which are the first positions of each row; bool [B, L].
+        side_features: Numbers and times (seconds since 1970) of each id, in the order of `side_features` in
+            the schema; float64 [B, L, n], 0 at positions without an id. None: the feature has no side
+            features.
+        lengths: Number of ids in each row, int32 [B], on the host; None: lengths are only available from
+            `present`.
     """
 
     vectors: torch.Tensor
@@ -32,15 +34,15 @@ class Sequence(NamedTuple):
     lengths: torch.Tensor | None = None
 
 
-IDS = "ids that were looked up"  # key of a model's inputs if it reads ids: feature → int64 [B, L]
+IDS = "ids that were looked up"  # key of the inputs for models that read ids: feature → int64 [B, L]
 
 
 class SequenceLookup:
-    """Converter from looked-up embeddings to the inputs of a model that reads sequences id by id.
+    """Converter from embeddings to the inputs of a model that reads sequences id by id.
 
     Args:
         features: Features of the run.
-        with_ids: Features whose ids are also inputs of the model (ModelSection.reads_ids).
+        with_ids: Features whose ids are inputs as well (ModelSection.reads_ids).
     """
 
     def __init__(self, features: Features, with_ids: Collection[str] = ()):
@@ -48,11 +50,11 @@ class SequenceLookup:
         self._with_ids = tuple(with_ids)
 
     def __call__(self, embeddings: dict[str, torch.Tensor], batch: Batch) -> dict[str, Any]:
-        """Return the inputs by feature.
+        """Return the model's inputs by feature.
 
         Args:
-            embeddings: Feature → float32 [B, dim]; of sequences [B, L, dim].
-            batch: The batch whose ids have these embeddings.
+            embeddings: Feature → float32 [B, dim]; [B, L, dim] for sequences.
+            batch: Batch whose ids were looked up.
         """
         host_FB = None if batch.lengths is None else batch.lengths.view(len(self._keys), -1)
         lengths_FB = batch.sparse.lengths().view(len(self._keys), -1)
@@ -71,7 +73,7 @@ class SequenceLookup:
         return inputs
 
     def _ids(self, feature: str, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Return the ids of a sequence, int64 [B, L], or the first id of each row of another feature, [B, 1].
+        """Return the ids of a sequence, int64 [B, L]; for other features, the first id of each row, [B, 1].
 
         Positions without an id are -1.
         """
@@ -85,7 +87,7 @@ class SequenceLookup:
 
 
 def pad_bags(values_Nn: torch.Tensor, lengths_B: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the values of bags of at most `length` ids, padded with 0: [B, length, n].
+    """Pad the values of bags of at most `length` ids with 0: [N, n] → [B, length, n].
 
     FBGEMM's jagged_to_padded_dense does not support float64 on CPU (1.8.0).
     """
@@ -97,15 +99,15 @@ def pad_bags(values_Nn: torch.Tensor, lengths_B: torch.Tensor, length: int) -> t
     return padded.index_put_((row_N, place_N), values_Nn)
 
 
-REQUESTS = "requests of examples"  # key of a model's inputs if it encodes each request once: Requests
+REQUESTS = "requests of examples"  # key of the RequestInputs for models that encode each request once
 
 
 class RequestInputs(NamedTuple):
-    """The rows of a batch that are requests, some of whose inputs are [R, ...].
+    """Inputs of a batch of R requests, for models that encode each request only once.
 
     Attributes:
         example_requests: Request of each example, int64 [N].
-        dense: Dense columns, float32 [R, dense columns]; columns of candidates are 0.
+        dense: Dense columns of the requests, float32 [R, dense columns]; candidate columns are 0.
     """
 
     example_requests: torch.Tensor
@@ -113,11 +115,11 @@ class RequestInputs(NamedTuple):
 
 
 class RequestExpander:
-    """Converter from inputs of requests to inputs of examples, one for each candidate.
+    """Converter from inputs of requests to inputs of examples; there is one example per candidate.
 
     Args:
         schema: Schema of the data.
-        encoded: Features that the model itself encodes per request (`encode_requests_once`); their inputs are
+        encoded: Features that the model encodes once per request (`encode_requests_once`); their inputs are
             not expanded.
     """
 
@@ -129,13 +131,13 @@ class RequestExpander:
         self._encodes = bool(encoded)
 
     def __call__(self, batch: Batch, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return dense columns [N, n] and inputs [N, ...] of N candidates; of one row if there are none.
+        """Return the dense columns [N, n] and inputs [N, ...] of N candidates.
 
-        Few layers support a batch without rows.
+        Without candidates, one row of padding is returned, because few layers support a batch without rows.
 
         Args:
             batch: R requests with their candidates.
-            inputs: Inputs of the requests by feature, [R, ...]; inputs of candidates are [N, ...].
+            inputs: Inputs by feature, [R, ...]; [N, ...] for features of candidates.
         """
         requests_N, dense_of_candidates = batch.requests, batch.dense_of_candidates
         if not len(requests_N):
@@ -146,7 +148,7 @@ class RequestExpander:
             dense_Nn[:, column] = dense_of_candidates[:, place]
         rows = dict(inputs)
         bags = [name for name, of in inputs.items() if name not in self._fixed and not isinstance(of, Sequence)]
-        if bags:  # one index_select for all, as there may be hundreds
+        if bags:  # one index_select for all features, because there may be hundreds
             widths = [inputs[name].shape[1] for name in bags]
             wide_NS = torch.cat([inputs[name] for name in bags], 1).index_select(0, requests_N)
             rows |= zip(bags, wide_NS.split(widths, 1), strict=True)
@@ -162,9 +164,9 @@ class RequestExpander:
 def encode_requests_once(
     encode: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor], dense: torch.Tensor, inputs: dict[str, Any]
 ) -> torch.Tensor:
-    """Return the encoding of each row's request, [N, ...].
+    """Return the encoding of each example's request, [N, ...].
 
-    A request that several rows share is encoded once.
+    A request shared by several examples is encoded once.
     """
     requests = inputs.get(REQUESTS)
     if requests is None:

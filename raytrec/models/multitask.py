@@ -1,4 +1,4 @@
-"""Models of several tasks: shared bottom, mixtures of experts, ESMM and DBMTL."""
+"""Models for several tasks: shared bottom, mixtures of experts, ESMM and DBMTL."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from raytrec.models.parts.layers import ConcatInputs, mlp, mlp_and_linear
 
 
 class SharedBottom(nn.Module):
-    """logits of task k = towerₖ(MLP(dense columns and embeddings side by side)).
+    """logits of task k = towerₖ(MLP(concatenated dense columns and embeddings)).
 
     Caruana 1997, "Multitask Learning", Machine Learning 28.
 
     Args:
-        schema: Any dense columns, sparse features of any dims.
-        config: Sizes and dropout.
-        tasks: Task → number of its columns of logits.
+        schema: Schema with any dense columns and sparse features of any dims.
+        config: Layer sizes and dropout.
+        tasks: Task → number of its logit columns.
     """
 
     def __init__(self, schema: Schema, config: SharedBottomSection, tasks: Mapping[str, int]):
@@ -31,7 +31,7 @@ class SharedBottom(nn.Module):
         self.count = len(tasks)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logits of all tasks in order, float32 [B, columns]; [B] for a single column."""
+        """Return the logits of all tasks in order, float32 [B, columns]; [B] if there is a single column."""
         shared_BN = self.bottom(self.concat_inputs(dense, pooled))
         return self.towers([shared_BN] * self.count)
 
@@ -39,13 +39,13 @@ class SharedBottom(nn.Module):
 class MMoE(nn.Module):
     """logits of task k = towerₖ(Σₑ softmax(Wₖ x)ₑ · expertₑ(x)).
 
-    Ma et al. 2018, doi:10.1145/3219819.3220007, equations 6 and 7. x contains the dense columns and
-    embeddings side by side.
+    Ma et al. 2018, doi:10.1145/3219819.3220007, equations 6 and 7. x is the concatenation of dense columns
+    and embeddings.
 
     Args:
-        schema: Any dense columns, sparse features of any dims.
-        config: Experts, sizes and dropout.
-        tasks: Task → number of its columns of logits.
+        schema: Schema with any dense columns and sparse features of any dims.
+        config: Experts, layer sizes and dropout.
+        tasks: Task → number of its logit columns.
     """
 
     def __init__(self, schema: Schema, config: MMoESection, tasks: Mapping[str, int]):
@@ -57,7 +57,7 @@ class MMoE(nn.Module):
         self.towers = TaskTowers(config.expert_mlp[-1], config.tower_mlp, tasks, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logits of all tasks in order, float32 [B, columns]; [B] for a single column."""
+        """Return the logits of all tasks in order, float32 [B, columns]; [B] if there is a single column."""
         x_BN = self.concat_inputs(dense, pooled)
         experts_BEM = self.experts(x_BN)
         return self.towers([gate(x_BN, experts_BEM) for gate in self.gates])
@@ -66,14 +66,14 @@ class MMoE(nn.Module):
 class PLE(nn.Module):
     """Progressive layered extraction: levels of experts and gates, then a tower for each task.
 
-    Tang et al. 2020, doi:10.1145/3383313.3412236. The first level reads x, the dense columns and embeddings
-    side by side. Every other level reads the previous level's output for each task and its shared output.
+    Tang et al. 2020, doi:10.1145/3383313.3412236. The first level reads x, the concatenation of dense columns
+    and embeddings. Every other level reads the previous level's outputs: one for each task, and a shared one.
     With a single level, PLE is CGC.
 
     Args:
-        schema: Any dense columns, sparse features of any dims.
-        config: Levels, experts, sizes and dropout.
-        tasks: Task → number of its columns of logits.
+        schema: Schema with any dense columns and sparse features of any dims.
+        config: Number of levels, experts, layer sizes and dropout.
+        tasks: Task → number of its logit columns.
     """
 
     def __init__(self, schema: Schema, config: PLESection, tasks: Mapping[str, int]):
@@ -86,7 +86,7 @@ class PLE(nn.Module):
         self.towers = TaskTowers(config.expert_mlp[-1], config.tower_mlp, tasks, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logits of all tasks in order, float32 [B, columns]; [B] for a single column."""
+        """Return the logits of all tasks in order, float32 [B, columns]; [B] if there is a single column."""
         inputs = [self.concat_inputs(dense, pooled)] * (self.count + 1)
         for level in self.levels:
             inputs = level(inputs)
@@ -97,13 +97,13 @@ class Level(nn.Module):
     """One level of PLE (equations 4 to 7).
 
     The output for task k is Σₑ softmax(Wₖ xₖ)ₑ · expert e over the task's experts and the shared experts. The
-    task's experts read xₖ, the shared experts the shared x. The shared output is the same mean over all
-    experts, weighted by softmax(W x). The last level has no shared output.
+    task's experts read xₖ, and the shared experts read the shared x. The shared output is the corresponding
+    mean over all experts, weighted by softmax(W x). The last level has no shared output.
 
     Args:
         inputs: Width of each input.
         tasks: Number of tasks.
-        config: Experts, sizes and dropout.
+        config: Experts, layer sizes and dropout.
         last: True for the last level.
     """
 
@@ -116,47 +116,47 @@ class Level(nn.Module):
         self.gates = nn.ModuleList(Gate(inputs, count) for count in gate_sizes)
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the output of each task, float [B, expert_mlp[-1]], and the shared one unless last is set.
+        """Return the output for each task, float [B, expert_mlp[-1]], then the shared output unless `last` is set.
 
         Args:
-            inputs: xₖ of each task, then the shared x, float [B, inputs] each.
+            inputs: xₖ for each task, then the shared x; each is float [B, inputs].
         """
         *outputs, shared_BEM = (experts(x_BN) for experts, x_BN in zip(self.experts, inputs, strict=True))
         joined = [torch.cat([of_task_BEM, shared_BEM], dim=1) for of_task_BEM in outputs]
         joined.append(torch.cat([*outputs, shared_BEM], dim=1))
-        # The last level has no shared gate, so zip omits the shared input.
+        # The last level has no gate for the shared output, so zip omits the last input.
         return [gate(x_BN, experts) for gate, x_BN, experts in zip(self.gates, inputs, joined, strict=False)]
 
 
 class TaskTowers(nn.Module):
-    """MLPs with a linear last layer, one for each task.
+    """One MLP with a linear last layer for each task.
 
     Args:
         inputs: Width of each tower's input.
         sizes: Hidden sizes.
-        tasks: Task → number of its columns of logits.
+        tasks: Task → number of its logit columns.
         dropout: Dropout rate of the MLPs.
     """
 
     def __init__(self, inputs: int, sizes: list[int], tasks: Mapping[str, int], dropout: float):
         super().__init__()
-        # Names of tasks are not names of modules, as they may equal a method of nn.Module.
+        # Modules are not named after tasks, because a task's name may equal that of a method of nn.Module.
         self.towers = nn.ModuleList(mlp([inputs, *sizes], dropout) for _ in tasks)
         last = (sizes or [inputs])[-1]
         self.logits = nn.ModuleList(nn.Linear(last, columns) for columns in tasks.values())
 
     def forward(self, of_tasks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the logits of all tasks in order, float32 [B, columns]; [B] for a single column.
+        """Return the logits of all tasks in order, float32 [B, columns]; [B] if there is a single column.
 
         Args:
-            of_tasks: Input of each task's tower, float [B, inputs].
+            of_tasks: Input of the tower of each task, float [B, inputs].
         """
         layers = zip(self.towers, self.logits, of_tasks, strict=True)
         return torch.cat([logit(tower(x_BN)) for tower, logit, x_BN in layers], dim=1).squeeze(1)
 
 
 class Experts(nn.Module):
-    """MLPs of equal sizes over one input: float [B, inputs] → [B, count, sizes[-1]]."""
+    """MLPs of equal sizes that read the same input: float [B, inputs] → [B, count, sizes[-1]]."""
 
     def __init__(self, count: int, inputs: int, sizes: list[int], dropout: float):
         super().__init__()
@@ -168,7 +168,7 @@ class Experts(nn.Module):
 
 
 class Gate(nn.Module):
-    """Σₑ softmax(W x)ₑ · expert e: a mean of experts, weighted by x.
+    """Gate Σₑ softmax(W x)ₑ · expert e: a mean of experts with weights that depend on x.
 
     Args:
         inputs: Width of x.
@@ -180,23 +180,23 @@ class Gate(nn.Module):
         self.scores = nn.Linear(inputs, experts, bias=False)
 
     def forward(self, x_BN: torch.Tensor, experts_BEM: torch.Tensor) -> torch.Tensor:
-        """Return the weighted mean of the experts: float [B, inputs] and [B, experts, M] → [B, M]."""
+        """Return the weighted mean of the experts' outputs: float [B, inputs] and [B, experts, M] → [B, M]."""
         weights_BE = self.scores(x_BN).softmax(dim=1)
         return torch.einsum("be,bem->bm", weights_BE, experts_BEM)
 
 
 class ESMM(nn.Module):
-    """pCTCVR = pCTR · pCVR: two towers that share the embeddings, and the log-odds of both products.
+    """pCTCVR = pCTR · pCVR: a click tower and a conversion tower that share the embeddings.
 
-    Ma et al. 2018, arXiv:1804.07931. The click's logit is a, with pCTR = σ(a). The conversion's tower returns
-    b, with pCVR = σ(b), for which there is no separate label. The conversion's logit is the logit of p = σ(a)
-    · σ(b), so the tower is trained on all impressions and not only on clicked ones. As (1 − p) ÷ p = (1 +
-    e⁻ᵃ)(1 + e⁻ᵇ) − 1, this logit is −ln(e⁻ᵃ + e⁻ᵇ + e⁻ᵃ⁻ᵇ), exact for p near 0 or 1. P(conversion | click) is
-    the quotient of the two predictions.
+    Ma et al. 2018, arXiv:1804.07931. The click tower returns the click logit a, with pCTR = σ(a). The
+    conversion tower returns b, with pCVR = σ(b), for which there is no separate label. The conversion logit
+    is the logit of p = σ(a) · σ(b), so the tower is trained on all impressions and not only on clicked ones.
+    Since (1 − p) ÷ p = (1 + e⁻ᵃ)(1 + e⁻ᵇ) − 1, the logit of p is −ln(e⁻ᵃ + e⁻ᵇ + e⁻ᵃ⁻ᵇ), which is accurate
+    even for p near 0 or 1. P(conversion | click) is the quotient of the two predictions.
 
     Args:
-        schema: Any dense columns, sparse features of any dims.
-        config: Names of the click and conversion tasks; sizes and dropout.
+        schema: Schema with any dense columns and sparse features of any dims.
+        config: Names of the click and conversion tasks, layer sizes and dropout.
         tasks: The two tasks, in the order of their columns.
     """
 
@@ -208,7 +208,7 @@ class ESMM(nn.Module):
         self.click_first = next(iter(tasks)) == config.click
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logits of both tasks, float32 [B, 2], in the order of the tasks."""
+        """Return the click and conversion logits, float32 [B, 2], in the order of the tasks."""
         x_BN = self.concat_inputs(dense, pooled)
         click_B1, given_click_B1 = self.click(x_BN).float(), self.conversion(x_BN).float()
         against_B3 = torch.cat([-click_B1, -given_click_B1, -click_B1 - given_click_B1], dim=1)
@@ -217,16 +217,16 @@ class ESMM(nn.Module):
 
 
 class DBMTL(nn.Module):
-    """P(labels | x) = Πₖ P(label k | x, the labels that it depends on), in the layers below the logits.
+    """P(labels | x) = Πₖ P(label k | x, its parent labels), modeled in the layers below the logits.
 
-    Wang et al. 2019, arXiv:1902.09154. s is the output of the shared layers over the dense columns and
-    embeddings side by side, and tₖ = towerₖ(s). For each task k, rₖ = MLPₖ(tₖ next to rⱼ of each task j that
-    task k depends on). The logits of task k are linear in rₖ.
+    Wang et al. 2019, arXiv:1902.09154. s is the output of shared layers over the concatenated dense columns
+    and embeddings, and tₖ = towerₖ(s). For each task k, rₖ = MLPₖ(tₖ concatenated with rⱼ of each task j on
+    which task k depends). The logits of task k are linear in rₖ.
 
     Args:
-        schema: Any dense columns, sparse features of any dims.
-        config: Relations, sizes and dropout.
-        tasks: Task → number of its columns of logits.
+        schema: Schema with any dense columns and sparse features of any dims.
+        config: Relations, layer sizes and dropout.
+        tasks: Task → number of its logit columns.
 
     Raises:
         ConfigError: Relations name unknown tasks or form a cycle.
@@ -251,7 +251,7 @@ class DBMTL(nn.Module):
         self.logits = nn.ModuleList(nn.Linear(related, columns) for columns in tasks.values())
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logits of all tasks in order, float32 [B, columns]; [B] for a single column."""
+        """Return the logits of all tasks in order, float32 [B, columns]; [B] if there is a single column."""
         shared_BN = self.bottom(self.concat_inputs(dense, pooled))
         related: dict[int, torch.Tensor] = {}
         for place, parents in self.parents.items():

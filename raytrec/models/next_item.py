@@ -1,4 +1,4 @@
-"""SASRec and HSTU: causal models of the next item."""
+"""SASRec and HSTU: causal sequence models that predict the next item."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ from raytrec.models.parts.packed_sequences import PackedSequences, pack_ids
 from raytrec.models.parts.sampled_loss import Queries, SampledLoss, combine_outputs
 from raytrec.models.parts.shared_negatives import ItemBatch, SharedNegatives
 
-NUM_TIME_BUCKETS = 128  # of times between items; the last bucket is unbounded
-LOG_BUCKET_RATIO = log(1.35)  # each bucket's times are 1.35 × those of the previous one
+NUM_TIME_BUCKETS = 128  # number of buckets for times between items; the last bucket is unbounded
+LOG_BUCKET_RATIO = log(1.35)  # each bucket's bounds are 1.35 × those of the previous bucket
 
 
 class NextItem(nn.Module, ABC):
-    """Causal model of a sequence in which the state after each item is a query for the next item.
+    """Base class of causal sequence models in which the state after each item is a query for the next item.
 
-    score = ⟨state after the most recent item, item⟩ ÷ temperature, of unit vectors with `normalize`. A row
-    without a history has the state 0, and so the score 0 for every item.
+    score = ⟨state after the most recent item, item⟩ ÷ temperature; both vectors are scaled to length 1 with
+    `normalize`. A row without a history has the state 0 and therefore the score 0 for every item.
 
-    The model's own loss sums over every item of the history but the oldest, and over the row's item. Each is
-    predicted from the items before it and compared with the row's negatives. The sum is divided by
+    The model's own loss is a sum over all items of the history except the oldest, and the row's item. Each
+    item is predicted from the preceding items and compared with the row's negatives. The sum is divided by
     max_length, so all positions of all rows have the same weight.
 
     Args:
-        schema: Schema with history and item, of one table with dim D; other features are not read.
-        config: Names of the features, sizes, and settings of the loss.
-        outputs: Number of logits per row; each of several has its own query (sampled_loss.Queries).
-        vectors: True to also return vectors; the query is divided by the temperature.
+        schema: Schema with a history and an item feature that share a table of dim D; other features are not
+            read.
+        config: Names of the features, layer sizes and loss settings.
+        outputs: Number of logits per row; with several outputs, each has its own query
+            (sampled_loss.Queries).
+        vectors: True to also return query and item vectors; the query is divided by the temperature.
 
     Raises:
-        ConfigError: A feature is missing or not a sequence, or the tables of history, item and negatives
-            differ.
+        ConfigError: A feature is missing, the history is not a sequence, or the tables of history, item and
+            negatives differ.
     """
 
     def __init__(self, schema: Schema, config: NextItemSection, outputs: int = 1, vectors: bool = False):
@@ -55,16 +57,16 @@ class NextItem(nn.Module, ABC):
 
     @abstractmethod
     def states(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
-        """Return the state after each item, from this item and older ones alone: float32 [N, D]."""
+        """Return the state after each item, computed from this and older items only, float32 [N, D]."""
 
     def embed_positions(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
-        """Return √D · e + p, with dropout, for each item's embedding e and position vector p: [N, D]."""
+        """Return √D · e + p for each item's embedding e and position vector p, after dropout, [N, D]."""
         places_N = packed.recency if self.config.positions == "recency" else packed.order
         x_ND = packed.pack(history.vectors) * self.dim**0.5
         return self.dropout(x_ND + embedding(places_N, self.positions))
 
     def query(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """Return the query vectors of the history, float32 [B, D]; [B, outputs, D] for several outputs."""
+        """Return the query vectors of the histories, float32 [B, D]; [B, outputs, D] for several outputs."""
         history = inputs[self.config.history]
         packed = pack_ids(history.present, history.lengths)
         return self._query(self.states(history, packed), packed)
@@ -74,7 +76,7 @@ class NextItem(nn.Module, ABC):
         return self._normalize(inputs[self.config.item])
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """Return float32 [B], or [B, outputs | own loss | query D, item D] (models/__init__.py)."""
+        """Return float32 [B], or [B, outputs | own loss | query D, item D] (see models/__init__.py)."""
         history, item_BD = inputs[self.config.history], self.item(dense, inputs)
         packed = pack_ids(history.present, history.lengths)
         states_ND, own_B = self.states(history, packed), None
@@ -89,7 +91,7 @@ class NextItem(nn.Module, ABC):
     def _own_loss(self, states_ND: torch.Tensor, packed: PackedSequences, inputs: dict) -> torch.Tensor:
         history = inputs[self.config.history]
         query_ND = self._normalize(self.queries.own_loss_query(states_ND)) / self.config.temperature
-        # The item after each item; the row's item follows the most recent one.
+        # The successor of each item; the most recent item is followed by the row's item.
         next_BLD = torch.cat([inputs[self.config.item].unsqueeze(1), history.vectors[:, :-1]], dim=1)
         next_ND = self._normalize(packed.pack(next_BLD))
         if self.shared is None:
@@ -101,7 +103,7 @@ class NextItem(nn.Module, ABC):
     def _sampled_losses(
         self, query_ND: torch.Tensor, next_ND: torch.Tensor, packed: PackedSequences, drawn: Sequence
     ) -> torch.Tensor:
-        """Return the sum of each row's losses against its negatives, float32 [B]."""
+        """Return the sum of each row's losses against its own negatives, float32 [B]."""
         groups = zip(
             packed.to_chronological(query_ND),
             packed.to_chronological(next_ND),
@@ -136,13 +138,14 @@ class NextItem(nn.Module, ABC):
 class SASRec(NextItem):
     """Causal transformer over a history (Kang and McAuley 2018, arXiv:1808.09781).
 
-    x = √D · e + p for each item's embedding e and the learned vector p of its position (the factor is from
-    the authors' code). Then in each block, with layer norm N and dropout d (sections III.A to III.C):
+    Initially, x = √D · e + p for each item's embedding e and the learned vector p of its position (the factor
+    √D is from the authors' code). Each block then computes, with layer norm N and dropout d (sections III.A
+    to III.C):
 
         x ← x + d(attention(N x))         multi-head, causal
         x ← x + d(W₂ · d(relu(W₁ N x)))
 
-    The state is N of the last block's x. For arguments and errors, see NextItem. A ConfigError is also raised
+    The state is N of the last block's x. For arguments and errors, see NextItem. ConfigError is also raised
     if the heads do not divide D.
     """
 
@@ -160,7 +163,7 @@ class SASRec(NextItem):
 
 
 class Block(nn.Module):
-    """Attention and a network of two layers for each item: [N, D] → [N, D]."""
+    """SASRec block: attention, then a two-layer network applied to each item, [N, D] → [N, D]."""
 
     def __init__(self, dim: int, config: SasrecSection):
         super().__init__()
@@ -191,7 +194,7 @@ class Attention(nn.Module):
 
     @torch.compiler.disable
     def _read(self, projected_NE: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
-        """Return Σ_j a_ij v_j: [N, 3 · D] → [N, D]."""
+        """Return Σ_j a_ij v_j for each item i: [N, 3 · D] → [N, D]."""
         rate, read = self.rate if self.training else 0.0, []
         for group_bTE in packed.to_chronological(projected_NE):
             heads = group_bTE.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, b, H, T, D ÷ H]
@@ -204,16 +207,16 @@ class Attention(nn.Module):
 class HSTU(NextItem):
     """Hierarchical sequential transduction units over a history (Zhai et al. 2024, arXiv:2402.17152).
 
-    x starts as in SASRec. Then in each layer, with layer norm N (without weights) and dropout d (equations 1
-    to 3), in each head:
+    x is initialized as in SASRec. Each layer then computes, with layer norm N (without weights) and dropout d
+    (equations 1 to 3), in each head:
 
         u, v, q, k = silu(W₁ N x)
         a_ij = silu(⟨q_i, k_j⟩ + r_{i−j} + s_{bucket(t_i − t_j)}) ÷ max_length   for j ≤ i, else 0
         x ← x + W₂ · d(u ⊙ N(Σ_j a_ij v_j))
 
-    r has a learned bias for each distance. s has one for each of 128 buckets of times between two items, on a
-    logarithmic scale (only with model.time). Weights do not add up to 1, so the number of relevant items
-    matters as well. The state is the last layer's x. For arguments and errors, see NextItem. A ConfigError is
+    r contains a learned bias for each distance. s contains one for each of 128 logarithmic buckets of the
+    time between two items (only with model.time). Weights do not add up to 1, so the number of relevant items
+    matters as well. The state is the last layer's x. For arguments and errors, see NextItem. ConfigError is
     also raised if the heads do not divide the width or the column of times is missing.
     """
 
@@ -232,7 +235,7 @@ class HSTU(NextItem):
 
     @torch.compiler.disable
     def _buckets(self, history: Sequence, packed: PackedSequences) -> list[torch.Tensor]:
-        """Return the bucket of the time between every two items, int64 [b, T, T] of each group."""
+        """Return the bucket of the time between every two items for each group, int64 [b, T, T]."""
         assert history.side_features is not None
         times_BL1 = history.side_features[:, :, self.time].unsqueeze(2)
         groups = [group_bT1.squeeze(2) for group_bT1 in packed.to_chronological(packed.pack(times_BL1))]
@@ -240,7 +243,7 @@ class HSTU(NextItem):
 
 
 def choose_time_bucket(between: torch.Tensor) -> torch.Tensor:
-    """Return the bucket of a time between items, in the column's own unit: float [...] → int64 [...]."""
+    """Return the bucket of each time difference, in the unit of the column: float [...] → int64 [...]."""
     return (between.clamp(min=1).log() / LOG_BUCKET_RATIO).long().clamp(max=NUM_TIME_BUCKETS - 1)
 
 
@@ -258,7 +261,7 @@ class Layer(nn.Module):
         nn.init.xavier_uniform_(self.output.weight)
 
     def forward(self, x_ND: torch.Tensor, packed: PackedSequences, buckets: list[torch.Tensor] | None) -> torch.Tensor:
-        """Return the output of the unit, [N, D]."""
+        """Return the output of the HSTU unit, [N, D]."""
         projected_NW = silu(self.inputs(layer_norm(x_ND, x_ND.shape[1:])))
         width = projected_NW.shape[1] // 4
         gate_NW, others_NW = projected_NW.split([width, 3 * width], dim=1)
@@ -270,12 +273,12 @@ class Layer(nn.Module):
     def _read(
         self, others_NW: torch.Tensor, packed: PackedSequences, buckets: list[torch.Tensor] | None
     ) -> torch.Tensor:
-        """Return Σ_j a_ij v_j: [N, 3 · width] → [N, width]."""
+        """Return Σ_j a_ij v_j for each item i: [N, 3 · width] → [N, width]."""
         groups = packed.to_chronological(others_NW)
         return packed.from_chronological([self._attend_group(g, buckets and buckets[i]) for i, g in enumerate(groups)])
 
     def _attend_group(self, group_bTW: torch.Tensor, buckets_bTT: torch.Tensor | None) -> torch.Tensor:
-        """Return Σ_j a_ij v_j of one group: [b, T, 3 · width] → [b, T, width]."""
+        """Return Σ_j a_ij v_j for the items of one group: [b, T, 3 · width] → [b, T, width]."""
         rows, length, _ = group_bTW.shape
         by_head = group_bTW.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         value_nTd, query_nTd, key_nTd = by_head.flatten(1, 2).unbind(0)  # n = b · heads
@@ -285,7 +288,7 @@ class Layer(nn.Module):
         return read_nTd.unflatten(0, (rows, self.heads)).transpose(1, 2).flatten(2)
 
     def _bias(self, length: int, buckets_bTT: torch.Tensor | None) -> torch.Tensor:
-        """Return biases [1, T, T], with times [b · heads, T, T]; biases of later keys are undefined."""
+        """Return the biases, [1, T, T], or [b · heads, T, T] with times; biases of later keys are undefined."""
         places_T = torch.arange(length, device=self.distances.device)
         back_TT = (places_T.unsqueeze(1) - places_T).clamp(min=0)
         bias_1TT = self.distances[back_TT].unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Models of a query and an item: two towers, matrix factorization, neural collaborative filtering (NeuMF)."""
+"""Models of query-item pairs: two towers, matrix factorization and neural collaborative filtering (NeuMF)."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from raytrec.models.parts.shared_negatives import SharedNegatives, compute_pair_
 class TwoTower(nn.Module):
     """logit = scale · ⟨query, item⟩ + bias, with a learned bias and a learned or fixed scale.
 
-    Retrieval needs only `query` and `item`: the items' vectors are stored in an index, which is searched with
-    the query's vector. A positive scale and the bias do not change the order of one query's items.
+    Retrieval uses only `query` and `item`: item vectors are stored in an index, which is searched with the
+    query vector. A positive scale and the bias do not change the order of a query's items.
 
     Each of several outputs has its own query vector, scale and bias, so one index of items serves all tasks.
-    With `vectors`, one more query vector is for losses that compare rows. These losses read scale · query
-    next to item, so the scale is a learned temperature.
+    With `vectors`, there is an additional query vector for losses that compare rows. These losses read (scale
+    · query, item), so the scale acts as a learned temperature.
 
     With `negatives`, the model's own loss compares a row's item with drawn items, whose vectors the item
     tower computes from their ids (sampled_loss.py). The loss uses the query of the last output. Without
-    outputs, it uses the query for losses that compare rows and is added to them. Negatives from the batch are
-    mostly frequent items, drawn ones are not (mixed, as in Yang et al. 2020,
-    https://doi.org/10.1145/3366424.3386195).
+    outputs, it uses the query for losses that compare rows and is added to them. In-batch negatives are
+    mostly frequent items, whereas drawn negatives are not; the combination is the mixed negative sampling of
+    Yang et al. 2020 (https://doi.org/10.1145/3366424.3386195).
 
     Args:
-        schema: Any schema; sequences are averaged.
+        schema: Schema with any columns and features; sequences are averaged.
         config: Features and sizes of the towers.
         outputs: Number of logits per row.
-        vectors: True to also return vectors.
+        vectors: True to also return query and item vectors.
 
     Raises:
-        ConfigError: A feature is in no tower or in both, a pattern matches nothing, or negatives are set for
-            an item tower that reads more than ids.
+        ConfigError: A feature is in no tower or in both, a pattern matches no feature, or negatives are set
+            although the item tower reads more than ids.
     """
 
     def __init__(self, schema: Schema, config: TwoTowerSection, outputs: int = 1, vectors: bool = False):
@@ -49,7 +49,7 @@ class TwoTower(nn.Module):
         widths = {"query": self.queries * self.width, "item": self.width}
         self.towers = nn.ModuleDict({name: Tower(schema, members[name], config, widths[name]) for name in members})
         self.normalize = config.normalize
-        # Dot products of vectors grow with the root of their width; cosines are at most 1.
+        # Dot products of vectors grow with the square root of their width; cosines are at most 1.
         scale = 5.0 if config.normalize else self.width**-0.5
         scale = 1 / config.temperature if config.temperature else scale
         scales = torch.full((self.queries,) if self.queries > 1 else (), scale)
@@ -65,21 +65,22 @@ class TwoTower(nn.Module):
             self.shared = SharedNegatives.from_section(schema, config, self.loss)
 
     def query(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the query tower's vectors, float32 [B, tower_mlp[-1]], from its own features only.
+        """Return query vectors from the query tower's features, float32 [B, tower_mlp[-1]].
 
-        For several outputs, [B, outputs, tower_mlp[-1]]; with `vectors` there is one more, the last.
+        With several outputs, the shape is [B, outputs, tower_mlp[-1]]. With `vectors`, one more vector is the
+        last.
         """
         return self._vectors("query", dense, pooled)
 
     def item(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the item tower's vectors, float32 [B, tower_mlp[-1]], from its own features only."""
+        """Return item vectors from the item tower's features, float32 [B, tower_mlp[-1]]."""
         return self._vectors("item", dense, pooled)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs.
+        """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs.
 
-        With vectors or own loss, [B, outputs | own loss | query D, item D] (models/__init__.py), where D is
-        tower_mlp[-1].
+        With vectors or an own loss, the shape is [B, outputs | own loss | query D, item D] (see
+        models/__init__.py), where D is tower_mlp[-1].
         """
         query, item_BD = encode_requests_once(self.query, dense, pooled), self.item(dense, pooled)
         if self.queries == 1 and not self.vectors and not self.config.own_loss:
@@ -92,7 +93,7 @@ class TwoTower(nn.Module):
     def _own_loss(
         self, query_BQD: torch.Tensor, item_BD: torch.Tensor, dense: torch.Tensor, pooled: dict
     ) -> torch.Tensor:
-        """Return the own loss of each row, float32 [B]; 0 in evaluations. query_BQD includes the scale."""
+        """Return the model's own loss for each row, float32 [B]; 0 in evaluations. query_BQD includes the scale."""
         if not self.training:
             return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
         drawn, (feature,) = pooled[self.config.negatives], self.towers["item"].concat_inputs.skipped_columns
@@ -112,12 +113,12 @@ class TwoTower(nn.Module):
 
 
 class Tower(nn.Module):
-    """MLP over some dense columns and pooled embeddings side by side; its last layer is linear.
+    """MLP with a linear last layer over concatenated dense columns and pooled embeddings.
 
     Args:
         schema: Schema of the data.
         members: Names of dense columns and sparse features.
-        config: Sizes and dropout.
+        config: Layer sizes and dropout.
         outputs: Width of the last layer.
     """
 
@@ -135,15 +136,16 @@ class Tower(nn.Module):
 class MatrixFactorization(nn.Module):
     """score = ⟨p, q⟩ + b_user + b_item + b for embeddings (p, b_user) and (q, b_item), with a learned b.
 
-    Rendle et al. 2020, arXiv:2005.09683. The items of a user are ordered by ⟨p, q⟩ + b_item: query = (p, 1),
-    item = (q, b_item). b_user and b are part of the logits, and of the model's own loss if it is bce. For a
-    feature with several ids, the sum or mean of their embeddings is used.
+    Rendle et al. 2020, arXiv:2005.09683. The items of a user are ordered by ⟨p, q⟩ + b_item, so query = (p,
+    1) and item = (q, b_item). b_user and b are included in the logits, and in the model's own loss if it is
+    bce. For a feature with several ids, the sum or mean of their embeddings is used.
 
     Args:
-        schema: Schema with the features of user and item, of one dim; other features are not read.
-        config: Names of the features; negatives and settings of the loss.
-        outputs: Number of logits per row; each of several has its own query (sampled_loss.Queries) and b.
-        vectors: True to also return vectors.
+        schema: Schema with a user and an item feature of the same dim; other features are not read.
+        config: Names of the features, negatives and loss settings.
+        outputs: Number of logits per row; with several outputs, each has its own query (sampled_loss.Queries)
+            and b.
+        vectors: True to also return query and item vectors.
 
     Raises:
         ConfigError: A feature is missing, or the tables have different dims.
@@ -159,7 +161,7 @@ class MatrixFactorization(nn.Module):
         self.shared = SharedNegatives.from_section(schema, config, self.loss)
 
     def query(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the query vectors of the user, float32 [B, D]; [B, outputs, D] for several outputs."""
+        """Return the query vectors of the users, float32 [B, D]; [B, outputs, D] for several outputs."""
         return self.queries(self._factors(inputs))
 
     def item(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -167,7 +169,7 @@ class MatrixFactorization(nn.Module):
         return inputs[self.config.item]
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """Return float32 [B], or [B, outputs | own loss | query D, item D] (models/__init__.py), D = dim."""
+        """Return float32 [B], or [B, outputs | own loss | query D, item D] (see models/__init__.py), D = dim."""
         item_BD, bias_BT = self.item(dense, inputs), None
         if self.bias is not None:
             bias_BT = encode_requests_once(lambda _, given: given[self.config.user][:, -1:], dense, inputs) + self.bias
@@ -176,7 +178,7 @@ class MatrixFactorization(nn.Module):
         return combine_outputs(query, item_BD, self.outputs, self.vectors, own_B, bias_BT)
 
     def _own_loss(self, item_BD: torch.Tensor, inputs: dict, bias_BT: torch.Tensor | None) -> torch.Tensor:
-        """Return the own loss of each row, float32 [B]; 0 in evaluations."""
+        """Return the model's own loss for each row, float32 [B]; 0 in evaluations."""
         if not self.training:
             return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
         query_BD = self.queries.own_loss_query(self._factors(inputs))
@@ -185,7 +187,7 @@ class MatrixFactorization(nn.Module):
         return compute_pair_losses(self.loss, self.shared, query_BD, item_BD, item, drawn, inputs, bias_B1)
 
     def _factors(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the user's vectors with b_user replaced by 1: (p, b_user) → (p, 1), [B, D]."""
+        """Return the users' vectors with b_user replaced by 1: (p, b_user) → (p, 1), [B, D]."""
         user_BD = inputs[self.config.user]
         if not self.config.bias:
             return user_BD
@@ -195,18 +197,19 @@ class MatrixFactorization(nn.Module):
 class NeuMF(nn.Module):
     """logit = wᵀ (p_user ⊙ p_item, MLP(m_user, m_item)) + b: weighted products (GMF) and an MLP.
 
-    He et al. 2017, arXiv:1708.05031. Products and MLP have separate embeddings, as in the paper: the first
-    `gmf_dim` numbers of a feature's embedding are p, the others m. With `shared`, both read the whole
-    embedding. Scores are not dot products of two vectors, so there is no index of items to search: every item
-    is scored.
+    He et al. 2017, arXiv:1708.05031. As in the paper, the products and the MLP use separate embeddings: the
+    first `gmf_dim` numbers of a feature's embedding are p, the others are m. With `shared`, both read the
+    whole embedding. Scores are not dot products of two vectors, so retrieval cannot search an index and must
+    score every item.
 
     Args:
-        schema: Schema with the features of user and item; other features are not read.
-        config: Names of the features; sizes; negatives and settings of the loss.
-        outputs: Number of logits per row, which share all but w and b. The own loss uses the last one.
+        schema: Schema with a user and an item feature; other features are not read.
+        config: Names of the features, layer sizes, negatives and loss settings.
+        outputs: Number of logits per row; all outputs share everything except w and b. The own loss uses the
+            last output.
 
     Raises:
-        ConfigError: A feature is missing, or embeddings are too narrow.
+        ConfigError: A feature is missing, or the embeddings are too narrow.
     """
 
     def __init__(self, schema: Schema, config: NcfSection, outputs: int = 1):
@@ -223,7 +226,7 @@ class NeuMF(nn.Module):
         self.loss = SampledLoss.from_section(schema, config, config.item)
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """Return float32 [B], or [B, outputs | own loss] (models/__init__.py)."""
+        """Return float32 [B], or [B, outputs | own loss] (see models/__init__.py)."""
         user_B1E, item_B1E = (inputs[f].unsqueeze(1) for f in (self.config.user, self.config.item))
         scores_BT = self._scores(user_B1E, item_B1E).squeeze(1)
         logits_BT = scores_BT + self.bias
@@ -233,7 +236,7 @@ class NeuMF(nn.Module):
         return torch.cat([logits_BT, own_B.unsqueeze(1)], dim=1)
 
     def _own_loss(self, user_B1E: torch.Tensor, score_B: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """Return the own loss of each row, float32 [B]; 0 in evaluations."""
+        """Return the model's own loss for each row, float32 [B]; 0 in evaluations."""
         if not self.training:
             return torch.zeros_like(score_B, dtype=torch.float32)
         drawn, bias = inputs[self.config.negatives], self.loss.remove_canceling_bias(self.bias[-1])
@@ -241,12 +244,12 @@ class NeuMF(nn.Module):
         return self.loss(score_B.float() + bias, scores_BK + bias, drawn.present.sum(1))
 
     def _scores(self, user_B1E: torch.Tensor, items_BKE: torch.Tensor) -> torch.Tensor:
-        """Return the scores of each user for K items: [B, 1, E], [B, K, E] → [B, K, outputs], without b."""
+        """Return each user's scores, without b, for K items: [B, 1, E], [B, K, E] → [B, K, outputs]."""
         parts = []
         if self.products:
             parts.append(user_B1E[..., : self.products] * items_BKE[..., : self.products])
         if self.first:
-            # The user's part of the first layer is computed once for all items.
+            # The user's contribution to the first layer is computed once for all items.
             of_user, of_item = self.first.weight.split([self.users, self.items], dim=1)
             user_B1H = nn.functional.linear(user_B1E[..., user_B1E.shape[-1] - self.users :], of_user)
             items_BKH = nn.functional.linear(

@@ -1,4 +1,4 @@
-"""Recommenders: tables and a dense model, from features to logits."""
+"""Recommenders, which map features to logits by means of tables and a dense model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from raytrec.models.inputs import RequestExpander, SequenceLookup
 
 
 class Recommender(nn.Module):
-    """Tables and a dense model. No labels are read; the losses of the tasks define the meaning of the logits.
+    """Model that consists of tables and a dense model, without labels; the tasks' losses define the logits' meaning.
 
     Args:
-        embeddings: Lookup and pooling of the tables.
-        model: Dense model: forward(dense, inputs of the sparse features) → logits; see raytrec/models.
-        call: Caller of the dense model.
+        embeddings: Tables, with lookup and pooling.
+        model: Dense model with forward(dense, inputs of sparse features) → logits; see raytrec/models.
+        call: Function object that calls the dense model.
     """
 
     def __init__(self, embeddings: PooledEmbeddings, model: nn.Module, call: ModelCall):
@@ -37,12 +37,12 @@ class Recommender(nn.Module):
         self.embeddings, self.model, self.call = embeddings, model, call
 
     def forward(self, batch: Batch, tower: TowerName | None = None) -> torch.Tensor:
-        """Return the logits of a batch, or the vectors of one tower; see ModelCall."""
+        """Return the logits of a batch, or the vectors of one tower; see `ModelCall`."""
         return self.call(self.model, batch, self.embeddings(batch.sparse), tower)
 
 
 class ModelCall:
-    """Caller of a dense model, which prepares its inputs from pooled embeddings.
+    """Function object that prepares inputs from pooled embeddings and calls a dense model.
 
     Args:
         sequences: Converter from embeddings to the model's inputs; None: the embeddings are the inputs.
@@ -51,7 +51,8 @@ class ModelCall:
         bf16: True to multiply matrices in bfloat16 (autocast); logits are converted back to float32.
 
     Attributes:
-        graph_rows: Rows of the batches replayed as CUDA graphs (`compile_dense`); None: no CUDA graphs.
+        graph_rows: Number of rows in batches that are replayed as CUDA graphs (`compile_dense`); None: no
+            CUDA graphs.
     """
 
     graph_rows: int | None = None
@@ -64,13 +65,13 @@ class ModelCall:
     def __call__(
         self, model: nn.Module, batch: Batch, pooled: dict[str, torch.Tensor], tower: TowerName | None = None
     ) -> torch.Tensor:
-        """Return the logits, float32 [B] or [B, columns]; or the vectors of one tower, float32 [B, width].
+        """Return the logits, float32 [B] or [B, columns], or the vectors of one tower, float32 [B, width].
 
         Args:
-            model: The dense model, perhaps compiled.
-            batch: The batch; no labels are read.
+            model: Dense model, possibly compiled.
+            batch: Batch of rows; its labels are not read.
             pooled: Output of PooledEmbeddings for the batch.
-            tower: Method of a model that retrieves (raytrec/models); None for logits.
+            tower: Method of a retrieval model to call, query or item (raytrec/models); None: forward.
         """
         dense, inputs, requests = batch.dense, pooled, batch.requests
         if self._sequences:
@@ -86,11 +87,11 @@ class ModelCall:
         """Call a model or one of its methods and return its output as float32."""
         if self.graph_rows is None:
             return self._run(module_or_method, dense, *inputs)
-        if len(dense) != self.graph_rows:  # another size would compile and record a graph
+        if len(dense) != self.graph_rows:  # any other size would compile the model again and record another graph
             with torch.compiler.set_stance("force_eager"):
                 return self._run(module_or_method, dense, *inputs)
         torch.compiler.cudagraph_mark_step_begin()
-        return self._run(module_or_method, dense, *inputs).clone()  # the next replay overwrites it
+        return self._run(module_or_method, dense, *inputs).clone()  # the next replay overwrites the output
 
     def _run(self, called: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any) -> torch.Tensor:
         if not self._bf16:
@@ -101,7 +102,7 @@ class ModelCall:
 
 
 def select_last_vectors(vectors: torch.Tensor) -> torch.Tensor:
-    """Return vectors [B, width]; if a query has one vector for each of several outputs, the last of these."""
+    """Return vectors [B, width]; of vectors [B, outputs, width], those of the last output."""
     return vectors[:, -1] if vectors.dim() == 3 else vectors
 
 
@@ -113,13 +114,13 @@ def build_recommender(
     vectors: bool = False,
     tasks: Mapping[str, int] | None = None,
 ) -> Recommender:
-    """Return the configured model, not sharded. Dense layers are seeded by run.seed; tables are on meta.
+    """Return the configured unsharded model. Dense layers are seeded by run.seed; tables are on device meta.
 
     Args:
         config: Configuration of the run.
         schema: Schema of the data.
         device: Device of the dense layers.
-        outputs: Number of columns of logits; see build_model.
+        outputs: Number of logit columns; see build_model.
         vectors: True if the model must also return query and item vectors; see build_model.
         tasks: Task → number of its columns; see build_model.
     """
@@ -133,7 +134,7 @@ def build_recommender(
 
 
 def _find_request_features(model: ModelSection, schema: Schema) -> set[str]:
-    """Return the query features that the model encodes once per request, if none belongs to candidates."""
+    """Return the query features to encode once per request; empty if any of them belongs to candidates."""
     if not model.retrieves or isinstance(model, PythonSection):
         return set()
     members = model.tower_members(schema)["query"]
@@ -141,21 +142,22 @@ def _find_request_features(model: ModelSection, schema: Schema) -> set[str]:
 
 
 def compile_dense(model: nn.Module, call: ModelCall, device: torch.device, graph_rows: int | None = None) -> None:
-    """Compile a dense model in place at its first forward. Parameters keep their names.
+    """Compile a dense model in place; compilation takes place in the first forward. Parameters keep their names.
 
     Training and evaluation are compiled separately, each in its first step. Without CUDA graphs, sizes are
-    dynamic, so a smaller batch does not recompile the model. With CUDA graphs, batches of other sizes are not
-    compiled. A replay overwrites the output of the previous one, so logits are copied. Gradients have been
-    used by then, and TorchRec's optimizers release them before a forward.
+    dynamic, so a smaller batch does not recompile the model. With CUDA graphs, batches of other sizes run
+    uncompiled. Each replay overwrites the previous output, so logits are copied. Gradients need no copy: they
+    have been used before the next replay, and TorchRec's optimizers release them before a forward.
 
     Args:
         model: Dense model.
-        call: Caller of the model.
+        call: Function object that calls the model.
         device: Device of the model.
-        graph_rows: Rows of the batches to be recorded as CUDA graphs and replayed; None: no CUDA graphs.
+        graph_rows: Number of rows in batches that are recorded and replayed as CUDA graphs; None: no CUDA
+            graphs.
 
     Raises:
-        ConfigError: A compiler that torch needs is not installed on this node.
+        ConfigError: A compiler required by torch is not installed on this node.
     """
     require_compiler(device.type)
     if graph_rows is None:
@@ -165,11 +167,11 @@ def compile_dense(model: nn.Module, call: ModelCall, device: torch.device, graph
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Have the blocks of a dense model store only their inputs and recompute activations in backward.
+    """Make the blocks of a dense model store only their inputs and recompute activations in backward.
 
-    The model changes in place; parameters keep their names. Blocks are the model's direct children, and the
-    entries of its lists and dicts of modules. Only one block's activations exist at a time. Values and
-    gradients are the same to the last bit, and so are random numbers (dropout).
+    The model changes in place; parameters keep their names. The blocks are the model's direct children and
+    the entries of its module lists and dicts. Only one block's activations exist at a time. Values, gradients
+    and random numbers (dropout) are bitwise identical.
     """
     for block in _blocks(model):
         block.forward = _wrap_checkpoint(block, block.forward)

@@ -1,4 +1,4 @@
-"""Models that read sequences for a target: `sequence`, DIN and BST."""
+"""Models that read sequences in relation to a target: `sequence`, DIN and BST."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from raytrec.models.parts.layers import SequenceModules, get_embedding_dim, mlp,
 
 
 class SequenceModel(nn.Module):
-    """Model that turns each sequence into one vector by attention for a target feature, followed by DLRM.
+    """Model that pools each sequence into one vector by attention to a target feature, followed by DLRM.
 
     The attention follows DIN (Zhou et al. 2018, arXiv:1706.06978).
 
     Args:
-        schema: Schema that DLRM accepts, with at least one feature of pooling: sequence.
-        config: Target; sizes and dropout.
-        outputs: Number of logits per row; all layers but the last are shared.
+        schema: Schema accepted by DLRM, with at least one feature with pooling: sequence.
+        config: Target, layer sizes and dropout.
+        outputs: Number of logits per row; all layers except the last are shared.
 
     Raises:
-        ConfigError: DLRM rejects the schema, there is no sequence, or the target does not exist or must be
-            named.
+        ConfigError: DLRM rejects the schema, there is no sequence, or the target does not exist or is
+            ambiguous.
     """
 
     def __init__(self, schema: Schema, config: SequenceSection, outputs: int = 1):
@@ -39,27 +39,27 @@ class SequenceModel(nn.Module):
         )
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
-        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
+        """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
         return self.dlrm(dense, {**pooled, **self.attention(pooled)})
 
 
 class DIN(nn.Module):
-    """Model that turns each sequence into one vector by a local activation unit, followed by an MLP.
+    """Model that pools each sequence into one vector by a local activation unit, followed by an MLP.
 
-    Zhou et al. 2018, arXiv:1706.06978. Each sequence has its own unit. The MLP reads the dense columns, the
-    sequences' vectors and all other features side by side, including the target.
+    Zhou et al. 2018, arXiv:1706.06978. Each sequence has its own unit. The MLP reads the concatenation of the
+    dense columns, the sequences' vectors and all other features, including the target.
 
-    Activations are PReLU. The paper's Dice shifts PReLU's kink by the mean and variance of the batch, so a
-    row would depend on other rows. With mean 0 and no variance, Dice is PReLU.
+    Activations are PReLU. The paper's Dice moves the kink of PReLU according to the mean and variance of the
+    batch, so a row would depend on other rows. With mean 0 and variance 0, Dice equals PReLU.
 
     Args:
-        schema: Any dense columns, sparse features of any dims, at least one of pooling: sequence, with the
-            dim of its target.
-        config: Target; sizes and dropout.
-        outputs: Number of logits per row; all layers but the last are shared.
+        schema: Schema with any dense columns and sparse features of any dims, at least one with pooling:
+            sequence; each sequence has the dim of its target.
+        config: Target, layer sizes and dropout.
+        outputs: Number of logits per row; all layers except the last are shared.
 
     Raises:
-        ConfigError: There is no sequence, or the target does not exist, must be named, or has another dim.
+        ConfigError: There is no sequence, or the target does not exist, is ambiguous or has another dim.
     """
 
     def __init__(self, schema: Schema, config: DinSection, outputs: int = 1):
@@ -74,24 +74,24 @@ class DIN(nn.Module):
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
-        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
+        """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
         encoded = {**inputs, **self.attention(inputs)}
         vectors = [encoded[feature] for feature in self.features]
         return self.logit(self.top(torch.cat([dense, *vectors], dim=1))).squeeze(1)
 
 
 class TargetAttention(nn.Module):
-    """Mean of a sequence's vectors, each weighted by its relevance to a target.
+    """Layer that averages a sequence's vectors, weighted by their relevance to a target.
 
-    Id k with vector e has the score s = MLP(e, t, e − t, e ⊙ t) + r_k for the target t, where r_k is a
-    learned bias for its recency. The result is Σ σ(s_k) · e_k ÷ n over the n ids that are present, 0 for an
+    The score of id k with vector e_k for a target t is s_k = MLP(e_k, t, e_k − t, e_k ⊙ t) + r_k, where r_k
+    is a learned bias for its recency. The output is Σ σ(s_k) · e_k ÷ n over the n ids present, and 0 for an
     empty sequence. As in DIN, weights do not add up to 1, so a sequence that is more relevant to the target
-    has a larger result. With a softmax, whose gradients add up to 0, gradients of the MLP's biases would be
-    rounding errors. The MLP's activations are sigmoids, as in DIN's code.
+    has a larger output. With softmax, whose gradients add up to 0, the gradient of a bias common to all
+    scores would consist of rounding errors. The MLP's activations are sigmoids, as in DIN's code.
 
     Args:
         dim: Width of the vectors.
-        length: Maximum number of ids of a sequence.
+        length: Maximum number of ids in a sequence.
         sizes: Hidden sizes of the MLP.
     """
 
@@ -101,7 +101,7 @@ class TargetAttention(nn.Module):
         self.recency = nn.Parameter(torch.zeros(length))
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
-        """Return the weighted mean of each sequence, float32 [B, dim]."""
+        """Return the weighted mean of the vectors in each sequence, float32 [B, dim]."""
         scores_BL = compute_id_scores(self.score, sequence, target_BD) + self.recency
         count_B1 = sequence.present.sum(1, keepdim=True).clamp(min=1)
         weights_BL = scores_BL.sigmoid() * sequence.present / count_B1
@@ -109,11 +109,11 @@ class TargetAttention(nn.Module):
 
 
 class ActivationUnit(nn.Module):
-    """DIN's local activation unit: Σ w_k · e_k over the ids that are present, 0 for an empty sequence.
+    """DIN's local activation unit: Σ w_k · e_k over the ids present; 0 for an empty sequence.
 
-    w = MLP(e, t, e − t, e ⊙ t) for the target t. Weights can be any numbers and are not normalized: their sum
-    expresses the strength of the interest (section 4.3). The MLP's activations are PReLU, with a slope for
-    each unit.
+    w_k = MLP(e_k, t, e_k − t, e_k ⊙ t) for the target t. Weights are unbounded and not normalized: their sum
+    expresses the strength of the interest (section 4.3). The MLP's activations are PReLU with one slope per
+    unit.
 
     Args:
         dim: Width of the vectors.
@@ -125,7 +125,7 @@ class ActivationUnit(nn.Module):
         self.score = build_score_layers(dim, sizes, nn.PReLU)
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of each sequence, float32 [B, dim]."""
+        """Return the weighted sum of the vectors in each sequence, float32 [B, dim]."""
         weights_BL = compute_id_scores(self.score, sequence, target_BD) * sequence.present
         return torch.einsum("bl,bld->bd", weights_BL, sequence.vectors)
 
@@ -133,7 +133,7 @@ class ActivationUnit(nn.Module):
 def build_score_layers(
     dim: int, sizes: list[int], activation: Callable[[int], nn.Module], bias: bool = True
 ) -> nn.Sequential:
-    """Return the MLP from an id's vector and a target's to one number: [N, 4 · dim] → [N, 1].
+    """Return the MLP that scores an id's vector against a target's: [N, 4 · dim] → [N, 1].
 
     Args:
         dim: Width of the vectors.
@@ -146,9 +146,10 @@ def build_score_layers(
 
 
 def compute_id_scores(layers: nn.Sequential, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
-    """Return the score of each id of a sequence, [B, L]; scores of positions without an id are undefined.
+    """Return the score of each id in a sequence, [B, L]; scores at positions without an id are undefined.
 
-    The first layer is linear in e, t, e - t and e ⊙ t, so the target's part is computed once for all ids.
+    The first layer is linear in e, t, e − t and e ⊙ t, so the target's contribution is computed once for all
+    ids.
     """
     first, vectors_BLD = layers[0], sequence.vectors
     of_id, of_target, of_difference, of_product = first.weight.chunk(4, dim=1)  # [H, D] each
@@ -163,25 +164,25 @@ INITIAL_NORM_GAIN = 0.02  # initial gain of the last layer norm
 
 
 class BST(nn.Module):
-    """Model in which each sequence, preceded by its target, passes through transformer layers, then an MLP.
+    """Model that passes each sequence, preceded by its target, through transformer layers, followed by an MLP.
 
-    The MLP reads the dense columns, the transformer's outputs for the target and each id, and all other
-    features side by side. The target's embedding is among them, as in the paper, because layer norm removes
-    most of its magnitude.
+    The MLP reads the concatenation of the dense columns, the transformer's outputs for the target and each
+    id, and all other features. As in the paper, these include the target's embedding, because layer norm
+    removes most of its magnitude.
 
-    Positions express recency: 0 is the target, 1 the most recent id; the paper uses time instead. Learned
-    position vectors are added to the ids' vectors. At positions without an id, the MLP reads 0. Activations
-    are LeakyReLU.
+    Positions express recency: 0 is the target, and 1 is the most recent id; the paper uses time instead.
+    Learned position vectors are added to the ids' vectors. At positions without an id, the MLP reads 0.
+    Activations are LeakyReLU.
 
     Args:
-        schema: Any dense columns, sparse features of any dims, at least one of pooling: sequence, with the
-            dim of its target.
-        config: Target; sizes, heads and dropout.
-        outputs: Number of logits per row; all layers but the last are shared.
+        schema: Schema with any dense columns and sparse features of any dims, at least one with pooling:
+            sequence; each sequence has the dim of its target.
+        config: Target, layer sizes, heads and dropout.
+        outputs: Number of logits per row; all layers except the last are shared.
 
     Raises:
-        ConfigError: There is no sequence, the target does not exist, must be named or has another dim, or the
-            heads do not divide a dim.
+        ConfigError: There is no sequence, the target does not exist, is ambiguous or has another dim, or a
+            dim is not divisible by the number of heads.
     """
 
     def __init__(self, schema: Schema, config: BstSection, outputs: int = 1):
@@ -196,7 +197,7 @@ class BST(nn.Module):
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, lambda _: nn.LeakyReLU())
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
-        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
+        """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
         encoded = [states.flatten(1) for states in self.transformers(inputs).values()]
         vectors = [inputs[feature] for feature in self.others]
         return self.logit(self.top(torch.cat([dense, *vectors, *encoded], dim=1))).squeeze(1)
@@ -206,11 +207,11 @@ class Transformer(nn.Module):
     """Transformer layers over a target and a sequence of up to L ids.
 
     The gain of the last layer norm is initialized so that outputs are as small as embeddings. With 1 + L
-    vectors of length √dim, the model would memorize ids that it has not learned anything about.
+    output vectors of norm √dim, the model would memorize ids about which it has not learned anything yet.
 
     Args:
         dim: Width of the vectors.
-        config: max_length (L), blocks, heads, feedforward, attention_dropout.
+        config: Section with max_length (L), blocks, heads, feedforward and attention_dropout.
     """
 
     def __init__(self, dim: int, config: BstSection):
@@ -220,7 +221,7 @@ class Transformer(nn.Module):
         nn.init.constant_(self.layers[-1].norms[1].weight, INITIAL_NORM_GAIN)
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
-        """Return the states of the target and of each id, float [B, 1 + L, dim]; 0 without an id."""
+        """Return the states of the target and of each id, float [B, 1 + L, dim]; 0 at positions without an id."""
         x_BND = torch.cat([target_BD.unsqueeze(1), sequence.vectors], dim=1) + self.position
         present_BN = nn.functional.pad(sequence.present, (1, 0), value=True)
         for layer in self.layers:
@@ -229,9 +230,10 @@ class Transformer(nn.Module):
 
 
 class Layer(nn.Module):
-    """x ← LayerNorm(x + MH(x)), then x ← LayerNorm(x + W₂ LeakyReLU(W₁ x + b₁) + b₂); float [B, N, dim].
+    """Transformer layer, x ← LN(x + MH(x)), x ← LN(x + W₂ LeakyReLU(W₁ x + b₁) + b₂); float [B, N, dim].
 
-    MH is multi-head attention without biases. Dropout applies to each term that is added to x.
+    LN is layer norm, and MH is multi-head attention without biases. Dropout is applied to each term added to
+    x.
     """
 
     def __init__(self, dim: int, config: BstSection):

@@ -1,9 +1,9 @@
-"""The choice of a plan: a sharding option and ranks for each table that minimize the predicted step time.
+"""Choice of a plan: a sharding option and ranks for each table that minimize the predicted step time.
 
-TorchRec's planner (1.8.0) adds up the estimated times of all work of a rank, shard by shard. Here,
-`estimate_step_time` compares plans by the slowest rank in lookups and the slowest rank in exchanges. Several
-plans are built table by table, each with different sharding types. Then tables of the slowest ranks are
-moved, swapped and split.
+TorchRec's planner (1.8.0) adds up the estimated times of all work on a rank, shard by shard. Here, plans are
+compared with `estimate_step_time`, which considers the slowest rank in lookups and the slowest rank in
+exchanges. Several plans are built table by table, each with different sharding types. Tables on the slowest
+ranks are then moved, swapped and split.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from raytrec.planning.placement import TIE_BREAK_WEIGHT, PartialPlan, PlacementS
 
 SCORE_TOLERANCE = 0.005  # relative score difference below which plans are compared by their fullest rank's memory
 MAX_SHARD_SHARES = (1.0, 0.5, 0.25, 0.0)  # maximum time of a shard as a share of a rank's mean time
-# Maximum number of changes rated per slow rank, and in total per plan.
+# Maximum numbers of changes that are rated per slow rank, and in total per plan.
 MAX_CHANGES_PER_RANK, MAX_CHANGES_PER_PLAN = 8, 400
 NUM_SLOW_RANKS = 3  # number of slowest ranks that changes try to relieve
 
 
 class DoesNotFitError(Exception):
-    """Raised if no plan that fits into memory was found; the message names a table."""
+    """Error raised if no plan that fits into memory is found; the message names a table."""
 
 
 class PlanBalancer:
-    """Chooses the plan of one configuration on identical ranks.
+    """Selection of the plan for one configuration on identical ranks.
 
     Tables with fixed ranks stay on these ranks, and each group of tables stays together on one rank.
 
@@ -47,7 +47,7 @@ class PlanBalancer:
         )
 
     def choose(self) -> list[ShardingOption]:
-        """Return the sharding options of all tables, with ranks, of about the fastest plan that was found.
+        """Return the sharding options of all tables, with ranks, in the plan with about the best score.
 
         Raises:
             DoesNotFitError: No plan fits into the memory of the ranks.
@@ -73,7 +73,7 @@ class PlanBalancer:
         return options
 
     def _iterate_starts(self) -> Iterator[tuple[set[str], float | None]]:
-        """Yield (sharding types, LARGEST) of plans to build: all types, each type alone, and by memory."""
+        """Yield (kinds, largest), as in `_build`, of plans to build: all types, each type alone, by memory."""
         kinds = {way.option.sharding_type for ways in self._space.table_options.values() for way in ways}
         yield from ((kinds, largest) for largest in MAX_SHARD_SHARES)
         if len(kinds) > 1:
@@ -81,16 +81,16 @@ class PlanBalancer:
         yield kinds, None
 
     def _build(self, kinds: set[str], largest: float | None) -> PartialPlan:
-        """Build a plan table by table: pinned tables, then groups, then the other tables by time or memory.
+        """Build a plan table by table: pinned tables, then groups, then other tables by time or memory.
 
         Args:
             kinds: Sharding types to use for tables that support at least one of them.
-            largest: Share of a rank's mean time. Options whose shards take at most this share are preferred,
-                cheapest first. Otherwise the option whose slowest rank finishes first is chosen. None:
+            largest: Share of a rank's mean time. Of the options whose shards take at most this share, the
+                cheapest is chosen; if there are none, the option whose slowest rank finishes first. None:
                 minimize the memory use of the fullest rank.
 
         Raises:
-            DoesNotFitError: A table does not fit next to the tables placed before it.
+            DoesNotFitError: A table does not fit into the memory left by tables placed earlier.
         """
         plan = self._space.empty()
         constraints = self._space.constraints
@@ -112,7 +112,7 @@ class PlanBalancer:
         return self._space.rate(plan)
 
     def _get_share(self, ways: Sequence[TableOption]) -> float:
-        """Return the largest share of a memory tier that a table takes with its smallest sharding option."""
+        """Return a table's share of the memory tier it fills most, with its smallest sharding option."""
         least = min((way.needs.sum(0) for way in ways), key=sum)
         return float((least / np.maximum(1.0, self._space.room.sum(0))).max())
 
@@ -153,7 +153,7 @@ class PlanBalancer:
         raise DoesNotFitError(f"no rank has enough memory for tables {', '.join(group)} together")
 
     def _get_fullest_share(self, room: np.ndarray, way: TableOption, ranks: Sequence[int]) -> tuple[float, float]:
-        """Return the used memory share of the fullest rank after adding a table, and its mean time."""
+        """Return the used memory share of the fullest rank after adding a table, and the table's mean time."""
         free_bytes = room[list(ranks)] - way.needs
         return float(self._space.get_used_shares(free_bytes, list(ranks)).max()), self._space.mean(way)
 
@@ -162,7 +162,7 @@ class PlanBalancer:
         return float((busy[list(ranks)] + way.shard_seconds).max()) + way.rank_seconds + self._space.mean(way)
 
     def _refine(self, plan: PartialPlan) -> PartialPlan:
-        """Relieve the slowest ranks until the predicted step gets no shorter."""
+        """Relieve the slowest ranks until no change shortens the predicted step, and return the plan."""
         remaining_changes = MAX_CHANGES_PER_PLAN
         while remaining_changes > 0:
             changes = (
@@ -179,7 +179,7 @@ class PlanBalancer:
         return plan
 
     def _try(self, plan: PartialPlan, change: PlanChange) -> bool:
-        """Apply a change if it improves the plan; return True if it was applied."""
+        """Apply a change if it improves the plan, and return True if it was applied."""
         previous_score, busy = plan.score, plan.busy.copy()
         removed = [self._space.take(plan, way.option.name) for way, _ in change]
         for way, ranks in change:
@@ -194,10 +194,10 @@ class PlanBalancer:
         return False
 
     def _changes(self, plan: PartialPlan, slow: int) -> Iterator[tuple[float, PlanChange]]:
-        """Yield (approximate seconds of the slowest rank afterwards, change) for changes that relieve a rank.
+        """Yield (approximate seconds of the slowest rank after it, change) for changes that relieve a rank.
 
-        A change moves a table to other ranks, uses another sharding option, or swaps two whole tables between
-        this rank and a less busy one.
+        A change moves a table to other ranks, gives it another sharding option, or swaps two whole tables
+        between this rank and a less busy one.
         """
         movable = {name: placement for name, placement in plan.of.items() if not self._space.is_fixed(name)}
         on_slow = {name: placement for name, placement in movable.items() if slow in placement[1]}

@@ -1,4 +1,4 @@
-"""Work of the dense layers in a step, counted while the layers run on the meta device."""
+"""Work of the dense layers in a step, which is counted while the layers run on the meta device."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class DenseWork:
         matrices: Number of small matrices in batched matrix products.
         bytes: Bytes read and written by other operators. The traffic of matrix products overlaps with their
             arithmetic and is not counted.
-        launches: Number of operators that compute something; on a GPU each is one kernel.
+        launches: Number of operators that compute something; each is one kernel on a GPU.
         parameters: Bytes of the parameters.
         tensors: Number of parameter tensors.
-        activations: Peak bytes of live tensors that the step creates, without gradients of parameters.
+        activations: Peak bytes of live tensors that the step creates, except the parameters' gradients.
     """
 
     flops: float
@@ -47,10 +47,10 @@ class DenseWork:
 
 
 def estimate_dense_work(parameters: Iterable[torch.Tensor], rows: int) -> DenseWork:
-    """Return the approximate work of dense layers for a number of rows, estimated from their shapes alone.
+    """Return the approximate work of dense layers for a number of rows, estimated from the weights' shapes.
 
-    The estimate replaces counting where counting takes too long. Each weight is used once per row. The
-    constants are for a DCN-v2: 32 bytes per input or output value and 9 operators per tensor.
+    The estimate replaces counting where counting takes too long. Each weight is assumed to be used once per
+    row. The constants are those of a DCN-v2: 32 bytes per input or output value and 9 operators per tensor.
     """
     params = [parameter for parameter in parameters if parameter.requires_grad]
     values, widths = sum(each.numel() for each in params), sum(sum(each.shape) for each in params)
@@ -95,7 +95,7 @@ class OperatorCounter(EveryOperator):
         return out
 
     def record_live_bytes(self) -> None:
-        """Record the bytes of live tensors; between forward and backward these are the activations."""
+        """Record the bytes of live tensors, which are the activations between forward and backward."""
         self.recorded_bytes = self._alive
 
     def _record_storage(self, storage: torch.UntypedStorage) -> None:
@@ -123,7 +123,7 @@ def _iterate_tensors(value: Any) -> Any:
 
 
 def _count_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the distinct values of a tensor; a value of an expanded tensor counts once."""
+    """Return the bytes of a tensor's stored values; a value that is expanded counts once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, stride in sizes if stride) * tensor.element_size()
 
@@ -131,15 +131,15 @@ def _count_bytes(tensor: torch.Tensor) -> int:
 def count_dense_layers(
     build: Callable[[RunConfig, Schema, torch.device], Any], config: RunConfig, schema: Schema, rows: int
 ) -> DenseWork:
-    """Count the work of the dense layers, losses and their backward for the batch of one rank.
+    """Count the work of the dense layers and losses, forward and backward, for the batch of one rank.
 
-    Autocast, and models that read values (e.g. lengths of sequences), cannot run on the meta device. Such
-    layers run on CPU with two small numbers of rows, and the counts are extrapolated linearly. More than
-    MAX_META_ROWS rows are extrapolated as well. Losses that compare rows of a global batch are counted for
-    the rows of this rank alone. Extrapolation underestimates losses that compare all pairs of rows.
+    Autocast, and models that read values (e.g. the lengths of sequences), cannot run on the meta device. Such
+    layers run on CPU with two small numbers of rows, and the counts are extrapolated linearly. The counts for
+    more than MAX_META_ROWS rows are also extrapolated. Losses that compare rows of a global batch are counted
+    for the rows of this rank alone. Extrapolation underestimates losses that compare all pairs of rows.
 
     Args:
-        build: Function that builds the model of one rank (worker.build.unsharded).
+        build: Function that builds the model of one rank (worker.build.build_unsharded).
         config: Configuration of the run.
         schema: Schema of the data.
         rows: Number of rows in the batch of one rank.
@@ -154,7 +154,7 @@ def count_dense_layers(
     features, tasks = resolve_features(schema, config.model), resolve_tasks(config.tasks, schema)
 
     def count(device: str, rows: int) -> tuple[DenseWork, int]:
-        """Return the work, and the bytes of live tensors between forward and backward."""
+        """Return the work, and the bytes of tensors that are live between forward and backward."""
         counter = OperatorCounter()
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             head = build(config, schema, torch.device("cpu")).head.to(device)

@@ -1,4 +1,4 @@
-"""Dry run on a hypothetical cluster: plan, memory and step time, and changes that would make a run fit."""
+"""Dry runs on a hypothetical cluster: plan, memory, step time, and changes that would make a run fit."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 TABLE_MEMORY_SHARE = 0.85  # share of GPU memory that TorchRec's planner gives to tables
 MAX_HOSTS = 256
-MAX_REFUSALS = 3  # plans refused while doubling the hosts, after which more hosts are assumed not to help
+MAX_REFUSALS = 3  # number of failed plans, while hosts are doubled, after which more hosts are assumed not to help
 
 
 @dataclass(frozen=True)
 class MemoryShortage:
-    """Missing memory of the fullest rank in one tier, in GiB; ranks share "host" and "disk" evenly."""
+    """Memory tier that is too small for its fullest rank, in GiB; ranks share "host" and "disk" evenly."""
 
     tier: str
     rank: int
@@ -51,10 +51,10 @@ class ClusterEstimate:
 
     Attributes:
         time: Predicted step time; None without rates.
-        refusal: Reason why there is no plan; if set, only `remedies` and `table_memory_gib` are set as well.
-        table_memory_gib: GiB that tables need and GiB available to them; set with `refusal`.
-        lacks: Missing memory of each tier that is too small.
-        remedies: Changes, each of which makes the run fit.
+        refusal: Error that explains why there is no plan; only `remedies` and `table_memory_gib` are then set.
+        table_memory_gib: GiB that tables need and GiB available to them; set if `refusal` is set.
+        lacks: Shortage in each memory tier that is too small.
+        remedies: Changes, each of which alone makes the run fit.
     """
 
     cluster: Cluster
@@ -79,13 +79,13 @@ class ClusterEstimate:
 
 
 class ClusterEstimator:
-    """Predicts one configuration on many clusters; the dense layers are counted once per batch size.
+    """Predictor of one configuration on many clusters; dense layers are counted once per batch size.
 
     Args:
         config: Configuration of the run.
         schema: Schema of the data.
-        build: Function that builds the model of one rank (worker.build.unsharded).
-        rates: Rates of all clusters; None: use the data sheets of named machines.
+        build: Function that builds the model of one rank (worker.build.build_unsharded).
+        rates: Rates for all clusters; None: use the data sheets of named machines.
     """
 
     def __init__(self, config: RunConfig, schema: Schema, build: Callable[..., Any], rates: Rates | None = None):
@@ -107,12 +107,12 @@ class ClusterEstimator:
         from raytrec.planning.loads import LoadCounter
         from raytrec.planning.step_cost import estimate_memory, estimate_step_time
 
+        if not self._parameters:  # the same on all clusters
+            head = self._build(config, self._schema, torch.device("cpu")).head
+            self._parameters = list(head.parameters())
         try:
-            with catch_warnings():  # TorchRec announces future changes
+            with catch_warnings():  # TorchRec warns of future changes
                 simplefilter("ignore", FutureWarning)
-                if not self._parameters:  # the same on all clusters
-                    head = self._build(config, self._schema, torch.device("cpu")).head
-                    self._parameters = list(head.parameters())
                 tables = dry_run(config, self._schema, cluster, self._parameters)
         except ConfigError as refusal:
             return ClusterEstimate(
@@ -145,7 +145,7 @@ class ClusterEstimator:
         return self._dense[key]
 
     def _iterate_remedies(self, config: RunConfig, cluster: Cluster) -> Iterator[str]:
-        """Yield single changes that make the run fit: first of the configuration, then of the host count."""
+        """Yield single changes that make the run fit: first to the configuration, then to the number of hosts."""
         plan, on_cpu = config.plan, config.scaling.device == "cpu"
         kernels = ["fused", "fused_mmap"] if on_cpu else ["fused", "fused_uvm_caching", "fused_uvm"]
         changes = {
@@ -177,8 +177,8 @@ class ClusterEstimator:
     ) -> ClusterEstimate | None:
         """Return the prediction for the smallest number of hosts on which the run fits, or None.
 
-        The number of hosts is doubled from `min_hosts`, then bisected. `make_cluster` returns the cluster
-        with a number of hosts.
+        The number of hosts is doubled, starting from `min_hosts`, and then bisected. `make_cluster` returns
+        the cluster with a given number of hosts.
         """
         single_host = make_cluster(1)
         config = _configure_for(self._config, single_host)
@@ -205,7 +205,7 @@ class ClusterEstimator:
         return estimate
 
     def _estimate_tables_gib(self, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
-        """Return the GiB of device memory that tables need with optimizer state, and the GiB available."""
+        """Return the GiB of device memory that tables with optimizer state need, and the GiB available."""
         on_cpu = config.scaling.device == "cpu"
         constraints = resolve_constraints(config, self._schema)
         sizes = estimate_footprints(config, self._schema, constraints, "cpu" if on_cpu else "cuda")
@@ -216,7 +216,7 @@ class ClusterEstimator:
     def choose_clusters(self, machines: list[Machine], prices: Mapping[str, float]) -> list[ClusterEstimate]:
         """Return the smallest fitting cluster of each machine, sorted by number of GPUs, then by price.
 
-        `prices` maps machines to their price per hour.
+        `prices` maps the names of machines to their prices per hour.
         """
         estimates = [self.find_smallest_cluster(partial(Cluster.from_machine, machine=machine)) for machine in machines]
         return sorted(
@@ -226,14 +226,14 @@ class ClusterEstimator:
 
 
 def compute_hourly_price(estimate: ClusterEstimate, prices: Mapping[str, float]) -> float | None:
-    """Return the price per hour of a prediction's cluster; None if unknown."""
+    """Return the price per hour of a prediction's cluster, or None if unknown."""
     machine = estimate.cluster.machine
     price = prices.get(machine.name) if machine else None
     return None if price is None else estimate.cluster.hosts * price
 
 
 def _configure_for(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """Return the configuration with one worker per GPU of a cluster."""
+    """Return the configuration with one worker for each GPU in a cluster."""
     values: dict[str, Any] = {"num_workers": cluster.world}
     if cluster.machine:
         values["device"] = "cuda"
@@ -243,9 +243,9 @@ def _configure_for(config: RunConfig, cluster: Cluster) -> RunConfig:
 def dry_run(
     config: RunConfig, schema: Schema, cluster: Cluster, dense: Iterable[nn.Parameter] = ()
 ) -> list[PlannedTable]:
-    """Return the plan that a run on a cluster's GPUs, or CPU workers (scaling.device), would make.
+    """Return the plan that a run on a cluster's GPUs or CPU workers (scaling.device) would use.
 
-    As in a run, 15 % of each GPU are reserved for dense layers and activations. The shapes of the `dense`
+    As in a run, 15 % of each GPU is reserved for dense layers and activations. The shapes of the `dense`
     weights are used to compare plans.
 
     Raises:
@@ -283,7 +283,7 @@ def dry_run(
 
 @contextmanager
 def _set_ranks_per_host(ranks: int) -> Iterator[None]:
-    """Set the number of ranks per host that TorchRec reads from the environment (plan.agree_on_hosts).
+    """Set the environment variable from which TorchRec reads the ranks per host (plan.agree_on_hosts).
 
     TorchRec's warnings about the hypothetical topology and dense layers are silenced.
     """

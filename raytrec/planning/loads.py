@@ -1,4 +1,4 @@
-"""Ids, bytes and values that each rank looks up, holds and sends per step under a plan of the tables."""
+"""Ids, bytes and values that each rank looks up, holds and sends per step under a plan for the tables."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ DEFAULT_HIT_SHARE = 0.8
 
 
 class Loads:
-    """Work that tables of a plan cause on each rank per step, forward and backward; LoadCounter adds tables.
+    """Work that a plan's tables cause on each rank per step, forward and backward, added up by LoadCounter.
 
     Arrays are float64 [ranks].
 
     Args:
         world: Number of ranks.
-        row_ids: Mean number of ids per row.
+        row_ids: Mean number of ids per row of a batch.
 
     Attributes:
         ids: Update type (a table's optimizer, or dense) → ids looked up for the rows of all ranks.
         shards: Update type → shards in which ids are looked up.
         touched: Update type → bytes of device memory that lookups read and write at random places.
-        streamed: Bytes that dense updates read and write sequentially.
-        host_bytes: Bytes of host memory that lookups read and write over the link of a GPU.
+        streamed_bytes: Bytes that dense updates read and write sequentially.
+        host_bytes: Bytes of host memory that lookups read and write over a GPU's link to the host.
         file_rows: Rows read from files.
         received_ids: Bytes of ids and lengths that the rank receives; sent_ids: bytes sent (one number).
         pooled: Bytes of the sums or vectors that lookups return; summed: bytes of sums reduced over ranks.
         near, far: Collective → bytes that a rank sends within its host and to other hosts, forward and
             backward.
-        arrived: Bytes of all-to-alls that each rank receives from its host and from other hosts (two
+        arrived: Bytes that each rank receives in all-to-alls from its host and from other hosts (two
             numbers).
-        gradients: Bytes of dense gradients of tables, which replicas add up.
-        groups: (table read id by id, or "", sharding type) → number of tables. Ids and sums of each group
-            travel separately.
+        gradients: Bytes of the tables' dense gradients.
+        groups: (table read id by id, or "", sharding type) → number of tables. The ids and sums of each group
+            are sent separately.
         replicated: Bytes of gradients of tables that are replicated on all ranks (one number).
-        row_values: Values per row that reach the dense layers.
+        row_values: Number of values per row of a batch that reach the dense layers.
     """
 
     def __init__(self, world: int, row_ids: float):
@@ -70,23 +70,23 @@ class Loads:
 
 
 class LoadCounter:
-    """Counts loads table by table.
+    """Counter of loads, table by table.
 
-    Let a global batch have G rows and each of W ranks B = G ÷ W rows. A table has F features, ℓ ids per row
-    in total, and shards of c columns with w bytes per value.
+    A global batch has G rows, and each of W ranks reads B = G ÷ W of them. A table has F features, ℓ ids per
+    row in total, and shards of c columns with w bytes per value.
 
     table_wise, column_wise, table_column_wise: The rank of a shard receives G·ℓ ids, looks them up, and sends
         G·F·c values, of which B·F·c stay on the rank.
-    row_wise: Each rank receives its part of G·ℓ ids and has partial sums of all G·F·c values, which a
-        reduce-scatter adds up. A ring sends (W−1)/W of the values to the neighbor. Over the network, each
-        host passes them on once, through the ports of all its GPUs.
-    table_row_wise, grid_shard: The same within a host of L ranks; then the hosts exchange the sums, of which
-        a rank has G/L rows.
+    row_wise: Each rank receives its part of the G·ℓ ids and computes partial sums of all G·F·c values, which
+        a reduce-scatter adds up. In the ring, each rank sends (W−1)/W of the values to its neighbor. Each
+        host sends them over the network once, through the ports of all its GPUs.
+    table_row_wise, grid_shard: The same within a host of L ranks, after which the hosts exchange the sums; a
+        rank then has the sums of G/L rows.
     data_parallel: Each rank looks up its own B·ℓ ids; gradients of whole tables are added up.
 
-    Tables that the model reads id by id send one vector per id, G·ℓ·c values, instead of sums. A lookup reads
-    c·w bytes per id and writes c·4 per bag. An update reads c·4 bytes of gradient per id, and reads and
-    writes weights and state of each distinct row.
+    For tables that the model reads id by id, ranks send one vector per id, G·ℓ·c values, instead of sums. A
+    lookup reads c·w bytes per id and writes c·4 per bag. An update reads c·4 bytes of gradient per id, and
+    reads and writes the weights and state of each distinct row.
 
     Args:
         config: Configuration of the run.
@@ -111,7 +111,7 @@ class LoadCounter:
         self._distinct: dict[tuple[str, float], float] = {}
 
     def count(self, plan: Sequence[PlannedTable] = ()) -> Loads:
-        """Return the loads of all ranks under a plan; default: without tables."""
+        """Return the loads of all ranks under a plan; the default is a plan without tables."""
         out = Loads(self._world, sum(self._lengths.values()))
         for table in plan:
             self.add(out, table)
@@ -180,8 +180,8 @@ class LoadCounter:
     def _add_sums(self, out: Loads, table: PlannedTable, ranks: np.ndarray, values: np.ndarray) -> None:
         """Add the bytes that ranks exchange for the lookup results of a table.
 
-        `values` has the number of values of each shard, [shards]. If ranks add them up, each shard has
-        partial sums.
+        `values` contains the number of values that each shard sends, [shards]. These are partial sums if
+        ranks add them up.
         """
         world, hosts, gpus, kind = self._world, self._hosts, self._gpus, table.sharding_type
         collectives = (("reduce_scatter", self._fwd), ("all_gather", self._bwd))
@@ -203,11 +203,11 @@ class LoadCounter:
 
 
 def estimate_ids_per_row(schema: Schema, features: Features) -> dict[str, float]:
-    """Return the expected number of ids per row, by sparse feature.
+    """Return the expected number of ids per row of each sparse feature.
 
-    The number is the mean length found by `raytrec inspect`. For sequences read id by id, the number is at
-    most the length that the model reads. Without statistics, sequences count with that length, and other
-    features with 1.
+    The number is the mean length measured by `raytrec inspect`. For sequences read id by id, the number is at
+    most the length that the model reads. Without statistics, the number is this length for sequences and 1
+    for other features.
     """
     lengths = {}
     for name in schema.sparse:
@@ -217,7 +217,7 @@ def estimate_ids_per_row(schema: Schema, features: Features) -> dict[str, float]
 
 
 def group_lengths_by_table(schema: Schema, features: Features) -> dict[str, list[float]]:
-    """Return `estimate_ids_per_row` by table: one number for each feature that looks up the table."""
+    """Return the expected ids per row by table: one number for each feature that looks up the table."""
     lengths: dict[str, list[float]] = {table: [] for table in schema.tables}
     for name, length in estimate_ids_per_row(schema, features).items():
         lengths[schema.sparse[name].table].append(length)
@@ -225,10 +225,10 @@ def group_lengths_by_table(schema: Schema, features: Features) -> dict[str, list
 
 
 def _estimate_distinct_rows(draws: float, rows: int, statistics: Statistics | None) -> float:
-    """Return the number of distinct rows among lookups of a table.
+    """Return the expected number of distinct rows among `draws` lookups of a table.
 
-    n draws from m equally likely ids give m·(1 − (1 − 1/m)ⁿ) distinct ids. The hottest 1, next 9, next 90, …
-    ids are counted separately. Without statistics, all rows are equally likely.
+    n draws from m equally likely ids yield m·(1 − (1 − 1/m)ⁿ) distinct ids. The hottest 1, next 9, next 90, …
+    ids are counted separately. Without statistics, all rows are assumed to be equally likely.
     """
 
     def count_distinct(draws: float, ids: float) -> float:
@@ -266,7 +266,7 @@ def compute_recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schem
     """Return the mean number of ids per row of the global batch, by table, over all recorded steps.
 
     Copies of a replicated table count once. Ranks that are not recorded (messages.select_recorded_ranks) are
-    assumed to look up as many ids as the others. On GPUs, ids that are looked up once per batch count once.
+    assumed to look up as many ids as the others. On GPUs, an id looked up once per batch counts once.
     """
     sums: dict[str, tuple[float, float]] = {}  # table → ids looked up; rows held × steps
     for line in lines:
@@ -283,9 +283,9 @@ def compute_recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schem
 
 
 def replace_lengths(config: RunConfig, schema: Schema, lengths: Mapping[str, float]) -> Schema:
-    """Return the schema with mean lengths that match these ids per row by table (compute_recorded_lengths).
+    """Return the schema with mean lengths that match each table's ids per row (compute_recorded_lengths).
 
-    Features of a table share the number in the same proportion as before. The frequencies of ids are
+    The number is divided among a table's features in the previous proportion. The frequencies of ids are
     unchanged.
     """
     features, statistics = resolve_features(schema, config.model), {}

@@ -1,4 +1,4 @@
-"""Memory, rates and links of public GPUs and machines; the only such table, without imports of torch."""
+"""Memory, rates and links of public GPUs and machines. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Gpu(NamedTuple):
 
     Attributes:
         memory_gib: GiB that CUDA leaves to programs (torch's total_memory, rounded down).
-        fp32: Matrix products in fp32, in 10¹² operations/s without sparsity.
-        tf32: Matrix products in tf32, in 10¹² operations/s without sparsity.
-        bf16: Matrix products in bf16, in 10¹² operations/s without sparsity.
+        fp32: Rate of matrix products in fp32, in 10¹² operations/s without sparsity.
+        tf32: Rate of matrix products in tf32, in 10¹² operations/s without sparsity.
+        bf16: Rate of matrix products in bf16, in 10¹² operations/s without sparsity.
         memory: Memory bandwidth in 10⁹ bytes/s.
-        intra_host: Bandwidth of the links to other GPUs of the host in one direction, in 10⁹ bytes/s.
+        intra_host: Bandwidth of the links to other GPUs in the host in one direction, in 10⁹ bytes/s.
         pcie: Bandwidth of the link to the host in one direction, in 10⁹ bytes/s.
-        linked: Number of GPUs connected by such links if greater than the number of GPUs per host.
+        linked: Number of GPUs connected by links as within a host, if they span hosts; otherwise 0.
     """
 
     memory_gib: float
@@ -38,10 +38,10 @@ class Gpu(NamedTuple):
 
 
 # Keys are the names used by NVIDIA's driver and torch, without "NVIDIA ". Values are from its data sheets
-# (A10G: AWS), halved if the data sheet counts sparsity or both directions of a link: NVLink has 600 GB/s
-# (A100), 900 (H100 SXM, H200) or 1,800 (B200), PCIe x16 64 (fourth generation) or 128 (fifth). If NVLink
-# connects only pairs, as on cards, the link is PCIe. In GB200 NVL72, NVLink connects the GPUs of 18 hosts,
-# and also the CPUs.
+# (A10G: AWS), halved if the data sheet counts sparsity or both directions of a link. NVLink has 600 GB/s
+# (A100), 900 (H100 SXM, H200) or 1,800 (B200), and PCIe x16 has 64 (fourth generation) or 128 (fifth). If
+# NVLink connects only pairs, as on PCIe cards, the link is PCIe. In GB200 NVL72, NVLink connects the GPUs of
+# 18 hosts, and also the CPUs.
 GPUS = {
     "A10G": Gpu(22.0, 31.5, 35, 70, 600, 32, 32),
     "L4": Gpu(22.0, 30.3, 60, 121, 300, 32, 32),
@@ -89,7 +89,7 @@ class Machine(NamedTuple):
 
 
 # Kind → (GPU, number of GPUs per host → (vCPUs, GiB of memory, Gb/s of network, TB of local disk)).
-# From the clouds' lists of instances (November 2025): A10G AWS g5.48xlarge, .12xlarge, .4xlarge; L4 and L40S
+# From the clouds' instance lists (November 2025): A10G AWS g5.48xlarge, .12xlarge, .4xlarge; L4 and L40S
 # the same sizes of g6 and g6e; A100 Azure ND96asr_v4 and ND96amsr_A100_v4 (one 200 Gb/s port per GPU, as in
 # NVIDIA's DGX A100), Google a2-highgpu and a2-ultragpu for 4 and 1; H100 AWS p5.48xlarge (one 400 Gb/s port
 # per GPU, as in DGX H100), Google a3-highgpu for 4 and 1; H200 AWS p5en; B200 AWS p6-b200; GB200 AWS
@@ -114,7 +114,7 @@ MACHINES = {
 
 
 def find_machine(name: str, where: str = "--on") -> Machine:
-    """Return the machine with a name such as 8xh100-sxm; `where` is the option named in errors.
+    """Return the machine with a name such as 8xh100-sxm; errors name the option `where`.
 
     Raises:
         ConfigError: There is no machine with this name.
@@ -136,7 +136,7 @@ class Cluster(NamedTuple):
 
     Attributes:
         hosts: Number of hosts.
-        gpus: Number of GPUs per host; on CPU, of workers.
+        gpus: Number of GPUs per host, or of workers on CPU.
         memory_gib: GiB of memory per GPU or worker.
         host_memory_gib: GiB of main memory per host; default: twice the memory of its GPUs.
         disk_gib: GiB of disk per host; default: enough for any table.
@@ -154,18 +154,18 @@ class Cluster(NamedTuple):
     def from_sizes(
         cls, hosts: int, gpus: int, memory_gib: float, host_gib: float | None = None, disk_gib: float | None = None
     ) -> Cluster:
-        """Return a cluster of hosts described by their sizes."""
+        """Return a cluster of hosts that are described by their sizes alone."""
         return cls(hosts, gpus, memory_gib, host_gib or 2 * memory_gib * gpus, disk_gib or DEFAULT_DISK_GIB)
 
     @classmethod
     def from_machine(cls, hosts: int, machine: Machine) -> Cluster:
-        """Return a cluster of known machines."""
+        """Return a cluster of machines of a known type."""
         memory = GPUS[machine.gpu].memory_gib
         return cls(hosts, machine.gpus, memory, machine.memory_gib, machine.disk_gib, machine)
 
     @property
     def name(self) -> str:
-        """Name of the cluster, e.g. 2x8xh100-sxm, or "2 × 4" for described hosts."""
+        """Name of the cluster, e.g. 2x8xh100-sxm, or "2 × 4" for hosts without a machine type."""
         return f"{self.hosts}x{self.machine.name}" if self.machine else f"{self.hosts} × {self.gpus}"
 
     @property
@@ -175,7 +175,7 @@ class Cluster(NamedTuple):
 
     @property
     def gib_by_tier(self) -> dict[str, float]:
-        """Tier (memory.TIERS) → GiB per rank; of the host's memory and disk, each rank has an equal share."""
+        """Tier (memory.TIERS) → GiB per rank; ranks share their host's memory and disk equally."""
         return {"device": self.memory_gib, "host": self.host_memory_gib / self.gpus, "disk": self.disk_gib / self.gpus}
 
     @property
@@ -185,7 +185,7 @@ class Cluster(NamedTuple):
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Return the cluster described by a text such as 2x8xh100-sxm; 8xh100-sxm is a single machine.
+    """Return the cluster that a text such as 2x8xh100-sxm describes; 8xh100-sxm is a single machine.
 
     2x4x48gib:384gib:900gib describes two hosts, each with 4 GPUs of 48 GiB, 384 GiB of memory and 900 GiB of
     disk. The last two sizes are optional.
@@ -206,7 +206,7 @@ def parse_cluster(text: str) -> Cluster:
 def group_linked_ranks(hosts: int, gpus: int, names: Collection[str]) -> tuple[int, int]:
     """Return (groups, GPUs per group) connected by links within a host, or by NVLink across hosts.
 
-    `names` has the names of all GPUs.
+    `names` contains the names of all GPUs.
     """
     data_sheets, world = [find_gpu(name) for name in names], hosts * gpus
     reach = min((gpu.linked if gpu else 0 for gpu in data_sheets), default=0)
@@ -216,13 +216,13 @@ def group_linked_ranks(hosts: int, gpus: int, names: Collection[str]) -> tuple[i
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """Return the GPU with a name as reported by its driver; None if unknown."""
+    """Return the data sheet of the GPU with a name as reported by its driver, or None if unknown."""
     return GPUS.get(name.removeprefix("NVIDIA "))
 
 
 def find_network_bandwidth(name: str) -> float:
-    """Return the network bandwidth per GPU, in 10⁹ bytes/s, if the GPU's hosts are unknown.
+    """Return a network bandwidth per GPU, in 10⁹ bytes/s, for use if the GPU's hosts are unknown.
 
-    The result is the highest value of all machines with this GPU; 0 if there is no such machine.
+    The result is the highest value of all machines with this GPU, or 0 if there is no such machine.
     """
     return max((m.gpu_network for m in MACHINES.values() if GPUS[m.gpu] is find_gpu(name)), default=0.0)

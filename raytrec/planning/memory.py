@@ -1,7 +1,7 @@
-"""Memory and disk use of tables with their optimizer state, and the tables that move to files on CPU.
+"""Memory and disk use of tables with their optimizer state, and the choice of tables to keep in files on CPU.
 
-TorchRec compares GPU memory with host memory and does not support files. This module does not import torch,
-so the driver can load it.
+TorchRec considers GPU memory and host memory but does not support files. This module does not import torch,
+so the driver can import the module.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 GIB = 1024**3
 DTYPE_BYTES = {"fp32": 4, "fp16": 2}
-# Bytes per row (key, sightings, last step, row) and per id that waits for a row, in a map of managed ids
-# (embeddings/managed/key_map.py) with 60 % of its slots in use.
+# Bytes per row (key, sightings, last step, row), and per id that waits for a row, in a map of managed ids
+# (embeddings/managed/key_map.py) of whose slots 60 % are in use.
 ID_BYTES, WAITING_ID_BYTES = 41, 35
 HOST_RESERVE_SHARE = 0.15  # share of a GPU host's memory kept for processes; TorchRec reserves as much of a GPU
 CACHED_ROWS_SHARE = 0.2  # share of a table's rows in the GPU cache of fused_uvm_caching: FBGEMM's default (1.8.0)
@@ -59,16 +59,16 @@ class Footprint(NamedTuple):
 
 
 def estimate_parts(table: Table, dtype: str, optimizer: str, kernel: str | None = None) -> dict[str, Footprint]:
-    """Return the bytes of a table or shard for each part: weights, optimizer state and cache.
+    """Return the bytes of each part of a table or shard: weights, optimizer state and cache.
 
-    The parts are on the device. With a UVM kernel on a GPU, part of them is in host memory; with fused_mmap
-    on CPU, they are on disk.
+    The parts are on the device, with two exceptions. With a UVM kernel on a GPU, some parts are in host
+    memory; with fused_mmap on CPU, all parts are on disk.
 
     Args:
         table: Table or shard; only rows and dim are read.
         dtype: Data type of the weights, fp32 or fp16.
         optimizer: Name of the optimizer.
-        kernel: Kernel that the device uses (`resolve_kernel`); None: a kernel with all parts on the device.
+        kernel: Kernel that keeps parts elsewhere (`resolve_kernel`), or None if all are on the device.
     """
     values, width, optimizer_ = table.rows * table.dim, DTYPE_BYTES[dtype], find_optimizer(optimizer)
     weights, state = values * width, values * optimizer_.count_state_bytes("value")
@@ -91,7 +91,7 @@ def add_footprints(sizes: Iterable[Footprint]) -> Footprint:
 def estimate_footprints(
     config: RunConfig, schema: Schema, constraints: Constraints, device: str
 ) -> dict[str, Footprint]:
-    """Return the bytes of each table with a constraint, including optimizer state, on cpu or cuda."""
+    """Return the bytes of each constrained table, including optimizer state, on a cpu or cuda device."""
     optimizers = resolve_optimizers(config, schema)
     return {
         table: add_footprints(
@@ -104,7 +104,7 @@ def estimate_footprints(
 
 
 def estimate_id_map_bytes(schema: Schema, world: int) -> int:
-    """Return the bytes per rank for the maps of managed ids, divided equally among `world` ranks."""
+    """Return the bytes per rank of the maps of managed ids, which are divided equally among `world` ranks."""
     table_bytes = (
         table.rows * (ID_BYTES + (WAITING_ID_BYTES if table.ids.admit_after > 1 else 0))
         for table in schema.tables.values()
@@ -138,7 +138,7 @@ class RankPart:
     """Part of a table that one rank holds.
 
     Attributes:
-        rows: Number of rows of which the rank holds a part.
+        rows: Number of rows that the rank holds, whole or in part.
         parts: Weights, optimizer state or cache → bytes.
     """
 
@@ -185,12 +185,12 @@ def compute_rank_parts(
 
 
 def disable_async_save(config: RunConfig) -> RunConfig:
-    """Return the configuration without memory for the copies from which checkpoints are written."""
+    """Return the configuration without asynchronous saves, which need memory for copies of the tables."""
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"async_save": False})})
 
 
 def exclude_training_memory(config: RunConfig) -> RunConfig:
-    """Return the configuration without checkpoint copies and without optimizer state of tables."""
+    """Return the configuration without checkpoint copies and without optimizer state for tables."""
     optim = config.optim.model_copy(update={"embeddings": EmbeddingOptim(name="sgd"), "tables": {}})
     return disable_async_save(config).model_copy(update={"optim": optim})
 
@@ -198,10 +198,10 @@ def exclude_training_memory(config: RunConfig) -> RunConfig:
 def estimate_host_table_bytes(
     config: RunConfig, schema: Schema, constraints: Constraints, world: int, host_share: int
 ) -> int:
-    """Return the bytes of host memory that each rank on a GPU may use for tables (UVM kernels).
+    """Return the bytes of host memory that each rank with a GPU may use for tables (UVM kernels).
 
-    The result is the rank's `host_share` in bytes, less a reserve and rows read ahead. With
-    checkpoint.async_save, room is also kept for the copies of these tables and of the rank's part of tables
+    The result is the rank's `host_share` in bytes, less a reserve and the rows read ahead. With
+    checkpoint.async_save, room is also reserved for copies of these tables and of the rank's part of tables
     on GPUs.
     """
     room = (1 - HOST_RESERVE_SHARE) * host_share - config.data.buffer_gib * GIB
@@ -212,21 +212,21 @@ def estimate_host_table_bytes(
 
 
 def estimate_copy_bytes(config: RunConfig, schema: Schema, constraints: Constraints, world: int) -> tuple[float, float]:
-    """Return the bytes of main memory per GPU rank for checkpoint copies of tables, and for rows read ahead.
+    """Return the bytes of main memory per GPU rank for checkpoint copies of tables and for rows read ahead.
 
-    The copies are page-locked; checkpoints are written from them.
+    Checkpoints are written from the copies, which are page-locked.
     """
     sizes = estimate_footprints(config, schema, constraints, "cuda").values()
     return sum(size.device for size in sizes) / world, config.data.buffer_gib * GIB
 
 
 def move_to_files(constraints: Constraints, schema: Schema, config: RunConfig, memory: int) -> Iterator[Constraints]:
-    """Yield constraints for CPU with an increasing number of tables in files; use the first that has a plan.
+    """Yield constraints for CPU with an increasing number of tables in files, to be tried in this order.
 
-    `memory` is the number of bytes for tables on all ranks together. Tables move only if plan.compute_kernels
-    allows files and no setting of the table forbids it. Tables with the fewest lookups per byte move first,
-    because lookups in files are slow. At first, only as many tables move as needed for the rest to fit into
-    memory. If the ranks cannot divide the rest, twice as many are tried.
+    `memory` is the number of bytes for tables on all ranks together. A table moves only if
+    plan.compute_kernels allows files and no setting of the table forbids them. Tables with the fewest lookups
+    per row move first, because lookups in files are slow. At first, only as many tables move as needed for
+    the rest to fit into memory. If no plan exists for the rest, twice as many are moved.
     """
     optimizers, features = (resolve_optimizers(config, schema), Counter(f.table for f in schema.sparse.values()))
     movable = [
@@ -259,7 +259,7 @@ def check_disk(constraints: Constraints, schema: Schema, config: RunConfig, memo
     `memory` and `free` are the bytes of memory and disk for tables on all ranks together.
 
     Raises:
-        ConfigError: The disk is too small, or the folder is in a memory filesystem.
+        ConfigError: The disk is too small, or the folder is on a file system in memory.
     """
     chosen = next(move_to_files(constraints, schema, config, memory))
     footprints = estimate_footprints(config, schema, chosen, "cpu")

@@ -1,4 +1,4 @@
-"""Sharding options of tables, and partial plans with their memory, predicted time and ranks."""
+"""Sharding options of tables, and partial plans with their ranks, memory and predicted time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from raytrec.planning.step_cost import StepTime, estimate_step_time
 if TYPE_CHECKING:
     from raytrec.planning.search import Search
 
-TIE_BREAK_WEIGHT = 0.1  # weight of the sum of all parts; it breaks ties between steps that are limited by the host
+TIE_BREAK_WEIGHT = 0.1  # weight of the sum of all parts, which breaks ties between steps limited by the host
 TABLE_STEP_PARTS = ("lookup", "input exchange", "output exchange", "all-reduce")
-ALL_RANK_SHARDING_TYPES = ("row_wise", "data_parallel")  # sharding types that use all ranks, in order
-# Sharding types that use one or more hosts.
+ALL_RANK_SHARDING_TYPES = ("row_wise", "data_parallel")  # sharding types that use all ranks in rank order
+# Sharding types whose shards are assigned host by host.
 HOST_SHARDING_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
 
 
@@ -29,7 +29,7 @@ class TableOption:
     """One sharding option of a table.
 
     Attributes:
-        option: Option as enumerated by TorchRec.
+        option: Sharding option as enumerated by TorchRec.
         needs: Bytes of each shard in (GPU, host, disk), float64 [shards, 3].
         shard_seconds: Seconds that each shard adds to its own rank, float64 [shards].
         rank_seconds: Seconds that the table adds to every rank.
@@ -41,7 +41,7 @@ class TableOption:
     rank_seconds: float
 
 
-PlanChange = list[tuple[TableOption, tuple[int, ...]]]  # new sharding options and ranks of some tables
+PlanChange = list[tuple[TableOption, tuple[int, ...]]]  # new sharding option and ranks of each changed table
 
 
 @dataclass
@@ -52,7 +52,7 @@ class PartialPlan:
         of: Table → sharding option and the ranks of its shards.
         room: Remaining bytes of each rank in (GPU, host, disk), float64 [ranks, 3].
         loads: Loads of the tables in the plan.
-        busy: Approximate seconds of each rank, float64 [ranks]; exact after rating.
+        busy: Approximate busy seconds of each rank, float64 [ranks]; as predicted after `PlacementSpace.rate`.
         score: Score of the plan; lower is better.
     """
 
@@ -64,10 +64,10 @@ class PartialPlan:
 
 
 class PlacementSpace:
-    """Sharding options of every table on identical ranks; adds tables to plans and removes them.
+    """Sharding options of every table on identical ranks, with methods to add and remove a plan's tables.
 
     Args:
-        search: Search with the configuration, rates and ranks.
+        search: Search, which provides the configuration, rates and ranks.
         constraints: Table → constraint.
         options: Every sharding option that TorchRec allows, with the storage of each shard.
         room: Bytes of each rank available to tables in (GPU, host, disk), float64 [ranks, 3].
@@ -98,7 +98,7 @@ class PlacementSpace:
             self.table_options.setdefault(option.name, []).append(self._make_way(option))
 
     def empty(self) -> PartialPlan:
-        """Return a plan without tables."""
+        """Return an empty plan."""
         return PartialPlan({}, self.room.copy(), self._counter.count(), self._idle.copy())
 
     def _estimate_time(self, loads: Loads) -> StepTime:
@@ -106,7 +106,7 @@ class PlacementSpace:
         return estimate_step_time(setup.config, setup.schema, loads, setup.dense, setup.rates, *setup.linked)
 
     def rate(self, plan: PartialPlan) -> PartialPlan:
-        """Set the score of a plan and the seconds of its ranks with `estimate_step_time`."""
+        """Set a plan's score and busy seconds with `estimate_step_time`, and return the plan."""
         time = self._estimate_time(plan.loads)
         plan.busy = np.array(time.busy)
         plan.score = time.step + TIE_BREAK_WEIGHT * sum(time.parts[name] for name in TABLE_STEP_PARTS)
@@ -130,7 +130,7 @@ class PlacementSpace:
         return PlannedTable(option.name, rows, dim, *sharding, self.constraints[option.name].dtype)
 
     def put(self, plan: PartialPlan, way: TableOption, ranks: Sequence[int]) -> None:
-        """Add a table to a plan."""
+        """Add a table with a sharding option to a plan, one rank per shard."""
         plan.of[way.option.name] = way, tuple(ranks)
         self._apply(plan, way, ranks, 1)
 
@@ -147,7 +147,7 @@ class PlacementSpace:
         self._counter.add(plan.loads, self._make_table(way.option, ranks), times)
 
     def is_fixed(self, name: str) -> bool:
-        """Return True if the user has set the ranks or the group of a table."""
+        """Return True if the configuration sets the ranks or the group of a table."""
         constraint = self.constraints[name]
         return constraint.group is not None or constraint.ranks is not None
 
@@ -156,12 +156,12 @@ class PlacementSpace:
 
         Args:
             room: Remaining bytes of these ranks, float64 [ranks, 3].
-            ranks: Ranks that the rows of `room` belong to; default: all ranks.
+            ranks: Ranks to which the rows of `room` belong; default: all ranks.
         """
         return (1 - room / np.maximum(1.0, self.room[ranks])).max(1)
 
     def mean(self, way: TableOption) -> float:
-        """Return the mean seconds per rank of a table."""
+        """Return the mean seconds that a table adds to a rank under a sharding option."""
         return float(way.shard_seconds.sum()) / self.world + way.rank_seconds
 
     def place(self, way: TableOption, busy: np.ndarray, room: np.ndarray) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The sharding plan of a run, which assigns parts of tables to ranks."""
+"""Sharding plan of a run, which assigns parts of tables to ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RankLocation:
     Attributes:
         host: Unique name of the host.
         ranks_per_host: Number of ranks on the host, as set by the launcher.
-        device: Device as numbered by processes of this host: cpu or cuda:INDEX.
+        device: Device, as numbered by processes on this host: cpu or cuda:INDEX.
         device_memory: Bytes of GPU memory; None on CPU.
         host_memory: Bytes of main memory of the host.
         disk: Free bytes on the host's disk for tables with compute_kernel fused_mmap.
@@ -54,13 +54,13 @@ class RankLocation:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Properties of the hosts that all ranks have agreed on; identical on every rank.
+    """Properties of the hosts on which all ranks have agreed; identical on every rank.
 
     Attributes:
         ranks_per_host: Number of consecutive ranks that TorchRec treats as one host.
-        devices: Device of each rank, as numbered by processes of its host.
-        memory: Bytes of the smallest device of any rank: GPU memory, or on CPU the rank's share of its host.
-        host_share: Bytes of main memory per rank if the ranks of a host share memory evenly.
+        devices: Device of each rank, as numbered by processes on its host.
+        memory: Bytes of memory of the smallest device: GPU memory, or on CPU a rank's share of its host.
+        host_share: Bytes of main memory per rank if the ranks on a host share its memory evenly.
         disk_share: Bytes of disk per rank for tables with compute_kernel fused_mmap, shared in the same way.
         gpus: Names of all GPUs.
         network: Network bandwidth between hosts in 10⁹ bytes/s per GPU; None if unknown.
@@ -76,10 +76,10 @@ class Hosts:
 
 
 def agree_on_hosts(config: RunConfig, device: torch.device) -> Hosts:
-    """Return the hosts of all ranks, identical on every rank; a collective.
+    """Return the properties of all ranks' hosts, identical on every rank; a collective.
 
-    TorchRec reads LOCAL_WORLD_SIZE wherever it needs the number of ranks per host. If hosts hold different
-    numbers of ranks, this variable differs between ranks. Therefore the ranks agree on one number and set the
+    TorchRec reads LOCAL_WORLD_SIZE wherever it needs the number of ranks per host. If hosts have different
+    numbers of ranks, this variable differs between ranks. The ranks therefore agree on one number and set the
     variable to this number.
     """
     places = [_locate_rank(config, device)] * dist.get_world_size()
@@ -109,13 +109,13 @@ def _locate_rank(config: RunConfig, device: torch.device) -> RankLocation:
 
 
 def merge_resources(places: list[RankLocation], config: PlanSection) -> Hosts:
-    """Return the properties that the places of all ranks imply.
+    """Return the hosts' common properties, given the locations and resources of all ranks.
 
-    If hosts hold different numbers of ranks, each rank counts as its own host. Memory is the minimum over all
-    ranks: tables that fit one rank then fit all, and all ranks reject the same tables.
+    If hosts have different numbers of ranks, each rank counts as a separate host. Memory is the minimum over
+    all ranks: tables that fit one rank then fit all, and all ranks reject the same tables.
 
     Args:
-        places: Place of each rank, in rank order.
+        places: Location of each rank, in rank order.
         config: Section `plan` of the configuration.
     """
     on_host, counts = Counter(place.host for place in places), {place.ranks_per_host for place in places}
@@ -130,7 +130,7 @@ def merge_resources(places: list[RankLocation], config: PlanSection) -> Hosts:
 
 
 def select_rates(hosts: Hosts, device: str, world: int) -> Rates:
-    """Return the rates from the data sheet of the slowest GPU of any rank; an unknown GPU counts as V100.
+    """Return the rates of CPU ranks, or of the slowest GPU by its data sheet; unknown GPUs count as V100.
 
     Args:
         hosts: Hosts of all ranks.
@@ -148,15 +148,15 @@ def make_plan(
 ) -> ShardingPlan:
     """Make the plan on rank 0 and return it on every rank; a collective.
 
-    The model must have its dense layers in the attribute `head`.
+    The model must store its dense layers in the attribute `head`.
 
     Raises:
         ConfigError: A constraint cannot be met, tables do not fit, or no allowed sharding type fits a table.
-            Raised on every rank.
+            Every rank raises the error.
     """
     hosts = agree_on_hosts(config, device)
     constraints, topology = validate_for_hosts(hosts, dist.get_world_size(), config, schema, device.type)
-    # A plan or an error. With TorchRec's collective_plan, an error on rank 0 leaves the other ranks waiting.
+    # A plan or an error. With TorchRec's collective_plan, other ranks would wait forever after an error on rank 0.
     outcome: list = [None]
     if dist.get_rank() == 0:
         try:
@@ -176,7 +176,7 @@ def make_plan(
 def validate_for_hosts(
     hosts: Hosts, world: int, config: RunConfig, schema: Schema, device: str
 ) -> tuple[dict[str, TableConstraint], Topology]:
-    """Return the validated constraints of tables, and the topology with the memory of each rank for tables.
+    """Return the tables' validated constraints, and the topology with each rank's memory for tables.
 
     Args:
         hosts: Hosts of all ranks.
@@ -199,7 +199,7 @@ def validate_for_hosts(
 
 
 def name_devices(plan: ShardingPlan, devices: Sequence[str]) -> ShardingPlan:
-    """Set the devices of a plan's shards to the devices of their ranks, in place, and return the plan.
+    """Set the device of each of a plan's shards, in place, to its rank's device, and return the plan.
 
     The planner (torchrec 1.8.0, planner/utils.py) uses rank % ranks_per_host as a rank's GPU index. This
     index is wrong if hosts hold different numbers of ranks or order their GPUs differently. TorchRec raises
@@ -227,9 +227,9 @@ def search_plan(
     sharders: list[ModuleSharder],
     dense: Iterable[nn.Parameter] = (),
 ) -> ShardingPlan:
-    """Return the plan for a topology.
+    """Search for the plan of a model on a topology, and return the plan.
 
-    `constraints` and `topology` are the result of `validate_for_hosts`. The shapes of the `dense` weights
+    `constraints` and `topology` are the results of `validate_for_hosts`. The shapes of the `dense` weights
     determine the estimated work of the dense layers.
 
     Raises:

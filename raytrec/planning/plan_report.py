@@ -1,4 +1,4 @@
-"""Predictions of `raytrec plan` side by side, as console output, picture and JSON."""
+"""Predictions by `raytrec plan`, side by side, as console output, a picture or JSON."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TIER_NAMES = {"device": "GPU", "host": "host", "disk": "disk"}
 
 @dataclass(kw_only=True)
 class Plans:
-    """Predictions of one command.
+    """Predictions made by one `raytrec plan` command.
 
     Attributes:
         on: Predictions for the requested clusters.
-        chosen: Prediction for the smallest cluster of each machine, sorted by number of GPUs.
-        prices: Machine → price per hour.
+        chosen: Prediction for the smallest cluster of each machine type, sorted by number of GPUs.
+        prices: Name of a machine → price per hour.
     """
 
     config: RunConfig
@@ -37,14 +37,14 @@ class Plans:
     prices: dict[str, float] = field(default_factory=dict)
 
     def cheapest(self) -> ClusterEstimate | None:
-        """Return the chosen prediction with the lowest price; None if no price is known."""
+        """Return the chosen prediction with the lowest price, or None if no price is known."""
         priced = [
             (price, each) for each in self.chosen if (price := compute_hourly_price(each, self.prices)) is not None
         ]
         return min(priced, key=lambda pair: pair[0])[1] if priced else None
 
     def metrics(self) -> dict[str, Any]:
-        """Return all predictions as JSON values: memory in GiB, one number per rank; times in seconds."""
+        """Return all predictions as JSON values, with memory in GiB per rank and times in seconds."""
         cheapest = self.cheapest()
         return {
             "clusters": [self._to_dict(each) for each in self.on],
@@ -78,7 +78,7 @@ class Plans:
 
 
 def print_plans(plans: Plans) -> None:
-    """Print the tables of a single cluster, memory and time of all clusters, and memory that is missing."""
+    """Print the plan if there is a single cluster, all clusters' memory and time, and any memory shortages."""
     console = open_console()
     estimates = plans.on or plans.chosen
     if len(estimates) == 1 and estimates[0].tables:
@@ -118,7 +118,7 @@ def _format_tables(plans: Plans, estimate: ClusterEstimate) -> Table:
 
 
 def _format_memory(estimates: list[ClusterEstimate]) -> Table:
-    """Return a table of the fullest rank's GiB, part by part; a rank has a share of its host."""
+    """Return a table of the maximum GiB of each memory part over all ranks; ranks share their host evenly."""
     keys = list(dict.fromkeys(key for each in estimates if each.memory for key in each.memory.parts))
     lines = _format_comparison("GiB per rank (maximum)", estimates)
     for tier, name in TIER_NAMES.items():
@@ -176,7 +176,7 @@ def _format_time(plans: Plans, estimates: list[ClusterEstimate]) -> Table:
 
 
 def _describe_problems(estimate: ClusterEstimate) -> list[str]:
-    """Return lines with the missing memory of a prediction and changes that would make the run fit."""
+    """Return lines that state why a prediction does not fit, and changes that would make the run fit."""
     name, lines = estimate.name, []
     if estimate.refusal:
         lines.append(f"{name} does not fit: {estimate.refusal.what}; expected {estimate.refusal.expected}")
@@ -196,7 +196,7 @@ def _describe_problems(estimate: ClusterEstimate) -> list[str]:
 
 
 def draw(plans: Plans, path: str | Path) -> None:
-    """Write a picture of the shards of the first cluster with a plan, tables × ranks, as .svg or .png.
+    """Write a picture, .svg or .png, of the shards on the first cluster with a plan, tables × ranks.
 
     Raises:
         ConfigError: The file has another extension, or there is no plan.

@@ -1,8 +1,8 @@
-"""Measured rates of the ranks of this machine: samples taken by each rank, and the rates computed from them.
+"""Measured rates of this machine's ranks: samples taken by each rank, and the rates computed from them.
 
-All ranks take the same samples at the same time, so they share caches, memory and links as in a run. Work of
-a rank on CPU is measured in CPU seconds. The host time of a step is not measured; it is taken from
-`Rates.of_cpu` or `Rates.of_gpu`.
+All ranks take the same samples at the same time, so they share caches, memory and links as in a run. Work on
+CPU is measured in CPU seconds. The host time of a step is not measured but taken from `Rates.for_cpu` or
+`Rates.for_gpu`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raytrec.planning.rates import COLLECTIVES, DENSE, LookupRates, Rates
 BAGS, TABLE_BYTES, NUM_ID_SETS = 512, 64 << 20, 24
 # Bytes per value in Adagrad's dense update, as counted by loads.LoadCounter.
 DENSE_UPDATE_BYTES = 4 * (3 + 2 + 3)
-# Shapes of lookups: (tables, columns, ids per bag). Bytes, ids and shards follow from these.
+# Shapes of lookups: (tables, columns, ids per bag). The shape determines the numbers of bytes, ids and shards.
 LOOKUP_SHAPES = ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))
 SMALL_COLLECTIVE_VALUES, LARGE_COLLECTIVE_VALUES = 256, 1 << 20  # numbers of values in collectives
 ROUNDS = 7
@@ -37,13 +37,13 @@ Lookup = tuple[str, int, int, int]  # update type, followed by one of LOOKUP_SHA
 
 
 def list_lookups(device: str) -> list[Lookup]:
-    """Return the lookups to measure on a device: dense, and each optimizer with a kernel, in every shape."""
+    """Return the lookups to measure on a device, in every shape: each optimizer with a kernel, and dense."""
     update_types = [name for name, optimizer in OPTIMIZERS.parts.items() if device in optimizer.devices]
     return [(update_type, *shape) for update_type in (*update_types, DENSE) for shape in LOOKUP_SHAPES]
 
 
 def take_samples(rank: int, world: int, folder: str, limit_s: float) -> dict[str, Any]:
-    """Return the samples of one rank, one for each round.
+    """Take the samples of one rank, one in each round, and return them.
 
     Args:
         rank: Rank of this process.
@@ -69,7 +69,7 @@ def take_samples(rank: int, world: int, folder: str, limit_s: float) -> dict[str
 
 
 def compute_rates(samples: Sequence[Sequence[Sample]]) -> Rates:
-    """Return the rates computed from samples.
+    """Compute the rates of this machine from the medians of samples.
 
     Args:
         samples: Samples of each rank, one for each round.
@@ -106,13 +106,13 @@ def compute_rates(samples: Sequence[Sequence[Sample]]) -> Rates:
         matrix={name: medians[f"matrix {name}"] for name in ("fp32", "tf32", "bf16")},
         latency_s=latency,
         bandwidth=bandwidth,
-        peer_s=0.0,  # included in the latency, which is measured with as many ranks
+        peer_s=0.0,  # included in the latency, which is measured with the same number of ranks
         host_link=medians.get("host link", float("inf")),
     )
 
 
 def fit_lookup_rates(durations: Mapping[Lookup, float]) -> LookupRates:
-    """Return the seconds per byte, id and shard as a non-negative least-squares fit of relative errors.
+    """Return the seconds per byte, id and shard from a non-negative least-squares fit of relative errors.
 
     Args:
         durations: Lookup → measured seconds.
@@ -132,7 +132,7 @@ def fit_lookup_rates(durations: Mapping[Lookup, float]) -> LookupRates:
 
 
 class RateProbe:
-    """Measures rates on one rank; the constructor and each sample are collectives.
+    """Measurement of rates on one rank; the constructor and each sample are collectives.
 
     Args:
         device: Device of the rank.
@@ -159,7 +159,7 @@ class RateProbe:
         """Measure every rate once.
 
         Args:
-            clock: Clock for collectives; use process_time on a machine with other load.
+            clock: Clock for collectives; use process_time on a machine that runs other work.
         """
         out: Sample = {"on_gpu": float(self._device.type == "cuda")}
         products = 3 * 2.0 * self._x.shape[0] * self._x.shape[1] * self._w.shape[0]
@@ -190,7 +190,7 @@ class RateProbe:
     def _run_layers(self) -> None:
         """Run typical model layers, forward and backward.
 
-        The time in excess of products and launches is spent on reading, writing and allocating memory.
+        The time not spent on matrix products and launches is spent reading, writing and allocating memory.
         """
         outputs = [self._x]
         for weights in self._layers:
@@ -248,7 +248,7 @@ class RateProbe:
 
 
 class _Lookup:
-    """FBGEMM's lookup and update of some tables, called as TorchRec does."""
+    """FBGEMM's lookup and update of some tables, called as TorchRec calls them."""
 
     def __init__(self, update: str, tables: int, dim: int, length: int, device: torch.device, rng: Any):
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
@@ -282,7 +282,7 @@ class _Lookup:
 
 
 def count_lookup_work(update_type: str, tables: int, dim: int, length: int) -> tuple[float, float, float]:
-    """Return the bytes at random places, ids and shards of `_Lookup`, as counted by loads.LoadCounter."""
+    """Return a `_Lookup`'s bytes at random places, ids and shards, as loads.LoadCounter counts them."""
     bags, row, state = BAGS * tables, 4.0 * dim, 0.0
     if update_type != DENSE:
         state = dim * find_optimizer(update_type).count_state_bytes("value") + find_optimizer(

@@ -1,4 +1,4 @@
-"""Rates of a rank's device, links and host, from data sheets or measured; without imports of torch."""
+"""Rates of a rank's device, links and host, measured or from data sheets. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.embeddings.optimizers import OPTIMIZERS
 from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, find_gpu
 
-# Collectives: all_to_all exchanges ids and the sums of whole tables, reduce_scatter the sums of tables split
-# by rows, all_gather their gradients, and all_reduce the gradients of dense layers.
+# all_to_all exchanges ids and the sums of whole tables, reduce_scatter the sums of tables split by rows,
+# all_gather the gradients of these sums, and all_reduce the gradients of dense layers.
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 DENSE = "dense"  # update type of rows without a fused optimizer
 # Shares of the data sheets' rates that steps reach: fp32 products as in TorchRec's published 149,000 rows/s
-# on A100; tf32, bf16, memory and wires as assumed in docs/gpu.md; half for random rows of some hundred bytes.
+# on A100; tf32, bf16, memory and links as assumed in docs/gpu.md; half for random rows of a few hundred bytes.
 REACHED_RATE_SHARES = {"fp32": 0.9, "tf32": 0.65, "bf16": 0.5, "copy": 0.75, "lookup": 0.5, "wire": 0.7}
 
 # Bytes that FBGEMM moves per id to sort ids by row for the update. For each of 4 digits, 12 bytes of row and
-# position are read and written, and 8 are read again for counting; 16 bytes are for creating and reading.
+# position are read and written, and 8 bytes are read again for counting. Creating and reading take 16 bytes.
 SORT_BYTES_PER_ID = 4 * (2 * 12 + 8) + 16
 
 
 class LookupRates(NamedTuple):
-    """Rates of table lookups, forward and update, for one update type.
+    """Time that table lookups take, forward and update, for one update type.
 
     Attributes:
         byte_s: Seconds per byte read or written.
-        id_s: Seconds per id.
-        shard_s: Seconds per shard of a table, in addition.
+        id_s: Additional seconds per id.
+        shard_s: Additional seconds per shard of a table.
     """
 
     byte_s: float
@@ -42,7 +42,7 @@ class LookupRates(NamedTuple):
     shard_s: float = 0.0
 
     def seconds(self, touched: Any, ids: Any, shards: Any) -> Any:
-        """Return the seconds of lookups with these counts, which are numbers or arrays."""
+        """Return the seconds that lookups with these counts (numbers or arrays) take."""
         return touched * self.byte_s + ids * self.id_s + shards * self.shard_s
 
 
@@ -55,27 +55,27 @@ class Rates:
         device: Device type, cpu or cuda.
         ranks: Number of ranks with which collectives were measured; 1 for data sheets.
         cores: Cores that the ranks of a host share for computation; 0 if each rank has its own device.
-        copy: Memory bandwidth in bytes/s, read and written.
-        stream: The same for large tensors that are created at each step.
+        copy: Memory bandwidth in bytes/s, counting both reads and writes.
+        stream: Memory bandwidth in bytes/s for large tensors that are created in each step.
         lookup: Update type (a table's optimizer, or dense) → rates of lookups.
-        matrix: Precision → operations/s of matrix products.
-        latency_s: Collective within a host → seconds of its minimum duration.
+        matrix: Precision → operations/s in matrix products.
+        latency_s: Collective within a host → minimum duration in seconds.
         bandwidth: Collective within a host → bytes/s that a rank sends.
         launch_s: Host seconds per operator of the dense layers.
         step_s: Other host seconds per step.
         tensor_s: Host seconds per tensor that the dense optimizer updates.
         group_s: Host seconds per sharding type in a step.
-        matrix_s: Seconds per small matrix of a batched product.
-        peer_s: Seconds per other rank of an all-to-all.
+        matrix_s: Seconds per small matrix in a batched product.
+        peer_s: Seconds per other rank in an all-to-all.
         far: Bytes/s to other hosts.
         host_link: Bytes/s between host and device.
         file_row_s: Seconds per row read from a file.
-        assemble_column_s: Seconds per column of a row for assembling a batch in the rank's process.
-        read_column_s: Seconds per column of a row for reading in another process.
-        read_id_s: Seconds per id, both for assembling and for reading.
+        assemble_column_s: Seconds per column of a row to assemble a batch in the rank's process.
+        read_column_s: Seconds per column of a row to read the row in another process.
+        read_id_s: Seconds per id to assemble a batch, and again to read the row.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # files of rates must not have unknown keys
+    __pydantic_config__ = ConfigDict(extra="forbid")  # files of rates must not contain unknown keys
 
     source: str
     device: str
@@ -96,13 +96,13 @@ class Rates:
     far: float = 0.0
     host_link: float = float("inf")
     file_row_s: float = 1e-4  # an SSD's random read
-    # benchmarks/results/ingest.json: 0.35 and 1.17 CPU-µs per row of 40 columns, 26 of which have an id
+    # benchmarks/results/ingest.json: 0.35 and 1.17 µs of CPU time per row of 40 columns, 26 of which contain an id
     assemble_column_s: float = 5.5e-9
     read_column_s: float = 26e-9
     read_id_s: float = 5e-9
 
     def get_lookup_rates(self, update_type: str) -> LookupRates:
-        """Return the rates of a table optimizer, or of dense updates.
+        """Return the rates of lookups with a table optimizer, or with dense updates.
 
         Raises:
             ConfigError: The rates were measured without this update type.
@@ -125,7 +125,7 @@ class Rates:
         """Return the rates in a JSON text written by `to_json`.
 
         Raises:
-            ConfigError: The text has another format; the error names `where`.
+            ConfigError: The text does not contain valid rates. The error gives `where` as its place.
         """
         try:
             rates = TypeAdapter(cls).validate_python(parse_json(text))
@@ -148,7 +148,7 @@ class Rates:
         """Read rates from a file.
 
         Raises:
-            ConfigError: The file is missing or contains no rates.
+            ConfigError: The file cannot be read or does not contain valid rates.
         """
         with convert_os_errors("cannot read the rates", ConfigError, where=str(path)):
             text = Path(path).read_bytes()
@@ -158,9 +158,9 @@ class Rates:
     def for_cpu(cls, world: int) -> Rates:
         """Return rates of CPU ranks, accurate to an order of magnitude.
 
-        The rates are from two ranks with one core each (benchmarks/results/plan.json). Hosts are assumed to
-        have as many cores as this one, and 10 Gb/s between them. On such hosts, sums over three and four
-        ranks have about (ranks − 1)² times the latency.
+        The rates were measured with two ranks of one core each (benchmarks/results/plan.json). Hosts are
+        assumed to have as many cores as this one and to be connected by 10 Gb/s. On such hosts, sums over
+        three and four ranks have about (ranks − 1)² times the latency.
         """
         rings = (world - 1) ** 2
         fused = {name: LookupRates(*of.cpu_lookup) for name, of in OPTIMIZERS.parts.items() if of.cpu_lookup}
@@ -189,13 +189,13 @@ class Rates:
 
     @classmethod
     def for_gpu(cls, name: str, network: float = UNKNOWN_NETWORK) -> Rates:
-        """Return rates from a GPU's data sheet, multiplied by SHARES.
+        """Return the rates in a GPU's data sheet, multiplied by REACHED_RATE_SHARES.
 
-        Host rates follow from the operators and milliseconds per step in benchmarks/results/host.json.
-        TorchRec's exchanges and kernels of two sharding types (95 launches each), metrics and the all-reduce
-        are added. The 400 launches of a DCN-v2 then take 7 ms, and 260 compiled launches 5.5 ms. This gives
-        11 µs per launch and 4.8 ms for the rest. A collective takes 20 µs, and 1 µs per peer: guesses of the
-        right magnitude for NCCL.
+        Host rates are derived from the operators and milliseconds per step in benchmarks/results/host.json.
+        TorchRec's exchanges and kernels for two sharding types (95 launches each), metrics and the all-reduce
+        are added. The 400 launches of a DCN-v2 then take 7 ms, and 260 compiled launches 5.5 ms. The result
+        is 11 µs per launch and 4.8 ms for the rest. A collective is assumed to take 20 µs plus 1 µs per peer,
+        which is the right order of magnitude for NCCL.
 
         Args:
             name: Name of the GPU as reported by its driver; an unknown GPU counts as V100.

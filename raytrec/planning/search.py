@@ -1,7 +1,7 @@
-"""The search for a plan: TorchRec enumerates options and estimates storage, PlanBalancer chooses.
+"""Search for a plan: TorchRec enumerates options and estimates their storage, and PlanBalancer chooses.
 
 The number of options grows neither with tables × tables nor with tables × ranks. Storage is estimated once
-per shard size. With many tables and ranks, only the tables that need it may be split across all ranks
+per shard size. With many tables and ranks, only the tables that need to be split across all ranks may be
 (docs/scaling.md).
 """
 
@@ -45,7 +45,7 @@ from raytrec.planning.rates import Rates
 RESERVED_SHARE = 0.15  # share of GPU memory reserved for dense layers, activations and other uses
 MAX_ADDED_SHARDS = 32_768  # maximum number of shards that sharding types over all ranks add to the search
 ALWAYS_SPLIT_SHARE = 0.25  # share of a rank's memory above which a table may always be split
-MANY_RANK_SHARDING_TYPES = ("row_wise", "grid_shard")  # sharding types with a shard on every rank, or on many
+MANY_RANK_SHARDING_TYPES = ("row_wise", "grid_shard")  # sharding types with shards on every rank, or on many
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Search:
     """Search for the plan of a model's tables on identical ranks.
 
     Attributes:
-        topology: Ranks and the memory of each rank for tables.
+        topology: Ranks, with the memory of each rank that is available to tables.
         sharders: TorchRec sharders of the model's modules.
         dense: Estimated work of the dense layers of one rank.
         rates: Rates used to compare plans.
@@ -70,7 +70,7 @@ class Search:
     linked: tuple[int, int]
 
     def find(self, constraints: Constraints) -> ShardingPlan:
-        """Return the plan.
+        """Search for the plan under these constraints, and return the plan.
 
         Args:
             constraints: Validated constraint of each table.
@@ -176,12 +176,12 @@ class Search:
 
 
 def narrow_sharding_types(constraints: Constraints, schema: Schema, world: int, memory: int) -> Constraints:
-    """Return constraints that keep the search small on `world` ranks with `memory` bytes for tables each.
+    """Return constraints that keep the search small on `world` ranks, each with `memory` bytes for tables.
 
     If there are too many tables × ranks, only the tables with the most bytes or lookups may be split across
     all ranks. Likewise, only the smallest tables may be replicated on every rank. Other tables keep their
     remaining sharding types. Large tables, and tables without another sharding type, are unchanged. On one
-    rank, no table is split by rows: a single shard holds the same values and needs no sorting of ids by rank.
+    rank, no table is split by rows, because a single whole shard does not require sorting ids by rank.
     """
     features = Counter(feature.table for feature in schema.sparse.values())
     bytes_of = {name: 4 * table.rows * table.dim for name, table in schema.tables.items()}
@@ -234,7 +234,7 @@ def split_columns(
 
 
 def estimate_once_per_size(options: list[ShardingOption], estimate: Callable[[list[ShardingOption]], None]) -> None:
-    """Run TorchRec's `estimate` on all options, once per distinct shard size of each option."""
+    """Run TorchRec's `estimate` on all options, once for each distinct shard size of an option."""
     shards_of = [option.shards for option in options]
     for option in options:
         option.shards = list({tuple(shard.size): shard for shard in option.shards}.values())
@@ -249,12 +249,12 @@ def estimate_once_per_size(options: list[ShardingOption], estimate: Callable[[li
 class CorrectedEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator with corrected sizes and locations of weights and optimizer state.
 
-    TorchRec (1.8.0) assumes that optimizer state has the dtype of the weights, which is half of its actual
-    size for fp16 tables. TorchRec also places state next to the weights, although FBGEMM always keeps
-    row-wise state on the GPU. Tables in files are unknown to TorchRec.
+    TorchRec (1.8.0) assumes that optimizer state has the dtype of the weights, which halves the size of the
+    state for fp16 tables. TorchRec also places state next to the weights, although FBGEMM always keeps
+    row-wise state on the GPU. TorchRec does not support tables in files.
 
     Args:
-        fused: Table → optimizer that updates it in backward. TorchRec counts no state for other tables.
+        fused: Table → optimizer that updates the table in backward. TorchRec counts no state for other tables.
         on_disk: Tables in files.
     """
 

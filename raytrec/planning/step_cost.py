@@ -1,8 +1,8 @@
 """Memory and time of a step, part by part, computed from loads and rates.
 
 The tier "device" is GPU memory, or main memory on CPU. The tier "host" is the main memory of GPU hosts, and
-"disk" holds tables in files. Parts of memory are summed as if all were live at once: on GPUs the parts belong
-to separate streams, whose memory PyTorch's allocator does not share.
+"disk" stores tables in files. The parts of memory are summed as if all were live at once. On GPUs, they belong
+to separate streams, between which PyTorch's allocator does not share memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ DEVICE, HOST, DISK = TIERS
 BATCHES_IN_FLIGHT = 3  # batches in TorchRec's pipeline: the current batch and the next two
 CUDA_CONTEXT_GIB = 1.5  # GPU memory of the CUDA context with its kernels, and of NCCL's buffers
 # A rank's process takes 331 MiB after importing torch and TorchRec, and grows during a run. With CUDA's
-# libraries, pinned batches and Ray's worker it takes 6 GiB.
+# libraries, pinned batches and Ray's worker, the process takes 6 GiB.
 PROCESS_GIB = {"cpu": 0.45, "cuda": 6.0}
 PYTHON_OBJECTS_MIB = 6  # Python objects of model, plan and pipeline, with allocator overhead (make bench-plan)
 GLOO_COPIES = 3  # copies in Gloo's reduce-scatter and all-gather (make bench-plan)
-SORT_BUFFER_BYTES_PER_ID = 40  # per id in FBGEMM's update on GPUs: row and position, unsorted and sorted, and the run
+SORT_BUFFER_BYTES_PER_ID = 40  # in FBGEMM's update on GPUs: row and position, unsorted and sorted, and the run
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ def estimate_memory(
 ) -> MemoryUse:
     """Return the memory use of each rank, in these parts.
 
-    weights, optimizer state, cache: Shards, by `memory.parts_of`; id maps: by `memory.estimate_id_map_bytes`.
+    weights, optimizer state, cache: See `memory.estimate_parts`; id maps: see `memory.estimate_id_map_bytes`.
     hot rows: Rows of tables in files that are cached in the rest of plan.memory_gib (`estimate_hot_rows`).
-    dense model: Weights P, optimizer state (Adam 2·P, Adagrad P), and an average P with train.ema.
+    dense model: Weights P, optimizer state (Adam 2·P, Adagrad P), and averages P with train.ema.
     gradients: P for the dense layers; twice the size of tables that are replicated or have a dense kernel.
-        The kernel creates gradients of all tables at once, and then a copy for each table.
+        The kernel creates the gradients of all tables at once, and then a copy for each table.
     activations: Peak memory of the dense layers (dense_work) for B rows.
-    exchange buffers: Pooled lookup results and their gradients; received results of B rows and their
-        gradients; on GPUs 40 bytes per id sorted by the update; on CPU GLOO_COPIES of sums over ranks.
-    pipeline batches: Three batches of B rows (ids 8 bytes, bags 4, dense columns and labels 4), and for two
-        batches the ids received from other ranks.
-    checkpoint copies, with checkpoint.async_save: On GPUs all device memory of tables and dense layers, and
-        tables in host memory; on CPU only dense layers and tables with dense updates.
+    exchange buffers: Pooled lookup results and their gradients; received results for B rows and their
+        gradients; on GPUs, 40 bytes per id that the update sorts; on CPU, GLOO_COPIES of sums over ranks.
+    pipeline batches: Three batches of B rows (ids 8 bytes, bags 4, dense columns and labels 4), and the ids
+        received from other ranks for two batches.
+    checkpoint copies, with checkpoint.async_save: On GPUs, the dense layers and all tables, in device or host
+        memory; on CPU, only dense layers and tables with dense updates.
     read ahead: data.buffer_gib; process, objects, CUDA: PROCESS_GIB, PYTHON_OBJECTS_MIB, CUDA_CONTEXT_GIB.
     """
     device, world = "cpu" if config.scaling.device == "cpu" else "cuda", len(loads.pooled)
@@ -111,7 +111,7 @@ def count_optimizer_states(optimizer: DenseOptim) -> int:
 
 
 def estimate_batch_bytes(schema: Schema, loads: Loads, rows: int) -> float:
-    """Return the bytes of a rank's batch as read: ids, lengths, dense columns, labels and weights."""
+    """Return the bytes of a rank's batch as read: ids, lengths, dense columns, labels and row weights."""
     ids = loads.row_ids * ID_BYTES + len(schema.sparse) * LENGTH_BYTES
     return rows * (ids + VALUE_BYTES * (len(schema.dense) + len(schema.labels) + 1))
 
@@ -130,12 +130,12 @@ class StepTime:
     """Predicted time of a step, in seconds.
 
     Attributes:
-        parts: Part (see PARTS) → seconds of the slowest rank if the part ran alone.
+        parts: Part (see STEP_PARTS) → seconds that the slowest rank takes if the part runs alone.
         step: Seconds of the whole step.
-        rows_per_s: Rows per second of all ranks.
-        bottleneck: Part that takes most of the critical path.
+        rows_per_s: Rows per second on all ranks together.
+        bottleneck: Part that takes the most time on the critical path.
         balance: Mean ÷ maximum over ranks of the time of lookups and their exchange; 1 means even.
-        busy: Seconds in which each rank computes and sends, without ingest and waiting.
+        busy: Seconds for which each rank computes and sends, without ingest and waiting.
     """
 
     parts: dict[str, float]
@@ -161,32 +161,32 @@ def estimate_step_time(
     lookup = bytes touched ÷ random-access rate + ids × time per id + shards × time per shard + bytes of dense
         updates ÷ memory rate + bytes of host memory ÷ host link + rows of files × time per row.
     input exchange = ids and lengths: three all-to-alls (sizes, lengths, ids) per sharding type.
-    output exchange = sums and gradients: two collectives per sharding type; the slower of links and network,
-        which work concurrently.
+    output exchange = sums and gradients: two collectives per sharding type, and the slower of links and
+        network, which work concurrently.
     dense layers = products ÷ their rate + small matrices × time per matrix + other operators' bytes ÷ memory
         rate + the optimizer, which reads weights, gradients and state and writes weights and state.
     all-reduce = 2 × gradients ÷ links (a ring: (W−1)/W sent twice), and once to other hosts.
     host launches = operators of the dense layers × time per operator + tensors × time per tensor + the time
-        of a step and of each sharding type + assembly of the next batch, under the same lock of Python.
-    ingest = columns and ids read by the reader processes, as many at a time as there are CPUs for them.
+        of a step and of each sharding type + assembly of the next batch, which holds the same Python lock.
+    ingest = columns and ids read by the reader processes, of which as many run at once as there are CPUs.
 
-    On GPUs, the device, host, readers and copies work concurrently. Ids travel during the previous step, and
-    half of the dense layers hides the all-reduce:
+    On GPUs, the device, host, readers and copies work concurrently. Ids are sent during the previous step,
+    and half of the dense layers' time hides the all-reduce:
         step = max(lookup + output exchange + dense + max(0, all-reduce − dense ÷ 2),
                    host, ingest, copies, ids)
-    On CPU, ranks execute their own sends, so a step is the sum of its parts. W ranks of a host share C cores:
-    work that takes rank r tᵣ of CPU time takes max(max tᵣ, Σ tᵣ ÷ C). Collectives are measured with the same
-    number of ranks, and every part waits for the slowest rank.
+    On CPU, ranks execute their own sends, so a step is the sum of its parts. W ranks on a host share C cores:
+    work that takes tᵣ of CPU time on rank r takes max(max tᵣ, Σ tᵣ ÷ C). Collectives are measured with the
+    same number of ranks, and every part waits for the slowest rank.
 
-    `hosts` and `gpus` are the number of groups of ranks with fast links, and ranks per group
-    (Cluster.linked). `cpus` is the number of CPUs per rank: two for its processes, the rest for readers; 0
-    means enough.
+    `hosts` and `gpus` are the number of groups of ranks with fast links and the number of ranks per group
+    (Cluster.linked). `cpus` is the number of CPUs per rank: two for the rank's processes, the others for
+    readers; 0 means enough.
     """
     world, total = hosts * gpus, config.data.global_batch_size
     batch, on_cpu = -(-total // world), rates.device == "cpu"
 
     def shared(seconds: np.ndarray | float) -> float:
-        """Return the seconds that this CPU time of each rank takes when ranks share cores."""
+        """Return the elapsed seconds for the given CPU seconds of each rank when ranks share cores."""
         times = np.broadcast_to(np.asarray(seconds, float), (world,))
         return float(max(times.max(), times.sum() / hosts / rates.cores if rates.cores else 0.0))
 
@@ -272,9 +272,9 @@ def _get_latency_s(rates: Rates, kind: str, world: int) -> float:
 def estimate_hot_rows(
     rank_parts: Mapping[tuple[str, int], RankPart], config: RunConfig, schema: Schema, world: int
 ) -> list[tuple[float, float]]:
-    """Return for each rank the share of rows in files that memory also holds, and the bytes of these rows.
+    """Return, for each rank, the share of rows in files that are cached in memory, and the cache's bytes.
 
-    As many rows are cached as plan.memory_gib leaves room for; none if plan.memory_gib is not set.
+    The rows fill the rest of plan.memory_gib. No rows are cached if plan.memory_gib is not set.
     """
     free = [(config.plan.memory_gib or 0) * GIB - estimate_id_map_bytes(schema, world)] * world
     sizes, place_bytes = [0] * world, [0] * world

@@ -1,4 +1,4 @@
-"""Checks that table constraints can be met, and that pinned tables and checkpoint copies fit; no torch."""
+"""Checks that constraints can be met and that pinned tables and checkpoint copies fit. Does not import torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def validate_constraints(
     memory: int | None = None,
     host_share: int | None = None,
 ) -> dict[str, TableConstraint]:
-    """Return the resolved constraints of tables after validating them for this world size.
+    """Resolve the constraints of all tables, validate them for this world size, and return them.
 
     Args:
         config: Configuration of the run.
@@ -54,13 +54,13 @@ def validate_constraints(
         device: Device type, cpu or cuda.
         world: Number of ranks.
         ranks_per_host: Number of consecutive ranks that share a host; None if not yet known.
-        memory: Bytes for tables on the device of each rank; None if unknown.
-        host_share: Bytes of main memory per rank on a GPU; None if unknown.
+        memory: Bytes available to tables on the device of each rank; None if unknown.
+        host_share: Bytes of main memory for each rank with a GPU; None if unknown.
 
     Raises:
-        ConfigError: A rank does not exist, the optimizer or kernel is not exact under a sharding type, or no
-            rank can hold a group; the error names the table. Also raised if main memory cannot hold copies of
-            tables.
+        ConfigError: A rank does not exist, a sharding type does not support the optimizer or kernel, or no
+            rank can hold a group; the error names the table. Also raised if main memory cannot hold the
+            checkpoint copies.
     """
     constraints, optimizers = resolve_constraints(config, schema), resolve_optimizers(config, schema)
     if device == "cuda" and {*config.plan.compute_kernels} == {MMAP_KERNEL}:
@@ -114,14 +114,14 @@ def _check_kernel(table: str, constraint: TableConstraint, sharding: str, optimi
 
 
 def check_decay(constraints: dict[str, TableConstraint], optimizers: dict[str, EmbeddingOptim], device: str) -> None:
-    """Check that no table with weight decay may be updated in backward, on a cpu or cuda device.
+    """Check that no table with weight decay can be updated in backward on a cpu or cuda device.
 
     Weight decay has the semantics of torch.optim: every row decays at every step. FBGEMM's fused kernels
     (1.8.0) only touch rows of the batch. On GPUs, row-wise Adagrad and Adam would decay only these rows. The
-    kernels of SGD and Adagrad have no decay, and on CPU row-wise Adagrad ignores decay in all its modes.
+    kernels of SGD and Adagrad have no decay, and on CPU, row-wise Adagrad ignores decay in all modes.
 
     Raises:
-        ConfigError: A table has weight decay and may use a fused kernel. The error names the first such
+        ConfigError: A table has weight decay and can use a fused kernel. The error names the first such
             table.
     """
     for table, constraint in constraints.items():
@@ -149,7 +149,7 @@ def _check_dtype(table: str, constraint: TableConstraint, optimizer: str, device
         raise make_plan_error(
             table,
             f"dense kernels do not support dtype {constraint.dtype}, which the optimizer state would share",
-            "fp32, or a fused kernel (not data_parallel; an optimizer with such a kernel on this device)",
+            "fp32, or a fused kernel (not data_parallel, and an optimizer that has one on this device)",
         )
 
 
@@ -192,10 +192,10 @@ INT8_SCALE_BYTES = 8  # bytes per group of int8 values for its minimum and step 
 def check_qcomms(
     config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], world: int, local: int | None
 ) -> None:
-    """Check that int8 in plan.qcomms reduces the size of exchanges.
+    """Check that int8 in plan.qcomms makes exchanges smaller.
 
-    Sharding types that do not support the precisions are excluded in constraints.py. `local` is the number of
-    ranks per host; None if unknown.
+    Sharding types that do not support int8 are excluded in constraints.py. `local` is the number of ranks per
+    host, or None if unknown.
 
     Raises:
         ConfigError: The shard widths have no common divisor that is large enough for int8.
@@ -229,10 +229,10 @@ def _check_room(
     memory: int | None,
     host_share: int | None,
 ) -> None:
-    """Check that tables that must share a rank, and checkpoint copies, fit; the search handles other tables.
+    """Check that tables that must share a rank, and checkpoint copies, fit; the search checks other tables.
 
     Raises:
-        ConfigError: Tables or copies do not fit.
+        ConfigError: Tables that must share a rank, or checkpoint copies, do not fit into memory.
     """
     groups: dict[tuple, list[str]] = {}
     for table, constraint in constraints.items():

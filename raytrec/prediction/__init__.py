@@ -1,1 +1,1 @@
-"""`raytrec predict` and its files."""
+"""`raytrec predict`: scoring rows and writing files of predictions."""

@@ -1,4 +1,4 @@
-"""Columns that predictions carry over from their input. No torch."""
+"""Columns that predictions carry over from their input. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from raytrec.data.order import Part
 from raytrec.data.pages.decode import decode_columns
 from raytrec.data.transform import Draw, apply_transforms
 
-MAX_CACHED_SCHEMAS = 8  # number of files whose schemas are cached
+MAX_CACHED_SCHEMAS = 8  # maximum number of files whose schemas are cached
 
 
 @dataclass(frozen=True)
 class CarriedColumns:
     """Columns that predictions carry over from their input.
 
-    A column comes from the files or their key=value folders if they have it, else from data.transforms.
+    A column is taken from the files or their key=value folders if they contain it, else from data.transforms.
 
     Attributes:
-        names: Names in order; fields of structs as in a schema, such as `user.id`.
+        names: Column names, in order; struct fields are named as in a schema, such as `user.id`.
         transforms: Transforms of the run.
-        folders: Key of key=value folders → type of its values.
-        code: Folder that is searched for the transforms' modules, after Python's own path; None: no such
-            folder.
+        folders: Key in the names of key=value folders → type of its values.
+        code: Folder to search for the transforms' modules, after Python's own path; None: no folder.
     """
 
     names: tuple[str, ...]
@@ -42,10 +41,10 @@ class CarriedColumns:
     )
 
     def schema(self, uri: str) -> pa.Schema:
-        """Return the schema of the carried columns of a file, with plain types.
+        """Return the schema of a file's carried columns, with plain types.
 
         Raises:
-            DataError: The file lacks a column, or has it twice.
+            DataError: The file does not contain a column, or contains it twice.
         """
         if not self.names:
             return pa.schema([])
@@ -65,7 +64,7 @@ class CarriedColumns:
         return pa.schema([(name, _unwrap_dictionary(kinds[name])) for name in self.names])
 
     def read(self, part: Part) -> pa.Table:
-        """Read the carried columns of some rows of a row group, with the types of `schema`.
+        """Read the carried columns for part of a row group, with the types of `schema`.
 
         Raises:
             DataError: The columns cannot be decoded.
@@ -85,7 +84,7 @@ class CarriedColumns:
         return pa.table([columns[name].cast(schema.field(name).type) for name in schema.names], schema)
 
     def _read_schema(self, uri: str) -> tuple[pa.Schema, dict[str, pa.DataType]]:
-        """Return the schema of a file including its folders, and the types of the folders' columns."""
+        """Return the schema of a file including columns from its folders, and the types of these columns."""
         if uri not in self._schemas:
             if len(self._schemas) >= MAX_CACHED_SCHEMAS:
                 self._schemas.clear()
@@ -95,19 +94,19 @@ class CarriedColumns:
         return self._schemas[uri]
 
     def _split_columns(self, arrow: pa.Schema) -> tuple[list[str], list[str]]:
-        """Return the columns that a file or its folders have, and the columns that transforms create."""
+        """Return the columns contained in a file or its folders, and the columns created by transforms."""
         written = {name for transform in self.transforms for name in transform.writes}
         raw = [name for name in self.names if find_column(arrow, name) is not None]
         return raw, [name for name in self.names if name not in raw and name in written]
 
 
 def _unwrap_dictionary(kind: pa.DataType) -> pa.DataType:
-    """Return a type that all parts of a file can share: the type of the values for a dictionary."""
+    """Return the value type of a dictionary type, which all parts of a file can share; others are unchanged."""
     return _unwrap_dictionary(kind.value_type) if pa.types.is_dictionary(kind) else kind
 
 
 def split_names(column_options: Sequence[str]) -> list[str]:
-    """Return the names in --columns, each of which has one name or several with commas."""
+    """Return the names in the values of --columns, each of which is one name or several separated by commas."""
     return [name.strip() for each in column_options for name in each.split(",") if name.strip()]
 
 
@@ -115,12 +114,12 @@ def choose_columns(requested_columns: Sequence[str] | None, carry: Sequence[str]
     """Return the names of the carried columns.
 
     Args:
-        requested_columns: Values of --columns, each one name or several with commas; None: `carry` is used.
-        carry: Default columns: data.reserve_columns of the run.
-        scores: Names of the columns of scores.
+        requested_columns: Values of --columns (see `split_names`); None: `carry` is used.
+        carry: Default columns, which are data.reserve_columns of the run.
+        scores: Names of the score columns.
 
     Raises:
-        ConfigError: A column is named twice, or has the name of a column of scores.
+        ConfigError: A column is named twice, or has the name of a score column.
     """
     names = list(carry) if requested_columns is None else split_names(requested_columns)
     if repeated := {name for name in names if names.count(name) > 1}:

@@ -1,12 +1,12 @@
-"""Files of a folder of predictions. No torch.
+"""Files in a folder of predictions. This module does not import torch.
 
     OUT/_predictions.json          description of the predictions: Manifest
     OUT/a/part-0.parquet           predictions of the input file of this name; exists when complete
     OUT/_parts/PLAN/a/part-0.parquet/000000065536.parquet
                                    span, from this row on, of a file with several spans; removed at the end
 
-PLAN is a hash of how files are cut into spans and spans into batches: parts of another plan are not used.
-Readers of folders of Parquet ignore names that begin with _.
+PLAN is a hash of how files are cut into spans and spans into batches; parts with another hash are not used.
+Readers of Parquet folders ignore names that begin with _.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from raytrec.prediction.columns import CarriedColumns
 from raytrec.prediction.spans import Span
 
 MANIFEST, PARTS_FOLDER = "_predictions.json", "_parts"
-VECTOR = "vector"  # name of the column of vectors
-COUNTS_KEY = b"raytrec"  # in the metadata of a file of predictions: Counts and binding as JSON
-ChangedIds = dict[str, list[int]]  # feature → [ids clamped or hashed into range, all ids]
+VECTOR = "vector"  # name of the vector column
+COUNTS_KEY = b"raytrec"  # metadata key of a file of predictions; the value contains Counts and binding as JSON
+ChangedIds = dict[str, list[int]]  # feature → [number of ids clamped or hashed into range, number of all ids]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,11 @@ class Manifest:
         run: Name of the run.
         checkpoint: Folder of the checkpoint.
         checkpoint_id: Hash of the checkpoint's index.
-        scores: Names of the columns of scores.
+        scores: Names of the score columns.
         columns: Names of the carried columns.
-        data: Path or URI of the input.
-        input: Hash of the names and contents of the input's files.
-        rules: Table → out_of_range.
+        data: Path or URI of the input data.
+        input: Hash of the names and contents of the input files, and of the transforms.
+        rules: Table → its out_of_range rule.
         vectors: Tower whose vectors the folder contains; None for scores.
     """
 
@@ -69,15 +69,15 @@ class Manifest:
 
     @property
     def binding(self) -> str:
-        """Return a hash of everything that a file's content depends on."""
+        """Return a hash of everything that determines the content of a file."""
         tower = [self.vectors] if self.vectors else []
         return compute_binding(self.checkpoint_id, self.scores, self.columns, self.input, *tower)
 
     def explain_difference(self, earlier_manifest: Manifest) -> tuple[str, str] | None:
-        """Return how a folder with `earlier_manifest` differs and what to do, or None if it does not.
+        """Return how a folder with `earlier_manifest` differs and what to do; None if it is compatible.
 
-        If a table's rule was `error`, complete files are valid: they contain no id that the new rule would
-        change.
+        If the earlier rule of a table was `error`, its complete files remain valid, because they contain no
+        id that the new rule would change.
         """
         if earlier_manifest.checkpoint_id != self.checkpoint_id:
             what = f"predictions of checkpoint {earlier_manifest.checkpoint}"
@@ -106,16 +106,16 @@ class Manifest:
 
 @dataclass(frozen=True)
 class PredictionTask:
-    """Input and output of the ranks that predict.
+    """Input and output of a prediction, passed to all ranks.
 
     Attributes:
         out: Folder of predictions.
-        below: Folder that names of input files are relative to.
-        files: Input file → number of its rows, including empty files.
-        carried: Columns of the input that are copied to the output.
-        manifest: Manifest of the folder.
-        batch_rows: See spans.cut_spans.
-        span_rows: See spans.cut_spans.
+        below: Folder to which the names of input files are relative.
+        files: Input file → number of rows, including empty files.
+        carried: Columns to carry over from the input.
+        manifest: Manifest of the output folder.
+        batch_rows: Number of rows in one rank's batch; see spans.cut_spans.
+        span_rows: Minimum number of rows in a span; see spans.cut_spans.
     """
 
     out: str
@@ -133,15 +133,15 @@ class PredictionTask:
         return compute_binding(manifest.binding, manifest.rules, self.batch_rows, self.span_rows)[:16]
 
     def name_of(self, path: str) -> str:
-        """Return the name of an input file's predictions, relative to `out`."""
+        """Return the path of an input file's predictions, relative to `out`."""
         return path.removeprefix(self.below).lstrip("/")
 
     def part_of(self, span: Span) -> str:
-        """Return the path of a span of a file with several spans, relative to `out`."""
+        """Return the path of the part for one span of a file with several spans, relative to `out`."""
         return f"{self.parts_of(span.path)}/{span.first:012d}.parquet"
 
     def parts_of(self, path: str) -> str:
-        """Return the folder of a file's parts, relative to `out`."""
+        """Return the path of the folder of a file's parts, relative to `out`."""
         return f"{PARTS_FOLDER}/{self.plan}/{self.name_of(path)}"
 
     def output_of(self, span: Span) -> str:
@@ -155,8 +155,9 @@ class Counts:
 
     Attributes:
         rows: Number of rows.
-        skipped: Number of rows that could not be read (data.on_error: skip); they have no score.
-        changed: Ids clamped or hashed into range and all ids, by feature of tables that allow such ids.
+        skipped: Number of unreadable rows (data.on_error: skip), which have no score.
+        changed: Feature → numbers of ids clamped or hashed into range and of all ids, for tables that allow
+            such ids.
     """
 
     rows: int = 0
@@ -172,13 +173,13 @@ class Counts:
         return self
 
     def metadata(self, binding: str) -> dict[bytes, bytes]:
-        """Return the counts as metadata for a file of predictions."""
+        """Return the counts as metadata of a file of predictions."""
         values = {"of": binding, "rows": self.rows, "skipped": self.skipped, "changed": self.changed}
         return {COUNTS_KEY: json.dumps(values, sort_keys=True).encode()}
 
     @classmethod
     def from_footer(cls, footer: pq.FileMetaData, binding: str) -> Counts | None:
-        """Return the counts in a file's metadata; None if the file does not contain these predictions."""
+        """Return the counts stored in a file's metadata; None if its predictions do not match."""
         try:
             values = parse_json((footer.metadata or {})[COUNTS_KEY])
             if values["of"] != binding or values["rows"] != footer.num_rows:
@@ -192,7 +193,7 @@ class PredictionFolder(ClaimedFolder):
     """Folder of predictions, local or in an object store.
 
     Raises:
-        OSError: Any method may raise it.
+        OSError: The folder cannot be read or written; raised by any method.
     """
 
     partial = PARTS_FOLDER
@@ -202,7 +203,7 @@ class PredictionFolder(ClaimedFolder):
 
     @contextmanager
     def open_parquet_writer(self, name: str, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-        """Open a Parquet file for writing in a block; the file only exists if the block succeeds."""
+        """Open a Parquet file for writing within a block; the file is only created if the block succeeds."""
         with (
             self.stream(name, f"{PARTS_FOLDER}/{uuid4().hex}") as stream,
             pq.ParquetWriter(stream, schema, compression="zstd", write_page_checksum=True) as writer,
@@ -225,16 +226,16 @@ class PredictionFolder(ClaimedFolder):
     def _counts(self, task: PredictionTask, path: str) -> Counts | None:
         try:
             counts = Counts.from_footer(read_footer(self.uri_of(task.name_of(path))), task.manifest.binding)
-        except DataError:  # the file is incomplete
+        except DataError:  # the file is incomplete or damaged
             return None
         return counts if counts is not None and counts.rows == task.files[path] else None
 
 
 def claim_prediction_folder(folder: PredictionFolder, manifest: Manifest) -> set[str]:
-    """Claim a folder for these predictions, or check that it holds them; return the names of its files.
+    """Claim a folder for predictions, or check that it contains the same ones; return its file names.
 
     Raises:
-        ConfigError: The folder holds something else.
+        ConfigError: The folder contains something else.
         RunError: The folder cannot be read or written.
     """
     expected = "a folder that all nodes can write to"
@@ -249,10 +250,10 @@ def claim_prediction_folder(folder: PredictionFolder, manifest: Manifest) -> set
 
 
 def check_output_folder(out: str, data: str) -> str:
-    """Check the output folder, and return the folder that names of input files are relative to.
+    """Check the output folder, and return the folder to which the names of input files are relative.
 
     Raises:
-        ConfigError: The output would be written among the input.
+        ConfigError: The output would be written into the input folder.
     """
     filesystem, source = open_filesystem(data)
     is_file = filesystem.get_file_info(source).is_file

@@ -1,4 +1,4 @@
-"""A checkpoint's model in this process, whose tables contain only the rows that are looked up."""
+"""Evaluation of a checkpoint's model in this process, with only the looked-up table rows in memory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from raytrec.driver.evaluation import Checkpoint
 from raytrec.models.recommender import Recommender, build_recommender
 from raytrec.tasks.task import count_logits, needs_vectors, resolve_tasks
 
-UsedRows = dict[str, np.ndarray]  # table → rows that are looked up, ascending
-Rounding = Callable[[torch.Tensor], torch.Tensor]  # rows of tables, float32 [n, dim] → rows rounded as stored
-HEAD = "head.model."  # prefix of the names of dense parameters (worker.step.LossModel)
+UsedRows = dict[str, np.ndarray]  # table → looked-up rows, ascending
+Rounding = Callable[[torch.Tensor], torch.Tensor]  # table rows, float32 [n, dim] → the same rows rounded as stored
+HEAD = "head.model."  # prefix of dense parameter names (worker.step.LossModel)
 
 
 def read_batch(saved: Checkpoint, dataset: Dataset, parts: list[Part]) -> Batch:
-    """Return rows as one batch for a checkpoint's model.
+    """Read rows as one batch for a checkpoint's model.
 
     Args:
         saved: Checkpoint of the model.
-        dataset: Dataset of the rows; it may lack some of the schema's features.
+        dataset: Dataset that contains the rows; some of the schema's features may be missing.
         parts: Rows to read.
     """
     silence_tracing()
@@ -47,13 +47,13 @@ def read_batch(saved: Checkpoint, dataset: Dataset, parts: list[Part]) -> Batch:
 def compute_outputs(
     saved: Checkpoint, batch: Batch, tower: TowerName | None = None, as_stored: Rounding | None = None
 ) -> torch.Tensor:
-    """Return a batch's logits from a checkpoint's model, or a tower's vectors, float32 [rows, width].
+    """Return the logits of a batch or, for a tower, its vectors, float32 [rows, width].
 
     Args:
         saved: Checkpoint of the model.
         batch: Rows to score.
         tower: Tower whose vectors are returned; None: logits.
-        as_stored: Function that rounds rows of tables before the lookup; None: no rounding.
+        as_stored: Function that rounds table rows before the lookup; None: no rounding.
     """
     used, sparse = _renumber_ids(saved, batch.sparse)
     model = load_model(saved, used, as_stored)
@@ -62,7 +62,7 @@ def compute_outputs(
 
 
 def _renumber_ids(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[UsedRows, KeyedJaggedTensor]:
-    """Return the rows of tables that are looked up, and ids replaced by positions among these rows."""
+    """Return the looked-up rows of each table, and the ids replaced by positions among these rows."""
     keys, schema = sparse.keys(), saved.schema
     table_of = [schema.sparse[key].table for key in keys]
     key_ids = list(sparse.values().split(sparse.length_per_key()))
@@ -82,12 +82,12 @@ def _renumber_ids(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[UsedRow
 
 
 def load_model(saved: Checkpoint, used: UsedRows, as_stored: Rounding | None = None) -> Recommender:
-    """Return a checkpoint's model, whose tables contain only the rows that are used.
+    """Load a checkpoint's model with tables that contain only the rows in `used`.
 
     Args:
         saved: Checkpoint of the model.
-        used: Rows of each table.
-        as_stored: See `compute_outputs`.
+        used: Table → rows to load.
+        as_stored: Function that rounds table rows; see `compute_outputs`.
     """
     config, schema = saved.config, saved.schema
     tasks, cpu = resolve_tasks(config.tasks, schema), torch.device("cpu")
@@ -108,7 +108,7 @@ def load_model(saved: Checkpoint, used: UsedRows, as_stored: Rounding | None = N
             rows = used.get(table, np.empty(0, np.int64))
             values = torch.from_numpy(stored.take(rows.tolist()))
             parameter.data[: len(rows)] = as_stored(values) if as_stored and len(rows) else values
-    targets = {}  # as in evaluations: with train.ema, the averages
+    targets = {}  # with train.ema, the averages are used, as in evaluations
     for name, value in model.model.state_dict().items():
         average = f"dense/{HEAD}{name}/ema"
         has_average = config.train.ema and average in saved.index["tensors"]

@@ -1,4 +1,4 @@
-"""`raytrec predict`: writes the scores of every row of a folder of Parquet files, as Parquet."""
+"""`raytrec predict`: writing the scores of all rows in a folder of Parquet files as Parquet."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Predictions(Result):
 
     Attributes:
         metrics: Figures of the whole folder: predict.rows, predict.files, predict.skipped_rows,
-            predict.skipped_files, predict.ids (ids of tables that clamp or hash ids into range) and
-            predict.changed_ids (clamped or hashed ids). Figures of this call: predict.rows_per_s (None if all
-            files were complete), world_size and seconds. Also changed: feature → clamped or hashed ids; name
-            and checkpoint.
-        columns: Columns of the files, in order.
+            predict.skipped_files, predict.ids (number of ids of tables that clamp or hash ids into range),
+            predict.changed_ids (number of clamped or hashed ids) and changed (feature → number of clamped or
+            hashed ids). Figures of this call: predict.rows_per_s (None if all files were complete),
+            world_size and seconds. Also name and checkpoint.
+        columns: Columns of the output files, in order.
     """
 
     columns: list[str] = field(default_factory=list)
@@ -77,27 +77,27 @@ def predict(
     overrides: Overrides | None = None,
     allow_code: bool = False,
 ) -> Predictions:
-    """Predict every row of a folder of Parquet, and write an output file of the same name per input file.
+    """Predict all rows of a Parquet folder, and write one output file of the same name per input file.
 
-    The rows keep their order. If a call is interrupted, the next call continues; complete files are kept.
+    The order of rows is kept. If a call is interrupted, the next call continues; complete files are kept.
 
     Args:
         place: Run folder or checkpoint folder. Nothing is written there.
-        data: Folder or file of Parquet, local or s3:// or gs://. No labels are needed.
-        out: Output folder, local or s3:// or gs://; all nodes must be able to access it.
-        columns: Columns of the input to carry; default: the run's data.reserve_columns.
+        data: Parquet folder or file; local, s3:// or gs://. No labels are needed.
+        out: Output folder; local, s3:// or gs://. All nodes must be able to access it.
+        columns: Input columns to carry over to the output; default: the run's data.reserve_columns.
         vectors: Tower whose vectors are written instead of scores, "query" or "item"; the input then only
-            needs the columns of that tower's features.
-        workers: Number of workers; default: as the run was trained.
+            needs the columns of this tower's features.
+        workers: Number of workers; default: the run's scaling.num_workers.
         checkpoint: Step of the run's checkpoint, or "best" (by checkpoint.best_metric); default: the newest.
-        overrides: `section.key=value` of data, scaling, plan and train, such as data.on_error=skip; and
-            tables.NAME.out_of_range=RULE.
-        allow_code: True to allow that the configuration names code (raytrec/config/trust.py).
+        overrides: `section.key=value` for the sections data, scaling, plan and train, such as
+            data.on_error=skip; and tables.NAME.out_of_range=RULE.
+        allow_code: True to allow the configuration to name code (raytrec/config/trust.py).
 
     Raises:
         RunError: There is no checkpoint, or workers failed more often than scaling.max_failures.
-        ConfigError: `out` holds something else, a setting is wrong, or the model has no vectors.
-        DataError: The input is wrong.
+        ConfigError: `out` contains something else, a setting is wrong, or the model has no vectors.
+        DataError: The input is missing, damaged or does not fit the schema.
 
     Example:
         >>> raytrec.predict("runs/films", "films/test", "scores", columns=["user_id"]).columns
@@ -125,7 +125,7 @@ def predict(
         rules={name: table.out_of_range for name, table in schema.tables.items()},
         vectors=vectors,
     )
-    share = -(-config.data.global_batch_size // config.scaling.max_workers)  # for any number of ranks
+    share = -(-config.data.global_batch_size // config.scaling.max_workers)  # the same for any number of ranks
     batch_rows = max(1, min(share, max(files.values())))
     task = PredictionTask(out, below, files, carried, manifest, batch_rows, MIN_SPAN_ROWS)
     target = PredictionFolder(out)
@@ -160,14 +160,14 @@ def _pairs(metrics: dict[str, Any]) -> Pairs:
 
 
 def list_score_columns(tasks: Sequence[Task]) -> list[str]:
-    """Return the names of the columns of scores: `score`, or `score_TASK` for each of several tasks."""
+    """Return the names of the score columns: `score`, or `score_TASK` for each of several tasks."""
     return ["score"] if len(tasks) == 1 else [f"score_{task.name}" for task in tasks]
 
 
 def _open_input(
     data: str, config: RunConfig, schema: Schema, tower: TowerName | None
 ) -> tuple[Dataset, dict[str, int]]:
-    """Return the dataset, and the number of rows of each readable file; labels are not read."""
+    """Return the dataset without labels, and readable file → number of rows."""
     part = select_tower_schema(config, schema, tower, "--vectors") if tower else schema
     dataset = open_inputs(config, part, data)
     check_suspect_groups(dataset)
@@ -180,7 +180,7 @@ def _open_input(
 
 
 def _is_broken(path: str, places: set[str]) -> bool:
-    """Return True if a file without rows in the dataset was skipped, and False if it is empty."""
+    """Return True if a file without rows in the dataset has been skipped, and False if it is empty."""
     if any(where.startswith(path) for where in places):
         return True
     try:
@@ -190,10 +190,10 @@ def _is_broken(path: str, places: set[str]) -> bool:
 
 
 def _make_carried_columns(names: list[str], transforms: tuple[Transform, ...], files: dict[str, int]) -> CarriedColumns:
-    """Return the carried columns, after a check that every file has them.
+    """Return the carried columns after checking that every file contains them.
 
     Raises:
-        DataError: A file lacks a column.
+        DataError: A file does not contain a column.
     """
     folder_values = [parse_folder_values(path) for path in files]
     keys = set.intersection(*map(set, folder_values)) if folder_values else set()
@@ -206,7 +206,7 @@ def _make_carried_columns(names: list[str], transforms: tuple[Transform, ...], f
 
 
 def _hash_input(dataset: Dataset, files: dict[str, int], below: str, config: RunConfig) -> str:
-    """Return a hash of the names and contents of the input's files and of the transforms."""
+    """Return a hash of the names and contents of the input files and of the transforms."""
     names = sorted(f"{path.removeprefix(below)} {rows}" for path, rows in files.items())
     transforms = [str(transform.model_dump(mode="json")) for transform in config.data.transforms]
     return hashlib.sha256("\n".join([fingerprint(identify_files(dataset)), *transforms, *names]).encode()).hexdigest()
@@ -220,7 +220,7 @@ def _predict_missing(
     dataset: Dataset,
     tasks: Sequence[Task],
 ) -> dict[str, Any]:
-    """Predict the files that are not complete yet, and return figures of this call."""
+    """Predict the files that are not complete yet, and return the figures of this call."""
     config, complete = saved.config, target.find_finished(task, names)
     kinds = [pa.float32() if each.outputs == 1 else pa.list_(pa.float32()) for each in tasks]
     kinds = [pa.list_(pa.float32())] if task.manifest.vectors else kinds
@@ -249,7 +249,7 @@ def _predict_missing(
 
 
 def _compute_figures(target: PredictionFolder, task: PredictionTask, dataset: Dataset) -> dict[str, Any]:
-    """Return the figures of the complete folder.
+    """Return the figures of the whole folder.
 
     Raises:
         RunError: A file is missing, although all workers have succeeded.

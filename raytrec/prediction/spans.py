@@ -1,10 +1,10 @@
-"""Spans of files, and the order in which ranks predict them.
+"""Spans of input files, and the order in which ranks predict them.
 
-A file is cut into spans of whole row groups (large ones in pieces). A span is written as a whole, and
-repeated as a whole after a failure. Spans are dealt to the ranks once, whether or not they are already done,
-and a batch never holds rows of two spans. A row is therefore always at the same place of the same batch on
-the same rank. With the same number of ranks, its score is the same to the last bit, however often the work
-was interrupted.
+A file is cut into spans of whole row groups (large row groups are cut into pieces). A span is written as a
+whole, and repeated as a whole after a failure. Spans are assigned to the ranks once, whether or not they are
+already done, and a batch never contains rows of two spans. A row is therefore always at the same position of
+the same batch on the same rank. With the same number of ranks, its score is bitwise identical, regardless of
+interruptions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from itertools import groupby, zip_longest
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import LaneItem, Order, Part
 
-MIN_SPAN_ROWS = 65_536  # minimum rows of a span, except the last one of a file
-MIN_SPAN_BATCHES = 8  # minimum batches of a span, because its last batch is padded
+MIN_SPAN_ROWS = 65_536  # minimum number of rows in a span, except the last span of a file
+MIN_SPAN_BATCHES = 8  # minimum number of batches in a span, because the last batch is padded
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Span:
 
     Attributes:
         path: Path of the file.
-        first: First row in the file.
+        first: Index of the first row in the file.
         rows: Number of rows.
-        parts: Parts of row groups with these rows, in order.
-        num_file_rows: Number of rows of the whole file.
+        parts: Parts of row groups that contain the rows, in order.
+        num_file_rows: Number of rows in the whole file.
     """
 
     path: str
@@ -50,8 +50,8 @@ def cut_spans(dataset: Dataset, batch_rows: int, span_rows: int = MIN_SPAN_ROWS)
 
     Args:
         dataset: Dataset to cut.
-        batch_rows: Rows of one rank's batch.
-        span_rows: Minimum rows of a span; see MIN_SPAN_ROWS.
+        batch_rows: Number of rows in one rank's batch.
+        span_rows: Minimum number of rows in a span; see MIN_SPAN_ROWS.
     """
     min_rows = max(span_rows, MIN_SPAN_BATCHES * batch_rows)
     all_pieces, spans = Order.evaluation(batch_rows, 1).pieces(dataset), []
@@ -68,7 +68,7 @@ def cut_spans(dataset: Dataset, batch_rows: int, span_rows: int = MIN_SPAN_ROWS)
 
 
 def assign_spans(spans: Iterable[Span], world: int, batch_rows: int) -> list[list[Span]]:
-    """Return each rank's spans: the next span goes to the rank with the fewest batches so far."""
+    """Return each rank's spans; each span is assigned to the rank with the fewest batches so far."""
     dealt: list[list[Span]] = [[] for _ in range(world)]
     loads = [(0, rank) for rank in range(world)]
     for span in spans:
@@ -81,11 +81,11 @@ def assign_spans(spans: Iterable[Span], world: int, batch_rows: int) -> list[lis
 class SpanOrder:
     """Order in which ranks read their spans, with the methods of data.order.Order that Stream calls.
 
-    All ranks take as many steps as the one with the most batches. Every batch is padded to `batch_rows`.
+    All ranks take as many steps as the rank with the most batches. Every batch is padded to `batch_rows`.
 
     Args:
-        rank_spans: Spans of each rank that are not done.
-        batch_rows: Largest number of rows of one rank's batch.
+        dealt: Remaining spans of each rank.
+        batch_rows: Maximum number of rows in one rank's batch.
     """
 
     def __init__(self, dealt: list[list[Span]], batch_rows: int):
@@ -94,20 +94,20 @@ class SpanOrder:
         self._whole = [sum(sizes) for sizes in zip_longest(*self._sizes, fillvalue=0)]
 
     def steps(self, rows: int | None = None) -> int:
-        """Return the number of steps for all spans."""
+        """Return the number of steps required for all spans."""
         return len(self._whole)
 
     def local_rows(self, rank: int, step: int) -> int:
-        """Return the rows of a rank's batch at a step; 0 if the rank has finished its spans."""
+        """Return the number of rows in a rank's batch at a step; 0 if the rank has finished its spans."""
         sizes = self._sizes[rank]
         return sizes[step] if step < len(sizes) else 0
 
     def global_rows(self, rows: int | None, step: int) -> int:
-        """Return the rows of all ranks' batches at a step."""
+        """Return the total number of rows in all ranks' batches at a step."""
         return self._whole[step]
 
     def shares(self, rows: int | None, step: int, rank: int, world: int) -> list[tuple[int, int]]:
-        """Return [(lane, rows of the lane in the rank's batch)]; the only lane is 0."""
+        """Return [(0, number of rows in the rank's batch)], because lane 0 is the only lane."""
         return [(0, self.local_rows(rank, step))]
 
     def padded_rows(self, rows: int | None, step: int, world: int) -> int:
@@ -115,15 +115,15 @@ class SpanOrder:
         return self.batch_rows
 
     def items(self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0) -> list[LaneItem]:
-        """Return a rank's items in order, one per part."""
+        """Return a rank's items in order, one item per part."""
         return [LaneItem(0, 0, (part,), None) for span in self.rank_spans[rank] for part in span.parts]
 
 
 def _list_batch_sizes(spans: list[Span], batch_rows: int) -> list[int]:
-    """Return the rows of each batch; a batch has rows of one span only."""
+    """Return the number of rows in each batch; the rows of a batch belong to a single span."""
     return [min(batch_rows, span.rows - start) for span in spans for start in range(0, span.rows, batch_rows)]
 
 
 def select_remaining(dealt: list[list[Span]], done: Collection[Span]) -> list[list[Span]]:
-    """Return each rank's spans without those that are done."""
+    """Return each rank's spans that are not in `done`."""
     return [[span for span in spans if span not in done] for spans in dealt]

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from raytrec.data.batch import Batch
     from raytrec.tasks.outputs import StepOutputs
 
-MAX_STEPS_IN_FLIGHT = 2  # batches after which scores are read from a GPU
-PROGRESS_INTERVAL_S = 2.0  # between two progress messages
+MAX_STEPS_IN_FLIGHT = 2  # number of batches after which scores are read from a GPU
+PROGRESS_INTERVAL_S = 2.0  # interval between progress messages
 
 
 def predict_worker(prediction_task: PredictionTask, task: WorkerTask) -> None:
-    """Predict this rank's spans and write them, then join the files with several spans.
+    """Predict and write this rank's spans, then join the parts of files with several spans.
 
     Raises:
-        Restart: The group is to be started again; raised on all ranks. Written spans are kept.
+        Restart: The group is to be restarted; raised on all ranks. Written spans are kept.
     """
     import torch.distributed as dist
 
@@ -66,7 +66,7 @@ def _list_finished(folder: PredictionFolder, spans: list[Span], task: Prediction
 
 
 def _predict_spans(context: WorkerContext, task: PredictionTask, order: SpanOrder) -> tuple[int, float]:
-    """Predict and write this rank's spans; return the rows of all ranks and the seconds taken."""
+    """Predict and write this rank's spans; return the number of rows on all ranks and the seconds taken."""
     from raytrec.tasks.objective import ScoringObjective
     from raytrec.worker.build import load_step
     from raytrec.worker.consensus import StepConsensus
@@ -103,20 +103,20 @@ class _SpanCollector:
     """Collector that assembles the outputs of batches into spans.
 
     Args:
-        spans: Spans of this rank in the order in which they are read.
-        writer: Writer of complete spans.
-        features: Names of the sparse features that are read.
+        spans: Spans of this rank, in the order in which they are read.
+        writer: Writer that receives complete spans.
+        features: Names of the sparse features read.
     """
 
     def __init__(self, spans: list[Span], writer: SpanWriter, features: list[str]):
         self._remaining, self._writer, self._features = deque(spans), writer, features
-        self._changed: deque[np.ndarray | None] = deque()  # of batches without outputs so far
+        self._changed: deque[np.ndarray | None] = deque()  # counts of batches whose outputs are pending
         self._pending: deque[tuple[Any, int, np.ndarray | None]] = deque()
-        self._parts: list[tuple[list[np.ndarray], np.ndarray]] = []  # of the current span
+        self._parts: list[tuple[list[np.ndarray], np.ndarray]] = []  # parts of the current span
         self._rows, self._counts = 0, Counts()
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the same batches, and record their counts of changed ids."""
+        """Yield the batches unchanged, and record their counts of changed ids."""
         for batch in batches:
             self._changed.append(None if batch.changed is None else batch.changed.numpy())
             yield batch
@@ -135,7 +135,7 @@ class _SpanCollector:
             self._read_pending()
 
     def finish(self) -> None:
-        """Wait for the last outputs."""
+        """Wait for the last outputs, and pass the last span to the writer."""
         while self._pending:
             self._read_pending()
 

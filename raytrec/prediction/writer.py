@@ -1,4 +1,4 @@
-"""Writer of spans of scores, and functions that join spans to files. No torch."""
+"""Writing spans of scores and joining them to files. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from raytrec.data.fragments import read_footer
 from raytrec.prediction.folder import Counts, PredictionFolder, PredictionTask
 from raytrec.prediction.spans import Span
 
-MAX_QUEUED_SPANS = 2  # predicted spans that may wait to be written
+MAX_QUEUED_SPANS = 2  # maximum number of predicted spans waiting to be written
 
 
 class SpanWriter:
-    """Writer of spans in a thread, in the order in which they are added.
+    """Writer of spans that runs in a thread and keeps the order in which spans are added.
 
     Args:
         task: Input and output of the predictions.
-        skip: True if carried columns of undecodable rows become null (data.on_error: skip).
+        skip: True if carried columns are null for rows that cannot be decoded (data.on_error: skip).
 
     Raises:
-        DataError: Carried columns cannot be read; raised by put and close.
-        RunError: Files cannot be written; raised by put and close.
+        DataError: Carried columns cannot be read; raised by `put` and `close`.
+        RunError: Files cannot be written; raised by `put` and `close`.
     """
 
     def __init__(self, task: PredictionTask, skip: bool):
@@ -38,12 +38,13 @@ class SpanWriter:
         self._waiting: deque[Future[None]] = deque()
 
     def put(self, span: Span, scores: list[np.ndarray], present: np.ndarray, counts: Counts) -> None:
-        """Queue a span; wait while the queue is full.
+        """Add a span to the queue, waiting while the queue is full.
 
         Args:
             span: Span that has been predicted.
             scores: Scores of each task, float32 [rows] or [rows, classes].
-            present: True for rows that were read, bool [rows]; the scores of other rows become null.
+            present: True for rows that were read, bool [rows]; the scores of all other rows are written as
+                null.
             counts: Counts of the span's rows.
         """
         while len(self._waiting) > MAX_QUEUED_SPANS:
@@ -51,7 +52,7 @@ class SpanWriter:
         self._waiting.append(self._thread.submit(self._write, span, scores, present, counts))
 
     def close(self) -> None:
-        """Wait until all spans are written."""
+        """Wait until all spans have been written, and stop the thread."""
         try:
             while self._waiting:
                 self._waiting.popleft().result()
@@ -78,13 +79,13 @@ class SpanWriter:
 
 
 def _make_schema(task: PredictionTask, carried: pa.Schema, scores: list[pa.DataType], counts: Counts) -> pa.Schema:
-    """Return the schema of a file with carried columns and scores of these types."""
+    """Return the schema of a file of predictions: carried columns, then scores of the given types."""
     fields = [*carried, *(pa.field(*column) for column in zip(task.manifest.scores, scores, strict=True))]
     return pa.schema(fields, counts.metadata(task.manifest.binding))
 
 
 def to_score_column(scores: np.ndarray, present: np.ndarray) -> pa.Array:
-    """Return a task's scores as a column of float or list<float> (classes); null for rows not present."""
+    """Return a task's scores as a column of float or list<float> (classes); null for absent rows."""
     absent = ~present
     if scores.ndim == 1:
         return pa.array(scores, pa.float32(), mask=absent if absent.any() else None)
@@ -94,12 +95,12 @@ def to_score_column(scores: np.ndarray, present: np.ndarray) -> pa.Array:
 
 
 def join_parts(task: PredictionTask, spans: list[Span], tick: Callable[[], None] = lambda: None) -> None:
-    """Join the parts of a file in order; each part becomes a row group.
+    """Join the parts of a file in order; each part becomes one row group.
 
     Args:
         task: Input and output of the predictions.
-        spans: Spans of one file, in order; all have been written.
-        tick: Function called after each part.
+        spans: All spans of one file, in order; all parts must have been written.
+        tick: Function called after each part, to report progress.
     """
     folder, counts, binding = PredictionFolder(task.out), Counts(), task.manifest.binding
     with _report_write_errors(task):
@@ -127,14 +128,14 @@ def read_verified(uri: str) -> pa.Table:
 
 
 def write_empty(task: PredictionTask, path: str, scores: list[pa.DataType]) -> None:
-    """Write the predictions of an input file without rows."""
+    """Write an empty file of predictions for an input file without rows."""
     schema = _make_schema(task, task.carried.schema(path), scores, Counts())
     with PredictionFolder(task.out).open_parquet_writer(task.name_of(path), schema) as writer:
         writer.write_table(schema.empty_table())
 
 
 def group_by_file(spans: Iterator[Span] | list[Span]) -> dict[str, list[Span]]:
-    """Return the spans of each file with several spans, in order."""
+    """Return file → its spans in order, for files with several spans."""
     groups: dict[str, list[Span]] = {}
     for span in spans:
         if not span.is_whole:
@@ -143,7 +144,7 @@ def group_by_file(spans: Iterator[Span] | list[Span]) -> dict[str, list[Span]]:
 
 
 def _report_write_errors(task: PredictionTask) -> AbstractContextManager[None]:
-    """Return a context manager that reports errors of writing predictions to the user."""
+    """Return a context manager that converts errors in writing predictions to RunError."""
     return convert_os_errors(
         "the predictions cannot be written",
         where=task.out,

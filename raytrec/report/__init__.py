@@ -1,1 +1,1 @@
-"""Report of a run: findings, figures and a web page."""
+"""Reports on runs: findings, figures and web pages."""

@@ -1,4 +1,4 @@
-"""`raytrec compare`: results, configurations and curves of several runs."""
+"""Comparison of the results, configurations and curves of several runs for `raytrec compare`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytrec.common.redaction import hide
 from raytrec.metrics.results import RESULT_TITLES, Row, as_text, format_result
 from raytrec.tracking.run_folder import RunFolder, check_run_folder
 
-# Ignored: differences have no meaning.
+# Keys whose differences do not affect training; they are ignored.
 IGNORED_KEY_PREFIXES = ("run.name", "run.dir", "tracking.", "checkpoint.dir")
 
 
@@ -23,11 +23,11 @@ class Comparison:
     """Comparison of several runs with the first one.
 
     Attributes:
-        runs: Runs in the order of the command.
-        names: Unique names of the runs; equal names are extended by the path.
-        results: Key → text for each run; other runs than the first include the difference to the first.
-        titles: Key → title.
-        config: section.key → value as text for each run; only keys whose values differ.
+        runs: Runs in the order of the command line.
+        names: Unique names of the runs; the path is appended to equal names.
+        results: Key → text for each run; texts of later runs include the difference from the first run.
+        titles: Key of a result → its title.
+        config: section.key → value as text for each run; contains only keys whose values differ.
     """
 
     runs: list[RunFolder]
@@ -38,10 +38,10 @@ class Comparison:
 
 
 def compare(places: Sequence[str | Path]) -> Comparison:
-    """Read runs and compare them.
+    """Read the run folders `places` and compare the runs with the first one.
 
     Raises:
-        RunError: There are fewer than two runs, or a folder does not exist or contains no files of a run.
+        RunError: There are fewer than two runs, or a folder does not exist or contains no run files.
     """
     if len(places) < 2:
         raise RunError(
@@ -60,7 +60,7 @@ def compare(places: Sequence[str | Path]) -> Comparison:
 
 
 def write(comparison: Comparison, out: str | Path) -> Path:
-    """Write a comparison as one self-contained page and return its path."""
+    """Write a comparison as one self-contained HTML page and return its path."""
     from markupsafe import Markup
 
     from raytrec.report.figures.learning import draw_overlay
@@ -81,7 +81,7 @@ def write(comparison: Comparison, out: str | Path) -> Path:
 
 
 def print_table(comparison: Comparison) -> None:
-    """Print the results and the configuration differences as tables on stdout."""
+    """Print the results and the configuration differences to stdout as tables."""
     from rich.table import Table
 
     from raytrec.common.terminal import open_console, to_plain_text
@@ -106,7 +106,7 @@ def _names(runs: list[RunFolder]) -> list[str]:
 
 
 def _format_result(key: str, row: Row, run: RunFolder, first: RunFolder) -> str:
-    """Return a value as text, with the difference to the first run."""
+    """Return a result of a run as text, with the difference from the first run."""
     if key not in run.result:
         return "–"
     text = as_text(run.result[key], row.form)

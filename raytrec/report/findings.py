@@ -1,8 +1,8 @@
-"""Findings about a run that a report shows first, and the bound of its time.
+"""Findings about a run, which a report shows first, and the largest part of the run's time.
 
-Functions of ranks take the lines of ranks.jsonl of one step (all ranks), or such lines summed over steps.
-They return a sentence or None; training shows these sentences as well. The time of a run, from its start to
-its result, is divided into five parts (docs/monitoring.md defines them).
+Functions on ranks take all ranks' lines of ranks.jsonl for one step, or such lines summed over steps. They
+return a sentence or None; training shows these sentences as well. The time of a run, from its start to its
+result, is divided into five parts, which docs/monitoring.md defines.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from raytrec.report.run_timeline import build_timeline
 from raytrec.tracking import aggregate
 from raytrec.tracking.run_folder import RunFolder
 
-MIN_INTERVAL_S = 60.0  # minimum interval; in shorter ones, starting processes can occupy the CPUs of a small machine
+MIN_INTERVAL_S = 60.0  # minimum interval, because starting processes can occupy a small machine's CPUs
 STRAGGLER_EXCESS_SHARE = 0.15  # a straggler's own time exceeds the others' median by this share of the interval
-IDLE_GPU_PERCENT = 50
+IDLE_GPU_PERCENT = 50  # mean utilization below which GPUs count as idle
 MAX_DATA_WAIT_SHARE = 0.30  # share of the time above which waiting for data is reported
 HOT_RANK_FACTOR = 1.5  # a hot rank exceeds the mean lookup bytes by this factor
 
 LARGER_BATCH_HINT = "raise data.global_batch_size"
-# Phase → its description in a sentence, and the remedy if the phase takes too long.
+# Phase → noun phrase for use in a sentence, and remedy if the phase takes too long.
 PHASE_TEXTS = {
     "data": ("waiting for data", "raise data.readers"),
     "copy": ("copying batches to the device", LARGER_BATCH_HINT),
@@ -48,19 +48,19 @@ PHASE_TEXTS = {
         "evaluate, save or report less often (train.eval_every_steps, checkpoint.every_s, train.log_every_steps)",
     ),
 }
-MAX_DEAD_SHARE, MIN_DEAD_BYTES = (0.9, 2**26)  # share and bytes of untrained rows above which a table is reported
+MAX_DEAD_SHARE, MIN_DEAD_BYTES = (0.9, 2**26)  # a table with a larger share and size of untrained rows is reported
 MAX_CHANGED_SHARE = 0.01  # share of clamped or hashed ids above which a table is reported
-MAX_COLLISION_RATE = 0.1
+MAX_COLLISION_RATE = 0.1  # collision rate above which a table is reported
 MIN_CACHE_HIT_RATE = 0.5  # hit rate of a cached table below which the table is reported
 MAX_RATIO_ERROR = 0.1  # distance of a ratio from 1 above which the metric is reported
-# Overfitting: evaluation NE ÷ mean training NE of the last windows.
+# A model overfits if evaluation NE ÷ mean training NE of the last windows exceeds this ratio.
 OVERFIT_NE_RATIO, OVERFIT_WINDOWS = 1.2, 5
 MAX_FINDINGS_PER_KIND = 5
 BAD_EVENT_TEXTS = {"failed": "a failure", "hang": "a hang", "not saved": "a checkpoint was not saved"}
 
 
 def findings(run: RunFolder) -> list[str]:
-    """Return sentences about problems of a run, the most urgent first."""
+    """Return sentences about the problems of a run, the most urgent first."""
     failed = [f"check {each.check} failed at step {each.step:,}: {each.text}" for each in run.failures]
     return [
         *_model(run),
@@ -92,13 +92,13 @@ def _model(run: RunFolder) -> list[str]:
 
 
 def _list_values(run: RunFolder, key: str) -> list[float]:
-    """Return a metric's values in the result and in evaluations, the last evaluation last."""
+    """Return a metric's values: the result's first, the last evaluation's last."""
     measured = [line.figure(key) for line in run.figures(Eval, Final)]
     return [value for value in (parse_number(run.result.get(EVAL_PREFIX + key)), *measured) if not isnan(value)]
 
 
 def find_poor_fit(run: RunFolder) -> list[str]:
-    """Return sentences on evaluations that are worse than the label's mean, or much worse than training."""
+    """Return sentences about NE that is above 1, or much higher in evaluation than in training."""
     texts = []
     stopping = as_dict(as_dict(run.config.get("train")).get("early_stopping"))
     restores = stopping.get("restore_best")  # if set, the weights are not from the last steps
@@ -155,9 +155,9 @@ def _shorten(sentences: list[str], noun: str) -> list[str]:
 
 
 def find_straggler(lines: list[RankLine]) -> str | None:
-    """Return a sentence about the rank whose own work takes longer than the others' work, and the slow phase.
+    """Return a sentence that names a rank whose own work takes much longer than the others', and the phase.
 
-    Times of less than MIN_INTERVAL_S seconds are too short for this comparison.
+    Return None if there is no such rank, or if the interval is shorter than MIN_INTERVAL_S.
     """
     timed = [line for line in lines if line.seconds > 0]
     if len(timed) < 2:
@@ -185,7 +185,7 @@ def find_straggler(lines: list[RankLine]) -> str | None:
 
 
 def find_low_utilization(lines: list[RankLine]) -> str | None:
-    """Return a sentence if GPUs or all ranks mostly wait, with the main phase and the remedy."""
+    """Return a sentence with a remedy if GPUs are mostly idle or ranks wait long for data, else None."""
     seconds = sum(line.seconds for line in lines)
     if seconds <= 0:
         return None
@@ -204,7 +204,7 @@ def find_low_utilization(lines: list[RankLine]) -> str | None:
 
 
 def find_hot_rank(lines: list[RankLine]) -> str | None:
-    """Return a sentence about the rank that looks up far more bytes than the mean."""
+    """Return a sentence about a rank that looks up far more bytes than the mean, or None."""
     loads = {line.rank: line.added("lookup_bytes") for line in lines}
     total = sum(loads.values())
     if len(loads) < 2 or not total:
@@ -231,18 +231,20 @@ PART_PHASES = {
 
 @dataclass
 class Times:
-    """Time spent in the steps of a run, as means over the ranks.
+    """Time spent in the steps of a run, averaged over ranks.
+
+    The first step of each group of workers is excluded, because it includes setup.
 
     Attributes:
-        seconds: Phase → seconds, without the first step of each group of workers, which includes setup.
-        steps: Number of these steps; a step that was trained twice counts twice.
+        seconds: Phase → seconds.
+        steps: Number of timed steps; a step that was trained twice counts twice.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
     steps: float = 0.0
 
     def add(self, line: RankLine) -> None:
-        """Add a line of ranks.jsonl."""
+        """Add the times of a line of ranks.jsonl."""
         ranks = max(1, len(select_recorded_ranks(line.world)))
         for phase, seconds in line.phases_s.items():
             own = max(0.0, seconds - line.first_s.get(phase, 0.0))
@@ -253,7 +255,10 @@ class Times:
 def find_bound(times: Times, wall_s: float, rows_per_s: float | None) -> dict[str, Any]:
     """Return the entries `bound.…` of result.json; empty if no step was timed.
 
-    `wall_s` is the time of the run from its start to its result, `rows_per_s` the speed of training.
+    Args:
+        times: Time spent in steps.
+        wall_s: Seconds from the start of the run to its result.
+        rows_per_s: Training speed; None: unknown.
     """
     if not times.steps:
         return {}
@@ -271,7 +276,7 @@ def find_bound(times: Times, wall_s: float, rows_per_s: float | None) -> dict[st
 
 
 def _describe_bound(seconds: Mapping[str, float], by: str, whole: float, rows_per_s: float | None) -> str:
-    """Return the bound in words; if the start is the bound, the bound of the steps is added."""
+    """Return a sentence about the part that takes longest; for `start`, also about the steps' longest part."""
     if by != START:
         return f"bound by {_words(seconds, by, whole, rows_per_s)}"
     text = f"bound by start: {format_percent(seconds[START] / whole)} of the time, {format_duration(seconds[START])}, "

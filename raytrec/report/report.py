@@ -1,7 +1,7 @@
-"""`raytrec report`: one web page, and its figures as files.
+"""Web page of a run for `raytrec report`, and its figures as files.
 
-Pages are self-contained HTML rendered from templates. Text from runs is untrusted data: templates escape the
-text and hide secrets in addresses.
+Pages are self-contained HTML rendered from templates. Text from runs is untrusted, so templates escape it and
+hide secrets in addresses.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ REPORT, PICTURES = "report.html", "pictures"
 
 
 class RenderedFigure(NamedTuple):
-    """Entry of the gallery with its <svg> element; None if there is no data."""
+    """Entry of the gallery with its <svg> element, which is None without data."""
 
     picture: Any
     svg: str | None
 
 
 def pictures(folder: str | Path) -> list[Path]:
-    """Write the figures that have data as PNG into FOLDER/pictures/ and return their paths."""
+    """Write the figures with data to FOLDER/pictures/ as PNG, and return their paths."""
     from raytrec.report.figures import GALLERY
     from raytrec.report.figures.style import save_png
 
@@ -48,10 +48,10 @@ def pictures(folder: str | Path) -> list[Path]:
 
 
 def build(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list[Path]]:
-    """Write report.html, and its figures as SVG in pictures/.
+    """Write report.html, and its figures as SVG files in pictures/.
 
     The page is self-contained and supports file://, light and dark mode, and any width. A section without
-    data shows the reason.
+    data states the reason.
 
     Args:
         folder: Folder of a finished or unfinished run.
@@ -74,7 +74,7 @@ def draw(run: RunFolder) -> list[RenderedFigure]:
 
 
 def write_report(run: RunFolder, drawn: list[RenderedFigure], target: Path) -> tuple[Path, list[Path]]:
-    """Write report.html and pictures/ into a folder; the folder is created if it does not exist."""
+    """Write report.html and pictures/ to the folder `target`, which is created if it does not exist."""
     from raytrec.report.figures.style import to_standalone_svg
 
     files = {target / PICTURES / f"{picture.name}.svg": svg for picture, svg in drawn if svg}
@@ -109,9 +109,9 @@ def write_report(run: RunFolder, drawn: list[RenderedFigure], target: Path) -> t
 
 
 class BackgroundRenderer:
-    """Background thread that draws the figures of an ending run while its workers and Ray shut down.
+    """Thread that draws the figures of an ending run while its workers and Ray shut down.
 
-    No figure shows the result, which does not exist yet at that time.
+    No figure shows the result, because it does not exist yet.
 
     Attributes:
         folder: Run folder.
@@ -130,11 +130,11 @@ class BackgroundRenderer:
             self._thread.start()
 
     def confirm(self) -> None:
-        """Record if the files are unchanged since the drawing; call this before the result is written."""
+        """Record if the files are unchanged since `begin`; call this before the result is written."""
         self._confirmed = self._sizes is not None and self._file_sizes() == self._sizes
 
     def write(self) -> tuple[Path, list[Path]]:
-        """Write report.html and pictures/ as in `build`; draw the figures again if files have changed."""
+        """Write report.html and pictures/ as `build` does; redraw the figures if files have changed."""
         if self._thread.ident is not None:
             self._thread.join()
         run, drawn = RunFolder.read(self.folder), self._drawn if self._confirmed else None
@@ -143,7 +143,7 @@ class BackgroundRenderer:
     def _draw(self) -> None:
         try:
             self._drawn = draw(RunFolder.read(self.folder))
-        except Exception:  # `write` draws again and raises the error
+        except Exception:  # `write` redraws and raises the error
             self._drawn = None
 
     def _file_sizes(self) -> list[int]:
@@ -152,7 +152,7 @@ class BackgroundRenderer:
 
 
 def _group_by_section(drawn: list[RenderedFigure]) -> dict[str, list[dict[str, Any]]]:
-    """Return the figures by section; entries without data have the reason."""
+    """Return section → its figures; figures without data have the reason instead."""
     from markupsafe import Markup
 
     sections: dict[str, list[dict[str, Any]]] = {}
@@ -178,7 +178,7 @@ def read_package_versions(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def convert_write_errors(path: Path) -> Iterator[None]:
-    """Convert file system errors of the block, which writes a page or its figures, into RunError.
+    """Convert file system errors in the block, which writes a page or its figures, to RunError.
 
     Raises:
         RunError: The block raised OSError; the error names the path.
@@ -194,12 +194,12 @@ def convert_write_errors(path: Path) -> Iterator[None]:
 
 
 def write_page(path: Path, template: str, **values: Any) -> Path:
-    """Render a template of templates/ into a file; the file is written completely or not at all.
+    """Render a template from templates/ to a file, which is written completely or not at all.
 
     Args:
-        path: Path of the file.
-        template: Name of the template.
-        values: Values of the template. Texts are escaped, unless they are Markup created by raytrec.
+        path: File to write.
+        template: File name of the template.
+        values: Variables of the template. Texts are escaped, except Markup created by raytrec.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

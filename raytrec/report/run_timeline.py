@@ -10,18 +10,18 @@ from raytrec.common.messages import Event, RunEvent, Saved, Start
 from raytrec.tracking.run_folder import RunFolder
 
 DOWN_EVENTS = ("failed", "hang", "stopped")  # events after which no worker is running
-PAUSE_S = 300.0  # a longer pause between two drivers is cut out of the timeline
+PAUSE_S = 300.0  # longer pauses between two drivers are cut out of the timeline
 
 
 @dataclass(frozen=True)
 class Group:
-    """Group of workers from its start to its end, in seconds of the run.
+    """Group of workers and its interval in the timeline.
 
     Attributes:
-        begin_s: Start of the group.
-        end_s: End of the group.
+        begin_s: Start of the group, in seconds of the run.
+        end_s: End of the group, in seconds of the run.
         workers: Number of workers.
-        resumed_after_s: Seconds without a driver before the group, if they are cut out of the timeline; else
+        resumed_after_s: Seconds without a driver before the group if they are cut out of the timeline, else
             None.
     """
 
@@ -33,10 +33,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Mark:
-    """Event at a second of the run.
+    """Event in the timeline of a run.
 
     Attributes:
-        at_s: Second of the run.
+        at_s: Time of the event, in seconds of the run.
         kind: Kind of the event.
         text: Error, cause or reason; may be empty.
         step: Step of the event, or None.
@@ -57,7 +57,7 @@ class RunTimeline:
     Attributes:
         groups: Groups of workers.
         marks: Events other than starts.
-        progress: (second of the run, step); steps can decrease.
+        progress: (second of the run, step) pairs; steps can decrease after a failure.
     """
 
     groups: list[Group]
@@ -66,7 +66,7 @@ class RunTimeline:
 
     @property
     def restarts(self) -> int:
-        """Return the number of times a group was started again."""
+        """Return the number of groups that were started after the first."""
         return max(0, len(self.groups) - 1)
 
     def count(self, kind: str) -> int:
@@ -102,7 +102,7 @@ class _TimedEvent(NamedTuple):
         return self.message.event if isinstance(self.message, Event) else self.message.KIND
 
     def detail(self, name: str) -> Any:
-        """Return one of the message's values; None if the message does not have it."""
+        """Return a value of the message by name, or None if the message lacks it."""
         return self.message.values().get(name)
 
 
@@ -111,8 +111,8 @@ def _make_times_monotonic(
 ) -> tuple[list[_TimedEvent], list[tuple[float, int]]]:
     """Return events and progress with times that never decrease.
 
-    The clock of a new group of workers can be behind the clock of the previous group. Later times are then
-    shifted as if no time had passed in between.
+    The clock of a new group of workers can be behind that of the previous group. Times of the new group are
+    then shifted as if no time had passed between the groups.
     """
     shifts, latest = [0.0], 0.0  # shift in seconds after each backward jump of the clock
     moved = []
@@ -130,14 +130,14 @@ def _make_times_monotonic(
 
 
 class _Clock:
-    """Clock in seconds of the run, without long pauses in which there was no driver."""
+    """Clock that converts Unix times to seconds of the run, without long pauses between drivers."""
 
     def __init__(self, begin: float):
         self._begin = begin
-        self._pauses: list[tuple[float, float]] = []  # (end of a pause, its seconds)
+        self._pauses: list[tuple[float, float]] = []  # (end of a pause, length of the pause in seconds)
 
     def cut(self, begin: float, end: float) -> None:
-        """Remove a pause from the clock."""
+        """Cut the pause from `begin` to `end` out of the timeline."""
         self._pauses.append((end, end - begin))
 
     def __call__(self, unix_s: float) -> float:

@@ -1,4 +1,4 @@
-"""Tables of a report, with values for sorting."""
+"""Tables of a report, whose cells carry values for sorting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_EVENTS = 200
 
 
 def bounds(run: RunFolder) -> DataTable:
-    """Return a table with one row for each part of the run's time (report.findings)."""
+    """Return a table with one row for each part of the run's time (`findings.find_bound`)."""
     parts = as_dict(run.result.get("bound.parts"))
     return _build_slice_table(
         {
@@ -39,17 +39,17 @@ def bounds(run: RunFolder) -> DataTable:
 
 
 def ranks(run: RunFolder) -> DataTable | None:
-    """Return a table with one row for each rank of the last group of workers."""
+    """Return a table with one row for each rank of the last group of workers, or None without ranks."""
     lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
     total = sum(line.added("lookup_bytes") for line in lines)
     return _build_slice_table(_build_rank_row(line, total) for line in lines) if lines else None
 
 
 def _build_rank_row(line: RankLine, total: float) -> dict[str, Cell]:
-    """Return a row of `ranks`.
+    """Return the row of a rank in the table of `ranks`.
 
     Args:
-        line: Sums over time of one rank.
+        line: Sums over time for one rank.
         total: Bytes looked up by all ranks.
     """
 
@@ -75,9 +75,9 @@ def _build_rank_row(line: RankLine, total: float) -> dict[str, Cell]:
 
 
 def build_table_sheet(run: RunFolder) -> DataTable | None:
-    """Return a table with one row per embedding table: its plan and the statistics of the last interval.
+    """Return a table with the plan of each embedding table and its statistics in the last interval.
 
-    Loads are summed since the last group of workers began.
+    Lookups are summed over the time of the last group of workers.
     """
     group = aggregate.sum_over_time(aggregate.select_last_group(run.ranks))
     latest = list(aggregate.by_step(run.ranks).values())[-1] if run.ranks else []
@@ -89,13 +89,13 @@ def build_table_sheet(run: RunFolder) -> DataTable | None:
 def _build_table_row(
     run: RunFolder, name: str, group: list[RankLine], latest: list[RankLine], looked: float
 ) -> dict[str, Cell]:
-    """Return a row of `build_table_sheet`.
+    """Return the row of an embedding table in the table of `build_table_sheet`.
 
     Args:
-        run: Run of the table.
-        name: Name of the table.
-        group: Sums over time of each rank.
-        latest: Lines of the last interval.
+        run: Run to report on.
+        name: Name of the embedding table.
+        group: Sums over time for each rank.
+        latest: All ranks' lines for the last interval.
         looked: Bytes looked up by all ranks.
     """
     entries = [line.tables[name] for line in group if name in line.tables]
@@ -132,7 +132,7 @@ def _build_table_row(
 
 
 def checks(run: RunFolder) -> DataTable | None:
-    """Return a table with one row per check: numbers of passes and failures, and the last value."""
+    """Return a table with the passes, failures and last value of each check, or None without checks."""
     outcomes: dict[str, list[Outcome]] = {}
     for line in run.checks:
         outcomes.setdefault(line.check, []).append(line)
@@ -152,7 +152,7 @@ def checks(run: RunFolder) -> DataTable | None:
 
 
 def events(run: RunFolder) -> DataTable | None:
-    """Return a table of the last MAX_EVENTS events, without successful saves."""
+    """Return a table of the last MAX_EVENTS events except successful saves, or None without events."""
     record = build_timeline(run)
     items = [(mark.at_s, mark.kind, mark.step, mark.text) for mark in record.marks if mark.kind != "saved"]
     items += [(g.begin_s, "started", None, _started(g.workers, g.resumed_after_s)) for g in record.groups]
@@ -169,7 +169,7 @@ def events(run: RunFolder) -> DataTable | None:
 
 
 def saves(run: RunFolder) -> str:
-    """Return one sentence about checkpoints."""
+    """Return a sentence with the number, last step and mean blocking time of the saved checkpoints."""
     good = [event for event in run.events if isinstance(event, Saved) and not event.error]
     if not good:
         return "No checkpoint was recorded."
@@ -179,7 +179,7 @@ def saves(run: RunFolder) -> str:
 
 
 def _build_slice_table(rows: Iterable[dict[str, Cell]]) -> DataTable:
-    """Return a table of rows with the same columns, without columns that are empty in all rows."""
+    """Return rows with equal columns as a table, without the columns that are empty in all rows."""
     rows = list(rows)
     filled = [name for name in (rows or [{}])[0] if any(row[name].text not in ("", "–") for row in rows)]
     return DataTable(filled, [[row[name] for name in filled] for row in rows])

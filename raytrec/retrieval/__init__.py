@@ -1,1 +1,1 @@
-"""`raytrec index`: item vectors, and search in them."""
+"""Indexes of item vectors for `raytrec index`, and search in these indexes."""

@@ -1,4 +1,4 @@
-"""Building an index for `raytrec index`: the items' vectors, and optionally a faiss index."""
+"""Construction of an index for `raytrec index`: item vectors and, optionally, a faiss index."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from raytrec.prediction.predict import predict
 from raytrec.retrieval.index import FAISS_FILE, ITEMS, MANIFEST, Index, read_vectors, require_faiss
 
 RECALL_CUTOFFS = (10, 100)  # values of k for which recall is reported
-NUM_RECALL_QUERIES, CONSECUTIVE_QUERIES = (1000, 10)  # number of queries for recall, and of consecutive rows among them
-MAX_TRAIN_VECTORS = 1 << 18  # maximum number of vectors on which faiss trains clusters and codes
-VECTORS_PER_ADD = 1 << 16  # vectors added at a time
-RESERVED_COLUMNS = ("query", "rank", "score", VECTOR)  # names reserved for columns of Index.search and for vectors
+NUM_RECALL_QUERIES, CONSECUTIVE_QUERIES = (1000, 10)  # queries that measure recall; consecutive rows among them
+MAX_TRAIN_VECTORS = 1 << 18  # maximum number of vectors from which faiss learns clusters and codes
+VECTORS_PER_ADD = 1 << 16  # vectors added to a faiss index at a time
+RESERVED_COLUMNS = ("query", "rank", "score", VECTOR)  # columns that Index.search and the index add to items
 
 
 def index(
@@ -50,20 +50,20 @@ def index(
     overrides: Overrides | None = None,
     allow_code: bool = False,
 ) -> Result:
-    """Compute the vectors of items with a run's model, and write a searchable index (raytrec.load_index).
+    """Compute item vectors with a run's model, and write a searchable index (raytrec.load_index).
 
-    If interrupted, the computation continues when the function is called again.
+    After an interruption, call the function again to continue.
 
     Args:
         place: Run folder or checkpoint folder, which is only read.
-        items: Folder or file of Parquet, local or s3:// or gs://, with one row per item and columns of the
-            item tower's features.
-        out: Folder to write to, local or s3:// or gs://; all nodes must reach it.
+        items: Parquet file or folder of Parquet files, local, s3:// or gs://, with one row per item and the
+            columns of the item tower's features.
+        out: Folder to write to, local, s3:// or gs://; all nodes must be able to reach it.
         item: Column that identifies an item; default: eval.retrieval.item of the run, or else "item".
-        columns: Columns of the items to store in the index; default: all.
+        columns: Item columns to store in the index; default: all.
         faiss: Specification for faiss.index_factory, such as HNSW32; default: exact search only.
-        queries: Parquet with rows to measure recall with, containing columns of the query tower's features;
-            default: the run's data.test, or else its data.valid, if readable.
+        queries: Parquet with query rows for measuring the recall of faiss, with the columns of the query
+            tower's features; default: the run's data.test, else its data.valid, if readable.
         workers: As in `predict`.
         checkpoint: As in `predict`.
         overrides: As in `predict`.
@@ -71,14 +71,14 @@ def index(
 
     Returns:
         Result: The content of index.json: index.items, index.width, index.faiss (None: exact search only),
-            index.recall@10 and @100 of faiss, index.queries (the number of queries of this recall),
-            index.queried (their place), index.faiss_sha256; item, name, checkpoint, world_size, seconds and
-            the counts of `predict`.
+            index.recall@10 and @100 of faiss, index.queries (number of queries that measured recall),
+            index.queried (path of these queries), index.faiss_sha256; item, name, checkpoint, world_size,
+            seconds and the counts of `predict`.
 
     Raises:
         ConfigError: faiss is not installed or rejects the specification, or the model has no query and item
             vectors.
-        RunError, DataError: As in `predict`; or items without a key, or with a key that is not unique.
+        RunError, DataError: As in `predict`; or an item lacks a key, or two items have the same key.
 
     Example:
         >>> raytrec.index("runs/films", "items.parquet", "index", item="item_id").metrics["index.items"]
@@ -145,7 +145,7 @@ def _check_columns(names: list[str]) -> None:
 
 
 def _open_queries(saved: Checkpoint, queries: str | None) -> Dataset | None:
-    """Return the queries, or None if `asked` is None and the run's evaluation data cannot be read."""
+    """Return the queries, or None if `queries` is None and the run's evaluation data cannot be read."""
     config, part = saved.config, select_tower_schema(saved.config, saved.schema, "query", "raytrec index")
     if queries:
         return open_inputs(config, part, make_absolute(str(queries)), "--queries")
@@ -157,7 +157,7 @@ def _open_queries(saved: Checkpoint, queries: str | None) -> Dataset | None:
 
 
 def _compute_query_vectors(saved: Checkpoint, dataset: Dataset) -> np.ndarray:
-    """Return the query vectors of some rows that are spread evenly over the dataset."""
+    """Return the query vectors of about NUM_RECALL_QUERIES rows spread evenly over the dataset."""
     from raytrec.prediction.one_process import compute_outputs, read_batch
 
     pieces = max(1, min(NUM_RECALL_QUERIES, dataset.rows) // CONSECUTIVE_QUERIES)
@@ -172,15 +172,15 @@ def _compute_query_vectors(saved: Checkpoint, dataset: Dataset) -> np.ndarray:
 
 
 def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
-    """Return a faiss index of items by their dot product with queries.
+    """Return a faiss index that finds items by their dot products with queries.
 
     Args:
         spec: Specification for faiss.index_factory, such as HNSW32, "IVF256,Flat" or "OPQ16,IVF256,PQ16".
         items_ND: Item vectors, float32.
-        seed: Seed of the training sample, if the index is trained.
+        seed: Seed for the sample of items that trains the index, if the index needs training.
 
     Raises:
-        ConfigError: faiss rejects the specification for this width and number of vectors.
+        ConfigError: faiss rejects the specification for this number and width of vectors.
     """
     faiss = require_faiss()
     try:
@@ -201,7 +201,7 @@ def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
 
 
 def _measure_recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:
-    """Return the share of the k best items that faiss finds among its k items."""
+    """Return, for each k, the share of the exact top k items in the top k of faiss, and about the queries."""
     metrics: dict[str, Any] = {}
     for k in [k for k in RECALL_CUTOFFS if k <= len(index)] or [len(index)]:
         exact, approximate = (index.nearest(queries, k, exact=e)[0] for e in (True, False))

@@ -1,8 +1,8 @@
-"""Reading and searching an index of items: exactly, in blocks of NumPy, or with faiss. No torch.
+"""Index of items in memory, searched exactly with NumPy or with faiss. The module does not import torch.
 
-DIR/items/*.parquet       columns of the items, and `vector`, float32 (raytrec predict --vectors item)
-DIR/index.faiss           faiss index of the vectors, if there is one
-DIR/index.json            description of the index, written when all files are complete
+DIR/items/*.parquet       item columns, and `vector`, float32 (raytrec predict --vectors item)
+DIR/index.faiss           faiss index of the vectors (optional)
+DIR/index.json            description of the index, written after all other files
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from raytrec.prediction.folder import VECTOR
 from raytrec.prediction.writer import read_verified
 
 MANIFEST, FAISS_FILE, ITEMS = "index.json", "index.faiss", "items"
-BLOCK_QUERIES, BLOCK_SCORES = 256, 1 << 22  # queries, and queries × items, in a block of exact search
+BLOCK_QUERIES, BLOCK_SCORES = 256, 1 << 22  # queries, and queries × items, in each block of exact search
 LOWER_32_BITS = np.uint64(0xFFFFFFFF)
 
 
 @with_config({"extra": "allow"})
 class IndexManifest(TypedDict):
-    """Content of index.json; also the metrics of `raytrec index`.
+    """Content of index.json, which also stores the metrics of `raytrec index`.
 
     Attributes:
-        format: Version of the format.
+        format: Version of the file format.
         item: Column that identifies an item.
     """
 
@@ -48,11 +48,11 @@ class Index:
     """Items and their vectors in memory.
 
     Args:
-        items: Columns of the items, in the order of the vectors.
-        vectors: Vectors of the items, float32 [N, D].
+        items: Item columns, with rows in the order of the vectors.
+        vectors: Item vectors, float32 [N, D].
         key: Column that identifies an item.
         about: Content of index.json.
-        faiss: faiss index of the vectors; None: search is exact.
+        faiss: faiss index of the vectors; None: search is always exact.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class Index:
         Args:
             vectors: Query vectors, float [Q, D], or [D] for a single query (raytrec.load(…).vectors).
             k: Number of items for each query.
-            leave_out: Keys of the items to exclude for each query, such as items already seen; None: no
-                items.
-            exact: If True, search exactly even if the index has a faiss index.
+            leave_out: Keys of items to exclude for each query, such as items already seen; None: exclude
+                nothing.
+            exact: If True, search exactly even if there is a faiss index.
 
         Returns:
-            A row for each item found, with the columns query (number of the query, from 0), rank (from 1),
-            the items' columns, and score. Rows are sorted by query, then by descending score.
+            One row per found item, with the columns query (number of the query, from 0), rank (from 1), the
+            item columns, and score. Rows are sorted by query, then by descending score.
 
         Raises:
-            ConfigError: k is not positive, vectors have another width, or keys have another type.
+            ConfigError: k is not positive, or vectors have the wrong width, or keys the wrong type.
         """
         queries = self._check_queries(vectors, k)
         excluded_keys = [None] * len(queries) if leave_out is None else leave_out
@@ -111,7 +111,7 @@ class Index:
     def nearest(self, queries: np.ndarray, k: int, *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows and scores of the k best items for each query, highest score first.
 
-        Rows are int64 [Q, k], -1 if faiss finds fewer items; scores are float32 [Q, k].
+        Rows are int64 [Q, k], with -1 where faiss finds fewer than k items. Scores are float32 [Q, k].
         """
         if exact or self.faiss is None:
             return search_exactly(self.vectors, queries, k)
@@ -136,7 +136,7 @@ class Index:
         return queries
 
     def _find_rows(self, keys: Sequence[Any]) -> np.ndarray:
-        """Return the rows of the existing keys among `keys`."""
+        """Return the rows of the items with these keys; unknown keys are ignored."""
         try:
             if isinstance(keys, str):
                 raise TypeError
@@ -161,11 +161,11 @@ def load_index(folder: str) -> Index:
     """Load an index written by `raytrec index`.
 
     Args:
-        folder: Folder of the index; local, s3:// or gs://. The files are data, but faiss parses the faiss
-            index: open only folders that you trust.
+        folder: Folder of the index; local, s3:// or gs://. The files contain only data, but faiss does not
+            parse its file safely, so open a folder with a faiss index only if you trust it.
 
     Raises:
-        RunError: There is no index, or the index is damaged.
+        RunError: The folder contains no index, or a damaged one.
         ConfigError: The index requires faiss, which is not installed.
 
     Example:
@@ -179,7 +179,7 @@ def load_index(folder: str) -> Index:
     about = dict(read_document(uri, MANIFEST, IndexManifest, "index", "raytrec index"))
     try:
         return _read_index(uri, about)
-    except ConfigError:  # faiss is not installed
+    except ConfigError:  # because faiss is not installed
         raise
     except (DataError, OSError, ValueError, LookupError, RuntimeError, pa.ArrowException) as error:
         why = error.what if isinstance(error, DataError) else get_first_line(error)
@@ -192,7 +192,7 @@ def load_index(folder: str) -> Index:
 
 
 def _read_index(uri: str, about: dict[str, Any]) -> Index:
-    """Return the index whose files match its manifest; raise various errors if they do not."""
+    """Return the index in a folder; raise errors of various types if its files do not match the manifest."""
     items, vectors = read_vectors(join_uri(uri, ITEMS))
     if len(vectors) != about.get("index.items", len(vectors)):
         raise ValueError(f"{ITEMS} has {len(vectors):,} vectors, but {MANIFEST} lists {about['index.items']}")
@@ -212,9 +212,9 @@ def _read_index(uri: str, about: dict[str, Any]) -> Index:
 
 
 def read_vectors(uri: str) -> tuple[pa.Table, np.ndarray]:
-    """Return the other columns, and the vectors as float32 [N, D], of a folder of Parquet files with vectors.
+    """Return the vectors in a folder of Parquet files as float32 [N, D], preceded by a table of other columns.
 
-    Rows that could not be read have no vector and are skipped.
+    Rows that `predict` could not read have no vector and are skipped.
     """
     table = pa.concat_tables([read_verified(file) for file in list_files(uri, "vectors").files])
     table = table.filter(table[VECTOR].is_valid())
@@ -226,8 +226,8 @@ def read_vectors(uri: str) -> tuple[pa.Table, np.ndarray]:
 def search_exactly(items_ND: np.ndarray, queries_QD: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the items with the highest dot products for each query.
 
-    A score is summed in float64 and rounded to float32. For equal scores, the lower row comes first. NaN
-    comes last.
+    Scores are summed in float64 and rounded to float32. Items with equal scores are sorted by row; NaN scores
+    come last.
 
     Args:
         items_ND: Item vectors, float32.
@@ -235,7 +235,7 @@ def search_exactly(items_ND: np.ndarray, queries_QD: np.ndarray, k: int) -> tupl
         k: Number of items per query, 1 to N.
 
     Returns:
-        Rows int64 [Q, k] and scores float32 [Q, k], highest score first.
+        Rows, int64 [Q, k], and scores, float32 [Q, k], in descending order of scores.
     """
     rows, scores = [np.empty((0, k), np.int64)], [np.empty((0, k), np.float32)]
     for start in range(0, len(queries_QD), BLOCK_QUERIES):
@@ -254,16 +254,16 @@ def search_exactly(items_ND: np.ndarray, queries_QD: np.ndarray, k: int) -> tupl
 
 
 def compute_dot_products(items_ND: np.ndarray, queries_QD: np.ndarray, rows_QK: np.ndarray) -> np.ndarray:
-    """Return the scores of the given items for each query, float32 [Q, K]."""
+    """Return the dot products of each query with its items, float32 [Q, K]."""
     items = items_ND[rows_QK].astype(np.float64)
     return np.einsum("qkd,qd->qk", items, queries_QD.astype(np.float64)).astype(np.float32)
 
 
 def _pack_ranks(scores_QN: np.ndarray, first: int) -> np.ndarray:
-    """Return numbers uint64 [Q, N] that combine score and row, and are larger for items that come first.
+    """Return uint64 numbers [Q, N] that combine score and row, and are larger for items that rank higher.
 
-    The upper bits are the float32 score, mapped to an integer of the same order; the lower ones the inverted
-    row. `first` is the row of the first item.
+    The upper 32 bits contain the float32 score, mapped to an integer that sorts alike; the lower 32 bits
+    contain the inverted row. `first` is the row of the first item.
     """
     scores = scores_QN.astype(np.float32) + np.float32(0)  # maps -0.0 to 0.0
     bits = scores.view(np.uint32)

@@ -1,1 +1,1 @@
-"""An exported model, scored without the trainer: no Ray, TorchRec, FBGEMM or MLflow."""
+"""Scoring with exported models, without the trainer: Ray, TorchRec, FBGEMM and MLflow are not needed."""

@@ -1,4 +1,4 @@
-"""Loading of exports."""
+"""Loading exports."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
     Tables are mapped into memory; rows that have been looked up stay in memory while there is room.
 
     Args:
-        uri: Local path, s3:// or gs:// URI. Files of a store are first copied into a temporary folder, whose
+        uri: Local path, s3:// or gs:// URI. Files in a store are first copied to a temporary folder, whose
             space is freed when the process ends or the model is no longer used.
-        check_tables: Also compare the checksums of tables, which reads all of their files.
-        allow_code: Import the code that transforms of the export name (module:name).
+        check_tables: True to also compare the checksums of tables, which reads all of their files.
+        allow_code: True to import the code that transforms of the export name (module:name).
 
     Raises:
-        RunError: There is no export, it is damaged, or its golden rows have other scores here.
+        RunError: There is no export, it is damaged, or its golden rows get different scores here.
         ConfigError: The export names code.
 
     Example:
@@ -137,12 +137,12 @@ def _copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Pa
 
 
 def check_files(folder: Path, manifest: Manifest, tables: bool, where: str) -> None:
-    """Compare files with the manifest: all sizes and checksums.
+    """Compare the sizes and checksums of all files with the manifest.
 
     Args:
         folder: Local folder of the export.
         manifest: Manifest of the export.
-        tables: True to compare checksums of tables as well.
+        tables: True to also compare the checksums of tables; their sizes are always compared.
         where: Location of the export in error messages.
 
     Raises:
@@ -196,10 +196,10 @@ def _resolve_vocabulary(transform: Any, folder: Path) -> Any:
 
 
 def open_table(folder: Path, entry: TableEntry, rows: int, dim: int) -> BlockTable:
-    """Return a table that is mapped into memory.
+    """Return a table whose files are mapped into memory.
 
     Raises:
-        RunError: A file has another content.
+        RunError: A file cannot be read, or contains a tensor of another shape or dtype.
     """
     from safetensors import SafetensorError, safe_open
 

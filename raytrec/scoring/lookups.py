@@ -1,10 +1,10 @@
-"""Inputs of a model's programs, looked up for rows: bags and sequences, in plain torch.
+"""Lookup of the bags and sequences that are inputs of a model's programs, in plain torch.
 
 Rows of tables are stored in files in one of four precisions:
 
     fp32, fp16     [n, dim]
     int8           uint8 [n, dim + 8]: steps of 0 to 255, then scale and offset, float32
-    int4           uint8 [n, dim ÷ 2 + 4]: two steps of 0 to 15 a byte, the first in the low bits, then scale
+    int4           uint8 [n, dim ÷ 2 + 4]: two steps of 0 to 15 per byte, the first in the low bits, then scale
                    and offset, float16
 
 A value is step · scale + offset. The layouts of int8 and int4 follow FBGEMM's row-wise quantization:
@@ -49,7 +49,7 @@ class TablePrecision:
         return dim * self.bits // 8 + 2 * self.scale_dtype.itemsize if self.bits else dim
 
     def encode(self, rows_ND: torch.Tensor) -> torch.Tensor:
-        """Return rows as they are stored.
+        """Encode rows for storage.
 
         Args:
             rows_ND: float32 [n, dim].
@@ -107,11 +107,11 @@ class TableRows(Protocol):
 
 
 class BlockTable:
-    """Table in blocks of rows.
+    """Table stored in blocks of rows.
 
     Args:
-        blocks: Stored rows, [block_rows, …] each; the last block has fewer.
-        block_rows: Rows of each block but the last.
+        blocks: Stored rows, [block_rows, …] each; the last block may have fewer rows.
+        block_rows: Number of rows of each block except the last.
         precision: Format of the stored rows.
     """
 
@@ -142,8 +142,8 @@ class IdRows:
     """Rows of a table's managed ids.
 
     Args:
-        table: The table.
-        keys: Keys of the ids with their own row, int64 [n], ascending.
+        table: Schema of the table.
+        keys: Keys of the ids that have their own row, int64 [n], ascending.
         rows: Rows of these ids, int64 [n].
     """
 
@@ -176,7 +176,7 @@ class Lookups:
         self._features, self._tables, self._ids = features, tables, ids
 
     def __call__(self, rows: AssembledTensors, needed_features: Collection[str]) -> Tensors:
-        """Return the inputs of the wanted features, B rows of each, and the dense columns."""
+        """Return the inputs of `needed_features`, with B rows each, and the dense columns."""
         inputs: Tensors = {("dense", ""): rows.dense}
         bags = rows.bags
         weights = [None] * len(bags.keys) if bags.weights is None else bags.weights.split(bags.counts)
@@ -228,7 +228,8 @@ def pool_bags(
         vectors_ND: Vectors, already multiplied by their weights.
         lengths_B: Number of vectors of each bag.
         weights_N: Weights; None: the vectors are not weighted.
-        mean: True to divide sums by Σ of the weights if it is not 0, or without weights by the length.
+        mean: True to divide each sum by the sum of the bag's weights, unless that is 0, or without weights by
+            the bag's length.
     """
     sums_BD = torch.segment_reduce(vectors_ND, "sum", lengths=lengths_B.long(), unsafe=True)
     if not mean:

@@ -1,4 +1,4 @@
-"""manifest.json: content of an export. This module needs no torch.
+"""manifest.json: content of an export. Torch is not imported.
 
 DIR/manifest.json              this file; exists once all other files are complete
 DIR/predict.pt2                rows → predictions (torch.export); query.pt2, item.pt2: vectors of towers
@@ -36,10 +36,10 @@ Metrics = dict[str, dict[PrecisionName, float | None]]
 
 
 class Input(Section):
-    """One input tensor of a program, of B rows.
+    """One input tensor of a program, with B rows.
 
     Attributes:
-        kind: dense: float32 [B, width], the dense columns of the schema in its order. bag: float32
+        kind: dense: float32 [B, width], the dense columns in the schema's order. bag: float32
             [B, width], the pooled embedding of a feature. Of a sequence feature, most recent id first:
             vectors, float32 [B, length, width]; present, bool [B, length], True for positions with an id;
             side_features, float64 [B, length, width].
@@ -75,14 +75,14 @@ class FileEntry(Section):
 
 
 class ProgramEntry(Section):
-    """Program and the tensors that it takes, in order. The programs of towers return vectors."""
+    """Program and its input tensors, in order. The programs of towers return vectors."""
 
     file: str
     inputs: list[Input]
 
 
 class TableEntry(Section):
-    """Table in files of `block_rows` rows each; the last file has the remaining rows."""
+    """Table in files of `block_rows` rows each; the last file contains the remaining rows."""
 
     precision: PrecisionName
     block_rows: PositiveInt
@@ -96,18 +96,18 @@ class TaskEntry(Section):
     label: str
     column: str
     classes: PositiveInt = 1
-    """Number of values of each row; more than one if the task has classes."""
+    """Number of values per row; more than one if the task has classes."""
     predicts: Literal["probability", "number", "classes", "score"] | None = None
     """Probability of label 1, number in the label's units, probability of each class, or order only."""
 
 
 class ExportSource(Section):
-    """Origin of the model."""
+    """Origin of an exported model."""
 
     run: str
     step: NonNegativeInt
     checkpoint: str
-    """Name of the checkpoint's folder, without the path to it."""
+    """Name of the checkpoint's folder, without its path."""
     checkpoint_id: str
     """Checksum of the checkpoint's content."""
     raytrec: str
@@ -119,11 +119,11 @@ class Manifest(Section):
 
     Attributes:
         data_schema: Schema of the features that the model reads; key: schema.
-        sequences: Features that are read id by id → maximum number of ids.
+        sequences: Feature that is read id by id → maximum number of ids.
         lists: Features whose columns are lists after the transforms.
         transforms: Transforms needed for these features; files that they name are in the export's folder.
-        towers: query and item → the features and dense columns from which its vectors are computed.
-        files: All files but manifest.json.
+        towers: Tower (query or item) → features and dense columns from which its vectors are computed.
+        files: Name → entry of each file except manifest.json.
     """
 
     format: Literal[1] = EXPORT_FORMAT
@@ -141,7 +141,7 @@ class Manifest(Section):
     ids: dict[str, str] = Field(default_factory=dict)
     golden_rows: NonNegativeInt = 0
     metrics: Metrics = Field(default_factory=dict)
-    """For quantized tables: metric → its value with fp32 tables and with these; None where not defined."""
+    """For quantized tables: metric → its values with fp32 and with quantized tables; None if undefined."""
     files: dict[str, FileEntry]
     binding: str
     """Hash of everything that determines the export."""
@@ -167,18 +167,18 @@ class Manifest(Section):
 
     @property
     def features(self) -> Features:
-        """Features of a row, and how they are looked up."""
+        """Return the features of a row and their lookups."""
         return Features(self.data_schema, self.sequences)
 
     @property
     def checksum(self) -> str:
-        """SHA-256 over the checksums of all files and the binding."""
+        """Return the SHA-256 of the checksums of all files and the binding."""
         sums = {name: entry.sha256 for name, entry in self.files.items()}
         return hashlib.sha256(json.dumps([self.binding, sums], sort_keys=True).encode()).hexdigest()
 
     @property
     def version(self) -> str:
-        """Name of the model in answers: run, step, and some digits of the checksum, in ASCII for headers."""
+        """Return the model's name in answers: run, step and checksum digits, in ASCII for headers."""
         run = re.sub(r"[^\w.-]", "_", self.source.run, flags=re.ASCII)
         return f"{run}-{self.source.step}-{self.checksum[:8]}"
 

@@ -16,13 +16,13 @@ import raytrec
 
 
 class ExportedModel(PythonModel):
-    """MLflow model: rows as a DataFrame → their predictions as a DataFrame."""
+    """MLflow model that maps a DataFrame of rows to a DataFrame of their predictions."""
 
     def load_context(self, context):
         """Load the export.
 
         Raises:
-            RaytrecError: There is no export, it is damaged, or it differs from the logged one.
+            RaytrecError: There is no export, it is damaged, or it differs from the logged export.
         """
         place, allow_code = Path(context.artifacts["export"]), bool(context.model_config.get("allow_code"))
         logged = None if place.is_dir() else json.loads(place.read_text(encoding="utf-8"))
@@ -37,7 +37,7 @@ class ExportedModel(PythonModel):
             )
 
     def predict(self, context, model_input: pd.DataFrame, params=None):
-        """Return the columns score or score_TASK. Times must be UTC, as MLflow has no time zones."""
+        """Return the predictions as columns score or score_TASK. Times must be UTC: MLflow has no time zones."""
         columns = pa.schema([field for field in self._model.columns if field.name in model_input.columns])
         rows = pa.Table.from_pandas(model_input, columns, preserve_index=False)
         return self._model.predict(rows).to_pandas()

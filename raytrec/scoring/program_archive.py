@@ -1,8 +1,8 @@
-"""Archives of torch.export (.pt2), whose content is checked before torch reads it.
+"""Archives of torch.export (.pt2), whose content is checked before torch loads them.
 
 torch.export.load can run code of an archive: it unpickles entries, evaluates symbolic expressions, loads
 libraries, and writes names into Python source. Archives are therefore read by one strict parser, which
-accepts only content that `raytrec export` writes. torch loads a new archive made of the checked parts.
+accepts only content that `raytrec export` writes. torch then loads a new archive that consists of the checked parts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch.export.pt2_archive import PT2ArchiveWriter
 from raytrec.common.errors import RunError, get_first_line
 from raytrec.common.formatting import as_dict
 from raytrec.common.reading import UnreadableError, parse_json
-from raytrec.compat.torch_ import is_dispatched, load_archive
+from raytrec.compat.torch_ import load_archive
+from raytrec.scoring.operators import DisallowedContent, add_size_checks, check_arguments, is_operator
 
 MODEL, SAMPLE_INPUTS_ENTRY = "models/model.json", "data/sample_inputs/model.pt"
 # Configuration of tensors → pattern of the entries in its folder.
@@ -48,33 +49,6 @@ FIELD_PATTERNS = {
     "torch_version": re.compile(r"[\w.+]*"),
     "type": re.compile("cpu"),  # of a device
 }
-OPERATOR_PATTERN = re.compile(r"torch\.ops\.aten\.(\w+?)_?\.(?!\w*out)\w+")
-# Operators of aten that check every index and size on CPU. Others, such as segment_reduce, may access memory
-# outside of their tensors. None of these returns uninitialized memory.
-OPERATORS = """
-_assert_scalar _assert_tensor_metadata _log_softmax _softmax _to_copy abs acos add addcdiv addcmul addmm
-alias all amax amin any arange argmax argmin argsort asin atan atan2 baddbmm batch_norm bitwise_and
-bitwise_not bitwise_or bitwise_xor bmm broadcast_to cat ceil celu chunk clamp clamp_max clamp_min clone
-concat contiguous conv1d copy cos cosh cosine_similarity count_nonzero cummax cumprod cumsum detach div dot
-dropout einsum elu embedding eq erf exp exp2 expand expand_as expm1 fill flatten flip floor floor_divide
-fmod full full_like gather ge gelu glu group_norm gt hardsigmoid hardswish hardtanh index index_add
-index_put index_select isfinite isinf isnan layer_norm le leaky_relu lerp lift_fresh_copy linalg_vector_norm
-linear log log10 log1p log2 log_sigmoid log_softmax logaddexp logical_and logical_not logical_or logical_xor
-logit logsumexp lt masked_fill matmul max maximum mean min minimum mish mm movedim mul mv nan_to_num narrow
-ne neg new_full new_ones new_zeros norm ones ones_like outer pad permute pow prelu prod reciprocal relu
-relu6 remainder repeat reshape rms_norm roll round rsqrt rsub scalar_tensor scaled_dot_product_attention
-scatter scatter_add select selu sigmoid sign silu sin sinh slice softmax softplus sort split
-split_with_sizes sqrt square squeeze stack std sub sum sym_size t tan tanh threshold tile to topk transpose
-tril triu true_divide trunc type_as unbind unflatten unsqueeze var var_mean view view_as where xlogy zeros
-zeros_like
-"""
-SIZES = "add sub mul floordiv truediv mod neg eq ne lt le gt ge and_ or_ getitem"  # on tensor sizes
-OTHER_OPERATORS = {
-    *("torch.ops.higher_order.wrap_with_autocast", "torch.ops.higher_order.wrap_with_set_grad_enabled"),
-    *("torch.ops.aten.gru.input", "torch.ops.aten.repeat_interleave.self_int"),  # the only safe overloads
-    *("torch.sym_float", "torch.sym_int", "torch.sym_max", "torch.sym_min", "torch.sym_not", "math.trunc"),
-    *(f"_operator.{name}" for name in SIZES.split()),
-}
 EXPRESSION_FUNCTIONS = {
     *("Symbol", "Integer", "Float", "Rational", "Add", "Mul", "Mod", "PythonMod", "FloorDiv", "CeilToInt"),
     *("IntTrueDiv", "ToFloat", "TruncToInt", "Max", "Min", "And", "Or", "Not", "Equality", "Unequality"),
@@ -84,10 +58,6 @@ EXPRESSION_ATOMS = ("Symbol", "Integer", "Float", "Rational")
 # Kinds of arguments, with torch's text about each: a tensor, a tuple, and an empty mapping.
 ARGUMENT_STRUCTURES = {(None, None), ("builtins.tuple", "null"), ("builtins.dict", "[]")}
 MAX_EXPRESSION_CHARACTERS, MAX_EXPRESSION_CALLS = 2000, 40  # characters, calls
-
-
-class DisallowedContent(ValueError):
-    """Part of an archive that `raytrec export` does not write."""
 
 
 def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
@@ -104,6 +74,7 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
     try:
         program = load_archive(io.BytesIO(sanitize_archive(file.read_bytes())))
         module = program.module(check_guards=False)  # guards take ten times as long as a small model
+        add_size_checks(module)
     except DisallowedContent as error:
         raise RunError(
             f"the program contains {error}",
@@ -119,7 +90,7 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
 
 
 def sanitize_archive(content: bytes) -> bytes:
-    """Return an archive with the checked parts of an archive of torch.export, without metadata.
+    """Return a torch.export archive rebuilt from its checked parts, without metadata.
 
     Raises:
         DisallowedContent: The archive contains something that `raytrec export` does not write.
@@ -184,7 +155,7 @@ def _parse_entry(entries: dict[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _sanitize_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, Any]:
-    """Return a configuration of tensors, whose entries match a pattern and are not pickles."""
+    """Return a configuration of tensors after checking that its entries match a pattern and are not pickles."""
     tensors = as_dict(config.get("config"))
     for name, value in tensors.items():
         tensor = as_dict(value)
@@ -198,7 +169,7 @@ def _sanitize_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, 
 
 
 def _sanitize_value(value: Any, key: str) -> Any:
-    """Return a value of model.json without the parts in DROPPED, after checking its strings.
+    """Return a value of model.json without the parts in DROPPED_KEYS, after checking its strings.
 
     A string must be an operator, a symbolic expression, the shape of arguments, or match its key's pattern.
     """
@@ -206,6 +177,8 @@ def _sanitize_value(value: Any, key: str) -> Any:
         for name in value:
             if not IDENTIFIER_PATTERN.fullmatch(name) or (name.startswith("as_") and name not in ARGUMENT_KINDS):
                 raise DisallowedContent(f"the unexpected key {name!r} in {MODEL}")
+        if "target" in value:
+            check_arguments(value["target"], value.get("inputs"))
         return {name: _sanitize_value(DROPPED_KEYS.get(name, part), name) for name, part in value.items()}
     if isinstance(value, list):
         return [_sanitize_value(part, key) for part in value]
@@ -215,22 +188,16 @@ def _sanitize_value(value: Any, key: str) -> Any:
         return _canonicalize_expression(value)
     if key in ("in_spec", "out_spec"):
         return _check_tree_shape(value)
-    allowed = _is_operator(value) if key == "target" else FIELD_PATTERNS.get(key, IDENTIFIER_PATTERN).fullmatch(value)
+    allowed = is_operator(value) if key == "target" else FIELD_PATTERNS.get(key, IDENTIFIER_PATTERN).fullmatch(value)
     if not allowed:
         raise DisallowedContent(f"the unexpected value {value[:100]!r} of {key} in {MODEL}")
     return value
 
 
-def _is_operator(target: str) -> bool:
-    """Return True if a program may call this operator."""
-    name = (OPERATOR_PATTERN.fullmatch(target) or ("", ""))[1]
-    return target in OTHER_OPERATORS or (name in OPERATORS.split() and is_dispatched(target))
-
-
 def _canonicalize_expression(text: str) -> str:
     """Return a symbolic expression, such as "Add(Symbol('s0', integer=True), Integer(1))", in canonical form.
 
-    sympy evaluates it as Python.
+    sympy evaluates the expression as Python code.
     """
     try:
         short = len(text) <= MAX_EXPRESSION_CHARACTERS and text.count("(") <= MAX_EXPRESSION_CALLS
@@ -243,7 +210,7 @@ def _canonicalize_expression(text: str) -> str:
 
 
 def _is_expression(node: ast.expr) -> bool:
-    """Return True for a number, a truth value, or a call of FUNCTIONS with such arguments.
+    """Return True for a number, a truth value, or a call of EXPRESSION_FUNCTIONS with such arguments.
 
     At most one factor of a product may be a call, as sympy expands products of sums in exponential time.
     """

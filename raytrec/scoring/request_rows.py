@@ -1,4 +1,4 @@
-"""Rows of a request, read in the same way as rows of a file in training."""
+"""Rows of a request, which are read in the same way as the rows of a file in training."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class RowReader:
 
     Args:
         schema: Schema of the features.
-        transforms: Transforms of the model, of which the features' transforms are applied.
+        transforms: Transforms of the model; only transforms that the features need are applied.
         lists: Features whose columns are lists after the transforms.
         columns: Columns of the model's data, with their types.
 
     Attributes:
-        form: Form of the rows that `read` returns.
-        columns: Columns that rows must have, with their types for values that have no type.
+        form: Resolved read plan of the rows that `read` returns.
+        columns: Columns that rows must contain, with the types for values that have no type.
     """
 
     def __init__(self, schema: Schema, transforms: Sequence[Transform], lists: Sequence[str], columns: pa.Schema):
@@ -84,11 +84,11 @@ class RowReader:
 class ObjectRows:
     """Rows of a request in JSON, which become a table when they are scored.
 
-    Converting a table has a cost for each column, so that rows of requests that are scored together are
+    Converting rows to a table has a cost per column. Rows of requests that are scored together are therefore
     converted together.
 
     Attributes:
-        rows: A mapping of columns to values for each row; not checked yet.
+        rows: One mapping of columns to values per row; not yet checked.
         schema: Columns that the model reads, with the types of their values.
     """
 
@@ -103,7 +103,7 @@ class ObjectRows:
 
 
 def concat_rows(parts: Sequence[pa.Table | ObjectRows]) -> pa.Table:
-    """Return rows of one type and schema as a table.
+    """Concatenate rows of one type and schema into a table.
 
     Raises:
         DataError: A row is not a mapping, or a value does not fit its column.
@@ -143,7 +143,8 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
             return pa.Table.from_pandas(rows, schema, preserve_index=False)
     except (pa.ArrowException, AttributeError, TypeError, ValueError) as error:
         raise DataError(
-            f"the rows are not tabular data: {get_first_line(error)}",
+            f"the rows are not tabular data: "
+            f"{type(rows).__name__ if isinstance(error, AttributeError) else get_first_line(error)}",
             where=ROWS_PLACE,
             expected="mappings of columns to values, a pandas.DataFrame or a pyarrow.Table",
         ) from None
@@ -201,7 +202,10 @@ def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     """
     if types.is_temporal(kind) and str in set(map(type, values)):
         return pa.array(values, pa.string()).cast(kind)
-    array, element = pa.array(values, kind), list_element_type(kind)
+    element = list_element_type(kind)
+    if element and str in set(map(type, values)):  # Arrow takes text for a list of characters
+        raise TypeError("a value is text instead of a list")
+    array = pa.array(values, kind)
     if types.is_integer(element or kind):  # Arrow truncates fractions
         flat = chain.from_iterable(filter(None, values)) if element else values
         if float in set(map(type, flat)):
@@ -223,7 +227,7 @@ def _make_type_error(what: str, row: int, column: str | None, expected: str) -> 
 
 
 def _describe_type(kind: pa.DataType) -> str:
-    """Return the name of a type for authors of JSON."""
+    """Return a description of a type for users who write JSON."""
     inner = list_element_type(kind)
     if inner is not None:
         return f"a list of values, each {_describe_type(inner)}"

@@ -36,7 +36,7 @@ class _ColumnSplit:
         candidates: Reader of the candidates' features.
         repeated: Columns of the user that features of candidates also read.
         program: Program that scores candidates.
-        once: Positions of the program's inputs with a single row, the user's.
+        once: Positions of the program's inputs that have a single row (the user's).
     """
 
     user: RowReader
@@ -53,12 +53,12 @@ class Scorer:
         manifest: Manifest of the export.
         programs: Programs of the manifest (ExportedProgram.module), each tensors → a tuple of tensors.
         lookups: Lookups in the tables.
-        columns: Columns of the model's data, with their types for values that have no type.
+        columns: Columns of the model's data, with the types for values that have no type.
         golden: Rows with their scores, used by `check`.
 
     Attributes:
         manifest: Manifest of the export.
-        columns: Columns that a row must have.
+        columns: Columns that a row must contain.
         lookups: Lookups in the tables.
     """
 
@@ -104,7 +104,7 @@ class Scorer:
             tower: query or item.
 
         Raises:
-            ConfigError: The model has no query and item vectors.
+            ConfigError: The model does not compute query and item vectors.
             DataError: A row does not fit the model.
         """
         reader = self.get_reader(tower)
@@ -112,19 +112,19 @@ class Scorer:
 
     @cached_property
     def version(self) -> str:
-        """The manifest's version."""
+        """Return the manifest's version."""
         return self.manifest.version
 
     @cached_property
     def reader(self) -> RowReader:
-        """Reader of rows for `score`."""
+        """Return the reader of rows for `score`."""
         return self.get_reader("predict")
 
     def get_reader(self, program: ProgramName) -> RowReader:
         """Return the reader of rows for a program.
 
         Raises:
-            ConfigError: The export has no such program.
+            ConfigError: The export does not contain this program.
         """
         if program not in self._programs:
             raise ConfigError(
@@ -162,7 +162,7 @@ class Scorer:
         """Return the predictions of rows, which may come from several requests.
 
         Args:
-            pieces: Rows read by `reader_of(program)`.
+            pieces: Rows read by `get_reader(program)`.
             program: Program to run.
 
         Returns:
@@ -203,7 +203,7 @@ class Scorer:
         return user, candidates
 
     def rank(self, user: pa.Table, candidates: pa.Table) -> list[np.ndarray]:
-        """Return predictions of one user's candidates, as `score` does. The user is looked up once.
+        """Return the predictions for one user's candidates, as `score` does. The user is looked up once.
 
         Args:
             user: One row.
@@ -216,7 +216,7 @@ class Scorer:
         return _run_program(split.program, self._concatenate(split, user_inputs, row_inputs, len(candidates)))
 
     def _select_known(self, user: pa.Table) -> frozenset[str]:
-        """Return the columns of a user that the model has."""
+        """Return the columns of a user that are columns of the model."""
         return frozenset(user.column_names) & frozenset(self.columns.names)
 
     def _make_split(self, names: frozenset[str]) -> _ColumnSplit:

@@ -71,7 +71,7 @@ class _TensorValue:
     """Tensor of the program.
 
     Attributes:
-        origin: user (one row), rows (B rows), or none of them, such as a weight.
+        origin: user (one row), rows (B rows), or none if neither applies, such as for a weight.
         old: Node of the program.
         new: Node of the rewritten program.
     """
@@ -95,7 +95,7 @@ class _SymbolicSize:
 
 
 class _ProgramRewriter:
-    """Rewriting of one program, node by node."""
+    """Rewriter of one program, node by node."""
 
     def __init__(self, program: fx.GraphModule, once: Collection[int]):
         self._program, self._graph = program, fx.Graph()

@@ -1,4 +1,4 @@
-"""HTTP of a service in one process, without Ray: the ASGI application and the thread that listens."""
+"""HTTP side of a service in one process, without Ray: the ASGI application and the listening thread."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ SO_ATTACH_FILTER, BPF_RET = 26, 6  # linux/asm-generic/socket.h, linux/bpf_commo
 class Service:
     """ASGI application that answers requests with the current version.
 
-    A mistake of the client is answered with a 4xx that names field and reason.
+    Client errors are answered with a 4xx status and a body that names the field and the reason.
 
     Args:
         versions: Exports of the process; the current one answers.
         token: Token required in requests; None: no token is required.
         limits: Limits of requests.
-        extra_endpoints: Further endpoints.
+        extra_endpoints: Additional endpoints.
     """
 
     def __init__(
@@ -178,16 +178,16 @@ class Service:
 
 
 def json_response(values: Any) -> Response:
-    """Return a JSON response."""
+    """Return values as a JSON response."""
     return Response(to_json(values), media_type=JSON)
 
 
 class Listener:
-    """HTTP server of an ASGI application, in a thread with an event loop, until `close` is called.
+    """HTTP server that runs an ASGI application in a thread with an event loop until `close` is called.
 
     Several processes of one user can listen on one port: the kernel distributes connections (SO_REUSEPORT).
-    Clients connect directly to the process that scores, as Serve's proxy takes several times longer than
-    scoring.
+    Clients connect directly to the process that scores, because Serve's proxy takes several times longer
+    than scoring.
 
     Args:
         app: ASGI application.
@@ -198,7 +198,7 @@ class Listener:
         port: Port of the socket.
 
     Raises:
-        RunError: The address cannot be listened on.
+        RunError: The server cannot listen on the address.
     """
 
     def __init__(self, app: Any, host: str, port: int):
@@ -241,7 +241,7 @@ class Listener:
 
     @property
     def alive(self) -> bool:
-        """True if the thread is running, so the socket is listened on."""
+        """Return True if the thread is running and thus listens on the socket."""
         return self._thread.is_alive()
 
     def close(self) -> None:
@@ -260,7 +260,7 @@ class Listener:
 
 
 def refuse_connections(listening: socket.socket) -> None:
-    """Drop the packets of new connections, so that waiting ones can be accepted before the socket closes.
+    """Drop the packets of new connections, so that waiting connections can be accepted first.
 
     Closing a socket resets connections that wait to be accepted. Dropped packets are resent after 1 s.
     """

@@ -1,4 +1,4 @@
-"""Arrow bodies of untrusted clients; small bodies that expand to much data are refused."""
+"""Arrow bodies from untrusted clients; small bodies that expand to too much data are refused."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ PLAIN_COLUMNS_TEXT = (
 
 
 class ExpansionLimitError(Exception):
-    """Error for rows that expand to more bytes than a body may have."""
+    """Error for rows that expand to more bytes than a body may contain."""
 
 
 def read_stream(body: bytes, columns: Collection[str], max_expanded_bytes: int) -> pa.Table:
     """Return the rows of an Arrow stream.
 
     Args:
-        body: The stream.
-        columns: Columns that are used, as named in a schema; others are ignored.
+        body: Bytes of the stream.
+        columns: Columns that are used, as named in a schema; other columns are ignored.
         max_expanded_bytes: Maximum size of the columns after shared values are copied into each row.
 
     Raises:
         ValueError: The body is not a stream.
         DataError: The stream is compressed or a column has an unsupported type.
-        ExpansionLimitError: The columns exceed most_bytes.
+        ExpansionLimitError: The columns exceed `max_expanded_bytes`.
     """
     try:
         for message in pa.ipc.MessageReader.open_stream(body):

@@ -29,7 +29,7 @@ class _BatchPart:
     done: asyncio.Future
 
     def joins(self, other: _BatchPart) -> bool:
-        """Return True if the rows can be scored together with the rows of another piece."""
+        """Return True if the rows can be scored together with the rows of another part."""
         query, other_query = self.query, other.query
         if (query.scorer, query.program) != (other_query.scorer, other_query.program):
             return False
@@ -44,7 +44,7 @@ class Batcher:
     """Batcher that scores rows in the event loop; rows that arrive during scoring form the next batch.
 
     An idle batcher scores immediately, and batches grow with the load (`@serve.batch` waits in both cases).
-    No thread is used: a replica has one core, and handing over rows takes longer than scoring a few.
+    No thread is used: a replica has one core, and handing rows to a thread takes longer than scoring a few rows.
 
     Args:
         budget_s: Approximate maximum time of a batch in seconds. Larger requests are scored in parts, between
@@ -69,7 +69,7 @@ class Batcher:
         self.waiting = 0
 
     async def score(self, query: Query) -> list[np.ndarray]:
-        """Return the scores of a query's rows, like Scorer.score.
+        """Return the scores of a query's rows, as Scorer.score does.
 
         Raises:
             RefusedRequest: Too many rows are waiting.
@@ -157,7 +157,7 @@ class Batcher:
 
 
 def make_busy_refusal(what: str, expected: str | None = None) -> RefusedRequest:
-    """Return the refusal of a request that may be sent again later."""
+    """Return the refusal of a request that the client can retry later."""
     error = RunError(what, where="the service", expected=expected, do=f"retry after {RETRY_AFTER_S} s")
     return RefusedRequest(429, error, **{"Retry-After": str(RETRY_AFTER_S)})
 

@@ -28,10 +28,10 @@ class Limits:
     """Maximum sizes of requests.
 
     Attributes:
-        body_bytes: Bytes of a body.
-        all_bodies_bytes: Bytes of all bodies that a process is receiving.
-        rows: Rows or candidates of a request.
-        ids: Values in a list of one row.
+        body_bytes: Size of a body in bytes.
+        all_bodies_bytes: Total size in bytes of all bodies that a process is receiving.
+        rows: Number of rows or candidates in a request.
+        ids: Number of values in a list of one row.
     """
 
     body_bytes: int = 16 << 20
@@ -49,7 +49,7 @@ class RefusedRequest(Exception):
 
     @property
     def body(self) -> bytes:
-        """Body of the answer, JSON with the known parts of error, where, expected and do."""
+        """Return the body of the answer: JSON with the parts error, where, expected and do that are known."""
         parts = {"error" if name == "what" else name: text for name, text in self.error.parts.items()}
         return to_json({name: text for name, text in parts.items() if text})
 
@@ -79,10 +79,10 @@ class Query:
         return concat_rows([self.rows if self.body is None else self.body])
 
     def score(self, parts: Sequence[pa.Table | ObjectRows | Rows]) -> list[np.ndarray]:
-        """Return the scores of rows of this query, or of queries to the same program, like Scorer.score.
+        """Return the scores of rows of this query, or of queries to the same program, as Scorer.score does.
 
         Args:
-            parts: Rows, which are scored together; of a user's candidates, a single part.
+            parts: Rows that are scored together; for a user's candidates, a single part.
 
         Raises:
             DataError: A value does not fit the model.
@@ -119,10 +119,10 @@ def decode_request(content_type: str, body: bytes, scorer: Scorer, program: Prog
 
 
 def check_type(content_type: str, *supported_types: str) -> str:
-    """Return the type of a body.
+    """Return the media type of a body, without parameters.
 
     Raises:
-        RefusedRequest: The type is not among the known ones.
+        RefusedRequest: The type is not supported.
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind not in supported_types:
@@ -192,7 +192,7 @@ def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
 
 
 def _check_count(rows: Sized, limits: Limits) -> None:
-    """Raise Refused if a request has no rows, or too many."""
+    """Raise a RefusedRequest if a request has no rows, or too many."""
     if not len(rows):
         raise _make_refusal("there are no rows", ROWS_PLACE, "at least one row")
     if len(rows) > limits.rows:
@@ -200,7 +200,7 @@ def _check_count(rows: Sized, limits: Limits) -> None:
 
 
 def _check_lists(rows: pa.Table | ObjectRows, limits: Limits) -> None:
-    """Raise Refused if a row has a list with too many values."""
+    """Raise a RefusedRequest if a row contains a list with too many values."""
     for place, field in enumerate(rows.schema):
         if is_list(field.type):
             longest = _longest_list(rows, place, field.name)
@@ -220,7 +220,7 @@ def encode_response(accept: str, version: str, names: Sequence[str], values: Seq
     """Return the type and the body of a response.
 
     Args:
-        accept: Header Accept of the request; Arrow if the header names Arrow, else JSON.
+        accept: Accept header of the request; the response is Arrow if the header names Arrow, else JSON.
         version: Version of the model.
         names: Columns of the response.
         values: Values of each column, [rows] or [rows, width].

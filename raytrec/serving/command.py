@@ -30,7 +30,7 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
     Raises:
         RunError: There is no export, Ray Serve is not installed, or the port is taken.
         ConfigError: `replicas` is malformed.
-        DataError: The address of the log is malformed.
+        DataError: The URI of the log is malformed.
     """
     min_replicas, max_replicas = _parse_replicas(replicas)
     if service_options.log_requests:
@@ -90,12 +90,13 @@ def _print_address(name: str, url: str, has_token: bool) -> None:
 
 
 def promote(uri: str | None, *, service: str, name: str | None, rollback: bool = False) -> str:
-    """Promote another export on a service and return its version.
+    """Promote another export on a service, and return the version that then answers.
 
     Args:
         uri: URI of the export; None with `rollback`.
         service: Address of the service.
-        name: Name of the service, used to find the token file; default: RAYTREC_SERVE_TOKEN is used.
+        name: Name of the service, used to find its token file if RAYTREC_SERVE_TOKEN is not set; None: no
+            file is read.
         rollback: True to return to the previous version.
 
     Raises:

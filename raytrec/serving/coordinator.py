@@ -1,10 +1,10 @@
-"""Coordinator: an actor by which a service's replicas agree on the version they answer with.
+"""Coordinator actor, through which a service's replicas agree on the version that answers.
 
 A promotion has two phases. All replicas load the new export next to the old one and compare checksums and
 golden rows. When all have loaded the export, all answer with it. If one replica fails, no replica changes.
 
-An order states the desired state, not a change, so a replica may miss orders. Examples are a replica that
-was loading while another version was promoted, and one that follows a restarted coordinator.
+A command states the desired state, not a change, so a replica may miss commands, for example while it loads
+an export and another version is promoted, or when the coordinator is restarted.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 FOLLOW_INTERVAL_S = 5.0  # interval at which an idle replica asks again
 REPLICA_TIMEOUT_S = 15.0  # time without a request after which a replica counts as ended
 LOAD_TIMEOUT_S = 1800.0  # timeout of loading
-MAX_ENDED_REPLICAS = 1  # replicas that may end while an export is loaded; more ends abort the promotion
+MAX_ENDED_REPLICAS = 1  # replicas that may end while an export is loaded; if more end, the promotion is aborted
 
 
 @dataclass(frozen=True)
 class Export:
-    """Location of an export and its manifest's version."""
+    """Location of an export, and the version in its manifest."""
 
     uri: str
     version: str
@@ -42,11 +42,11 @@ class Export:
 
 @dataclass(frozen=True)
 class ReplicaCommand:
-    """Numbered order to replicas.
+    """Numbered command to replicas.
 
     Attributes:
-        number: Number of the order.
-        answer: Export to answer with.
+        number: Number of the command.
+        answer: Export with which replicas answer.
         prepare: URI of an export to load next to the current one; None: none.
     """
 
@@ -60,10 +60,10 @@ class ReplicaState:
     """State of a replica.
 
     Attributes:
-        completed_command: Number of the last order that the replica has carried out.
-        version: Version that the replica answers with.
-        prepared: Version that the order asked to prepare; None: none is prepared.
-        error: Reason why the order could not be carried out; None if the replica carried it out.
+        completed_command: Number of the last command that the replica has executed.
+        version: Version with which the replica answers.
+        prepared: Version that the replica has prepared on command; None: none.
+        error: Reason why the command could not be executed; None if the replica executed it.
         figures: Metrics of the replica.
     """
 
@@ -78,9 +78,9 @@ class Coordinator:
     """Actor whose methods are called by replicas; a replica may end at any time.
 
     Args:
-        export: Export that replicas answer with until another one is promoted.
-        read_state: Function that returns the state kept before Ray restarted the actor, or None.
-        store_state: Function that keeps the state for a restart.
+        export: Export with which replicas answer until another export is promoted.
+        read_state: Function that returns the state stored before Ray restarted the actor, or None.
+        store_state: Function that stores the state for a restart.
     """
 
     def __init__(self, export: Export, read_state: Callable[[], bytes | None], store_state: Callable[[bytes], None]):
@@ -108,7 +108,7 @@ class Coordinator:
 
         Args:
             failed: Export that could not be loaded.
-            why: Reason.
+            why: Reason why the export could not be loaded.
 
         Raises:
             RunError: Other replicas answer with the failed export, or ended less than REPLICA_TIMEOUT_S ago.
@@ -141,12 +141,12 @@ class Coordinator:
         self._remember(self._current, self._previous, export)
 
     async def follow(self, replica: str, report: ReplicaState, last_command: int) -> ReplicaCommand:
-        """Record a replica's report and return the next order, or the same one after FOLLOW_INTERVAL_S.
+        """Record a replica's report, and return the next command, or the same one after FOLLOW_INTERVAL_S.
 
         Args:
             replica: Id of the replica.
             report: State of the replica.
-            last_command: Number of the last order that the replica received.
+            last_command: Number of the last command that the replica received.
         """
         await self.record_report(replica, report)
         if last_command == self._order.number:
@@ -165,8 +165,8 @@ class Coordinator:
     async def metrics(self) -> bytes:
         """Return the text of /metrics with the last reported metrics of all replicas.
 
-        All metrics go through the coordinator: if replicas answered scrapes in turn, counters would seem to
-            fall.
+        All metrics pass through the coordinator. If replicas answered scrapes in turn, counters would seem to
+        fall.
         """
         return write_metrics({name: report.figures for name, report in self._live().items()})
 
@@ -175,10 +175,10 @@ class Coordinator:
         return {"replicas": await self.versions(), "before": self._previous and self._previous.version}
 
     async def promote(self, uri: str | None) -> str:
-        """Have all replicas answer with an export, and return its version when all of them do.
+        """Make all replicas answer with an export, and return its version once all of them do.
 
         Args:
-            uri: URI of the export; None: the previous one.
+            uri: URI of the export; None: the previous export.
 
         Raises:
             RunError: The export cannot be used, and all replicas keep their version.
@@ -206,7 +206,7 @@ class Coordinator:
             return export.version
 
     def _remember(self, current: Export, previous: Export | None, declared: Export) -> None:
-        """Keep the state before changing it, so that a failure to keep it changes nothing."""
+        """Store the new state before adopting it, so that a failure to store it changes nothing."""
         self._store(json.dumps([each and asdict(each) for each in (current, previous, declared)]).encode())
         self._current, self._previous, self._declared = current, previous, declared
 
@@ -216,7 +216,7 @@ class Coordinator:
         self._changed = asyncio.Event()
 
     async def _wait_for_replicas(self) -> dict[str, ReplicaState]:
-        """Wait until all live replicas have carried out the order, and return their reports.
+        """Wait until all live replicas have executed the command, and return their reports.
 
         Raises:
             RunError: Loading takes too long, replicas end during loading, or there are no replicas.

@@ -38,11 +38,11 @@ from raytrec.serving.replica_metrics import describe_model
 from raytrec.serving.request_log import RequestLog
 
 NAMESPACE = "raytrec-serve"
-TARGET_BUSY_SHARE = 0.6  # target share of time in which replicas are busy
+TARGET_BUSY_SHARE = 0.6  # target share of the time during which replicas are busy
 
 
 class Replica:
-    """Replica of a service: loads exports, answers, and follows the coordinator's orders in a thread."""
+    """Replica of a service, which loads exports, answers requests and follows the coordinator in a thread."""
 
     def __init__(self, service_options: ServiceOptions, token: str | None):
         import ray
@@ -53,7 +53,7 @@ class Replica:
 
         prepare_replica()
         torch.set_num_threads(1)
-        gc.freeze()  # collections in Versions skip imported objects and take tens of milliseconds
+        gc.freeze()  # collections in LoadedExports then skip imported objects and take tens of milliseconds
         self._coordinator = ray.get_actor(get_coordinator_name(service_options.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
         current, previous = ray.get(self._coordinator.exports.remote())
@@ -75,11 +75,11 @@ class Replica:
         self._listener = Listener(self.service, service_options.host, service_options.port)
 
     def _join(self) -> None:
-        """Follow the coordinator, and return when this replica has the version that all answer with.
+        """Follow the coordinator, and return once this replica has the version with which all replicas answer.
 
-        From now on promotions wait for this replica. Another version may have been promoted while it loaded.
+        From now on, promotions wait for this replica. Another version may have been promoted during loading.
         """
-        # One thread carries out orders one after the other; another thread reports meanwhile.
+        # One thread executes commands one after the other; another thread reports meanwhile.
         self._load_thread, self._report_lock = ThreadPoolExecutor(1, "load"), Lock()
         self._last_report, self._is_current = ReplicaState(-1, self.service.versions.version), Event()
         Thread(target=self._follow, name="follow", daemon=True).start()
@@ -92,9 +92,9 @@ class Replica:
             raise RunError("the replica has stopped listening", where="HTTP")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return busy, the CPU seconds per second since the last call.
+        """Return `busy`, the CPU seconds per second since the last call.
 
-        The maximum is 1, as a replica reads, scores and writes in one thread.
+        The maximum is 1, because a replica reads, scores and writes in one thread.
         """
         (last_s, last_cpu_s), now = self._busy, (perf_counter(), process_time())
         self._busy = now
@@ -134,7 +134,7 @@ class Replica:
         return json_response(overview | {"model": describe_model(scorer)})
 
     async def _ask_coordinator(self, ask: Callable[[], Any]) -> Any:
-        """Return the coordinator's answer; its errors become refusals for the client."""
+        """Return the coordinator's answer; convert the coordinator's errors to refusals for the client."""
         from ray.exceptions import RayActorError
 
         try:
@@ -149,7 +149,7 @@ class Replica:
             raise
 
     def _follow(self) -> None:
-        """Pass on the coordinator's orders, and report, until the process ends."""
+        """Pass on the coordinator's commands and report to the coordinator until the process ends."""
         import ray
 
         versions, received, work = self.service.versions, -1, None
@@ -180,13 +180,13 @@ class Replica:
 
 
 def compute_replicas(context: Any) -> tuple[float, dict]:
-    """Return the number of replicas at which each is busy for BUSY of the time (Serve's scaling policy)."""
+    """Return the number of replicas at which each is busy for TARGET_BUSY_SHARE of the time (Serve's policy)."""
     busy = (context.aggregated_metrics or {}).get("busy", {})
     return (sum(busy.values()) / TARGET_BUSY_SHARE if busy else context.current_num_replicas), {}
 
 
 def app(args: dict[str, Any]) -> Any:
-    """Return the application of Ray Serve, for configuration files of Serve and KubeRay.
+    """Return the Ray Serve application, for configuration files of Serve and KubeRay.
 
     The import path is `raytrec.serving.deployment:app`, with the keys of `ServiceOptions` as `args`.
 
@@ -205,7 +205,7 @@ def app(args: dict[str, Any]) -> Any:
 
 
 def build(service_options: ServiceOptions, token: str | None, **scaling: Any) -> Any:
-    """Start the service's coordinator, and return the application of Ray Serve.
+    """Start the service's coordinator, and return the Ray Serve application.
 
     Args:
         service_options: Options of the service.
@@ -221,7 +221,7 @@ def build(service_options: ServiceOptions, token: str | None, **scaling: Any) ->
 
     from raytrec.compat.ray_core import load_actor_value, store_actor_value
 
-    # Resolved now, as a link may change.
+    # The folder is resolved now, because a link may change.
     folder = service_options.promote_from or get_containing_folder(service_options.uri)
     service_options = service_options.model_copy(update={"promote_from": folder})
     export = Export(service_options.uri, read_manifest(service_options.uri).version)

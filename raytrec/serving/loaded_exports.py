@@ -1,4 +1,4 @@
-"""Exports of a process: the current, prepared and previous one, and the folder of further exports."""
+"""Exports of a process: the current, prepared and previous exports, and the folder of further exports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LoadedExports:
 
     Args:
         uri: URI of the first export.
-        allow_code: Allow transforms of exports to name code.
+        allow_code: True if transforms of exports may name code.
 
     Attributes:
         current: Export that answers.
@@ -51,11 +51,11 @@ class LoadedExports:
 
     @property
     def version(self) -> str:
-        """The version that answers."""
+        """Return the version that answers."""
         return self.current.scorer.version
 
     def prepare(self, uri: str) -> str:
-        """Load a further export, compare checksums and golden rows, and return the export's version.
+        """Load another export, compare checksums and golden rows, and return the export's version.
 
         Raises:
             RunError, ConfigError: The export cannot be used.
@@ -78,7 +78,7 @@ class LoadedExports:
                     raise RunError(f"{version} is not prepared", where="the service", do="prepare the export")
                 self.current, self.previous = self._prepared, self.current
             self._prepared = None
-            gc.collect()  # programs contain cycles; their files stay mapped until they are collected
+            gc.collect()  # programs contain reference cycles, and their files stay mapped until garbage collection
 
     def forget(self) -> None:
         """Release the prepared export."""
@@ -90,10 +90,10 @@ class LoadedExports:
 def load_either(
     current_export: Export, previous_export: Export | None, allow_code: bool
 ) -> tuple[LoadedExports, str | None]:
-    """Load the current export, or the previous one if the current one is damaged.
+    """Load the current export, or the previous export if the current one cannot be loaded.
 
     Returns:
-        The loaded export, and the reason if it is the previous one.
+        The loaded export, and the reason if it is the previous one, else None.
 
     Raises:
         RaytrecError: The current export cannot be loaded, and neither can the previous one, if there is one.
@@ -112,12 +112,12 @@ def load_either(
 
 
 def execute_command(versions: LoadedExports, order: ReplicaCommand, last_report: ReplicaState) -> ReplicaState:
-    """Carry out an order and return the report.
+    """Execute a command, and return the report.
 
     Args:
         versions: Exports of the process.
-        order: The order.
-        last_report: Report of the previous order.
+        order: Command to execute.
+        last_report: Report on the previous command.
     """
     answer, prepared, error = order.answer, None, None
     try:
@@ -152,7 +152,7 @@ def resolve_export(uri: str, folder: str) -> str:
         folder: Local path or URI of the folder.
 
     Raises:
-        RefusedRequest: The export is elsewhere, or the URI chooses another server.
+        RefusedRequest: The export is elsewhere, or the URI selects another server.
     """
     (place, query), (root, root_query) = _split(uri), _split(folder)
     root, same_server = root.rstrip("/") + "/", not (chooses_server(uri) or chooses_server(folder))

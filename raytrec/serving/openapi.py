@@ -34,8 +34,8 @@ class Endpoint(NamedTuple):
     Attributes:
         method: HTTP method.
         path: Path of the URL.
-        answer: (request, model that answers) → response.
-        summary: One sentence of the OpenAPI document.
+        answer: Function (request, model that answers) → response.
+        summary: One sentence for the OpenAPI document.
         is_open: True if no token is required.
     """
 

@@ -21,11 +21,11 @@ class ServiceOptions(Section):
     """Options of `raytrec serve`, and arguments of the service's application on KubeRay."""
 
     uri: Location
-    """Export; every node must reach it. If replicas are running, another export is promoted on them."""
+    """Export, which every node must be able to read. Running replicas are switched to it by a promotion."""
     name: str | None = None
-    """Name of the service; default: the run's."""
+    """Name of the service; default: the run's name."""
     host: str = "127.0.0.1"
-    """Address that replicas listen on, on each node that has one."""
+    """Address on which replicas listen, on each node that has a replica."""
     port: int = 8000
     no_token: bool = False
     """Answer without a token; otherwise RAYTREC_SERVE_TOKEN is required."""
@@ -34,12 +34,12 @@ class ServiceOptions(Section):
     promote_from: Location | None = None
     """Folder of the exports that POST /promote accepts; default: the folder that contains uri."""
     log_requests: Location | None = None
-    """Folder of a sample of requests and their scores; every node must reach it."""
+    """Folder for a sample of requests and their scores, to which every node must be able to write."""
     log_sample: float = Field(default=0.01, gt=0, le=1)
     """Share of requests that is logged."""
 
     def fill_name(self) -> ServiceOptions:
-        """Return the options with a name; the default name is the run's.
+        """Return the options with a name; the default is the run's name.
 
         Raises:
             RunError: There is no export.
@@ -48,7 +48,7 @@ class ServiceOptions(Section):
 
 
 def token_file(name: str) -> Path:
-    """Return the path of this user's token file of a service."""
+    """Return the path of this user's token file for a service."""
     home = os.environ.get("XDG_CONFIG_HOME")
     return (Path(home) if home else Path.home() / ".config") / "raytrec" / f"serve-{name}.token"
 

@@ -18,7 +18,7 @@ BATCH_ROWS = tuple(2**e for e in range(14))
 
 
 class ReplicaMetrics:
-    """Metrics of a process."""
+    """Prometheus metrics of a replica's process."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -76,9 +76,9 @@ class _MergedCollector(Collector):
 def write_metrics(metrics_by_replica: Mapping[str, Collection[Metric]]) -> bytes:
     """Return the text of /metrics with the series of all replicas.
 
-    Each series has a label `replica`, as Prometheus expects of processes: a counter only rises and ends with
-    its replica, so sum(rate(…)) is right. Sums over replicas would fall when a replica ends, or when the
-    coordinator that stores them restarts. rate() treats every fall as a restart of the counter.
+    Each series has a label `replica`, as Prometheus expects for processes: a counter only rises and ends with
+    its replica, so sum(rate(…)) is correct. Sums over replicas would fall when a replica ends, or when the
+    coordinator restarts. rate() treats every fall as a restart of the counter.
     """
     merged: dict[str, Metric] = {}
     for replica, metrics in metrics_by_replica.items():

@@ -28,7 +28,7 @@ from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.skew.samples import REQUEST_COLUMN, VERSION_KEY
 
 _log = logging.getLogger(__name__)
-MAX_WAITING_ROWS = 20_000  # maximum number of rows that wait for the thread
+MAX_WAITING_ROWS = 20_000  # maximum number of rows waiting for the thread
 CLOSE_TIMEOUT_S = 15.0  # timeout for the last files; Serve kills a replica after 20 s
 
 

@@ -1,4 +1,4 @@
-"""Comparison for `raytrec skew` of a service's log with the scores of its export and with training data."""
+"""Comparison of a service's request log with its export's scores and training data for `raytrec skew`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from raytrec.common.errors import RunError
-from raytrec.common.formatting import format_percent
+from raytrec.common.formatting import format_count, format_percent
 from raytrec.common.storage import make_absolute
 from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
 from raytrec.config.schema import Schema
@@ -19,24 +19,24 @@ from raytrec.scoring.load import load
 from raytrec.scoring.scorer import TOLERANCE
 from raytrec.skew.samples import RowSample, group_by_version, read_rows
 
-SAMPLE_ROWS = 50_000  # rows sampled from the log and from the data
+SAMPLE_ROWS = 50_000  # approximate number of rows sampled from the log, and from the training data
 MODERATE_PSI = 0.1  # psi above which a change is moderate (Siddiqi 2006); above 0.25 it is large
-DECILES = 10  # numbers are compared in bins bounded by the deciles of training
-NUM_TOP_IDS = 20  # most frequent ids, compared one by one; all others are compared together
-LENGTH_BOUNDS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256])  # upper bounds of the bins of bags' lengths
+DECILES = 10  # bins for comparing numbers, bounded by the deciles of the training data
+NUM_TOP_IDS = 20  # number of most frequent ids with separate bins; all other ids share a bin
+LENGTH_BOUNDS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256])  # upper bounds of bins for bag lengths
 
 
 @dataclass(frozen=True)
 class ColumnDifference:
-    """One way in which a column of the log may differ from training.
+    """Difference between a column of the log and of the training data by one measure.
 
     Attributes:
-        column: Column, feature or score.
-        measure: Name of the measure.
-        psi: Population stability index; see `psi`.
-        chance: Value that psi exceeds once in a thousand times without a difference.
-        log: Figures of the log by name.
-        training: Figures of training by name.
+        column: Name of a dense column, feature or score.
+        measure: Name of the measure, such as nulls.
+        psi: Population stability index (`psi`).
+        chance: Value that psi exceeds by chance once in a thousand comparisons of equal distributions.
+        log: Name → figure of the log.
+        training: Name → figure of the training data.
     """
 
     column: str
@@ -48,7 +48,7 @@ class ColumnDifference:
 
     @property
     def differs(self) -> bool:
-        """True if the difference is moderate or large, and more than chance."""
+        """True if psi is at least moderate and cannot be explained by chance."""
         return self.psi > max(MODERATE_PSI, self.chance)
 
 
@@ -58,19 +58,19 @@ class Skew:
 
     Attributes:
         metrics: name (the version), rows, requests, other_versions (version → rows of the log), rescored
-            (column → max, mean and share of the differences), data_rows, columns (all measures, those that
-            differ and have the largest psi first), differs (names of the differences, in that order).
-        measures: The measures in `columns`.
+            (column → max, mean and share of score differences), data_rows, columns (all measures; measures
+            that differ come first, then by descending psi), differs (names of differences, in this order).
+        measures: Measures in the order of `metrics["columns"]`.
     """
 
     metrics: dict[str, Any]
     measures: list[ColumnDifference]
 
     def show(self) -> None:
-        """Print the verdict, followed by tables, to stdout."""
+        """Print the names of the differences, followed by tables, to stdout."""
         metrics, console = self.metrics, open_console()
         console.print(to_plain_text(f"differs      {', '.join(metrics['differs']) or 'nothing'}"), soft_wrap=True)
-        rows = f"{metrics['rows']:,} rows of {metrics['requests']:,} requests"
+        rows = f"{metrics['rows']:,} rows of {format_count(metrics['requests'], 'request')}"
         console.print(to_bold_text(metrics["name"]), soft_wrap=True)
         for version, count in metrics["other_versions"].items():
             console.print(to_plain_text(f"not compared: {count:,} rows of {version}"), soft_wrap=True)
@@ -85,7 +85,7 @@ class Skew:
             console.print(self._tabulate_columns(rows))
 
     def _tabulate_columns(self, rows: str) -> Table:
-        """Return a table of all differences, and of the largest psi of each other column."""
+        """Return a table of all measures that differ, and the measure with the largest psi of other columns."""
         table = Table("", "column", "measure", "psi", "log", "training", title_justify="left")
         for column in table.columns:  # narrow terminals wrap names and figures
             column.no_wrap, column.overflow = column.header in ("", "psi"), "fold"
@@ -101,21 +101,21 @@ class Skew:
 
 
 def skew(log: str, export: str, *, data: str | None = None, rows: int = SAMPLE_ROWS, allow_code: bool = False) -> Skew:
-    """Compare a log of `raytrec serve --log-requests` with the export that answered, and with training data.
+    """Compare a log of `raytrec serve --log-requests` with the export that served it and with training data.
 
-    The log's rows are scored again; a difference shows that the service does not compute the export's scores.
-    The log's columns and scores are compared with those of training data, as the export reads and scores
-    them.
+    The export scores the log's rows again; a difference shows that the service deviates from the export. The
+    distributions of the log's columns and scores are compared with those of training data read and scored by
+    the export.
 
     Args:
         log: Folder of the log; local, s3:// or gs://. Rows of other versions are only counted.
         export: Folder of the export.
-        data: Folder or file of Parquet that the model was trained with; None: columns are not compared.
-        rows: Approximate number of rows sampled from all over the log, and from all over the data.
-        allow_code: If True, transforms of the export may name code.
+        data: Parquet file, or folder of Parquet files, with training data; None: columns are not compared.
+        rows: Approximate number of rows to sample from the log, and from the training data.
+        allow_code: If True, the export's transforms may name code, which is then executed.
 
     Raises:
-        RunError: The log has no rows of the export, or the export cannot be loaded.
+        RunError: The log contains no rows of the export's version, or the export cannot be loaded.
         DataError: A file or a row is invalid.
     """
     scorer = load(export, allow_code=allow_code)
@@ -161,13 +161,13 @@ def _compare_scores(logged_N: np.ndarray, rescored_N: np.ndarray) -> dict[str, f
 
 
 class _Comparison:
-    """Comparison of a log sample with a training sample."""
+    """Comparison of a sample of the log with a sample of the training data."""
 
     def __init__(self, log: RowSample, training: RowSample):
         self._sides = log, training
 
     def measures(self, schema: Schema) -> Iterator[ColumnDifference]:
-        """Yield all measures."""
+        """Yield all measures of the columns in a schema, and of the scores."""
         for place, name in enumerate(schema.dense):
             yield self._measure_numbers(name, "values", [each.dense[:, place] for each in self._sides])
             yield self._measure_nulls(name)
@@ -184,14 +184,14 @@ class _Comparison:
         return ColumnDifference(column, measure, psi(log_B, expected_B), by_chance, *figures)
 
     def _measure_numbers(self, column: str, measure: str, values: list[np.ndarray]) -> ColumnDifference:
-        """Return the measure of numbers, in bins bounded by the deciles of training."""
+        """Compare numbers (log, training) in bins bounded by the deciles of the training data."""
         bounds = np.unique(np.quantile(values[1], np.linspace(0, 1, DECILES + 1)))
         return self._measure(
             column, measure, [_count_in_bins(each, bounds) for each in values], map(_describe_values, values)
         )
 
     def _measure_share(self, column: str, measure: str, shares: list[float]) -> ColumnDifference:
-        """Return the measure of shares of rows or lookups."""
+        """Compare shares (log, training) of rows or lookups."""
         counts = [np.array([s, 1 - s]) * each.rows for s, each in zip(shares, self._sides, strict=True)]
         return self._measure(column, measure, counts, [{"share": share} for share in shares])
 
@@ -220,36 +220,36 @@ class _Comparison:
 
 
 def _count_in_bins(values_N: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Return the number of values in each bin, and last, above all bounds. Upper bounds are inclusive."""
+    """Return the number of values in each bin; the last bin is above all bounds. Upper bounds are inclusive."""
     return np.bincount(np.searchsorted(bounds, values_N), minlength=len(bounds) + 1)
 
 
 def psi(observed_B: np.ndarray, expected_B: np.ndarray) -> float:
-    """Return the population stability index Σ (p − q) ln(p / q) of two samples' counts in the same bins.
+    """Return the population stability index Σ (p − q) ln(p / q) of two samples, counted in the same bins.
 
     The index is the symmetric divergence of Jeffreys ("An invariant form for the prior probability in
-    estimation problems", 1946). The name and the bounds 0.1 and 0.25 are those of N. Siddiqi, "Credit Risk
-    Scorecards" (2006). Half a count is added to each bin, so that the index is finite for empty bins.
+    estimation problems", 1946). Its name and the bounds 0.1 and 0.25 are from N. Siddiqi, "Credit Risk
+    Scorecards" (2006). Half a count is added to each bin, so that empty bins do not make the index infinite.
 
     Args:
-        observed_B: Counts of one sample, [bins].
-        expected_B: Counts of the other sample, [bins].
+        observed_B: Counts of the first sample, [bins].
+        expected_B: Counts of the second sample, [bins].
     """
     p_B, q_B = ((each + 0.5) / (each.sum() + 0.5 * len(each)) for each in (observed_B, expected_B))
     return float(((p_B - q_B) * np.log(p_B / q_B)).sum())
 
 
 def estimate_chance_psi(bins: int, first_count: int, second_count: int) -> float:
-    """Return the psi that two samples of one distribution exceed once in a thousand times.
+    """Return the psi that two samples from one distribution exceed with a probability of 0.001.
 
     psi ÷ (1/n + 1/m) is approximately χ² with bins − 1 degrees of freedom (B. Yurdakul, "Statistical
-    properties of population stability index", 2018). The quantile is that of Wilson and Hilferty ("The
-    distribution of chi-square", 1931).
+    properties of population stability index", 2018). The quantile is approximated as in Wilson and
+    Hilferty ("The distribution of chi-square", 1931).
 
     Args:
-        bins: Number of bins that are not empty.
-        first_count: Number of independent values of one sample.
-        second_count: Number of independent values of the other sample.
+        bins: Number of non-empty bins.
+        first_count: Number of independent values in the first sample.
+        second_count: Number of independent values in the second sample.
     """
     k, z = max(1, bins - 1), 3.09
     quantile = k * (1 - 2 / (9 * k) + z * sqrt(2 / (9 * k))) ** 3

@@ -1,4 +1,4 @@
-"""Rows of a request log or of training data, as read, counted and scored by an export."""
+"""Samples of rows from a request log or training data, read, counted and scored by an export."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from raytrec.data.row_slices import Rows
 from raytrec.scoring.request_rows import RowReader
 from raytrec.scoring.scorer import Scorer
 
-REQUEST_COLUMN = "_request"  # column of a log with the id of the request
-VERSION_KEY = b"raytrec.version"  # metadata key of a log's file with the version that answered its requests
-MAX_ROW_GROUPS = 64  # number of row groups to read if each has enough rows
+REQUEST_COLUMN = "_request"  # column of a log that contains request ids
+VERSION_KEY = b"raytrec.version"  # metadata key of a log file for the version that answered its requests
+MAX_ROW_GROUPS = 64  # number of row groups to sample if each contains enough rows
 ROWS_PER_SCORING = 2048  # rows scored together
 
-Scores = dict[str, np.ndarray]  # column (column[class] for a task with classes) → float32 [rows]
+Scores = dict[str, np.ndarray]  # score column (column[class] for a task with classes) → float32 [rows]
 
 
 @dataclass(frozen=True)
 class RowSample:
-    """Sample of rows of a log or of training data.
+    """Sample of rows from a log or from training data.
 
     Attributes:
         rows: Number of rows.
-        requests: Number of requests in the log; 0 for training data.
+        requests: Number of distinct requests in a log; 0 for training data.
         dense: Dense columns, float32 [rows, dense columns].
-        ids: Looked-up ids of each feature, int64.
-        lengths: Lengths of the bags of each feature, int32 [rows].
-        odd_lookups: Number of lookups of each feature that are out of range or in fallback rows.
-        nulls: Number of rows with a null in the source columns of each dense column or feature.
-        scores: Scores in the log; for training data, those of the export.
-        rescored: Scores of the export.
+        ids: Feature → looked-up ids, int64.
+        lengths: Feature → bag lengths, int32 [rows].
+        odd_lookups: Feature → number of lookups that are out of range or use fallback rows.
+        nulls: Dense column or feature → number of rows with a null in its source columns.
+        scores: Scores in the log; for training data, the export's scores.
+        rescored: The export's scores.
     """
 
     rows: int
@@ -61,12 +61,15 @@ class RowSample:
 
     @property
     def independent_values(self) -> int:
-        """Minimum number of independent values of a column."""
+        """Number of values of a column that are surely independent: requests, or rows of training data."""
         return self.requests or self.rows
 
 
 def group_by_version(place: str, key: str) -> dict[str, list[RowGroup]]:
-    """Return the row groups of a folder by their version."""
+    """Return version → non-empty row groups of the files in the folder `place`.
+
+    `key` names the folder in errors.
+    """
     files, groups = list_files(place, key).files, defaultdict(list)
     with ThreadPoolExecutor(16) as pool:
         for file, footer in zip(files, pool.map(read_footer, files), strict=True):
@@ -79,7 +82,7 @@ def group_by_version(place: str, key: str) -> dict[str, list[RowGroup]]:
 def _iterate_tables(
     groups: Sequence[RowGroup], rows: int, reader: RowReader, columns: list[str]
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (file, up to ROWS_PER_SCORING rows) for about `rows` rows, a slice of each chosen row group."""
+    """Yield (file, table of at most ROWS_PER_SCORING rows) for about `rows` rows in slices of row groups."""
     draw = np.random.default_rng(0)
     rows_per_group, remaining = -(-rows // min(MAX_ROW_GROUPS, len(groups))), rows
     for place in draw.permutation(len(groups)):
@@ -97,13 +100,13 @@ def _iterate_tables(
 
 
 def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: bool) -> RowSample:
-    """Return a sample of about `rows` rows, as the export reads and scores them.
+    """Sample about `rows` rows, and read and score them with an export.
 
     Args:
-        scorer: Export to read and score the rows with.
+        scorer: Scorer of the export.
         groups: Row groups to sample from.
         rows: Approximate number of rows.
-        logged: True if the rows are of a log, which contains scores and requests.
+        logged: True if the rows are from a log, which also contains scores and request ids.
     """
     reader, names = scorer.reader, [task.column for task in scorer.manifest.tasks]
     schema, transforms = reader.form.schema, reader.form.plan.transforms
@@ -137,7 +140,7 @@ def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: 
 
 
 def _count_odd_lookups(scorer: Scorer, feature: str, ids_N: torch.Tensor, rows: AssembledTensors, place: int) -> int:
-    """Return the number of a feature's lookups that are out of range or in fallback rows."""
+    """Return the number of a feature's lookups that are out of range or use fallback rows."""
     schema = scorer.reader.form.schema
     name = schema.sparse[feature].table
     if schema.tables[name].ids:
@@ -160,7 +163,7 @@ def _concatenate(parts: list[Scores]) -> Scores:
 
 
 def _to_scores(column: pa.ChunkedArray) -> np.ndarray:
-    """Return a column of scores, float32 [n] or [n, classes]."""
+    """Return a column of scores as float32 [rows] or [rows, classes]."""
     if not is_list(column.type):
         return column.to_numpy()
     return column.combine_chunks().flatten().to_numpy().reshape(len(column), -1)

@@ -1,8 +1,8 @@
 """Computation of losses that compare rows of the global batch.
 
-Each rank computes the losses of its rows from the logits of all ranks, and the gradient for all logits. The
+Each rank computes the losses of its rows from the logits of all ranks, and their gradient for all logits. The
 gradients are summed over ranks, and each rank keeps the gradients of its rows. Therefore, values and
-gradients are the same as in one process that has the whole batch.
+gradients are the same as in one process that holds the whole batch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from raytrec.common.collectives import Peers
 from raytrec.tasks.losses import BatchLoss, Rows
 
-# Number of row pairs compared at a time: each float32 tensor takes 64 MiB; on a GPU 256 MiB, because each
-# piece takes a few dozen kernel launches.
+# Number of row pairs compared at a time. Each float32 tensor takes 64 MiB, or 256 MiB on a GPU, where each
+# piece requires a few dozen kernel launches.
 MAX_PAIRS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
 
 
@@ -24,13 +24,13 @@ def compute_batch_loss(loss: BatchLoss, rank_rows: Rows, factors_B: torch.Tensor
 
     Args:
         loss: Loss of the task.
-        rank_rows: Rows of this rank with padding; every rank has the same number.
-        factors_B: Factors of the losses of these rows, float32 [B].
+        rank_rows: Rows of this rank, including padding; every rank has the same number of rows.
+        factors_B: Factors of these rows' losses, float32 [B].
         world: Number of ranks.
 
     Returns:
-        Float32 scalar. If gradients are enabled, its gradient for `own.logits` is the gradient of the sum
-        over the global batch.
+        Float32 scalar. If gradients are enabled, its gradient for `rank_rows.logits` is the gradient of the
+        sum over the global batch.
     """
     count, gradient, peers = len(rank_rows.labels), torch.is_grad_enabled(), Peers(alone=world == 1)
     batch, first = (_gather_rows(rank_rows, peers), peers.rank * count) if world > 1 else (rank_rows, 0)
@@ -62,7 +62,7 @@ def _gather_rows(rows: Rows, peers: Peers) -> Rows:
 
 
 class _PrecomputedGradient(torch.autograd.Function):
-    """Autograd function of a value whose gradient for the logits is already computed."""
+    """Autograd function that returns a value whose gradient for the logits is already known."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -2,18 +2,18 @@
 
     loss = Σ over the rows of the global batch of the row's loss ÷ rows of the global batch
 
-If rows are requests with candidates, each candidate is a row in this module.
+If rows are requests with candidates, each candidate counts as a row in this module.
 
 A row's loss is multiplied by the row's weight in the task. The weight is 0 if the row has no label or a mask
-excludes the row, else the sample weight. The divisor includes rows of weight 0. Losses of several tasks are
-multiplied by the tasks' `weight` and added.
+excludes the row; otherwise, it is the sample weight. The divisor includes rows with weight 0. The losses of
+several tasks are multiplied by the tasks' `weight` and added.
 
-TorchRec divides table gradients by the world size (its gradient division stays on) and
-DistributedDataParallel averages dense gradients over ranks. Therefore each rank's loss is
+TorchRec divides table gradients by the world size (gradient division stays on), and DistributedDataParallel
+averages dense gradients over ranks. Therefore, each rank's loss is
 
     world_size × Σ over the rank's rows ÷ rows of the global batch
 
-and both kinds of gradient equal the gradient of the definition, for equal, unequal and empty parts.
+and both kinds of gradients equal the gradient of the definition, for equal, unequal and empty parts.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ MODEL_LOSS_KEY = ""  # key, in place of a task name, of lookup_l2's loss and of 
 def rank_loss(
     losses_B: torch.Tensor, weights_B: torch.Tensor, rows: int | torch.Tensor, world: int, weight: float = 1.0
 ) -> torch.Tensor:
-    """Return the scalar that one rank calls backward on.
+    """Return the scalar on which one rank calls backward.
 
     Args:
         losses_B: Loss of each row, float [B].
         weights_B: Factor of each row, float [B]; 0 for padding.
-        rows: Rows of the global batch over all ranks, without padding.
+        rows: Number of rows in the global batch of all ranks, without padding.
         world: Number of ranks.
         weight: Factor of the task.
     """
@@ -54,18 +54,18 @@ def rank_loss(
 class Objective:
     """Weighted sum of the tasks' losses, each averaged over the global batch.
 
-    The model's output is called logits here, float32 [B] or [B, columns]. The first columns are the logits of
-    each task: one, or one per class. The model's own loss of each row follows, if there is one. The last
-    columns are the vectors of query and item, if a loss reads vectors.
+    The model's output, float32 [B] or [B, columns], is called logits here. The first columns are the logits of
+    each task: one, or one per class. The model's own loss for each row follows, if the model computes one. The
+    last columns are the vectors of query and item, if a loss reads vectors.
 
     Args:
         tasks: Tasks, at least one.
         world: Number of ranks; 1 if the whole batch is in one process.
         keys: Columns of a batch's keys (task.key_columns); default: the columns of the tasks.
-        own_loss: True if the model outputs a loss itself (models/__init__.py). The model's loss is added for
-            the rows of the task with loss from_model, with its weights. Without such a task, every row has
+        own_loss: True if the model outputs a loss itself (models/__init__.py). The model's loss is added with
+            the weights that rows have in the task with loss from_model. Without such a task, every row has
             weight 1.
-        l2_factors: Feature → factor of the squared length of its vectors (ModelSection.lookup_l2).
+        l2_factors: Feature → factor of its vectors' squared norm (ModelSection.lookup_l2).
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Objective:
         """Return the objective of a configuration.
 
         Raises:
-            ConfigError: `resolve_tasks` or `check_model_learns` failed.
+            ConfigError: See `resolve_tasks` and `check_model_learns`.
         """
         tasks = resolve_tasks(config.tasks, schema)
         check_model_learns(tasks, config.model)
@@ -97,9 +97,10 @@ class Objective:
     def losses(
         self, logits: torch.Tensor, batch: Batch, looked_up: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return task → its part of the scalar that a rank calls backward on (`total`).
+        """Return task → the task's part of the scalar (`total`) on which a rank calls backward.
 
-        A collective if a loss compares rows of the global batch, or if rows are requests with candidates.
+        This is a collective if a loss compares rows of the global batch, or if rows are requests with
+        candidates.
 
         Args:
             logits: Output of the model.
@@ -108,7 +109,7 @@ class Objective:
                 lookup_l2; None: no vectors are penalized.
 
         Raises:
-            ConfigError: The model's output does not have the columns of the tasks.
+            ConfigError: The number of the output's columns does not match the tasks.
         """
         parts: dict[str, torch.Tensor] = {}
 
@@ -137,7 +138,7 @@ class Objective:
         return parts
 
     def _count_examples(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return the number of candidates of the global batch, at least 1; a collective."""
+        """Return the number of candidates in the global batch, at least 1; a collective."""
         count = labels.new_full((), len(labels))
         return Peers(count.device, alone=self.world == 1).sum(count).clamp(min=1)
 
@@ -171,17 +172,17 @@ class Objective:
     def outputs(
         self, loss: torch.Tensor, logits: torch.Tensor, batch: Batch, losses: Mapping[str, torch.Tensor] | None = None
     ) -> StepOutputs:
-        """Return the outputs of a step for the metrics.
+        """Return the outputs of a step from which metrics are computed.
 
         Args:
             loss: Sum of the step's losses on this rank.
             logits: Output of the model.
             batch: Batch of this rank.
-            losses: Result of `losses`; None: the outputs have no losses of tasks.
+            losses: Result of `losses`; None: the outputs contain no task losses.
         """
         rows_of_rank = batch.global_rows / self.world
         parts = {name: part.detach() * rows_of_rank for name, part in (losses or {}).items()}
-        # Batches in training have no keys of slices, which come last, hence strict=False below.
+        # Batches in training contain no keys of slices, which come last; hence strict=False below.
         keys = batch.keys if batch.keys is None or batch.requests is None else batch.keys[batch.requests]
         column_keys = {} if keys is None else dict(zip(self.keys, keys.unbind(1), strict=False))
         tasks = {}
@@ -198,7 +199,7 @@ class Objective:
         return {task.name: task.loss.predict(task.calibrate(task_logits)) for task, task_logits in per_task}
 
     def _weights(self, batch: Batch) -> Sequence[torch.Tensor]:
-        """Return the weights of the rows in each task, [B] each."""
+        """Return the weights of the rows in each task, float32 [B] each."""
         if batch.task_weights is not None:
             return batch.task_weights.unbind(1)
         row_weights = batch.weights if batch.requests is None else batch.labels.new_ones(len(batch.labels))
@@ -232,7 +233,7 @@ class Objective:
 
 
 def total(losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the scalar that a rank calls backward on: the sum of `Objective.losses`."""
+    """Return the sum of the result of `Objective.losses`, on which a rank calls backward."""
     first, *others = losses.values()
     for part in others:
         first = first + part
@@ -240,18 +241,18 @@ def total(losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 class ScoringObjective(Objective):
-    """Objective for predictions only, without labels and losses. No method is a collective."""
+    """Objective for predictions only, without labels or losses. No method is a collective."""
 
     def losses(
         self, logits: torch.Tensor, batch: Batch, looked_up: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return a loss of 0."""
+        """Return a loss of 0 for the first task."""
         return {self.tasks[0].name: logits.new_zeros(())}
 
     def outputs(
         self, loss: torch.Tensor, logits: torch.Tensor, batch: Batch, losses: Mapping[str, torch.Tensor] | None = None
     ) -> StepOutputs:
-        """Return the outputs of a step with labels 0, in which every row counts in every task."""
+        """Return the outputs of a step with all labels 0, in which every row counts in every task."""
         labels = batch.labels.new_zeros(len(batch.labels), 1 + max(task.column for task in self.tasks))
         unlabelled = replace(batch, labels=labels, task_weights=None, keys=None)
         return super().outputs(loss, logits, unlabelled, losses)

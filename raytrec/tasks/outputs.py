@@ -18,11 +18,11 @@ class TaskOutputs:
     """Outputs of one task in a rank's step: detached tensors, float32 [B] each, on the step's device.
 
     Attributes:
-        logits: Calibrated logits (Task.calibrated); [B, C] for a task of C classes.
+        logits: Calibrated logits (Task.calibrate); [B, C] for a task with C classes.
         predictions: Predictions in the label's units, such as probabilities for bce; [B, C] for C classes.
-        labels: Labels of the task; rows without a label have a finite number.
+        labels: Labels of the task; rows without a label have a finite value.
         weights: Weight of each row in the task's loss and metrics; 0 for padding and rows that do not count.
-        keys: Column → int64 [B], for the columns of groups, items and slices (Batch.keys).
+        keys: Column of groups, items or slices → keys, int64 [B] (Batch.keys).
     """
 
     logits: torch.Tensor
@@ -33,7 +33,7 @@ class TaskOutputs:
 
     @classmethod
     def joined(cls, steps: Sequence[TaskOutputs]) -> TaskOutputs:
-        """Return the concatenated rows of several steps of a task."""
+        """Return the concatenated outputs of a task in several steps."""
         import torch
 
         rows = {name: torch.cat([getattr(step, name) for step in steps]) for name in ROW_TENSORS}
@@ -48,14 +48,14 @@ class StepOutputs:
     A step that is skipped on all ranks has zero logits, predictions, labels, weights and losses.
 
     Attributes:
-        tasks: Task → its outputs, in the order of the configuration.
+        tasks: Task → outputs of the task, in the order of the configuration.
         rows: 1 for a row and 0 for padding, independent of task weights, float32 [B].
-        loss: Scalar that this rank calls backward on (tasks/objective.py): the rank's part × ranks.
+        loss: Scalar on which this rank calls backward (tasks/objective.py): the rank's part × ranks.
         is_skipped: Function that waits for the forward pass and returns True if the step is skipped; None
             unless train.on_nan is skip.
-        losses: Task (or objective.MODEL_LOSS_KEY) → its part of `loss` × rows of the global batch ÷ ranks, in
-            training. The sum over ranks ÷ rows of the global batch is the loss of the step.
-        vectors: Vectors of one tower of the model (worker.step.Head), float32 [B, width]; None: no tower.
+        losses: Task (or objective.MODEL_LOSS_KEY) → the task's part of `loss` × rows of the global batch ÷
+            ranks, in training. The sum over ranks ÷ rows of the global batch is the loss of the step.
+        vectors: Vectors from one tower of the model (worker.step.Head), float32 [B, width]; None: no tower.
     """
 
     tasks: dict[str, TaskOutputs]
@@ -69,11 +69,11 @@ class StepOutputs:
         return self.tasks[task]
 
     def masked(self, mask: torch.Tensor, is_skipped: Callable[[], object]) -> StepOutputs:
-        """Return the outputs of a step that may be skipped; zeros if skipped, because the values may be NaN.
+        """Return the outputs with zeros if the step is skipped, because the values may then be NaN.
 
         Args:
             mask: Bool scalar on the step's device; True if the step is skipped.
-            is_skipped: Function that returns the same on the host.
+            is_skipped: Function that returns the same value on the host.
         """
 
         def mask_values(values: torch.Tensor) -> torch.Tensor:
@@ -89,5 +89,5 @@ class StepOutputs:
 
     @property
     def skipped(self) -> bool:
-        """Return True if the step is skipped on all ranks. Waits for the forward pass."""
+        """Return True if the step is skipped on all ranks, after waiting for the forward pass."""
         return self.is_skipped is not None and bool(self.is_skipped())

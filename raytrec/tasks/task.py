@@ -1,4 +1,4 @@
-"""Tasks of the configuration, resolved against a schema and checked against losses and the model.
+"""Tasks in the configuration, resolved against a schema and checked against losses and the model.
 
 This module does not import torch.
 """
@@ -32,15 +32,15 @@ class Task(TaskRows):
 
     Attributes:
         column: Position of the label among the schema's labels.
-        loss: Loss of a row, or of a batch.
+        loss: Loss of single rows, or of rows of a batch.
         weight: Factor of the loss in the sum over tasks.
         metrics: Names of the metrics.
-        positive_weight: Factor of the loss of rows whose label is 1.
+        positive_weight: Factor of the loss for rows whose label is 1.
         negatives_kept: Share of negatives kept by down-sampling, in (0, 1].
-        group: Reserved column with the group of each row; None: no groups.
-        item: Reserved column with the item of each row; None: no items.
-        item_frequency: Reserved column with the number of occurrences of each row's item.
-        outputs: Number of logits of a row: the number of classes, or 1.
+        group: Reserved column that contains the group of each row; None: no groups.
+        item: Reserved column that contains the item of each row; None: no items.
+        item_frequency: Reserved column that contains the number of occurrences of each row's item, or None.
+        outputs: Number of logits per row: the number of classes, or 1.
     """
 
     column: int
@@ -63,22 +63,22 @@ class Task(TaskRows):
     def calibrate(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits for metrics and predictions, computed from the model's output for this task.
 
-        Vectors of query and item are multiplied. If negatives were down-sampled to a share r, the result is
-        the log-odds for all the data. For the model's probability p, the log-odds of p ÷ (p + (1 − p) ÷ r)
-        are smaller by −ln r (He et al. 2014, section 6.3).
+        For vectors of query and item, the result is their dot product. If negatives were down-sampled to a
+        share r, the result is the log-odds for all data. For the model's probability p, the log-odds of
+        p ÷ (p + (1 − p) ÷ r) are smaller by −ln r (He et al. 2014, section 6.3).
         """
         scores = self.loss.scores(logits)
         return scores if self.negatives_kept == 1 else scores + log(self.negatives_kept)
 
 
 def key_columns(tasks: Sequence[Task], slices: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the columns of Batch.keys in order: columns of tasks, then slices, without duplicates."""
+    """Return the columns of Batch.keys in order: those of tasks, then slices, without duplicates."""
     of_tasks = (name for task in tasks for name in (task.group, task.item, task.item_frequency))
     return tuple(dict.fromkeys([*(name for name in of_tasks if name is not None), *slices]))
 
 
 def count_logits(tasks: Sequence[Task]) -> dict[str, int]:
-    """Return task → number of its logits, in the order of logits, without tasks whose loss reads vectors."""
+    """Return task → number of logits, in the order of logits, without tasks whose loss reads vectors."""
     return {task.name: task.outputs for task in tasks if not task.loss.reads_vectors}
 
 
@@ -88,7 +88,7 @@ def needs_vectors(tasks: Sequence[Task]) -> bool:
 
 
 def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task, ...]:
-    """Return the tasks in the order of the configuration. Modules of user-defined losses are imported.
+    """Return the resolved tasks in the configured order; modules of user-defined losses are imported.
 
     Raises:
         ConfigError: A label or loss does not exist, two tasks have the same name, or masks form a cycle.
@@ -131,7 +131,7 @@ def _resolve(section: TaskSection, schema: Schema, place: int, several: bool) ->
 
 
 def _check_mask(task: Task, by_name: Mapping[str, Task], where: str) -> None:
-    """Check that masks that are other tasks form no cycle.
+    """Check that a task's mask, and the masks of tasks that serve as masks, form no cycle.
 
     Raises:
         ConfigError: The masks form a cycle.
@@ -181,7 +181,7 @@ def check_model_learns(tasks: Sequence[Task], model: ModelSection) -> None:
 
     Raises:
         ConfigError: The model computes no loss, two tasks have loss from_model, or the model's loss belongs
-            to the last task with logits and another task has from_model.
+            to the last task with logits but another task has loss from_model.
     """
     places = [place for place, task in enumerate(tasks) if task.loss.from_model]
     if len(places) > 1:
@@ -213,7 +213,7 @@ def check_model_learns(tasks: Sequence[Task], model: ModelSection) -> None:
 
 
 def check_options(section: TaskSection, loss: Loss, where: str) -> None:
-    """Check the keys of a task against its loss.
+    """Check that a task's loss supports the keys that the task sets.
 
     Args:
         section: Configuration of the task.

@@ -25,7 +25,7 @@ from raytrec.data.pages.decode import ReadErrorPolicy
 from raytrec.data.read_plans import ReadPlan, ReservedColumnSet, TaskRows
 from raytrec.tasks.task import Task, key_columns, resolve_tasks
 
-MAX_LABELS_READ = 1_000_000  # approximate number of rows whose labels are read, in row groups all over the files
+MAX_LABELS_READ = 1_000_000  # approximate number of rows whose labels are read, from row groups across all files
 
 
 def build_read_plan(
@@ -35,15 +35,15 @@ def build_read_plan(
     slices: Sequence[str] = (),
     retrieval: RetrievalSection | None = None,
 ) -> ReadPlan:
-    """Return the columns that tasks and evaluations read of a dataset's rows.
+    """Return the read plan for a dataset, with the columns that tasks and evaluations read.
 
     Args:
         tasks: Tasks of the run.
         schema: Schema of the run.
         transforms: data.transforms.
         slices: Columns whose values split an evaluation.
-        retrieval: Section eval.retrieval of a dataset whose items are ranked among all items; None: items
-            are not ranked.
+        retrieval: Section eval.retrieval, for a dataset whose right items are ranked among all items; None:
+            no items are ranked.
     """
     ranked = (retrieval.right_column, *retrieval.seen) if retrieval else ()
     key = "right_items" if retrieval and retrieval.right_items else "item"
@@ -67,7 +67,7 @@ def build_read_plan(
 
 
 def task_rows(tasks: Sequence[Task]) -> tuple[TaskRows, ...]:
-    """Return the row rules of each task without losses, so that readers do not import modules of losses."""
+    """Return each task's rules for rows, without its loss, so that readers need not import losses."""
     names = [field.name for field in fields(TaskRows)]
     return tuple(TaskRows(**{name: getattr(task, name) for name in names}) for task in tasks)
 
@@ -78,7 +78,7 @@ def whole_labels(tasks: Sequence[Task]) -> frozenset[str]:
 
 
 def label_ranges(tasks: Sequence[Task], schema: Schema) -> dict[str, tuple[float, float] | None]:
-    """Return label → smallest and largest value that all of its tasks allow; None: any finite number."""
+    """Return label → (smallest, largest) value that all its tasks allow, or None for any finite number."""
     ranges: dict[str, tuple[float, float] | None] = dict.fromkeys(schema.labels)
     for task in tasks:
         common, allowed = ranges[task.label], task.loss.label_range
@@ -110,7 +110,7 @@ def check_group_columns(tasks: Sequence[Task], slices: Sequence[str], reserved: 
 
 
 def check_frequency_columns(tasks: Sequence[Task], types: Mapping[str, pa.DataType], uri: str) -> None:
-    """Check that the columns of item frequencies have integer types.
+    """Check that columns of item frequencies have integer types.
 
     Args:
         tasks: Tasks of the run.
@@ -133,8 +133,8 @@ def check_frequency_columns(tasks: Sequence[Task], types: Mapping[str, pa.DataTy
 def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float, ...]:
     """Return the log-odds of the label 1 for each column of logits; 0 for tasks without log-odds.
 
-    Rows are weighted as in the tasks' losses, by mask, sample weight and positive_weight. Only the columns
-    of labels, masks and weights are read.
+    Rows are weighted as in the tasks' losses, by mask, sample weight and positive_weight. Only columns with
+    labels, masks and weights are read.
 
     Returns:
         One number for each column; empty if a task reads vectors, or rows are requests with candidates.
@@ -172,5 +172,5 @@ def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float
 
 
 def _matrix(table: pa.Table, name: str) -> np.ndarray:
-    """Return a column of lists of one length as float64 [rows, length]."""
+    """Return a column of equally long lists as float64 [rows, length]."""
     return table[name].combine_chunks().flatten().to_numpy().reshape(table.num_rows, -1).astype(np.float64)

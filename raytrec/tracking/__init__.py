@@ -1,1 +1,1 @@
-"""Writing and reading run folders, and their delivery to MLflow."""
+"""Writing and reading run folders, and delivering them to MLflow."""

@@ -1,4 +1,4 @@
-"""Aggregation of the lines of ranks.jsonl over steps and over ranks."""
+"""Aggregation of lines in ranks.jsonl over steps and ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SUMMED = ("weight_bytes", "state_bytes", "lookups", "lookup_bytes", "touched_row
 MAXIMUM_KEYS = ("max_abs", "row_norm_max")
 NORM_KEYS = ("weight_norm", "gradient_norm", "update_norm", "state_norm")
 ID_STATISTIC_KEYS = ("occupancy", "admitted_ids", "evicted_ids", "fallback_share", "id_age")  # equal on all ranks
-# Statistic → weight of a shard in the average: the total to which the shard's share refers.
+# Statistic → function that returns a shard's weight in the average: the total to which its share refers.
 WEIGHTS: dict[str, Callable[[dict[str, Any]], float]] = {
     **dict.fromkeys(
-        # Hashed ids are spread evenly over rows.
+        # Hashed ids are spread evenly over rows, so shards are weighted by rows.
         ("dead_share", "row_norm_p05", "row_norm_p50", "row_norm_p95", "collision_rate", *ID_STATISTIC_KEYS),
         lambda entry: entry.get("rows") or 0.0,
     ),
@@ -32,12 +32,12 @@ BINS = 30
 
 
 def sum_table_bytes(entry: dict[str, Any]) -> float:
-    """Return the bytes of weights and optimizer state of a rank's shards of a table."""
+    """Return the number of bytes of weights and optimizer state in a rank's shards of a table."""
     return (entry.get("weight_bytes") or 0.0) + (entry.get("state_bytes") or 0.0)
 
 
 def get_own_time_s(line: RankLine) -> float:
-    """Return the seconds of an interval in which a rank did not wait for other ranks."""
+    """Return the seconds of an interval during which a rank did not wait for other ranks."""
     return line.seconds - sum(line.phase_s(phase) for phase in WAIT_PHASES)
 
 
@@ -50,7 +50,7 @@ def by_step(lines: list[RankLine]) -> dict[int, list[RankLine]]:
 
 
 def by_rank(lines: list[RankLine]) -> dict[int, list[RankLine]]:
-    """Group lines by rank; each rank's lines stay in the order of steps."""
+    """Group lines by rank; the order of each rank's lines is kept."""
     ranks: dict[int, list[RankLine]] = {}
     for line in lines:
         ranks.setdefault(line.rank, []).append(line)
@@ -58,7 +58,7 @@ def by_rank(lines: list[RankLine]) -> dict[int, list[RankLine]]:
 
 
 def select_last_group(lines: list[RankLine]) -> list[RankLine]:
-    """Return the lines since the last change of the group of workers; only these ranks are comparable."""
+    """Return the lines of the last worker group, because only lines of the same group are comparable."""
     group: list[RankLine] = []
     for line in reversed(lines):
         if group and (line.attempt, line.world) != (group[0].attempt, group[0].world):
@@ -68,9 +68,9 @@ def select_last_group(lines: list[RankLine]) -> list[RankLine]:
 
 
 def skip_warmup(lines: list[RankLine]) -> list[RankLine]:
-    """Return the lines of the last group without its first interval, in which readers start.
+    """Return the lines of the last worker group without its first interval, in which readers start.
 
-    The first interval is kept if there is no other one.
+    The first interval is kept if it is the only one.
     """
     group = select_last_group(lines)
     first = min((line.first_step for line in group), default=0)
@@ -78,7 +78,7 @@ def skip_warmup(lines: list[RankLine]) -> list[RankLine]:
 
 
 def sum_over_time(lines: list[RankLine]) -> list[RankLine]:
-    """Return one line per rank (`sum_intervals`).
+    """Return one line per rank, summed over intervals (`sum_intervals`).
 
     Args:
         lines: Lines of one or several ranks; each rank's lines are ordered by step.
@@ -87,7 +87,7 @@ def sum_over_time(lines: list[RankLine]) -> list[RankLine]:
 
 
 def order_by_load(lines: list[RankLine]) -> list[str]:
-    """Return all tables by descending bytes looked up."""
+    """Return the names of all tables, ordered by descending number of bytes looked up."""
     load: dict[str, float] = {}
     for line in lines:
         for name, entry in line.tables.items():
@@ -101,12 +101,12 @@ def combine_shards(lines: list[RankLine], table: str, replicated: bool = False) 
     Args:
         lines: Lines of all ranks at the step.
         table: Table name.
-        replicated: True if every rank holds the complete table, so that the norms of one rank are used;
+        replicated: True if every rank holds the complete table, in which case the norms of one rank are used;
             entries can set the flag as well.
 
     Returns:
-        FIGURES as sums, maxima, norms over all shards, or averages by WEIGHTS; NaN if no rank has a value.
-        Also `row_norm_counts`, a list of 30 floats, or None.
+        FIGURES, combined as sums, maxima, norms over all shards, or averages by WEIGHTS; NaN if no rank has a
+        value. Also `row_norm_counts`, a list of 30 counts, or None.
     """
     entries = [line.tables[table] for line in lines if table in line.tables]
     replicated = replicated or any(entry.get("replicated") is True for entry in entries)
@@ -125,13 +125,13 @@ def _merge(entries: list[dict], key: str, combine: Any) -> float:
 
 
 def _estimate_step_ids(entry: dict[str, Any]) -> float:
-    """Return the ids that a shard looked up in the probed step: distinct rows ÷ their ratio to ids."""
+    """Return the number of ids looked up in the probed step: distinct rows ÷ ratio of rows to ids."""
     ratio = entry.get("unique_ratio") or 0.0
     return (entry.get("touched_rows") or 0.0) / ratio if ratio > 0 else 0.0
 
 
 def _compute_weighted_mean(entries: list[dict], key: str, weight: Callable[[dict], float]) -> float:
-    """Return the weighted mean over shards, or the unweighted mean if all weights are 0."""
+    """Return the weighted mean over shards; the unweighted mean if all weights are 0; NaN without values."""
     pairs = [(value, weight(entry)) for entry in entries if (value := entry.get(key)) is not None]
     if total := sum(w for _, w in pairs):
         return sum(value * w for value, w in pairs) / total

@@ -28,28 +28,28 @@ from raytrec.tracking.store import URI_HINT, Store, make_open_error
 
 ARTIFACTS = (CONFIG, SCHEMA, PLAN, RESULT, REPORT, CHECK_RESULT)
 LOCK = "mlflow.lock"
-ROUND_INTERVAL_S = 1.0  # interval between the starts of two rounds of writing
+ROUND_INTERVAL_S = 1.0  # interval between the starts of consecutive rounds of writing
 FINAL_ROUND_TIMEOUT_S = 25.0  # time limit of the last round, after training has ended
-MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0  # shortest and longest delay between two retries
+MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0  # shortest and longest delay between retries
 RECOVERY_NOTICE = "MLflow is reachable again; the missing records are being written"
-MAX_PARAM_LENGTH, MAX_TAG_LENGTH = 6000, 8000  # characters
+MAX_PARAM_LENGTH, MAX_TAG_LENGTH = 6000, 8000  # maximum lengths in characters
 LOGIN_HINT = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 
 
 class Delivery:
-    """Writer of one MLflow run from a run folder.
+    """Writer that copies a run folder to one MLflow run.
 
-    The run folder stores the offset up to which the store has the lines (tracking.feed). Therefore no record
-    is lost or written twice when this process dies. If the store does not answer, is locked or fails, the
-    call is retried after 1 s, 2 s, … 30 s. Records that the store rejects permanently are dropped; `finish`
+    The run folder stores the offset up to which lines have been delivered (tracking.feed). Therefore no
+    record is lost or duplicated if this process dies. If the store does not answer, is locked or fails, the
+    call is retried after 1 s, 2 s, … 30 s. Records that the store permanently rejects are dropped; `finish`
     reports their number.
 
     Args:
-        folder: Run folder, which stores the id of the MLflow run; if the store does not have it, a run is
-            created.
-        config: Configuration of the run with the tracking settings. Tokens and passwords come from MLflow's
-            environment variables.
-        notify: Function called with a sentence when the store stops answering and when it answers again.
+        folder: Run folder, which stores the id of the MLflow run; if this run does not exist in the store, a
+            run is created.
+        config: Configuration of the run, with the tracking settings. Tokens and passwords are read from
+            MLflow's environment variables.
+        notify: Function called with a message when the store stops answering and when it answers again.
     """
 
     def __init__(self, folder: Path, config: RunConfig, notify: Callable[[str], None]):
@@ -57,7 +57,7 @@ class Delivery:
         self._feed = RecordReader(folder)
         self._store = Store(config, folder, self._feed.delivered.key, self._feed.delivered.run_id)
         self._params = parameters(config)
-        self._tags: dict[str, str] = {}  # tags that the store has
+        self._tags: dict[str, str] = {}  # tags that have been written to the store
         self._uploaded: dict[Path, tuple[int, int]] = {}  # file → (modification time, size)
         self._joined = self._tried = self._ended = False
         self._final_status: str | None = None  # final status of the run; None during training
@@ -66,15 +66,15 @@ class Delivery:
 
     @property
     def run_id(self) -> str | None:
-        """Return the id of the MLflow run; None until the store has the run."""
+        """Return the id of the MLflow run; None until the run exists in the store."""
         return self._store.run_id
 
     def deliver(self) -> bool:
-        """Write missing records unless a retry is pending. Return True if the store has all records.
+        """Write missing records unless a retry is pending; return True if nothing remains to be written.
 
         Raises:
-            ConfigError: The store cannot be opened at the first attempt: a wrong address, a file that is not
-                a database, or a server that requires other credentials.
+            ConfigError: The store cannot be opened at the first attempt, because the address is wrong, a file
+                is not a database, or the server requires other credentials.
         """
         if monotonic() < self._next:
             return False
@@ -96,17 +96,17 @@ class Delivery:
         return True
 
     def finish(self, status: str, patience_s: float) -> str | None:
-        """Write the rest and end the run with FINISHED, FAILED or KILLED.
+        """Write all remaining records, and end the MLflow run with FINISHED, FAILED or KILLED.
 
         Args:
-            status: Status of the run.
+            status: Final status of the run.
             patience_s: Seconds during which a failing store is retried.
 
         Returns:
-            A sentence about missing records, or None if MLflow has everything.
+            Message about missing records, or None if MLflow has everything.
 
         Raises:
-            ConfigError: As in `deliver`.
+            ConfigError: The store cannot be opened; see `deliver`.
         """
         until = monotonic() + patience_s
         self._final_status, self._max_delay_s, self._next = status, MIN_RETRY_DELAY_S, 0.0
@@ -119,7 +119,7 @@ class Delivery:
         return f"MLflow lacks {' and '.join(missing)} ({self._why or self._feed.why})" if missing else None
 
     def _attempt(self, call: Callable[..., None], *arguments: Any) -> bool:
-        """Call the store. Return False if it rejected the call permanently; re-raise transient errors."""
+        """Call the store. Return False if the store permanently rejected the call; re-raise transient errors."""
         try:
             call(*arguments)
         except Exception as error:
@@ -130,7 +130,7 @@ class Delivery:
         return True
 
     def _write(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Call the store, and count a call that it rejected permanently."""
+        """Call the store, and count the call as dropped if the store permanently rejected it."""
         self._dropped += not self._attempt(call, *arguments)
 
     def _schedule_retry(self, error: Exception) -> None:
@@ -142,14 +142,14 @@ class Delivery:
         self._next = monotonic() + self._pause_s
 
     def _open(self) -> None:
-        """Find or create the run. If the store refuses access at the first attempt, raise ConfigError."""
+        """Find or create the run; raise ConfigError if the store cannot be opened at the first attempt."""
         if self.run_id:
             return
         first, self._tried = not self._tried, True
         self._feed.delivered.write(self._folder)  # stores the key before the run is created
         try:
             self._store.open()
-        except ConfigError as error:  # a run that has already begun is not stopped
+        except ConfigError as error:  # a delivery that has already begun is not stopped
             if first:
                 raise
             raise RuntimeError(error.what) from None
@@ -161,7 +161,7 @@ class Delivery:
         self._feed.use_run(self._store.run_id)
 
     def _write_description(self) -> None:
-        """Write the parent run, the parameters (section.key) unless already written, and changed tags."""
+        """Write the parent run and the parameters (section.key) once, and tags that have changed."""
         if not self._joined:
             self._joined = self._attempt(self._store.join_parent) or True
         if not self._feed.delivered.params:
@@ -176,7 +176,7 @@ class Delivery:
             self._tags = tags
 
     def _write_lines(self) -> None:
-        """Write all batches; if the store rejects a batch, write each record in a separate call."""
+        """Write all batches of records; if the store rejects a batch, write each record in a separate call."""
         while batch := self._feed.next_batch():
             if not self._attempt(self._store.write_metrics, batch.records):
                 for record in batch.records:
@@ -190,7 +190,7 @@ class Delivery:
             self._uploaded[path] = version
 
     def _changed_files(self) -> dict[Path, tuple[int, int]]:
-        """Return files whose current version is not in the store, with their modification time and size."""
+        """Return file → (modification time, size), for files whose current version has not been uploaded."""
         paths = [*map(self._folder.joinpath, ARTIFACTS), *sorted(self._folder.glob("pictures/*.svg"))]
         versions = {}
         for path in paths:
@@ -206,7 +206,7 @@ class Delivery:
 
 @contextmanager
 def hold_delivery_lock(folder: Path) -> Iterator[None]:
-    """Hold the delivery lock of a run folder, after waiting until no other process delivers the run.
+    """Hold the delivery lock of a run folder within a block, after waiting for other processes.
 
     On file systems without locks, or if the lock file cannot be created, the block runs without a lock.
     """
@@ -221,13 +221,13 @@ def hold_delivery_lock(folder: Path) -> Iterator[None]:
 
 
 def follow(folder: Path, config: RunConfig) -> None:
-    """Deliver a run during training until standard input ends: `raytrec track RUN --follow`.
+    """Deliver a run during training until standard input ends (`raytrec track RUN --follow`).
 
-    The last line of standard input is the final status of the run; without this line, the driver has died.
-    Standard output has lines of JSON: {"note": a sentence for people}, {"run_id": …}, {"refused": parts of
-    the error if the store cannot be opened}, and at the end {"missing": a sentence, or null}.
+    The last line of standard input is the final status of the run; if it is missing, the driver has died.
+    JSON lines are written to standard output: {"note": message for people}, {"run_id": …}, {"refused": parts
+    of the error if the store cannot be opened}, and at the end {"missing": message or null}.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ends with its driver, which may still have to save
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process ends with its driver, which may still have to save
     block_unneeded_packages()
     status, sent_id = None, None
     with hold_delivery_lock(folder):
@@ -249,17 +249,17 @@ def follow(folder: Path, config: RunConfig) -> None:
 
 
 def read_final_status(folder: Path) -> str:
-    """Return the status of a run whose driver has exited: FINISHED or FAILED."""
+    """Return the final status, FINISHED or FAILED, of a run whose driver has exited."""
     return "FINISHED" if (folder / RESULT).is_file() else "FAILED"
 
 
 def _read_status(wait_s: float) -> str | None:
-    """Return a status read from standard input; "" at its end; None if nothing arrived within wait_s."""
+    """Return a status from standard input; "" at the end of input; None if none arrives within `wait_s`."""
     if not select([sys.stdin], [], [], wait_s)[0]:
         return None
     return os.read(sys.stdin.fileno(), 100).decode().strip()
 
 
 def _print_message(kind: str, value: Any) -> None:
-    with suppress(OSError):  # a dead driver does not read
+    with suppress(OSError):  # the driver may have died
         print(json.dumps({kind: value}), flush=True)

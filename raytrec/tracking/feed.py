@@ -1,8 +1,8 @@
-"""Lines of a run folder that MLflow does not have yet, found by the offset of the last delivered byte.
+"""Reading the lines of a run folder that have not been delivered to MLflow, by their byte offsets.
 
-The offset is stored in the run folder in mlflow.json. Every write to the store is followed by a new version
-of this file. If a driver dies between the two writes, the next driver sends the same records again. This is
-harmless: the time of a metric is the time of its line, and a store keeps one metric per name, step, time and
+The offsets are stored in mlflow.json in the run folder. The file is replaced after every write to the store.
+If a driver dies between the two writes, the next driver sends the same records again. This is harmless,
+because the time of a metric is the time of its line, and a store keeps one metric per name, step, time and
 value.
 """
 
@@ -29,13 +29,13 @@ FILES = (METRICS, CHECKS, RANKS)
 
 @dataclass
 class DeliveryState:
-    """Part of a run folder that the store has.
+    """State of a delivery: the part of a run folder that has been written to the store.
 
     Attributes:
-        key: Key of the MLflow run, which identifies a run whose creation was not answered.
-        run_id: Id of the MLflow run; None until the store has a run.
-        params: True if the store has the parameters.
-        offsets: File → offset up to which the store has the lines.
+        key: Key of the MLflow run, by which the run is found if the store did not answer when it was created.
+        run_id: Id of the MLflow run; None until the run has been created.
+        params: True if the parameters have been written.
+        offsets: File → byte offset up to which lines have been delivered.
     """
 
     key: str = field(default_factory=lambda: uuid4().hex)
@@ -45,29 +45,29 @@ class DeliveryState:
 
     @classmethod
     def read(cls, folder: Path) -> DeliveryState:
-        """Read the state from a folder; if it is unreadable, everything is delivered again."""
+        """Read the state from a run folder; if it is missing or unreadable, everything is delivered again."""
         return find_document(str(folder / DELIVERY_STATE_FILE), cls) or cls()
 
     def write(self, folder: Path) -> None:
-        """Replace the stored state; a write error is ignored, because the next write has the full state."""
+        """Replace the stored state; write errors are ignored, because the next write contains the full state."""
         with suppress(OSError):
             write_atomically(folder / DELIVERY_STATE_FILE, to_json_document(self))
 
 
 class Batch(NamedTuple):
-    """Records for one call, and the offset of each file that is reached after the call."""
+    """Records for one call to the store, and the offset of each file after the call."""
 
     records: list[Record]
     offsets: dict[str, int]
 
 
 class RecordReader:
-    """Reader of a run folder in batches; a batch is returned again until `mark_batch_written` is called.
+    """Reader of a run folder in batches; a batch is returned until `mark_batch_written` is called.
 
     Attributes:
         folder: Run folder.
-        delivered: Part of the folder that the store has.
-        dropped: Number of lines that are not messages.
+        delivered: State of the delivery.
+        dropped: Number of invalid lines.
         why: Reason why the last dropped line was invalid.
     """
 
@@ -78,31 +78,31 @@ class RecordReader:
         self._rewind()
 
     def use_run(self, run_id: str) -> None:
-        """Deliver to this run of the store. If the run is new, delivery starts from the beginning."""
+        """Deliver to a run of the store; if its id differs from the stored one, start from the beginning."""
         if run_id != self.delivered.run_id:
             self.delivered = DeliveryState(self.delivered.key, run_id)
             self._rewind()
         self.delivered.write(self.folder)
 
     def next_batch(self) -> Batch | None:
-        """Return the next batch of about MAX_METRICS_PER_CALL metrics; None if the store has everything."""
+        """Return the next batch of about MAX_METRICS_PER_CALL metrics; None if everything has been delivered."""
         self._batch = self._batch or self._read_batch()
         return self._batch
 
     def mark_batch_written(self) -> None:
-        """Record that the store has the batch."""
+        """Record that the batch has been written to the store."""
         self.delivered.offsets |= self._batch.offsets
         self.delivered.write(self.folder)
         self._batch = None
 
     def mark_params_written(self) -> None:
-        """Record that the store has the parameters."""
+        """Record that the parameters have been written to the store."""
         self.delivered.params = True
         self.delivered.write(self.folder)
 
     @property
     def waiting(self) -> int:
-        """Return the number of undelivered lines; rank lines that were already read count as one per step."""
+        """Return the number of undelivered lines; rank lines that have been read count as one per step."""
         unread = sum(1 for file in FILES for _ in read_lines(self.folder / file, self._read_to[file]))
         return unread + (len(self._batch.records) if self._batch else 0)
 

@@ -1,4 +1,4 @@
-"""In-memory messages of a run. For steps that were trained again, the later messages count."""
+"""Messages of a run in memory. For steps that were trained again, the later messages count."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from raytrec.common.messages import (
 )
 from raytrec.metrics.selection import EVAL_PREFIX, MetricDisplay, read_metric_displays
 
-MAX_INTERVALS = 600  # intervals kept of a run; in longer runs, neighbors are summed repeatedly
-LOAD_KEYS = ("lookups", "lookup_bytes")  # table values that are summed over intervals
+MAX_INTERVALS = 600  # maximum number of intervals kept; beyond it, neighboring intervals are summed
+LOAD_KEYS = ("lookups", "lookup_bytes")  # table statistics that are summed over intervals
 
 
 class Restarts:
-    """Detector of lines from a new group of workers.
+    """Detector of the first line of each worker group.
 
-    A group is new if a line has another attempt, or begins before the end of its rank's last line. The run
-    then went back to the beginning of that line. All later steps are trained again, possibly by fewer ranks.
+    A line belongs to a new group if its attempt differs, or if its interval begins before the end of the
+    rank's previous interval. The run then went back to the beginning of this interval, and all later steps
+    are trained again, possibly by fewer ranks.
     """
 
     def __init__(self) -> None:
         self._attempt: int | None = None
-        self._last: dict[int, int] = {}  # rank → step
+        self._last: dict[int, int] = {}  # rank → last step
 
     def is_first(self, line: RankLine) -> bool:
-        """Return True if a line is the first of its group of workers."""
+        """Return True if a line is the first of a new worker group."""
         first = line.attempt != self._attempt or line.first_step < self._last.get(line.rank, 0)
         if first:
             self._attempt, self._last = line.attempt, {}
@@ -43,17 +44,17 @@ class Restarts:
 
 
 class StepBuffer:
-    """Buffer of lines until the lines of all recorded ranks of a step are present."""
+    """Buffer that holds lines until the lines of all recorded ranks are present for a step."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, dict[int, tuple[RankLine, int]]] = {}  # step → rank → (line, its offset)
+        self._waiting: dict[int, dict[int, tuple[RankLine, int]]] = {}  # step → rank → (line, offset of the line)
         self._restarts = Restarts()
 
     def add(self, line: RankLine, begin: int = 0) -> list[RankLine] | None:
-        """Add a line, and return the lines of all recorded ranks by rank if the step is complete.
+        """Add a line; if its step is complete, return the lines of all recorded ranks, ordered by rank.
 
-        `begin` is the offset of the line in its file. When a new group of workers begins, incomplete steps of
-        the previous group are discarded.
+        `begin` is the offset of the line in its file. When a new worker group begins, incomplete steps of the
+        previous group are discarded.
         """
         if self._restarts.is_first(line):
             self._waiting = {}
@@ -65,19 +66,19 @@ class StepBuffer:
         return [group[rank][0] for rank in sorted(group)]
 
     def find_pending_offset(self) -> int | None:
-        """Return the offset of the first line that waits for other ranks; None if no line waits."""
+        """Return the offset of the first line still waiting for other ranks; None if no line is waiting."""
         return min((begin for group in self._waiting.values() for _, begin in group.values()), default=None)
 
 
 class IntervalBuffer:
-    """Current lines of a run; of more than MAX_INTERVALS steps, neighboring intervals are summed."""
+    """Buffer of a run's current lines; beyond MAX_INTERVALS steps, neighboring intervals are summed."""
 
     def __init__(self) -> None:
         self._steps: dict[int, dict[int, RankLine]] = {}
         self._restarts = Restarts()
 
     def add(self, line: RankLine) -> None:
-        """Add a line; lines must be added in the order of writing."""
+        """Add a line; lines must be added in the order in which they were written."""
         if self._restarts.is_first(line):
             self._steps = {s: lines for s, lines in self._steps.items() if s <= line.first_step}
         self._steps.setdefault(line.step, {})[line.rank] = line
@@ -85,11 +86,11 @@ class IntervalBuffer:
             self._halve()
 
     def lines(self) -> list[RankLine]:
-        """Return the lines by step and rank."""
+        """Return the lines, ordered by step and rank."""
         return [self._steps[step][rank] for step in sorted(self._steps) for rank in sorted(self._steps[step])]
 
     def _halve(self) -> None:
-        """Sum neighboring intervals, except the newest one, which may receive more lines."""
+        """Sum pairs of neighboring intervals, except the newest interval, which may receive more lines."""
         steps = sorted(self._steps)
         for earlier, later in zip(steps[:-2:2], steps[1:-2:2], strict=False):
             one, other = self._steps[earlier], self._steps[later]
@@ -99,7 +100,7 @@ class IntervalBuffer:
 
 
 def sum_intervals(lines: list[RankLine]) -> RankLine:
-    """Sum one rank's seconds, steps, phases and lookups over intervals; other values come from the last line.
+    """Sum a rank's seconds, steps, phases and lookups over intervals; other values are from the last line.
 
     Args:
         lines: Lines of one rank, ordered by step.
@@ -123,8 +124,8 @@ class History:
 
     Attributes:
         failures: All failed checks, including checks of steps that were trained again.
-        events: Messages of events.jsonl in the order of writing.
-        progress: (unix_s, step) of all training messages in the order of writing; steps can decrease.
+        events: Messages of events.jsonl, in the order of writing.
+        progress: (unix_s, step) of all training messages, in the order of writing; steps can decrease.
         result: Content of result.json; empty until the run has finished.
     """
 
@@ -138,7 +139,7 @@ class History:
         self._intervals = IntervalBuffer()
 
     def add(self, message: Message) -> None:
-        """Add a message; messages must be added in the order of writing."""
+        """Add a message; messages must be added in the order in which they were written."""
         if isinstance(message, RankLine):
             self._intervals.add(message)
         elif isinstance(message, Outcome):
@@ -153,43 +154,43 @@ class History:
             self.events.append(message)
 
     def figures(self, *kinds: type[Measured]) -> list[Measured]:
-        """Return lines of metrics.jsonl of these kinds (messages.Train, Eval, Final, …), by step."""
+        """Return the messages of these kinds in metrics.jsonl (messages.Train, Eval, Final, …), by step."""
         lines = [line for kind in kinds for line in self._metrics.get(kind.KIND, [])]
         return sorted(lines, key=lambda line: line.step)
 
     @property
     def ranks(self) -> list[RankLine]:
-        """Return lines of ranks.jsonl by step and rank; neighboring intervals of a long run are summed."""
+        """Return the lines of ranks.jsonl by step and rank; in long runs, neighboring intervals are summed."""
         return self._intervals.lines()
 
     @property
     def checks(self) -> list[Outcome]:
-        """Return lines of checks.jsonl by check and step."""
+        """Return the messages of checks.jsonl, by check and step."""
         return [line for lines in self._checks.values() for line in lines]
 
     @property
     def starts(self) -> list[Start]:
-        """Return the start messages of the groups of workers."""
+        """Return the start messages of all worker groups."""
         return [event for event in self.events if isinstance(event, Start)]
 
     @property
     def restarts(self) -> list[int]:
-        """Return the steps at which the run started again: after a failure or resize, or with --resume."""
+        """Return the steps at which the run was restarted, after a failure or resize or with --resume."""
         return [start.step for start in self.starts[1:]]
 
     @property
     def step(self) -> int:
-        """Return the last step with recorded metrics; 0 before the first."""
+        """Return the last step with recorded metrics; 0 if there is none."""
         return max((lines[-1].step for lines in self._metrics.values()), default=0)
 
     @property
     def total_steps(self) -> int:
-        """Return the number of steps of the complete run; 0 before training starts."""
+        """Return the number of steps in the complete run; 0 before training starts."""
         return self.starts[-1].total if self.starts else 0
 
     @property
     def recorded_metrics(self) -> list[MetricDisplay]:
-        """Return the recorded metrics, as described by the run."""
+        """Return the display settings of all recorded metrics, as described by the run."""
         described = [start.line() for start in reversed(self.starts)]
         keys = {key for lines in self._metrics.values() for line in lines for key in line.figures}
         keys |= {key.removeprefix(EVAL_PREFIX) for key in self.result}
@@ -197,7 +198,7 @@ class History:
 
 
 def _replace_later(lines: list[Any], line: Any) -> None:
-    """Append a line after removing the lines of its step and of later steps."""
+    """Append a line after removing all lines of the same or later steps."""
     while lines and lines[-1].step >= line.step:
         lines.pop()
     lines.append(line)

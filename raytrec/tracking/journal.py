@@ -1,4 +1,4 @@
-"""Writer of lines and files in a run folder, which tolerates full disks.
+"""Writing of lines and files in a run folder that tolerates full disks.
 
 Lines that cannot be written are kept in memory and written later.
 """
@@ -19,12 +19,12 @@ from raytrec.checkpoint.index import reason
 from raytrec.common.messages import EVENTS, Message
 from raytrec.common.processes import create_file
 
-MAX_PENDING_BYTES = 32 << 20  # limit of pending lines; beyond it, the oldest are dropped
+MAX_PENDING_BYTES = 32 << 20  # limit on pending writes; beyond it, the oldest are dropped
 
 
 @dataclass(frozen=True)
 class PendingWrite:
-    """Pending write.
+    """Line or file that has not been written yet.
 
     Attributes:
         name: File name.
@@ -38,9 +38,9 @@ class PendingWrite:
 
 
 class Journal:
-    """Writer of JSON lines and small files of a run folder, in the order of the calls.
+    """Writer of JSON lines and small files in a run folder, in the order of the calls.
 
-    Disk errors are never raised, and no line is written in part. Lines that cannot be written are kept and
+    Disk errors are never raised, and no line is written partially. Lines that cannot be written are kept and
     retried with the next line.
 
     Args:
@@ -55,17 +55,17 @@ class Journal:
         self._begun: set[str] = set()  # files whose last line is known to be complete
 
     def add(self, name: str, entry: dict[str, Any]) -> None:
-        """Append a line to a file."""
+        """Append an entry to a file as a line of JSON."""
         self._enqueue(PendingWrite(name, json.dumps(entry).encode() + b"\n"))
         self.write()
 
     def put(self, name: str, text: str) -> None:
-        """Replace a file."""
+        """Replace the content of a file."""
         self._enqueue(PendingWrite(name, text.encode(), True))
         self.write()
 
     def write(self) -> None:
-        """Write pending lines until the disk rejects one."""
+        """Write pending lines and files until a write fails."""
         while self._waiting:
             first = self._waiting[0]
             try:
@@ -81,7 +81,7 @@ class Journal:
             self.add(EVENTS, {"event": "room", "unix_s": time()})
 
     def missing(self) -> str | None:
-        """Return a sentence about lines that the run folder lacks; None if it has all lines."""
+        """Return a message about lines missing from the run folder; None if all lines have been written."""
         self.write()
         lines = len(self._waiting) + self._lost
         if not lines:
@@ -128,7 +128,7 @@ def append_line(folder: Path, message: Message) -> None:
 
 
 def append_to(path: Path, data: bytes) -> None:
-    """Append data to a file completely or not at all.
+    """Append data to a file, either completely or not at all.
 
     Raises:
         OSError: The data cannot be written; the file is unchanged.
@@ -148,7 +148,7 @@ def append_to(path: Path, data: bytes) -> None:
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a file completely or not at all.
+    """Write a file, either completely or not at all.
 
     Raises:
         OSError: The data cannot be written; the file is unchanged.
@@ -165,7 +165,7 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def _get_missing_newline(path: Path) -> bytes:
-    """Return a newline if the file's last line is incomplete because a driver died, else nothing."""
+    """Return a newline if the file's last line is incomplete (because a driver died), else b""."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""Errors of an MLflow store: detection of transient errors, and error texts."""
+"""Classification and texts of errors raised by MLflow stores."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from raytrec.common.redaction import hide
 from raytrec.compat.mlflow_ import is_server_failure
 
 TRANSIENT_SQLITE_CODES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
-TRANSIENT_HTTP_CODES = (401, 403, 408, 409, 429, 499)  # 4xx codes that do not depend on the request's content
+TRANSIENT_HTTP_CODES = (401, 403, 408, 409, 429, 499)  # 4xx codes that do not depend on the content of the request
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True if the same call may succeed later, because the store is unreachable, locked or failing.
+    """Return True if the call may succeed later, because the store is unreachable, locked or failing.
 
-    Other errors are permanent: the store rejects the record, or a file is missing.
+    All other errors are permanent, e.g. because the store rejects the record or a file is missing.
     """
     if _is_unavailable(error):
         return True
@@ -27,9 +27,9 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return True if the store does not answer, rather than being invalid or refusing access.
+    """Return True if the store does not answer; False if it is invalid or refuses access.
 
-    Used for the first call to the store.
+    The function is used for errors of the first call to a store.
     """
     from requests.exceptions import SSLError
 
@@ -42,14 +42,14 @@ def is_access_denied(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Return the text of the innermost error, at most 200 characters, without secrets."""
+    """Return the first line of the innermost error's text, at most 200 characters, without secrets."""
     messages = [str(cause).strip() for cause in _iterate_causes(error)]
     text = next((message for message in reversed(messages) if message), type(error).__name__)
     return hide(text.splitlines()[0])[:200]
 
 
 def _is_unavailable(error: BaseException) -> bool:
-    """Return True if the server gave no valid answer, or the database is unavailable.
+    """Return True if the server gives no valid answer or the database is unavailable.
 
     The cases are: no connection, a timeout, only 5xx answers, or a database that is locked, down or out of
     disk space.
@@ -65,13 +65,13 @@ def _is_unavailable(error: BaseException) -> bool:
 
 
 def _get_sqlite_code(error: BaseException) -> int | None:
-    """Return SQLite's primary result code, or None for other errors."""
+    """Return SQLite's primary result code; None for other errors."""
     code = getattr(error, "sqlite_errorcode", None) if isinstance(error, sqlite3.Error) else None
     return None if code is None else code & 0xFF
 
 
 def _get_http_status(error: BaseException) -> int | None:
-    """Return the HTTP status of an MLflow or upload error, or None."""
+    """Return the HTTP status of an MLflow or upload error; None for other errors."""
     from mlflow.exceptions import MlflowException
     from requests.exceptions import HTTPError
 
@@ -83,7 +83,7 @@ def _get_http_status(error: BaseException) -> int | None:
 
 
 def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, its cause, the cause of that error, and so on."""
+    """Yield an error, followed by its chain of causes."""
     visited: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in visited:

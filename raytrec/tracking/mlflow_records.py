@@ -1,4 +1,4 @@
-"""Translation of a run for MLflow: metrics of its messages, parameters and tags."""
+"""Conversion of a run's messages, configuration and environment to MLflow metrics, parameters and tags."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.tracking.aggregate import FIGURES, RANK_SUM_KEYS, combine_shards, sum_table_bytes
 from raytrec.tracking.history import StepBuffer
 
-# MLflow 3.17 shows metrics with the prefix system/ on its page "System metrics". Names and units follow
+# MLflow 3.17 shows metrics with the prefix system/ on its page "System metrics". Names and units are those of
 # MLflow's monitor (mlflow/system_metrics) if it has the metric.
 MLFLOW_NAMES = {
     "cpu_percent": ("cpu_utilization_percentage", 1),
@@ -35,19 +35,19 @@ MLFLOW_NAMES = {
 }
 
 
-SECTIONS = {"train": "train/", "eval": "eval/", "compared": ""}  # kind → prefix of its metric names
-# Characters that MLflow does not accept in names.
+SECTIONS = {"train": "train/", "eval": "eval/", "compared": ""}  # kind of message → prefix of metric names
+# Characters that MLflow does not allow in names.
 INVALID_NAME_CHARACTERS = re.compile(r"[^\w\-. :/]", re.ASCII)
 MAX_NAME_LENGTH = 250
 # A store accepts about 1,000 metrics per call; the run folder contains all metrics.
-MAX_TABLES = 200  # only the largest tables are delivered
-MAX_RANK_TABLES = 64  # maximum of ranks × tables; beyond it, tables are not delivered by rank
-MAX_TEXTS_PER_CALL = 100  # parameters or tags that MLflow accepts in one call
+MAX_TABLES = 200  # maximum number of tables; only the largest tables are delivered
+MAX_RANK_TABLES = 64  # maximum of ranks × tables for per-rank table metrics
+MAX_TEXTS_PER_CALL = 100  # maximum number of parameters or tags in one call to MLflow
 ACCELERATOR_PREFIX = "accelerator_type:"  # prefix of the Ray resource that names a node's GPU type
 
 
 class Record(NamedTuple):
-    """Metrics of one step and time: MLflow metric name → value."""
+    """Metrics (MLflow name → value) of one step, with their time in milliseconds since 1970."""
 
     figures: dict[str, float]
     step: int
@@ -55,13 +55,13 @@ class Record(NamedTuple):
 
 
 class Translator:
-    """Converter of messages to records; rank lines are combined when all ranks of a step are present."""
+    """Converter of messages to records; rank lines are combined once all ranks of a step are present."""
 
     def __init__(self) -> None:
         self._groups = StepBuffer()
 
     def record(self, message: Message, begin: int) -> Record | None:
-        """Return the metrics of a message; None if there are none, or none yet.
+        """Return the metrics of a message; None if there are none, or if lines of other ranks are missing.
 
         `begin` is the offset of the message's line in its file.
         """
@@ -71,7 +71,7 @@ class Translator:
         return None if lines is None else _record(to_rank_metrics(lines), message.step, message.unix_s)
 
     def find_pending_offset(self) -> int | None:
-        """Return the offset in ranks.jsonl of the first line that waits for other ranks, or None."""
+        """Return the offset in ranks.jsonl of the first line still waiting for other ranks, or None."""
         return self._groups.find_pending_offset()
 
 
@@ -90,7 +90,7 @@ def _to_record(message: Message) -> Record | None:
 
 
 def _record(figures: Mapping[str, Any], step: int, unix_s: float) -> Record:
-    """Return a record with valid MLflow names, without values that are None or not finite."""
+    """Return a record with valid MLflow names; values that are not finite numbers are omitted."""
     valid = {
         INVALID_NAME_CHARACTERS.sub("_", name)[:MAX_NAME_LENGTH]: float(value)
         for name, value in figures.items()
@@ -100,14 +100,15 @@ def _record(figures: Mapping[str, Any], step: int, unix_s: float) -> Record:
 
 
 def to_rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
-    """Return the MLflow metrics of one step.
+    """Return the MLflow metrics for the rank lines of one step.
 
     Args:
         lines: Lines of all recorded ranks.
 
     Returns:
-        watch/rank/R/…: load, memory and milliseconds per step of each phase; watch/table/NAME/…: statistics
-        of a table over ranks (aggregate.combine_shards); watch/rank/R/table/NAME/…; system/rank_R/….
+        watch/rank/R/…: load, memory, and milliseconds per step for each phase; watch/table/NAME/…: statistics
+        of a table over all ranks (aggregate.combine_shards); watch/rank/R/table/NAME/…: statistics of a
+        rank's shards; system/rank_R/…: see `system_metrics`.
     """
     out: dict[str, float | None] = {}
     table_bytes: dict[str, float] = {}
@@ -137,7 +138,7 @@ def _build_rank_metrics(line: RankLine) -> dict[str, float | None]:
 
 
 def system_metrics(rank: int, sample: Mapping[str, float | None]) -> dict[str, float]:
-    """Return a sample of `SystemMonitor` as MLflow metrics system/rank_R/NAME, without None values.
+    """Convert a sample of `SystemMonitor` to MLflow metrics system/rank_R/NAME; None values are omitted.
 
     Example:
         >>> system_metrics(1, {"cpu_percent": 98.0, "gpu_percent": None})
@@ -151,7 +152,7 @@ def system_metrics(rank: int, sample: Mapping[str, float | None]) -> dict[str, f
 
 
 def collect_run_tags() -> dict[str, str]:
-    """Return tags of a run that is started by this process; unknown values are skipped.
+    """Return the MLflow tags for a run started by this process; unknown values are omitted.
 
     The tags contain no environment variables and no command arguments, and therefore no secrets.
 
@@ -184,7 +185,7 @@ def _collect_git_tags() -> dict[str, str]:
 def _collect_user_tags() -> dict[str, str]:
     try:
         user = getpass.getuser()
-    except (KeyError, OSError, ImportError):  # the user of a container may have no name
+    except (KeyError, OSError, ImportError):  # the user id in a container may have no name
         user = f"uid {os.getuid()}"
     program = Path(sys.argv[0]).name
     if not program or program.startswith("-"):  # python -c
@@ -193,7 +194,7 @@ def _collect_user_tags() -> dict[str, str]:
 
 
 def _collect_cluster_tags() -> dict[str, str]:
-    """Return tags of the nodes that are alive. Ray is not imported: without Ray there is no cluster."""
+    """Return tags that describe the cluster's alive nodes; empty if this process does not use Ray."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return {}
@@ -213,9 +214,9 @@ def _collect_cluster_tags() -> dict[str, str]:
 
 
 def parameters(config: RunConfig) -> dict[str, str]:
-    """Return every setting as section.key → text, without secrets.
+    """Return all settings as section.key → text, without secrets.
 
-    MLflow does not accept table patterns as names, so a mapping with patterns is one parameter.
+    MLflow does not allow table patterns in names, so a mapping with patterns becomes a single parameter.
     """
     values = hide_all(config.model_dump(by_alias=True))
     flat = flatten(values, whole=lambda inner: any(INVALID_NAME_CHARACTERS.search(name) for name in inner))
@@ -223,6 +224,6 @@ def parameters(config: RunConfig) -> dict[str, str]:
 
 
 def split_texts(texts: Mapping[str, str], length: int) -> list[dict[str, str]]:
-    """Split texts into parts that MLflow accepts in one call; truncate them and hide secrets in addresses."""
+    """Split texts into parts for one MLflow call each; texts are truncated, and secrets in addresses hidden."""
     items = [(key, hide(value)[:length]) for key, value in texts.items()]
     return [dict(items[i : i + MAX_TEXTS_PER_CALL]) for i in range(0, len(items), MAX_TEXTS_PER_CALL)]

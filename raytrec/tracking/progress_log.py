@@ -1,10 +1,10 @@
-"""Log of a run as a job: text lines for people and JSON messages for programs that follow the job.
+"""Log of a job: text lines for people, and JSON messages for programs that follow the job.
 
 movielens-20261122-101500  step 120/550 (22%)  80,000 rows/s  NE 0.9101  log loss 0.5123  ETA 0:42
 {"raytrec": "train", "step": 120, "rows_per_s": 80000.4, "ne": 0.9101, "logloss": 0.5123}
 movielens-20261122-101500  step 550: AUC 0.7885  NE 0.8093  log loss 0.5534  calibration 0.9992
 
-`raytrec follow` only shows the text lines.
+`raytrec follow` shows only the text lines.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from raytrec.common.messages import Count
 from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.metrics.selection import LOG_LOSS, LOSS, MetricDisplay
 
-PART_SEPARATOR = "  "  # separator of the parts of a line
+PART_SEPARATOR = "  "  # separator between the parts of a line
 MARK = '{"raytrec": '  # prefix of messages
-# Kinds of messages: the run folder ({"folder": …}), the values of a result, the parts of an error.
+# Kinds of messages: the run folder ({"folder": …}), the values of a result, and the parts of an error.
 FOLDER, RESULT, ERROR = "folder", "result", "error"
 
 
 class FolderMessage(TypedDict):
-    """Values of a message of kind FOLDER."""
+    """Values of a message of the kind FOLDER."""
 
     folder: str
 
 
 @with_config({"extra": "allow"})
 class StepMessage(TypedDict):
-    """Values of a message of kind start, train or eval."""
+    """Values of a message of the kind start, train or eval."""
 
     step: Count
 
@@ -53,28 +53,28 @@ KINDS: dict[str, Any] = {
 
 
 def progress(step: int, total: int, rows_per_s: float | None, values: Iterable[str]) -> str:
-    """Return the progress of training as text; `values` are labeled values (`named`)."""
+    """Return the progress of training as text; `values` are labeled values from `named`."""
     parts = [f"step {step}/{total} ({100 * step // max(1, total)}%)"]
     parts += [f"{rows_per_s:,.0f} rows/s"] if rows_per_s else []
     return PART_SEPARATOR.join([*parts, *values])
 
 
 def remaining(seconds: float) -> str:
-    """Return the remaining time as text: ETA 0:42, ETA 1:02:03."""
+    """Return the remaining time as text, such as ETA 0:42 or ETA 1:02:03."""
     hours, secs = divmod(max(0, round(seconds)), 3600)
     minutes, secs = divmod(secs, 60)
     return f"ETA {hours}:{minutes:02}:{secs:02}" if hours else f"ETA {minutes}:{secs:02}"
 
 
 def evaluation(step: int, values: Iterable[str]) -> str:
-    """Return the labeled values of an evaluation as text."""
+    """Return the result of an evaluation as text; `values` are labeled values from `named`."""
     return f"step {step}: {PART_SEPARATOR.join(values) or 'no metric is defined'}"
 
 
 def named(figures: Iterable[MetricDisplay], values: Mapping[str, Any]) -> list[str]:
-    """Return the defined values, each with its label: "NE 0.9101".
+    """Return the defined values with their labels, such as "NE 0.9101".
 
-    A training loss is left out if it has the same text as the log loss of the same task.
+    A training loss is omitted if its text equals that of the log loss of the same task.
     """
     defined = {each.key: each for each in figures if not isnan(parse_number(values.get(each.key)))}
     texts = {key: each.format.format(values[key]) for key, each in defined.items()}
@@ -84,7 +84,7 @@ def named(figures: Iterable[MetricDisplay], values: Mapping[str, Any]) -> list[s
 
 
 def message(kind: str, values: Mapping[str, Any]) -> str:
-    """Return a message as one line of JSON; values that are not finite become null."""
+    """Return a message as one line of JSON; values that are not finite are replaced by null."""
     finite = null_nonfinite(values)
     return json.dumps({"raytrec": kind, **finite})
 
@@ -96,7 +96,7 @@ def write_message(kind: str, values: Mapping[str, Any], file: IO[str] | None = N
 
 
 def parse(line: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the kind (KINDS) and the values of a message in a log line; None for any other line."""
+    """Return the kind (see KINDS) and the values of the message in a log line; None for all other lines."""
     if not line.startswith(MARK):
         return None
     try:
@@ -108,5 +108,5 @@ def parse(line: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def strip_messages(log: str) -> list[str]:
-    """Return the lines of a log without messages; line ends are kept."""
+    """Return the lines of a log that are not messages; line ends are kept."""
     return [line for line in log.splitlines(keepends=True) if not line.startswith(MARK)]

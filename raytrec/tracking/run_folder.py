@@ -1,8 +1,8 @@
-"""Reader of run folders: messages, and files that describe the run.
+"""Reading run folders: messages, and files that describe the run.
 
-Lines are decoded only in this module. A line that is torn or does not belong to its file is dropped and
+Lines are decoded only in this module. A line that is incomplete or does not belong to its file is dropped and
 counted. After a restart, steps since the last checkpoint are trained again; the later lines of such steps
-replace the earlier ones. No file is required: a missing file counts as empty.
+replace the earlier lines. No file is required; a missing file counts as empty.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from raytrec.tracking.history import History
 
 CONFIG, SCHEMA, PLAN, TAGS = "config.yaml", "schema.yaml", "plan.json", "tags.json"
 DATA = "data.json"  # description of the data at the start of the run
-FILES_KEY = "files"  # key in DATA: files that were read, and why others were not
+FILES_KEY = "files"  # key in DATA for the files that were read, and why other files were not read
 RESULT, REPORT, CHECK_RESULT = "result.json", "report.html", "check.json"
 GROWING = (METRICS, RANKS, CHECKS, EVENTS)  # files to which messages are appended
 
 
 class Line(NamedTuple):
-    """Complete line of a file, the offset of its first byte, and the offset after its last byte."""
+    """Complete line of a file, with the offsets of its first byte and of the byte after its end."""
 
     data: bytes
     begin: int
@@ -57,10 +57,10 @@ def read_lines(path: Path, since: int = 0) -> Iterator[Line]:
 
 
 def decode(file: str, data: bytes | str) -> Message | None:
-    """Return the message of a line, or None if the line is torn because a driver died.
+    """Return the message of a line; None if the line is incomplete because a driver died.
 
     Raises:
-        ValueError: The line is JSON but not a message of that file.
+        ValueError: The line is valid JSON but not a message of this file.
     """
     try:
         values = parse_json(data)
@@ -70,9 +70,9 @@ def decode(file: str, data: bytes | str) -> Message | None:
 
 
 def read_messages(folder: Path, file: str) -> Iterator[Any]:
-    """Yield the messages of one file of a run folder in the order of writing.
+    """Yield the messages of one file in a run folder, in the order of writing.
 
-    The message class depends on the file. Invalid lines are skipped.
+    The class of the messages depends on the file. Invalid lines are skipped.
     """
     for line in read_lines(folder / file):
         with suppress(ValueError):
@@ -86,12 +86,12 @@ class RunFolder(History):
     `read_new` continues from the end of the previous read; `RunFolder.read` reads everything.
 
     Args:
-        path: Path of the folder, which may be empty or missing.
+        path: Path of the folder; the folder may be empty or missing.
         files: Files of GROWING to read.
 
     Attributes:
         path: Path of the folder.
-        dropped: Number of lines that were torn or did not belong to their file.
+        dropped: Number of lines that were incomplete or did not belong to their file.
         plan: Table → its entry in plan.json.
 
     Example:
@@ -110,13 +110,13 @@ class RunFolder(History):
 
     @classmethod
     def read(cls, path: str | Path) -> RunFolder:
-        """Read everything that the folder currently contains."""
+        """Return a RunFolder with everything that the folder currently contains."""
         run = cls(path)
         run.read_new()
         return run
 
     def read_new(self) -> bool:
-        """Read new lines, result.json and plan.json. Return True if there are new lines.
+        """Read new lines, result.json and plan.json; return True if there are new lines.
 
         Raises:
             OSError: A path is not a regular file, or the file cannot be read.
@@ -141,7 +141,7 @@ class RunFolder(History):
 
     @cached_property
     def tables(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Return table → step → `combine_ranks`, ordered by descending bytes looked up."""
+        """Return table → step → combined statistics; tables are ordered by descending bytes looked up."""
         series: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in order_by_load(self.ranks)}
         for step, lines in by_step(self.ranks).items():
             for name in {name for line in lines for name in line.tables}:
@@ -151,56 +151,56 @@ class RunFolder(History):
     def combine_ranks(self, lines: list[RankLine], table: str) -> dict[str, Any]:
         """Return the combined statistics of a table's shards at one step (aggregate.combine_shards).
 
-        `changed_share` is NaN for tables with out_of_range: hash, because all text is hashed into these
-        tables.
+        `changed_share` is NaN for tables with out_of_range: hash, because all text ids of these tables are
+        hashed.
         """
         replicated = self.planned(table).get("sharding_type") == "data_parallel"
         hashed = {"changed_share": nan} if self.table_spec(table).get("out_of_range") == "hash" else {}
         return combine_shards(lines, table, replicated) | hashed
 
     def planned(self, table: str) -> dict[str, Any]:
-        """Return the table's entry in plan.json; empty if there is no entry."""
+        """Return a table's entry in plan.json; {} if there is none."""
         return self.plan.get(table, {})
 
     def table_spec(self, table: str) -> dict[str, Any]:
-        """Return the table's entry in schema.yaml; empty if there is no entry."""
+        """Return a table's entry in schema.yaml; {} if there is none."""
         return as_dict(as_dict(self.schema.get("tables")).get(table))
 
     def table_size(self, table: str) -> tuple[int, int] | None:
-        """Return (rows, columns) of the complete table according to schema.yaml; None if unknown."""
+        """Return (rows, columns) of a complete table according to schema.yaml; None if unknown."""
         rows, dim = (self.table_spec(table).get(key) for key in ("rows", "dim"))
         return (rows, dim) if is_step(rows) and is_step(dim) else None
 
     @property
     def name(self) -> str:
-        """Return the name of the run."""
+        """Return the name of the run; if it is not stored, the name of the folder."""
         named = self.result.get("name") or as_dict(self.config.get("run")).get("name")
         return str(named or self.path.absolute().name)
 
     @cached_property
     def config_text(self) -> str:
-        """Return the text of config.yaml."""
+        """Return the text of config.yaml; "" if the file is missing."""
         return _read_if_exists(self.path / CONFIG)
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return the values of config.yaml."""
+        """Return the parsed values of config.yaml; {} if the file is missing or invalid."""
         return _parse_mapping(self.config_text)
 
     @cached_property
     def files(self) -> list[str]:
-        """Return a sentence for each dataset with the number of files read, and why others were left out."""
+        """Return, for each dataset, a text on how many files were read and why others were left out."""
         listed = as_dict((find_document(str(self.path / DATA), dict[str, Any]) or {}).get(FILES_KEY))
         return [f"{name}: {as_dict(values).get('text')}" for name, values in listed.items()]
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """Return the values of schema.yaml."""
+        """Return the parsed values of schema.yaml; {} if the file is missing or invalid."""
         return _parse_mapping(_read_if_exists(self.path / SCHEMA))
 
 
 def check_run_folder(place: str | Path) -> Path:
-    """Return the path of a run folder after checking that it exists.
+    """Return the path of a run folder after checking that it exists and contains files of a run.
 
     Raises:
         RunError: The folder does not exist or contains no files of a run.

@@ -1,4 +1,4 @@
-"""Client of one run in an MLflow store. Every call waits for the store and may fail."""
+"""Client for one run in an MLflow store. Every call waits for the store and may fail."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from raytrec.tracking.mlflow_errors import is_transient
 from raytrec.tracking.mlflow_records import Record
 
 KEY, PARENT_NAME_TAG = "raytrec.key", "raytrec.parent_run"
-MAX_METRICS_PER_CALL = 1000  # metrics that MLflow accepts in one call
+MAX_METRICS_PER_CALL = 1000  # maximum number of metrics in one call to MLflow
 URI_HINT = "correct tracking.uri, or omit it to use a local sqlite store"
 
 
 class Store:
-    """Run in an MLflow store.
+    """Client for one run in an MLflow store.
 
     Args:
-        config: Configuration with the names of run, store, experiment and parent; a missing experiment or
-            parent is created.
-        folder: Run folder; for an sqlite store, artifacts are stored near this folder.
-        key: Key of the run, stored in a tag. The key identifies a run whose creation was not answered.
-        previous_run_id: Id of a run to continue; if the store does not have the run, a new one is created.
+        config: Configuration with the address of the store and the names of run, experiment and parent; a
+            missing experiment or parent is created.
+        folder: Run folder; for an sqlite store, it determines the artifact folder (`choose_artifact_folder`).
+        key: Key of the run, stored in a tag, by which the run is found if the store did not answer when it
+            was created.
+        previous_run_id: Id of a run to continue; if it does not exist in the store, a new run is created.
 
     Attributes:
         uri: Address of the store.
@@ -46,12 +47,12 @@ class Store:
         self._created_parent: str | None = None
 
     def open(self) -> None:
-        """Find or create the experiment and the run. The call can be repeated after a failure."""
+        """Find or create the experiment and the run; the call can be repeated after a failure."""
         self._connect()
         self.run_id = self._reopen_run() or self._find_by_key() or self._create(self._name, KEY, self._key)
 
     def open_parent(self) -> None:
-        """Find or create the parent of runs whose parent has this run's name, and select it for writing."""
+        """Find or create the parent run that is named like this run, and select it for writing."""
         self._parent = self._name
         self._connect()
         self.run_id = self._find_parent()
@@ -65,7 +66,7 @@ class Store:
         self._experiment_id = self._find_experiment()
 
     def write_metrics(self, records: list[Record]) -> None:
-        """Write metrics in as few calls as possible. Metrics that the store already has are unchanged."""
+        """Write metrics in as few calls as possible; metrics already in the store are unchanged."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -89,7 +90,7 @@ class Store:
         self._client.log_batch(self.run_id, tags=[RunTag(k, v) for k, v in tags.items()])
 
     def upload(self, path: Path, folder: str) -> None:
-        """Upload a file as an artifact into a folder of the run's artifacts ('' for the top level)."""
+        """Upload a file to a folder of the run's artifacts ('' for the top level)."""
         if path.suffix == ".yaml":  # a configuration may contain passwords
             self._client.log_text(
                 self.run_id, hide_yaml(path.read_text(encoding="utf-8")), str(Path(folder) / path.name)
@@ -102,10 +103,11 @@ class Store:
         self._client.set_terminated(self.run_id, status)
 
     def join_parent(self) -> None:
-        """Make the run a child of the oldest run with its parent's name; create the parent if there is none.
+        """Make the run a child of the oldest run with the parent's name, which is created if missing.
 
         Runs that start at the same time may each create a parent. Therefore the delivery calls this method
-        again at the end of the run: the run then joins the oldest parent and deletes its own younger one.
+        again at the end of the run, which then joins the oldest parent and deletes the younger parent that it
+        created.
         """
         if not self._parent:
             return
@@ -116,20 +118,20 @@ class Store:
             self._created_parent = None
 
     def _find_parent(self) -> str:
-        """Return the id of the oldest run with the parent's name; create it if there is none."""
+        """Return the id of the oldest run with the parent's name; create the run if there is none."""
         runs = self._client.search_runs([self._experiment_id], f"tags.`{PARENT_NAME_TAG}` LIKE '%'")
         named = [run.info for run in runs if run.data.tags[PARENT_NAME_TAG] == self._parent]
         if named:
             return min((info.start_time, info.run_id) for info in named)[1]
         self._created_parent = self._create(self._parent, PARENT_NAME_TAG, self._parent)
-        self._client.set_terminated(self._created_parent)  # nothing more is written to it
+        self._client.set_terminated(self._created_parent)  # nothing else is written to the parent
         return self._find_parent()
 
     def _find_experiment(self) -> str:
-        """Return the id of the experiment; create it if it does not exist.
+        """Return the id of the experiment; create the experiment if it does not exist.
 
         Raises:
-            ConfigError: The experiment is deleted.
+            ConfigError: The experiment has been deleted.
         """
         from mlflow.exceptions import MlflowException
 
@@ -152,7 +154,7 @@ class Store:
             return self._client.get_experiment_by_name(self._experiment).experiment_id  # created concurrently
 
     def _reopen_run(self) -> str | None:
-        """Reopen the run to continue and return its id; return None if the store does not have the run."""
+        """Reopen the run to continue, and return its id; None if the run does not exist in the store."""
         from mlflow.exceptions import MlflowException
 
         if not self._previous_id:
@@ -166,7 +168,7 @@ class Store:
         return self._previous_id
 
     def _find_by_key(self) -> str | None:
-        """Return the id of the run that an earlier call created without receiving the answer."""
+        """Return the id of the run that an earlier call created without receiving an answer, or None."""
         runs = self._client.search_runs([self._experiment_id], f"tags.`{KEY}` = '{self._key}'")
         return runs[0].info.run_id if runs else None
 
@@ -176,10 +178,10 @@ class Store:
 
 
 def check_tracking_uri(uri: str) -> None:
-    """Check that MLflow supports the address, without importing MLflow.
+    """Check that MLflow supports an address, without importing MLflow.
 
     Raises:
-        ConfigError: MLflow has no store of this kind.
+        ConfigError: MLflow has no store for addresses of this kind.
     """
     if not has_store(uri):
         raise make_open_error(uri, "MLflow does not support this address", URI_HINT)
@@ -196,10 +198,10 @@ def make_open_error(uri: str, why: str, do: str) -> ConfigError:
 
 
 def choose_artifact_folder(uri: str, folder: Path) -> Path:
-    """Return the artifact folder for a new experiment of an sqlite store.
+    """Return the artifact folder for a new experiment in an sqlite store.
 
-    The folder is next to the store if the run is below the store's folder, else next to the run. (A trial of
-    a search is deeper than other runs.)
+    The folder is next to the store if the run folder is below the store's folder, else next to the run
+    folder. (The folder of a trial is nested more deeply than that of other runs.)
     """
     store = Path(uri.removeprefix("sqlite:///")).parent
     return (store if store in folder.parents else folder.parent) / "mlartifacts"
@@ -207,16 +209,15 @@ def choose_artifact_folder(uri: str, folder: Path) -> Path:
 
 @contextmanager
 def _initialize_sqlite_file(uri: str) -> Iterator[None]:
-    """Open the database file to report errors early, and let only one process at a time initialize it.
+    """Check the database file early, and allow only one process at a time to initialize it in a block.
 
-    MLflow 3.17 tries for 100 s to open a file that is not a database. Processes that create the tables of a
-    new database concurrently fail, because the constructor (SqlAlchemyStore.__init__) takes no lock. The lock
-    used here is on the folder and leaves no file behind; file systems without such locks are used without a
-    lock.
+    MLflow 3.17 tries for 100 s to open a file that is not a database. Processes that concurrently create the
+    tables of a new database fail, because the constructor (SqlAlchemyStore.__init__) takes no lock. The lock
+    used here is on the folder and leaves no file behind; on file systems without such locks, no lock is
+    taken.
 
     Raises:
-        OSError, sqlite3.DatabaseError: The folder cannot be created, or the file is not a database or not
-        writable.
+        OSError, sqlite3.DatabaseError: The folder cannot be created, or the file is not a writable database.
     """
     from sqlalchemy.engine import make_url
 

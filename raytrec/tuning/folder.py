@@ -1,4 +1,4 @@
-"""Search folder: writing and reopening.
+"""Writing and reopening search folders.
 
 FOLDER/search.json      settings; trials.json: the state of each trial
 FOLDER/base/config.yaml configuration; FOLDER/space.yaml: space
@@ -90,21 +90,21 @@ def read_settings(folder: Path) -> Settings:
 
 
 def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s: float = 0) -> Search:
-    """Load an interrupted search.
+    """Load an interrupted search from its folder.
 
-    Finished and stopped trials are not run again; all others remain to be run.
+    Finished and stopped trials are not run again; all other trials remain to be run.
 
     Args:
         folder: Search folder.
-        trials: New number of trials, at least the old one; None: unchanged.
-        allow_code: True if the search may name code (config/trust.py).
+        trials: New number of trials, at least the old number; None: unchanged.
+        allow_code: True to allow the search to name code (config/trust.py).
         patience_s: Seconds to wait for a process that is still running the search.
 
     Raises:
-        RunError: There is no search, it cannot be read, or a process is still running it.
+        RunError: There is no search, the search cannot be read, or a process is still running it.
         ConfigError: The search names code that is not allowed.
     """
-    read_settings(folder)  # checked first, because the lock creates the folder
+    read_settings(folder)  # checked first, because taking the lock creates the folder
     with hold_run_lock(folder, patience_s, RunConsole(folder.name).note):
         settings = read_settings(folder)
         records = read_document(str(folder), TRIALS, Records, "search", "raytrec tune")
@@ -129,7 +129,7 @@ def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s
         if (trial.folder / "config.yaml").exists():
             load_config(trial.folder / "config.yaml", allow_code=allow_code)
         trial.read_evaluations(search.figure.key)
-        if (trial.folder / RESULT).is_file():  # the search may have been killed before it recorded the end
+        if (trial.folder / RESULT).is_file():  # the search may have been killed before it recorded the trial's end
             trial.state = State.FINISHED
         elif record["state"] in (State.STOPPED, State.FAILED):
             trial.state, trial.error = record["state"], record["error"] or ""
@@ -139,13 +139,15 @@ def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s
 
 
 def find_matching_search(config: RunConfig, space: Space, settings: Settings, named: bool) -> Path | None:
-    """Return the newest unfinished search that the same command started, or None.
+    """Return the folder of the newest unfinished search started by the same command, or None.
 
-    `config` is resolved as for a new search. `named` is True if the user chose the folder or the name.
+    `config` must be resolved as for a new search. `named` is True if the user chose the folder or the name.
     """
     for folder in list_earlier_folders(config, named):
         with suppress(RaytrecError, OSError):  # the folder is damaged or contains no search
-            earlier = load_config(folder / SEARCH_CONFIG, allow_code=True)  # compared, not run
+            earlier = load_config(
+                folder / SEARCH_CONFIG, allow_code=True
+            )  # the configuration is only compared, not run
             earlier.run.name, earlier.run.dir = config.run.name, config.run.dir
             same = earlier.to_yaml() == config.to_yaml() and read_settings(folder) == settings
             if same and read_text(folder / SPACE) == space.text and not (folder / OUTCOME).exists():

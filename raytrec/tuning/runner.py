@@ -1,4 +1,4 @@
-"""Runner of trials as child processes, which stops the trials that fall behind."""
+"""Running trials as child processes, and stopping trials that fall behind."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from raytrec.worker.loop import resolve_evaluation_interval
 
 # The user has already allowed the search to run the code named in its configurations.
 TRAIN_COMMAND = (sys.executable, "-P", "-m", "raytrec", "train", "--allow-code", "--resume")
-TRIAL_POLL_INTERVAL_S = 0.5  # polling interval of the trials
-MAX_STARTS = 3  # starts of a trial whose process dies; each resumes from the last checkpoint
-FAILED = 1  # exit status of a run that failed
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit statuses of a run that saved because of a signal
+TRIAL_POLL_INTERVAL_S = 0.5  # interval between polls of the trials
+MAX_STARTS = 3  # maximum number of starts of a trial whose process dies; each start resumes from the last checkpoint
+FAILED = 1  # exit status of a failed run
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit statuses of a run that saved after a signal
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 
 
 class SuccessiveHalving:
     """Asynchronous successive halving (Li et al., MLSys 2020, https://arxiv.org/abs/1810.05934).
 
-    The age of a trial is the number of rows trained, so that batch sizes may differ. At grace, grace×factor,
-    grace×factor², … rows, a trial's loss is compared with the losses of other trials at that age. A trial
-    falls behind if it is not among the best 1 / factor.
+    The age of a trial is its number of trained rows, so batch sizes may differ between trials. At grace,
+    grace×factor, grace×factor², … rows, a trial's loss is compared with those of other trials at the same
+    age. A trial falls behind if it is not among the best 1 / factor.
     """
 
     def __init__(self, search: Search):
@@ -59,7 +59,7 @@ class SuccessiveHalving:
             self._rungs[rows], rows = {}, rows * search.settings.factor
 
     def falls_behind(self, trial: Trial) -> bool:
-        """Record new evaluations, and return True if one of them is not among the best 1 / factor."""
+        """Record a trial's new evaluations, and return True if one of them is not among the best 1 / factor."""
         behind = False
         for step, value in sorted(trial.points.items()):
             reached = [age for age in self._rungs if age <= trial.rows(step)]
@@ -72,10 +72,10 @@ class SuccessiveHalving:
 
 
 class TuneConsole(RunConsole):
-    """Console output of a search: a line for each event, and a live line."""
+    """Console output of a search: one line for each event, and a live line."""
 
     def show(self, search: Search) -> None:
-        """Update the live line; without a terminal, print it at intervals."""
+        """Update the live line, or print it at intervals if there is no terminal."""
         states = Counter(trial.state for trial in search.trials)
         ended = [trial for trial in search.trials if trial.state in (*ENDED_STATES, State.FAILED)]
         parts = [f"{number} {state}" for state, number in states.items() if state != State.WAITING]
@@ -105,18 +105,18 @@ class TrialProcess(subprocess.Popen):
             stdout=subprocess.DEVNULL,
             stderr=self._log,
             env=os.environ | environment,
-            start_new_session=True,  # signals to the process group must only reach the search
+            start_new_session=True,  # signals to the process group must reach only the search
             preexec_fn=_set_parent_death_signal,
         )
 
     def request_stop(self) -> None:
-        """Ask the process to save and end; only once, because a second signal would kill the process."""
+        """Signal the process, only once, to save and end; a second signal would kill it."""
         if not self._stop_requested:
             self._stop_requested = True
             self.terminate()
 
     def outcome(self, status: int) -> tuple[State, str]:
-        """Return the trial's state and error for an exit status; RUNNING means that the process died."""
+        """Return the trial's state and error text for an exit status; RUNNING means that the process died."""
         if status == 0:
             return State.FINISHED, ""
         if status == FAILED:
@@ -130,16 +130,16 @@ class TrialProcess(subprocess.Popen):
 
 
 def _set_parent_death_signal() -> None:
-    """Make the kernel send SIGTERM to the new process, which then saves, if the search is killed."""
+    """Make the kernel send SIGTERM to the new process if the search is killed, so that the trial saves."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Runner:
-    """Runner of the trials of a search.
+    """Runner of a search's trials.
 
     Attributes:
-        signal: Number of the signal that asked the search to end; None if there was no signal.
+        signal: Number of the signal that requested the end of the search; None if there was no signal.
     """
 
     def __init__(self, search: Search, console: TuneConsole):
@@ -148,25 +148,25 @@ class Runner:
         self._search, self._console, self._halving = search, console, SuccessiveHalving(search)
         self._waiting = deque(trial for trial in search.trials if trial.state not in ENDED_STATES)
         self._deaths: Counter[int] = Counter()  # trial number → deaths of its process
-        for trial in search.trials:  # registers the evaluations of a resumed search
+        for trial in search.trials:  # registers evaluations from before a resume
             self._halving.falls_behind(trial)
 
     def run(self, at_once: int | None) -> None:
         """Run the remaining trials until all have ended or a signal is received.
 
-        On the first Ctrl-C or SIGTERM, all running trials save and end; the second signal kills them.
-        `at_once` is the number of concurrent trials; None: as many as there is room for.
+        On the first Ctrl-C or SIGTERM, all running trials save and end; a second signal kills them. `at_once`
+        is the maximum number of concurrent trials; None: as many as fit.
 
         Raises:
             RunError: The cluster cannot be reached.
-            KeyboardInterrupt: The second signal was received.
+            KeyboardInterrupt: A second signal was received.
         """
         if not self._waiting:
             return
         places = allocate_environments([trial.config for trial in self._waiting], at_once)
         remaining, label = format_count(len(self._waiting), "trial"), self._search.figure.label
         self._console.note(f"running {remaining}, {len(places)} at a time, compared by {label}")
-        running: dict[int, TrialProcess] = {}  # by index into places
+        running: dict[int, TrialProcess] = {}  # index in `places` → process
         handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             while running or (self._waiting and self.signal is None):
@@ -175,7 +175,7 @@ class Runner:
                         running[place] = self._begin(self._waiting.popleft(), environment)
                 sleep(TRIAL_POLL_INTERVAL_S)
                 for place, process in list(running.items()):
-                    status = process.poll()  # poll first, so that no later evaluation is missed
+                    status = process.poll()  # poll before reading evaluations, so that none is missed
                     self._poll_trial(process)
                     if status is not None:
                         self._record_end(process, status)
@@ -194,7 +194,7 @@ class Runner:
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         if self.signal is not None and monotonic() - self._signalled_at < DUPLICATE_SIGNAL_WINDOW_S:
-            return  # `timeout` and others send each signal twice
+            return  # `timeout` and other tools send each signal twice
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal, self._signalled_at = number, monotonic()
@@ -211,7 +211,7 @@ class Runner:
         return TrialProcess(trial, environment)
 
     def _poll_trial(self, process: TrialProcess) -> None:
-        """Read a trial's progress, and ask its process to end if the trial or the search is to end."""
+        """Read a trial's progress, and stop its process if the trial or the search is to end."""
         trial, previous = process.trial, process.trial.value
         trial.read_evaluations(self._search.figure.key)
         if not isnan(trial.value) and trial.value != previous:
@@ -246,10 +246,10 @@ class Runner:
 
 
 def allocate_environments(configs: list[RunConfig], at_once: int | None) -> list[dict[str, str]]:
-    """Return an environment for each concurrent trial, which sets the GPUs that the trial may use.
+    """Return the environment variables of each concurrent trial, which select the trial's GPUs.
 
-    On this machine, each trial starts a separate Ray. On a cluster, a trial waits until all of its workers
-    fit.
+    On this machine, each trial starts a separate Ray instance. On a cluster, a trial waits until all of its
+    workers fit.
 
     Raises:
         RunError: The cluster cannot be reached.
@@ -271,7 +271,7 @@ def allocate_environments(configs: list[RunConfig], at_once: int | None) -> list
 
 
 def _count_concurrent_trials(config: RunConfig) -> int:
-    """Return the number of such trials that fit on the nodes if nothing else runs there; at least one."""
+    """Return the number of trials with this configuration that fit on an otherwise idle cluster, at least 1."""
     scaling, nodes = config.scaling, [node["Resources"] for node in list_alive_nodes()]
     gpus = scaling.device == "cuda" or (scaling.device == "auto" and any(node.get("GPU") for node in nodes))
     places = build_worker_bundle(config, "cuda" if gpus else "cpu")

@@ -1,4 +1,4 @@
-"""A search and its trials, which are drawn and checked before any trial starts."""
+"""Search and its trials, all of which are drawn and checked before any trial starts."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ class State(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"  # trained to the last step
-    STOPPED = "stopped"  # stopped early because other trials of the same age are better
+    STOPPED = "stopped"  # stopped early because other trials were better at the same age
     INTERRUPTED = "interrupted"  # ended together with the search
     FAILED = "failed"
 
 
-ENDED_STATES = (State.FINISHED, State.STOPPED)  # a resumed search does not run these again
+ENDED_STATES = (State.FINISHED, State.STOPPED)  # states of trials that a resumed search does not run again
 ORDER = {State.FINISHED: 0, State.STOPPED: 1, State.INTERRUPTED: 2, State.RUNNING: 2}  # best first
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Number of trials, metric of comparison, and rule of early stopping.
+    """Settings of a search: number of trials, metric to compare, and rule for early stopping.
 
     Attributes:
         trials: Number of trials, 1 to MAX_TRIALS.
-        metric: Key of an evaluation metric; None: the metric by which the best checkpoints are kept.
-        seed: Seed of the draws, 0 or more.
-        grace_steps: Number of steps before which no trial is stopped; None: train.eval_every_steps.
-        factor: Of the trials of the same age, 1 / factor continue.
+        metric: Key of an evaluation metric; None: the metric that selects the best checkpoints.
+        seed: Seed of the draws, at least 0.
+        grace_steps: Number of steps during which no trial is stopped; None: train.eval_every_steps.
+        factor: Reduction factor; of the trials at the same age, the best 1 / factor continue.
 
     Raises:
         ConfigError: A number is out of range.
@@ -85,14 +85,14 @@ class Trial:
     """Trial of a search: a run in its own folder.
 
     Attributes:
-        number: Number of the trial, from 1.
-        values: Drawn values, key → value.
-        config: Resolved configuration of the run.
-        total: Number of steps of the complete run.
+        number: Number of the trial, starting from 1.
+        values: Configuration key → drawn value.
+        config: Resolved configuration of the trial's run.
+        total: Number of steps in the complete run.
         state: State of the trial.
-        points: Step → searched metric in the evaluation at that step; NaN values are excluded.
+        points: Step → value of the compared metric in the evaluation at this step; NaN values are excluded.
         step: Last step recorded in the run folder.
-        error: Reason of a failure; empty if there is none.
+        error: Reason for a failure; empty if the trial has not failed.
     """
 
     number: int
@@ -112,20 +112,20 @@ class Trial:
 
     @property
     def value(self) -> float:
-        """Return the metric in the last evaluation; NaN before the first."""
+        """Return the compared metric in the last evaluation; NaN before the first evaluation."""
         return self.points[max(self.points)] if self.points else nan
 
     def read_last_figures(self) -> dict[str, Any]:
-        """Return the metrics of the last evaluation by eval.NAME; empty unless the run has finished."""
+        """Return eval.NAME → value for the final evaluation; empty unless the run has finished."""
         result = find_document(str(self.folder / RESULT), dict[str, Any]) or {}
         return {key: value for key, value in result.items() if key.startswith(EVAL_PREFIX)}
 
     def rows(self, step: int) -> int:
-        """Return the number of rows trained until a step: the age by which trials are compared."""
+        """Return the number of rows trained up to a step, which is the trial's age at this step."""
         return step * self.config.data.global_batch_size
 
     def read_evaluations(self, key: str) -> None:
-        """Read new lines of the run folder; `key` is the key of the searched metric."""
+        """Read new lines of the run folder; `key` is the key of the compared metric."""
         self._run = self._run or RunFolder(self.folder, files=[METRICS])
         self._run.read_new()
         self.step = self._run.step
@@ -138,7 +138,7 @@ class Trial:
         return ", ".join(f"{key} = {value}" for key, value in self.values.items())
 
     def record(self) -> dict[str, Any]:
-        """Return the trial as JSON."""
+        """Return the trial as JSON values."""
         return {
             "trial": self.number,
             "state": self.state,
@@ -152,13 +152,13 @@ class Trial:
 
 @dataclass
 class Search:
-    """Search with drawn trials.
+    """Search over a configuration, with its drawn trials.
 
     Attributes:
-        config: Resolved configuration of the search; trials change the keys of the space. run.dir is its
-            folder.
+        config: Resolved configuration of the search; run.dir is the search folder. Trials change the keys of
+            the space.
         schema: Schema of the data.
-        space: Keys that are drawn.
+        space: Keys to draw and their distributions.
         settings: Settings of the search.
         figure: Metric by which trials are compared.
         trials: Trials in the order of their numbers.
@@ -178,7 +178,7 @@ class Search:
 
     @property
     def test_data_warning(self) -> str:
-        """Return a warning about the metrics of the best trial; may be empty."""
+        """Return a warning that trials are compared on the test data; "" if data.valid is set."""
         return "" if self.config.data.valid else TEST_DATA_WARNING
 
     @property
@@ -192,19 +192,19 @@ class Search:
 
     @property
     def best(self) -> Trial | None:
-        """Return the best finished trial; if no trial has finished, the best stopped trial."""
+        """Return the best finished trial; if there is none, the best stopped trial, or None."""
         able = (trial for trial in self.ranked if trial.state in ENDED_STATES and not isnan(trial.value))
         return next(able, None)
 
     def value_text(self, trial: Trial) -> str:
-        """Return the label and the value of the metric in a trial's last evaluation."""
+        """Return the label and value of the compared metric in a trial's last evaluation, as text."""
         return f"{self.figure.label} {self.figure.text(trial.value)}"
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Return the search as JSON: name, folder, metric (key, better), best and trials.
+        """Return the search as JSON values: name, folder, metric (key, better), best and trials.
 
-        `best` is the record of a trial with its figures and config.
+        `best` is the record of the best trial with its figures and the path of its configuration.
         """
         best = self.best
         return {
@@ -218,13 +218,13 @@ class Search:
 
 
 def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_code: bool = False) -> Search:
-    """Draw the trials and check that each of them can run, before the first one starts.
+    """Draw all trials, and check that each of them can run.
 
     Args:
         config: Resolved configuration; run.dir is the search folder.
-        space: Keys that are drawn.
-        settings: Number of trials and how they are compared.
-        allow_code: True if a space from elsewhere may draw code (config/trust.py).
+        space: Keys to draw and their distributions.
+        settings: Settings of the search.
+        allow_code: True to allow a space from elsewhere to draw code (config/trust.py).
 
     Raises:
         ConfigError, SchemaError, DataError: The configuration, the data or the space is invalid.
@@ -264,7 +264,7 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
 
 @contextmanager
 def _attribute_errors(what: str, where: str, do: str | None = None) -> Iterator[None]:
-    """Raise errors of the block as a ConfigError that names the drawn values."""
+    """Convert errors raised in the block to a ConfigError that names the drawn values."""
     try:
         yield
     except RaytrecError as error:
@@ -272,11 +272,11 @@ def _attribute_errors(what: str, where: str, do: str | None = None) -> Iterator[
 
 
 def make_trial_config(base: RunConfig, drawn_values: dict[str, Any], number: int) -> RunConfig:
-    """Return the resolved configuration of one trial.
+    """Return the resolved configuration of a trial.
 
-    A trial uses data.valid for its final evaluation as well, so that data.test takes no part in the search.
-    Its report is only created on request, by `raytrec report FOLDER`. The run of `base`, the resolved
-    configuration of the search, is the MLflow parent of all trials.
+    If data.valid is set, it is also used for a trial's final evaluation, so that data.test takes no part in
+    the search. A trial's report is only created on request, by `raytrec report FOLDER`. The run of `base`,
+    the resolved configuration of the search, is the MLflow parent of all trials.
     """
     config = base.with_overrides(drawn_values)
     folder = Path(base.run.dir) / f"trial-{number:03}"

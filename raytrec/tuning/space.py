@@ -1,4 +1,4 @@
-"""Search space: which keys are drawn, and how.
+"""Search space, which defines the keys to draw and the distributions of their values.
 
 optim.embeddings.lr: {log_uniform: [0.001, 0.1]}
 model.dropout: {uniform: [0, 0.5]}
@@ -35,13 +35,13 @@ DRAW_KINDS = {
 }
 EXPECTED = "lines such as optim.dense.lr: {log_uniform: [0.0001, 0.01]}"
 COMMON = list_keys_with(Mark.COMMON)
-# Accepts numbers that YAML 1.1 parses as text (1e-3), but no booleans and no infinite numbers.
+# Accepts numbers that YAML 1.1 parses as text (1e-3), but neither booleans nor infinite numbers.
 RANGE_ADAPTER = TypeAdapter(tuple[Number, Number], config=ConfigDict(allow_inf_nan=False))
 INTEGER_RANGE_ADAPTER = TypeAdapter(tuple[StrictInt, StrictInt])
 MAX_LISTED_CONFIGURATIONS = (
     100_000  # largest finite space whose configurations are listed and shuffled instead of drawn
 )
-DIGITS = 4  # significant digits of a drawn number
+DIGITS = 4  # number of significant digits in a drawn number
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Draw:
     Attributes:
         key: Configuration key.
         kind: One of DRAW_KINDS.
-        values: Both ends of a range, or the values of a choice.
-        where: File and line of the definition.
+        values: Lower and upper end of a range, or the values of a choice.
+        where: File and line of the definition, for messages.
     """
 
     key: str
@@ -61,7 +61,7 @@ class Draw:
     where: str
 
     def sample(self, random: Random) -> Any:
-        """Return a random value; numbers are rounded to DIGITS significant digits within the ends."""
+        """Return a random value; floats are rounded to DIGITS significant digits and stay in the range."""
         if self.kind == "choice":
             return random.choice(self.values)
         low, high = self.values
@@ -73,7 +73,7 @@ class Draw:
 
     @property
     def listed(self) -> tuple[Any, ...] | range | None:
-        """Return every possible value; None if there are too many."""
+        """Return all possible values; None if they are too many or continuous."""
         if self.kind == "choice":
             return self.values
         low, high = self.values
@@ -82,10 +82,10 @@ class Draw:
 
 @dataclass(frozen=True)
 class Space:
-    """Keys that are searched and their distributions.
+    """Search space: the keys to draw and their distributions.
 
     Attributes:
-        place: Path or URI of the file.
+        place: Path or URI of the space's file.
         text: Content of the file.
         draws: Distribution of each key.
     """
@@ -99,7 +99,7 @@ class Space:
         """Read a space from a local file or an s3:// or gs:// URI.
 
         Raises:
-            ConfigError: The file cannot be read, or `parse` fails.
+            ConfigError: The file cannot be read or is invalid.
         """
         with convert_os_errors("cannot read the search space", ConfigError, where=place, expected=EXPECTED):
             data = read_bytes(place)
@@ -125,11 +125,11 @@ class Space:
         return cls(place, text, tuple(draws))
 
     def configurations(self, trials: int, seed: int) -> list[dict[str, Any]]:
-        """Return the drawn values, key → value, of each trial.
+        """Return the drawn values of each trial, as key → value.
 
-        A seed draws the same trials for any number of trials. A space of at most
-        MAX_LISTED_CONFIGURATIONS configurations draws each configuration at most once, and may therefore
-        return fewer than `trials`.
+        With the same seed, a larger number of trials only adds trials. If the space contains at most
+        MAX_LISTED_CONFIGURATIONS configurations, each is drawn at most once, so there may be fewer than
+        `trials`.
         """
         listed = [draw.listed for draw in self.draws]
         if any(each is None for each in listed) or prod(map(len, listed)) > MAX_LISTED_CONFIGURATIONS:
@@ -144,17 +144,17 @@ class Space:
 
     @property
     def extremes(self) -> list[tuple[Draw, Any]]:
-        """Return each key with both ends of its range or with each of its choices.
+        """Return (distribution, value) for both ends of each range and for each value of a choice.
 
         The configuration must be valid with each of these values.
         """
         return [(draw, value) for draw in self.draws for value in draw.values]
 
     def refuse_code(self, config: RunConfig) -> None:
-        """Refuse code that is drawn by a space from elsewhere and not named by its configuration.
+        """Refuse code that a space from elsewhere draws and that the configuration does not name.
 
         Raises:
-            ConfigError: The space draws such code; the error lists the code.
+            ConfigError: The space draws such code, which the error lists.
         """
         if elsewhere := find_origin(self.place):
             allowed = find_foreign_code(config.get_changed_values()).items()
@@ -189,7 +189,7 @@ def _parse_choices(values: Any) -> tuple[Any, ...]:
 
 
 def _ends(kind: str, values: Any) -> tuple[Any, ...]:
-    """Return the two ends of a range."""
+    """Return the ends of a range after validating them."""
     try:
         low, high = (INTEGER_RANGE_ADAPTER if kind == "integer" else RANGE_ADAPTER).validate_python(values)
     except ValidationError:
@@ -202,10 +202,10 @@ def _ends(kind: str, values: Any) -> tuple[Any, ...]:
 
 
 def _check_key(draw: Draw, draws: list[Draw]) -> None:
-    """Check that a key can be drawn.
+    """Check that a key may be drawn.
 
     Raises:
-        ConfigError: The key must be equal in all trials, or is part of another drawn key.
+        ConfigError: The key must be the same in all trials, or is part of another drawn key.
     """
     parts = f"{draw.key}."
     if any(parts.startswith(f"{common}.") or f"{common}.".startswith(parts) for common in COMMON):

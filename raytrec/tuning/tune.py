@@ -1,4 +1,4 @@
-"""`raytrec tune`: train a configuration with many values of some keys."""
+"""`raytrec tune`: training a configuration with many values of some keys."""
 
 from __future__ import annotations
 
@@ -48,30 +48,31 @@ def tune(
     resume_latest: bool = False,
     allow_code: bool = False,
 ) -> Search:
-    """Search for good values of some configuration keys.
+    """Search for the best values of some configuration keys.
 
-    Each trial is a run in its own folder inside the search folder (run.dir; default: runs/NAME). Trials whose
-    evaluations fall behind are saved and stopped early by successive halving.
+    Each trial is a run in its own folder inside the search folder (run.dir; default: runs/NAME). Trials that
+    fall behind are saved and stopped early by successive halving.
 
     Args:
-        source: Config file, its values, or a RunConfig; train.eval_every_steps must be set.
-        space: File with the keys to search and how their values are drawn (tuning.space).
-        overrides: `section.key=value` strings.
-        trials: Number of trials; default: 10. With `resume`, the number can be increased.
-        metric: Key of an evaluation metric; default: the metric by which the best checkpoints are kept.
+        source: Path of a config file, its values, or a RunConfig; train.eval_every_steps must be set.
+        space: Path of a file with the keys to draw and their distributions (tuning.space).
+        overrides: Changes to the configuration, as `section.key=value` strings.
+        trials: Number of trials; default: 10. The number can be increased with `resume`.
+        metric: Key of an evaluation metric; default: the metric that selects the best checkpoints.
         seed: Seed of the draws; the same seed draws the same configurations.
-        at_once: Number of concurrent trials; default: as many as the machine or cluster has room for.
-        grace_steps: Number of steps before which no trial is stopped; default: train.eval_every_steps.
-        reduction_factor: Of the trials of the same age, 1 / reduction_factor continue.
-        resume: Folder of an interrupted search.
-        resume_latest: Resume the newest interrupted search that was started by the same command, if any.
-        allow_code: Allow code named by a config from a URI or by a search folder (raytrec/config/trust.py).
+        at_once: Maximum number of concurrent trials; default: as many as fit on the machine or cluster.
+        grace_steps: Number of steps during which no trial is stopped; default: train.eval_every_steps.
+        reduction_factor: Of the trials at the same age, the best 1 / reduction_factor continue.
+        resume: Folder of an interrupted search to resume.
+        resume_latest: True to resume the newest interrupted search started by the same command, if any.
+        allow_code: True to allow code named by a config from a URI or by a search folder
+            (raytrec/config/trust.py).
 
     Returns:
-        Search: Its trials and the best one, which `raytrec train FOLDER/best.yaml` trains again.
+        Search with its trials; `raytrec train FOLDER/best.yaml` trains the best trial again.
 
     Raises:
-        ConfigError, SchemaError, DataError: The input is invalid; raised before a trial starts.
+        ConfigError, SchemaError, DataError: The input is invalid; raised before any trial starts.
         RunError: No trial has a result, or the cluster cannot be reached.
         Interrupted: Ctrl-C or SIGTERM was received.
 
@@ -111,7 +112,7 @@ def tune(
 
 
 def _run(search: Search, at_once: int | None) -> Search:
-    """Write the search folder, run the trials, and write the outcome."""
+    """Write the search folder, run the trials and write the outcome."""
     folder, resume_hint = search.folder, f"resume with: {resume_command(search.config, 'tune')}"
     console = TuneConsole(search.config.run.name)
     with console, hold_run_lock(folder, 0, console.phase):
@@ -137,14 +138,14 @@ def _run(search: Search, at_once: int | None) -> Search:
     return search
 
 
-MLFLOW_TIMEOUT_S = 60.0  # maximum wait for an MLflow server that does not answer
+MLFLOW_TIMEOUT_S = 60.0  # maximum time to wait for an MLflow server
 
 
 def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
-    """Write best.yaml and the MLflow run, and outcome.json once all trials have ended.
+    """Write best.yaml, the MLflow run and, once all trials have ended, outcome.json.
 
     Raises:
-        OSError: A file cannot be written; resuming the search writes the file again.
+        OSError: A file cannot be written; a resumed search writes it again.
     """
     folder = search.folder
     if search.best:
@@ -161,7 +162,7 @@ def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
 
 
 def format_best_config(search: Search, best: Trial) -> str:
-    """Return the best configuration as YAML for `raytrec train`, with its metrics in comments."""
+    """Return the best trial's configuration as YAML for `raytrec train`, with its metrics in comments."""
     data = "test" if search.test_data_warning else "validation"
     lines = [
         f"# Trial {best.number} of {search.config.run.name}, {best.state} at step {best.step}: "
@@ -177,7 +178,7 @@ def format_best_config(search: Search, best: Trial) -> str:
 
 
 def print_outcome(search: Search) -> None:
-    """Print a table of the trials, the best first, and the search folder on stdout."""
+    """Print a table of the trials, best first, and the search folder to stdout."""
     console = open_console()
     console.print(to_bold_text(search.config.run.name), soft_wrap=True)
     table = _build_table(search, list(search.trials[0].values))
@@ -194,7 +195,7 @@ def print_outcome(search: Search) -> None:
 
 
 def _build_table(search: Search, keys: list[str]) -> Table:
-    """Return a table of the trials with one column per key; without keys, one column holds all values."""
+    """Return a table of the trials with one column per key; without keys, one column for all values."""
     table, figure = Table(), search.figure
     for column in ("trial", figure.label, "step", *keys, "state"):
         table.add_column(to_plain_text(column), justify="left" if column == "state" else "right", no_wrap=True)
@@ -208,11 +209,11 @@ def _build_table(search: Search, keys: list[str]) -> Table:
 
 
 def _write_mlflow_run(search: Search, failed: list[str]) -> None:
-    """Write the parent run of the trials to MLflow: the space, the best metrics and best.yaml.
+    """Write the trials' parent run to MLflow: the space, the best metrics and best.yaml.
 
     Args:
         search: Search to write.
-        failed: List that is cleared on success; on an error, the reason is appended.
+        failed: List of reasons for failure; cleared on success, and extended on an error.
     """
     folder, store = search.folder, Store(search.config, search.folder)
     draws = {f"space.{INVALID_NAME_CHARACTERS.sub('_', draw.key)}": draw for draw in search.space.draws}

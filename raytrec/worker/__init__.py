@@ -1,1 +1,1 @@
-"""A run from the side of one rank; start reading with loop.py."""
+"""Part of a run that is executed on each rank; start reading with loop.py."""

@@ -1,4 +1,4 @@
-"""Construction of a rank's model: building, sharding, and restoring or initializing its state."""
+"""Construction of a rank's model: building and sharding it, and restoring or initializing its state."""
 
 from __future__ import annotations
 
@@ -55,16 +55,17 @@ def build_step(
     steps: int = 0,
     objective: type[Objective] = Objective,
 ) -> tuple[Step, ShardingPlan]:
-    """Build the model, plan, optimizers and pipeline of this rank; a collective.
+    """Build this rank's model, optimizers and pipeline, and the sharding plan; a collective.
 
-    Initial weights depend only on run.seed: dense layers are drawn identically on every rank, tables per row.
+    Initial weights depend only on run.seed: dense layers are drawn identically on every rank, tables row by
+    row.
 
     Args:
         config: Configuration of the run.
         schema: Schema of the data.
         device: Device of the rank.
-        fill: True to set the initial values of tables; False if a checkpoint is read next.
-        steps: Number of steps of the whole run; 0 if nothing is trained.
+        fill: True to initialize the tables; False if a checkpoint is read next.
+        steps: Number of steps in the whole run; 0 if nothing is trained.
         objective: Class that turns the model's logits into losses and outputs.
     """
     if not comm_ops.get_gradient_division():
@@ -91,12 +92,12 @@ def build_step(
     tables = compute_rank_parts(list_planned_tables(plan, config, schema, world), config, schema, device.type)
     shares = [share for share, _ in estimate_hot_rows(tables, config, schema, world)]
     mark_mapped(model.embeddings.collections, plan, optimizers, any(shares))
-    # For tables in host memory with a cache on the GPUs, hits are counted, and rows are fetched before their
-    # step and locked until the step has been trained. On CPU there is no cache.
+    # For tables in host memory with a GPU cache, hits are counted, and rows are fetched ahead of their step
+    # and locked until the step has been trained. On CPU there is no cache.
     kernels = {spec.compute_kernel for module in plan.plan.values() for spec in module.values()}
     cache = CACHE_SETTINGS if device.type == "cuda" and CACHING_KERNEL in kernels else None
-    # An unpooled id is sent to other ranks once per batch, and its gradients are sent as a sum. FBGEMM
-    # (1.8.0) finds distinct ids only on GPUs, and in fp16 the sum of many gradients may be infinite.
+    # Each distinct unpooled id is sent to other ranks once per batch, and its gradients are sent as a sum.
+    # FBGEMM (1.8.0) finds distinct ids only on GPUs, and in fp16 the sum of many gradients may overflow.
     deduplicate = device.type == "cuda" and world > 1 and config.plan.qcomms.backward_precision != "fp16"
     files = MappedFileFactory(config, shares[dist.get_rank()])
     with use_custom_lookups(files), substitute_torchrec_kernels(plan, {MMAP_KERNEL: "fused"}):
@@ -125,14 +126,14 @@ def build_step(
 
 
 class _SingleRankWrapper(DataParallelWrapper):
-    """Wrapper that leaves the dense layers of a single rank unchanged, with no gradients to average."""
+    """Wrapper that leaves a single rank's dense layers unchanged, because there are no gradients to average."""
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Leave the model unchanged."""
 
 
 def compute_run_plan(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
-    """Return the plan that `build_step` would use, without creating any table; a collective."""
+    """Return the sharding plan that `build_step` would use, without creating any table; a collective."""
     world = dist.get_world_size()
     planners = make_planning_sharders(config, schema, world)
     return make_plan(build_unsharded(config, schema, device, world), planners, schema, config, device)
@@ -141,7 +142,7 @@ def compute_run_plan(config: RunConfig, schema: Schema, device: torch.device) ->
 def build_unsharded(
     config: RunConfig, schema: Schema, device: torch.device, world: int = 1, objective: type[Objective] = Objective
 ) -> LossModel:
-    """Return the model and objective of one of `world` ranks: dense layers on the device, tables on meta."""
+    """Return the unsharded model and objective for a rank: dense layers on the device, tables on device meta."""
     task_objective = objective.of(config, schema, world)
     columns, vectors = count_logits(task_objective.tasks), needs_vectors(task_objective.tasks)
     recommender = build_recommender(config, schema, device, sum(columns.values()), vectors, columns)
@@ -152,7 +153,7 @@ def build_unsharded(
 
 
 def begin_or_resume(context: WorkerContext, step: Step, state: LogicalState, progress: Progress) -> None:
-    """Restore the newest complete checkpoint of the run, or begin a new run; a collective."""
+    """Restore the run's newest complete checkpoint, or begin a new run if there is none; a collective."""
 
     def ids(about: dict[str, Any]) -> State:
         context.enter_phase("restoring", "restore")
@@ -170,14 +171,14 @@ def begin_or_resume(context: WorkerContext, step: Step, state: LogicalState, pro
 
 
 def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[float] = ()) -> None:
-    """Set the initial weights from run.seed, then load those of warm_start.from; a collective.
+    """Initialize the weights from run.seed, then load weights from warm_start.from if set; a collective.
 
     Args:
         step: Step whose model is initialized.
         config: Configuration of the run.
         schema: Schema of the data.
-        log_odds: Bias of each column of logits, for models whose last layer is a Linear called logit; empty
-            to keep the drawn values.
+        log_odds: Bias of each logit column, for models whose last layer is a Linear named logit; empty to
+            keep the drawn values.
     """
     fill_tables(step.model, config.run.seed)
     logit_layer = getattr(step.head.model, "logit", None)
@@ -191,7 +192,7 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
     rows = {table: start.rows for table, start in starts.items() if start.policy == "resize"}
     new_tables = {table for table, start in starts.items() if start.policy == "new"}
     state = LogicalState(step.model, step.optimizer, with_optimizer=config.warm_start.optimizer)
-    # Averages (train.ema) cover the steps of this run only, so that saved ones are not loaded.
+    # Averages (train.ema) only cover the steps of this run, so saved averages are not loaded.
     tensors = {name: v for name, v in state.tensors(rows, new_tables).items() if not is_average(name)}
     if config.warm_start.dense == "matching":
         saved = {name: entry["shape"] for name, entry in index["tensors"].items()}
@@ -213,11 +214,11 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
 
 
 def load_step(context: WorkerContext, objective: type[Objective] = Objective) -> Step:
-    """Build the model of the task's checkpoint for evaluation; a collective.
+    """Build a step for evaluation, and load the weights of the task's checkpoint; a collective.
 
     Args:
-        context: Context of the rank, whose task names the checkpoint.
-        objective: As in `build_step`.
+        context: Context of the rank; its task names the checkpoint.
+        objective: Class that turns the model's logits into losses and outputs; see `build_step`.
     """
     task = context.task
     context.enter_phase("loading the checkpoint", "restore")

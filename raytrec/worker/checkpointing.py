@@ -1,4 +1,4 @@
-"""Checkpoints during training."""
+"""Saving checkpoints during training."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from raytrec.worker.step import Step, StepOutputs
 
 
 class Stopped(Exception):
-    """Signal, raised by all ranks, that the state is saved and the run ends because a user stopped it."""
+    """Signal, raised on all ranks, that a user has stopped the run and its state has been saved."""
 
 
 def make_row_snapshot(step: Step, state: LogicalState, on_wait: Callable[[], None]) -> RowSnapshot:
-    """Return a snapshot that preserves rows that change during a save, by training or by reassignment of ids.
+    """Return a snapshot that preserves rows changed during a save by training or by reassignment of ids.
 
-    `on_wait` is called as in RowSnapshot.
+    `on_wait` is passed to RowSnapshot.
     """
     rows = RowSnapshot(step.model, state.tables, on_wait)
     if step.managed is not None:
@@ -47,11 +47,11 @@ def make_row_snapshot(step: Step, state: LogicalState, on_wait: Callable[[], Non
 
 
 class CheckpointManager:
-    """Manager that saves a run and executes the coordinator's commands; every method is a collective.
+    """Manager that saves a run and executes the coordinator's commands; its methods are collectives.
 
     Args:
-        run: Run to save; its last step is always saved.
-        before_save: Function called before a state is saved; a collective that raises to prevent the save.
+        run: Run to save; a checkpoint of its last step is always saved.
+        before_save: Collective called before each save; an exception prevents the save.
     """
 
     def __init__(self, run: RankRun, before_save: Callable[[], None]):
@@ -72,10 +72,10 @@ class CheckpointManager:
         heartbeat.watch_device(self._find_unfinished_step)
 
     def after_step(self, outputs: StepOutputs) -> None:
-        """Start the ranks' decision about this step, and act on the decision about an earlier step.
+        """Start the ranks' joint decision for this step, and act on the decision of an earlier step.
 
         Raises:
-            Restart, Stopped: The state has been saved.
+            Restart, Stopped: The group is to be restarted or stopped; the state has been saved.
             RunError: A loss was not finite.
         """
         step, command = self._progress.step, self._context.heartbeat.command
@@ -93,7 +93,7 @@ class CheckpointManager:
         self._execute(decision.command)
 
     def _execute(self, command: Command) -> None:
-        """Save or end this group, immediately or as soon as the pipeline has been drained."""
+        """Execute a command to save or to end this group, immediately or once the pipeline has been drained."""
         step, every = self._progress.step, self._config.checkpoint.every_steps
         if command == Command.GO and every and step % every == 0:
             command = Command.SAVE
@@ -108,27 +108,27 @@ class CheckpointManager:
             raise {Command.RESTART: Restart, Command.STOP: Stopped}[command](f"at step {step}")
 
     def after_evaluation(self) -> None:
-        """Save the evaluated state, which may be one of the best (checkpoint.keep_best)."""
+        """Save the evaluated state if checkpoint.keep_best is set, because it may be one of the best."""
         if self._config.checkpoint.keep_best:
             self.save(again=True)
 
     def save(self, *, wait: bool = False, again: bool = False) -> Saved | None:
-        """Start a checkpoint of this step unless one exists.
+        """Start to save a checkpoint of this step unless one exists.
 
         Args:
-            wait: True to wait until the checkpoint is committed.
+            wait: True to wait until the checkpoint has been committed.
             again: True to save even if a checkpoint of this step exists.
 
         Returns:
-            Outcome of the save if `wait` is True and a save was in progress, else None.
+            Outcome of the save, if `wait` is True and a save was in progress; else None.
 
         Raises:
-            RunError: A loss up to this step was not finite, so that the state must not be kept.
+            RunError: A loss up to this step was not finite, so the state must not be saved.
         """
         heartbeat, step = self._context.heartbeat, self._progress.step
         decision = self._consensus.finish()
-        if decision is not None:  # None: this decision has already been read
-            if decision.through < step:  # GPUs still compute; the copy would wait for them anyway
+        if decision is not None:  # None: the decision has already been read
+            if decision.through < step:  # GPUs are still computing; the copy would wait for them anyway
                 decision = self._consensus.agree(self._losses.wait())
             self._raise_if_nonfinite(decision)
         if again or self._saver.last_step != step:
@@ -146,9 +146,9 @@ class CheckpointManager:
         return saved
 
     def roll_back(self, step: int) -> None:
-        """Replace the state by that of an earlier step, if its checkpoint is kept.
+        """Restore the weights of an earlier step, if its checkpoint still exists.
 
-        The counts of the run stay, because they determine which rows have been trained.
+        The counts of the run are not restored, because they determine which rows have been trained.
         """
         self._context.enter_phase(f"restoring the weights of step {step}", "restore")
         self.save(wait=True)
@@ -162,13 +162,13 @@ class CheckpointManager:
         self._state.refresh_kernels()
 
     def finish(self, *, again: bool = False) -> None:
-        """Write the last checkpoint of the run.
+        """Save the last checkpoint of the run.
 
         Args:
-            again: True to write the checkpoint even if one of this step exists or has failed.
+            again: True to save even if a checkpoint of this step exists or has failed.
 
         Raises:
-            RunError: The state is not finite, and checks.finite is set to stop.
+            RunError: The state is not finite and checks.finite is set to stop, or a loss was not finite.
         """
         self._context.enter_phase("saving the checkpoint", "save")
         saved = self.save(wait=True, again=again)
@@ -177,9 +177,9 @@ class CheckpointManager:
             self._saver.close()
 
     def find_unsaved_error(self) -> ErrorParts | None:
-        """Return why the trained model is not saved, as RaytrecError.parts; None if the model is saved.
+        """Return the error (RaytrecError.parts) because of which the model is not saved; None if it is saved.
 
-        If `finish` has failed, it is called once more, because space may have been freed.
+        If `finish` has failed, it is called once more, because disk space may have been freed.
         """
         if self._error is not None:
             self.finish(again=True)
@@ -200,10 +200,10 @@ class CheckpointManager:
         )
 
     def _collect_save(self) -> Saved | None:
-        """Return the outcome of the last save, and report it.
+        """Wait for the last save, and report and return its outcome.
 
-        Ray Train does not get a report. Its note on the same storage would end the run if that storage is
-        full (ray 2.60.0, CheckpointManager). raytrec does not ask Ray Train for checkpoints.
+        Nothing is reported to Ray Train, because its own record on the same storage would end the run if the
+        storage is full (ray 2.60.0, CheckpointManager). raytrec does not use checkpoints of Ray Train.
         """
         saved = self._saver.collect_outcome()
         if saved is None:
@@ -233,7 +233,7 @@ class CheckpointManager:
         self._context.report(messages.Warn(text=text))
 
     def _add_advice(self, error: NonfiniteStateError) -> NonfiniteStateError:
-        """Return the error with the command that starts again from the newest checkpoint, which is finite."""
+        """Return the error with advice on restarting from the newest checkpoint, which is finite."""
         optim = self._config.optim
         lower = f"optim.embeddings.lr={optim.embeddings.lr / 10:g} optim.dense.lr={optim.dense.lr / 10:g}"
         if self._newest is None:
@@ -247,11 +247,11 @@ class CheckpointManager:
         return NonfiniteStateError(error.what, where=error.where, expected=error.expected, do=do)
 
     def _find_unfinished_step(self) -> tuple[int, str] | None:
-        """Return the step and phase that the GPU has not finished; called by the heartbeat's thread."""
+        """Return the first step and phase that the GPU has not finished, or None; called by the heartbeat's thread."""
         device = self._context.device
         if device.type != "cuda":
             return None
-        torch.cuda.set_device(device)  # per thread; the default, GPU 0, would be initialized too
+        torch.cuda.set_device(device)  # set per thread; otherwise GPU 0, the default, would be initialized as well
         try:
             step = self._losses.unfinished
             return None if step is None else (step, self._step.phases.unfinished_phase or "")
@@ -265,7 +265,7 @@ class CheckpointManager:
         if decision.through < decision.bad:  # another rank may find an earlier step
             decision = self._consensus.agree(self._losses.wait())
         context, step = self._context, decision.bad
-        batch, folder = self._run.batches.at(step - 1), self._config.run.dir  # batches are counted from 0
+        batch, folder = self._run.batches.at(step - 1), self._config.run.dir  # steps of batches are counted from 0
         batch_text = f"its batch is in {folder}/{NAN_FOLDER}"
         try:
             if batch is not None:
@@ -290,7 +290,7 @@ class CheckpointManager:
             "progress": self._progress.record(),
             "evaluation": self._progress.last_evaluation,
             "data": task.fingerprint,
-            "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # users share checkpoints
+            "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # checkpoints are shared
             "schema": task.schema.to_yaml(),
             "plan": describe_plan(self._run.plan),
             "world_size": self._context.world,

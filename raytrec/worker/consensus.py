@@ -1,4 +1,4 @@
-"""Decisions that all ranks make together at each step."""
+"""Joint decisions of all ranks at each step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch.distributed as dist
 from raytrec.common.messages import Command
 from raytrec.worker.nonfinite import LossStatus
 
-NEVER = 2**62  # stands for the first bad step of a rank without one
-MAX_RING_RANKS = 64  # ranks; the 126 hops of 25 µs take less time than a step
+NEVER = 2**62  # stands for the first bad step of a rank that has none
+MAX_RING_RANKS = 64  # maximum number of ranks in one ring; its 126 hops of 25 µs take less time than a step
 
 
 class Decision(NamedTuple):
-    """Decision that all ranks made together at a step; the same on all ranks.
+    """Joint decision of all ranks at a step; the same on all ranks.
 
     Attributes:
-        command: Highest Command of any rank.
-        through: Step up to which every rank knew whether its losses were finite.
-        bad: First step with a non-finite loss that any rank knew of; None if no rank knew of one. It is the
-            first one of the run if `through` has reached it.
+        command: Highest Command received by any rank.
+        through: Step up to which every rank had checked its losses.
+        bad: First step for which any rank had found a non-finite loss, or None. If `through` has reached this
+            step, no earlier step had a non-finite loss.
         busy: True if a rank is still writing a checkpoint.
     """
 
@@ -35,16 +35,16 @@ class Decision(NamedTuple):
 
 
 class StepConsensus:
-    """Asynchronous all-reduce of a few bytes at each step, over gloo, whose result is read `lag` steps later.
+    """Asynchronous all-reduce of a few bytes over gloo at each step; its result is read `lag` steps later.
 
     gloo's all-reduce passes a ring of W ranks in 2 (W - 1) hops. Many ranks are therefore arranged in rows
     and columns: they reduce along the rows, and along the columns during the next step. With 1,024 ranks, a
     step takes 62 hops instead of 2,046.
 
-    The constructor is a collective; every rank calls `exchange` after each step.
+    The constructor is a collective. Every rank must call `exchange` after each step.
 
     Args:
-        ring: Largest number of ranks that form a single ring.
+        ring: Maximum number of ranks in a single ring.
 
     Attributes:
         lag: Number of steps after which a decision is known.
@@ -56,11 +56,11 @@ class StepConsensus:
         self._pending: deque[_PendingDecision] = deque()
 
     def exchange(self, command: Command, loss_status: LossStatus, busy: bool) -> Decision | None:
-        """Start this step's decision, and return the decision of `lag` steps ago, or None if there is none.
+        """Start this step's decision, and return the decision of `lag` steps ago; None if there is none yet.
 
         Args:
             command: Command that this rank has received.
-            loss_status: State of this rank's losses; on a GPU, recent steps are not included.
+            loss_status: Status of this rank's losses; on a GPU, the most recent steps are not included.
             busy: True if this rank is writing a checkpoint.
         """
         earlier = list(self._pending)
@@ -70,7 +70,7 @@ class StepConsensus:
         return self._pending.popleft().decision() if len(self._pending) > self.lag else None
 
     def finish(self) -> Decision | None:
-        """Wait for the decision of the last step and return it; None if it has been returned before."""
+        """Wait for the decision of the last step and return it; None if it has already been returned."""
         decision = None
         while self._pending:
             pending = self._pending.popleft()
@@ -80,7 +80,7 @@ class StepConsensus:
         return decision
 
     def agree(self, loss_status: LossStatus) -> Decision:
-        """Exchange the state of the losses once more, and wait for the decision of all ranks."""
+        """Exchange the status of the losses once more, and wait for the decision of all ranks."""
         self.finish()
         self._begin(Command.GO, loss_status, False)
         decision = self.finish()
@@ -89,7 +89,7 @@ class StepConsensus:
 
     def _begin(self, command: Command, losses: LossStatus, busy: bool) -> None:
         first = NEVER if losses.bad is None else losses.bad
-        values = torch.tensor([command, -losses.through, -first, busy])  # minus: the minimum over ranks
+        values = torch.tensor([command, -losses.through, -first, busy])  # negated values give the minimum over ranks
         pending = _PendingDecision(values)
         self._reduce(pending)
         self._pending.append(pending)
@@ -110,7 +110,7 @@ class StepConsensus:
 
 @dataclass
 class _PendingDecision:
-    """Decision in progress: the number of rings entered, and the pending reduction (None: finished)."""
+    """Decision in progress: values, number of rings entered, and pending reduction (None: finished)."""
 
     values: torch.Tensor
     rings: int = 0
@@ -122,7 +122,7 @@ class _PendingDecision:
 
 
 def _rings(ring: int) -> list[dist.ProcessGroup]:
-    """Return this rank's process groups: none for one rank, one for all ranks, or a row and a column.
+    """Return this rank's process groups: none for a single rank, one for all ranks, or a row and a column.
 
     A collective.
     """
@@ -144,7 +144,7 @@ def _rings(ring: int) -> list[dist.ProcessGroup]:
 
 
 def _find_grid_position(rank: int, world: int) -> tuple[int, int]:
-    """Return the row and column of a rank; each place in the grid has one rank, and some places have two."""
+    """Return the row and column of a rank in the grid; some positions are shared by two ranks."""
     rows = isqrt(world)
     columns = world // rows
     return rank % rows, rank // rows if rank < rows * columns else rank % columns

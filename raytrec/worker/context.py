@@ -1,4 +1,4 @@
-"""Task, rank, device, data streams and reports of a worker."""
+"""Context of a worker: task, rank, device, data streams and reports."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class WorkerTask:
     """Task that the driver passes to every rank.
 
     Attributes:
-        datasets: Datasets by name, "train", "valid", "test" and "items" (eval.retrieval); a dataset that the
-            task does not need is missing.
+        datasets: Datasets by name: "train", "valid", "test", "items" (eval.retrieval) and "predict"; datasets
+            that the task does not need are omitted.
         coordinator: Actor started by driver.coordinator.start_coordinator.
-        checkpoint: Folder of all checkpoints (training), or of the checkpoint to read (evaluation).
+        checkpoint: Folder that contains all checkpoints (training), or folder of the checkpoint to read
+            (evaluation).
         fingerprint: Hash of the training data's row groups; "" if nothing is trained.
         folder: Folder that is searched for modules named in the configuration, after Python's own path.
     """
@@ -43,7 +44,7 @@ class WorkerTask:
 
 @dataclass
 class WorkerContext:
-    """This process's place in the worker group, with its device, task and heartbeat.
+    """Position of this process in the worker group, with its device, task and heartbeat.
 
     Attributes:
         index: Rank of the process, from 0 to `world` - 1.
@@ -51,8 +52,8 @@ class WorkerContext:
         device: Device of the rank.
         task: Task of all ranks.
         heartbeat: Heartbeat of the rank.
-        attempt: Number of worker groups that this driver started before.
-        network: Network of NCCL; see rendezvous.read_chosen_network.
+        attempt: Number of worker groups that this driver started before this one.
+        network: Network chosen by NCCL; see rendezvous.read_chosen_network.
     """
 
     index: int
@@ -70,7 +71,7 @@ class WorkerContext:
         On CPU, torch uses scaling.cpus_per_worker threads, because ranks share the machine's cores.
 
         Raises:
-            RunError: The node of this rank has another version of a package.
+            RunError: The node of this rank has a different version of a package.
         """
         require_versions()
         import ray.train
@@ -88,8 +89,8 @@ class WorkerContext:
         device = ray.train.torch.get_device()
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        # With a GPU, the number of threads is Ray's OMP_NUM_THREADS. Ranks that are forked with torch already
-        # imported would ignore that variable, so that the number is set here.
+        # With a GPU, the number of threads is Ray's OMP_NUM_THREADS. Ranks forked after the import of torch
+        # would ignore this variable, so the number is set here.
         on_gpu, cpus = device.type == "cuda", task.config.scaling.cpus_per_worker
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)) if on_gpu else cpus)
         index, world, group = ray_context.get_world_rank(), ray_context.get_world_size(), [uuid.uuid4().hex]
@@ -105,20 +106,20 @@ class WorkerContext:
         return rank_context
 
     def stream(self, name: str, order: Any):
-        """Return this rank's Stream of a dataset, or None if the task has no dataset of that name.
+        """Return this rank's Stream over a dataset, or None if the task has no dataset of this name.
 
         Each batch of an evaluation counts as progress in the heartbeat; training counts its own batches.
 
         Args:
             name: Name of the dataset.
-            order: As in data.stream.Stream.
+            order: Order of the rows; see data.stream.Stream.
         """
         from raytrec.data.stream import Stream
 
         if name not in self.task.datasets:
             return None
         data = self.task.config.data
-        # Skipped rows are recorded in the run folder; an evaluation of a checkpoint has no such folder.
+        # Skipped rows are recorded in the run folder; an evaluation of a checkpoint has no run folder.
         skipped = join_uri(self.task.config.run.dir, SKIPPED_ROWS_FILE) if "train" in self.task.datasets else None
         stream = Stream(
             self.task.datasets[name],
@@ -153,7 +154,7 @@ class WorkerContext:
 
         Args:
             text: Text for the user.
-            kind: Phase for the coordinator (coordinator.SLOW_PHASES).
+            kind: Name of the phase for the coordinator (coordinator.SLOW_PHASES).
         """
         self.heartbeat.tick(kind)
         self.report(Phase(text=text))
@@ -161,7 +162,7 @@ class WorkerContext:
 
 @dataclass
 class _MonitoredStream:
-    """Stream whose batches count as progress in the heartbeat."""
+    """Wrapper of a stream that counts batches as progress in the heartbeat."""
 
     stream: Any
     heartbeat: Heartbeat

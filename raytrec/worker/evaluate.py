@@ -1,4 +1,4 @@
-"""Evaluation over every row of a dataset, also with the deep part of a model scaled down."""
+"""Evaluation on all rows of a dataset, optionally with the deep part of a model scaled down."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from raytrec.worker.progress import broadcast_figure
 from raytrec.worker.step import Step
 
 Curves = dict[str, dict[str, Any]]
-SLICES = "slices"  # key of the figures of slices
-SHRINK_FACTORS = (1.0, 0.75, 0.5, 0.25, 0.0)  # candidates for scaling the deep part
+SLICES = "slices"  # key of the slice metrics
+SHRINK_FACTORS = (1.0, 0.75, 0.5, 0.25, 0.0)  # candidate factors for the deep part
 
 
 class Model(Protocol):
-    """Model that can be evaluated: a Step, or another one."""
+    """Interface of models that can be evaluated, such as Step."""
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[StepOutputs]:
         """Yield the outputs of a forward pass over all batches."""
@@ -41,26 +41,26 @@ class Model(Protocol):
 def evaluate(
     step: Model, stream: Stream, device: torch.device, selection: Selection, items: Stream | None = None
 ) -> tuple[dict[str, Any], Curves | None]:
-    """Return metrics and curves over all rows of the stream's dataset; a collective.
+    """Return metrics and curves for all rows of the stream's dataset; a collective.
 
-    If a task's metrics need more than sums, its rows are kept in host memory, up to eval.max_exact_rows. All
-    ranks sort or group these rows together (metrics/evaluation.py).
+    If the metrics of a task cannot be computed from sums, its rows are kept in host memory, up to
+    eval.max_exact_rows. All ranks sort or group these rows together (metrics/evaluation.py).
 
     Args:
         step: Model to evaluate.
         stream: Stream of the dataset.
         device: Device of the rank.
         selection: Metrics of the run.
-        items: Items of eval.retrieval, among which every row's item is ranked; None: no ranking.
+        items: Stream of the items (eval.retrieval) among which each row's item is ranked; None: no ranking.
 
     Returns:
-        The figures, the same on every rank: rows, skipped_rows (data.on_error), and each metric with its
-        counts by key, None if undefined. With `items` also retrieval.METRIC and its counts; with eval.slices
-        also slices: task → column → `summarize`. On rank 0 also the curves: key of the curve → its points and
-        the key of its metric; None without a curve.
+        Figures and curves. The figures are the same on every rank: rows, skipped_rows (data.on_error), and
+        each metric with its counts by key, None if undefined. With `items`, they include retrieval.METRIC and
+        its counts; with eval.slices, slices: task → column → `summarize`. The curves are only returned on
+        rank 0: key of the curve → its points and the key of its metric; None if there are none.
 
     Raises:
-        RunError: The ranks together read more or fewer rows than the dataset has.
+        RunError: The ranks together read more or fewer rows than the dataset contains.
     """
     sums, rows_by_task = (MetricSums(selection, device), {task: TaskRows(selection, task) for task in selection.of})
     collectors = [HostRowCollector(task, rows) for task, rows in rows_by_task.items() if rows.needed]
@@ -81,7 +81,9 @@ def evaluate(
     figures = sums.reduce()
     skipped = stream.dataset.rows - figures[ROWS]
     if skipped < 0 or (skipped and not stream.may_skip):
-        raise RunError(f"the evaluation read {figures[ROWS]} rows of {stream.dataset.rows}", where=stream.dataset.uri)
+        raise RunError(
+            f"the evaluation read {figures[ROWS]} rows instead of {stream.dataset.rows}", where=stream.dataset.uri
+        )
     peers, extra, curves = Peers(device), {}, {}
     place = choose_ranking_device(stream.dataset.rows, device)
     for rows in rows_by_task.values():
@@ -95,10 +97,10 @@ def evaluate(
 
 
 class HostRowCollector:
-    """Rows of one task on their way into host memory; a GPU's memory is needed for tables.
+    """Collector that moves the rows of one task to host memory, because GPU memory is needed for tables.
 
-    Rows without weight are left out. Copies from the device are read a few batches later, so that the device
-    never waits for the host.
+    Rows with weight 0 are left out. Copies from the device are read a few batches later, so the device never
+    waits for the host.
 
     Args:
         task: Name of the task.
@@ -110,7 +112,7 @@ class HostRowCollector:
         self._pending: deque[tuple[AsyncHostCopy, AsyncHostCopy | None]] = deque()
 
     def add(self, outputs: StepOutputs) -> None:
-        """Add the rows of a batch."""
+        """Start to copy the rows of a batch."""
         output = outputs[self._task]
         logits = output.logits.unsqueeze(1) if output.logits.dim() == 1 else output.logits
         values = torch.cat([logits, torch.stack([output.labels, output.weights], 1)], dim=1)
@@ -120,7 +122,7 @@ class HostRowCollector:
             self._read_pending()
 
     def finish(self) -> None:
-        """Wait for the last batches."""
+        """Wait for the rows of the last batches."""
         while self._pending:
             self._read_pending()
 
@@ -135,7 +137,7 @@ class HostRowCollector:
 
 
 def can_shrink(step: Step) -> bool:
-    """Return True if the model has weights `shrunk`, of which train.ema keeps no average."""
+    """Return True if the model has weights to scale (`shrunk`), and train.ema keeps no average of weights."""
     return getattr(step.head.model, "shrunk", None) is not None and find_dense_average(step.optimizer) is None
 
 
@@ -144,19 +146,19 @@ def evaluate_shrunk(
 ) -> tuple[dict[str, Any], Curves | None, float]:
     """Evaluate the model with its deep part scaled by the factor that predicts held-out rows best.
 
-    A collective. The weights `shrunk` of the model are multiplied by each of FACTORS and restored afterwards.
-    Factors are compared by the default metric of early stopping (ne with binary cross-entropy). Ties are
-    resolved in favor of the largest factor.
+    A collective. The model's weights `shrunk` are multiplied by each of SHRINK_FACTORS and restored
+    afterwards. Factors are compared by the default metric of early stopping (ne with binary cross-entropy).
+    Ties are resolved in favor of the largest factor.
 
     Args:
         step: Step with the trained model.
-        held_out_stream: Stream of rows that are not trained on.
+        held_out_stream: Stream of rows that are not used for training.
         device: Device of the rank.
         selection: Metrics of the run.
-        items: As in evaluate.
+        items: Stream of the items (eval.retrieval); see `evaluate`.
 
     Returns:
-        Figures and curves of evaluate, and the factor.
+        Figures and curves as returned by `evaluate`, and the best factor.
     """
     weight: Any = step.head.model.shrunk
     figure, original, results = selection.best(None), weight.detach().clone(), []
@@ -166,11 +168,11 @@ def evaluate_shrunk(
         results.append((figure.loss(broadcast_figure(figure, figures, device)), figures, curves, factor))
         with torch.no_grad():
             weight.copy_(original)
-    # A comparison with NaN is false: an undefined metric keeps the whole deep part.
+    # Comparisons with NaN are false, so an undefined metric keeps the whole deep part.
     return min(results, key=itemgetter(0))[1:]
 
 
 def shrink(step: Step, factor: float) -> None:
-    """Multiply the weights `shrunk` of the model by a factor."""
+    """Multiply the model's weights `shrunk` by a factor."""
     with torch.no_grad():
         step.head.model.shrunk.mul_(factor)

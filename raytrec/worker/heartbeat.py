@@ -1,4 +1,4 @@
-"""Thread that reports the progress of a rank and receives commands."""
+"""Thread that reports a rank's progress and receives commands."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from raytrec.common.errors import RunError
 from raytrec.common.messages import HEARTBEAT_INTERVAL_S, Command
 
 T = TypeVar("T")
-REPLY_TIMEOUT_S = 10.0  # timeout of the coordinator's answer
-PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # folder of raytrec; its checkout may have any name
-# A thread with a frame in one of these files waits for other ranks.
+REPLY_TIMEOUT_S = 10.0  # timeout for answers of the coordinator
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # folder of the package raytrec; a checkout may have any name
+# A thread with a frame in one of these files is waiting for other ranks.
 WAITING_FILE_PARTS = ("torch/distributed/", "torchrec/distributed/", "torch/autograd/graph.py")
 
 
 class Heartbeat:
-    """Thread that reports this rank's progress, and ends the process if commanded or cut off from the driver.
+    """Thread that reports this rank's progress, and ends the process on command or if the driver is unreachable.
 
     Args:
         coordinator: Actor that receives the reports.
         attempt: Identifier of this worker group.
         rank: Rank of this process.
-        lease_s: Seconds without an answer after which this process ends itself. A rank that is cut off does
-            not hear that the group has been given up, and must not write when the network is back.
+        lease_s: Seconds without an answer after which this process ends itself. A rank that is cut off is not
+            informed that the group has been abandoned, and must not write when the network recovers.
         every_s: Seconds between two heartbeats (common.messages.compute_heartbeat_interval).
 
     Attributes:
-        command: Last command of the coordinator.
+        command: Last command received from the coordinator.
         phase: Current activity of this rank; see coordinator.SLOW_PHASES.
     """
 
@@ -43,26 +43,27 @@ class Heartbeat:
         self._coordinator, self._attempt, self._rank, self._lease_s = coordinator, attempt, rank, lease_s
         self._every_s = every_s
         self.command, self.phase, self._ticks, self._step = Command.GO, "start", 0, 0
-        self._has_stepped = False  # False until the first step, which may take long
+        self._has_stepped = False  # False until the end of the first step, which may take long
         self._unfinished: Callable[[], tuple[int, str] | None] = lambda: None
-        # Ray Train runs the worker's function in this thread, which is not the main thread.
+        # Ray Train runs the worker function in this thread, which is not the main thread.
         self._watched = get_ident()
         self._over = Event()
         self._thread = Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def watch_device(self, unfinished: Callable[[], tuple[int, str] | None]) -> None:
-        """Also report the progress of the device from now on.
+        """Include the progress of the device in all further reports.
 
         Args:
-            unfinished: Function that returns the step that this rank's GPU has not finished, and its phase
-                ("" if unknown); None if all steps are finished, or on CPU. It is called from another thread.
+            unfinished: Function that returns the first step that this rank's GPU has not finished, and its
+                phase ("" if unknown); None if all steps are finished, or on CPU. The function is called from
+                another thread.
         """
         self._unfinished = unfinished
 
     def watch_compiler(self) -> None:
-        """Report the phase "start" whenever torch compiles, because a compilation may take equally long."""
-        from raytrec.compat.torch_ import watch_compiler  # imports torch, which the driver does not load
+        """Report the phase "start" whenever torch compiles, because compilation may take as long as a start."""
+        from raytrec.compat.torch_ import watch_compiler  # the module imports torch, which the driver does not load
 
         phases: list[str] = []
 
@@ -73,14 +74,14 @@ class Heartbeat:
         watch_compiler(begin, lambda: self.tick(phases.pop()))
 
     def tick(self, phase: str | None = None, step: int | None = None) -> None:
-        """Record progress, with another phase or step if given."""
+        """Record progress and, if given, a new phase or step."""
         self._ticks += 1
         self.phase = phase or self.phase
         if step is not None:
             self._step, self._has_stepped = step, True
 
     def count_batches(self, batches: Iterator[T], after: str = "step") -> Iterator[T]:
-        """Yield the batches of an iterator; each batch counts as progress, waiting is the phase "data"."""
+        """Yield the batches of an iterator, counting each as progress; waiting for a batch is the phase "data"."""
         while True:
             self.tick("data")
             batch = next(batches, None)
@@ -90,29 +91,30 @@ class Heartbeat:
             yield batch
 
     def confirm(self) -> None:
-        """Check with the coordinator that this group still owns the run, before a commit.
+        """Check with the coordinator, before a commit, that this group still owns the run.
 
         Raises:
-            RunError: The group has been given up, or the coordinator does not answer.
+            RunError: The group has been abandoned, or the coordinator does not answer.
         """
         import ray
 
         try:
             current = ray.get(self._coordinator.current.remote(self._attempt), timeout=REPLY_TIMEOUT_S)
-        except ray.exceptions.RayError as error:  # includes a timeout
+        except ray.exceptions.RayError as error:  # includes timeouts
             raise RunError("the driver does not respond, and may have abandoned this worker group") from error
         if not current:
             raise RunError("the driver has abandoned this worker group")
 
     def close(self) -> None:
-        """End the thread after the rank has finished its work."""
+        """Stop the thread after the rank has finished its work."""
         self._over.set()
         self._thread.join(5)
 
     def send(self, where: str = "", waiting: bool = False, unfinished: tuple[int, str] | None = None) -> Any:
-        """Report this rank's progress and return the reference of the command.
+        """Report this rank's progress, and return a Ray reference to the coordinator's command.
 
-        Called directly when the rank fails, so that the coordinator knows the step of the failure.
+        The method is called directly when the rank fails, so that the coordinator knows the step of the
+        failure.
         """
         return self._coordinator.beat.remote(
             self._attempt, self._rank, self._ticks, self._step, self.phase, where, waiting, unfinished
@@ -145,7 +147,7 @@ class Heartbeat:
             return
 
     def _exit_process(self, reason: str) -> None:
-        """End the process, unless the rank has finished; the stacks of all threads go to Ray's log."""
+        """End the process unless the rank has finished; the stacks of all threads are written to Ray's log."""
         if not self._over.is_set():
             print(f"rank {self._rank}: {reason}", file=sys.stderr)
             faulthandler.dump_traceback(sys.stderr)
@@ -153,13 +155,13 @@ class Heartbeat:
 
 
 def _locate_thread(thread: int) -> tuple[str, bool]:
-    """Return the innermost frame of a thread, and True if raytrec's innermost frame waits for other ranks.
+    """Return the innermost frame of a thread, and True if the thread is waiting for other ranks.
 
     Args:
-        thread: Identifier of a thread; the main thread is used if that thread has ended.
+        thread: Identifier of the thread; the main thread is used if this thread has ended.
 
     Returns:
-        "function, folder/file:line", or "" without a frame; True if the thread is in a collective.
+        "function, folder/file:line", or "" if there is no frame; True if the thread is in a collective.
     """
     frame = sys._current_frames().get(thread) or sys._current_frames().get(main_thread().ident)
     innermost, waiting = frame, False

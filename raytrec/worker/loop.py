@@ -1,4 +1,4 @@
-"""Functions that every rank runs: training, evaluation of a checkpoint, and the parity check."""
+"""Worker functions that run on every rank: training, evaluation of a checkpoint, and the parity check."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def train_worker(task: WorkerTask) -> None:
         context.close()
         raise
     except Exception:
-        with suppress(Exception):  # an error of a driver that has exited must not hide this one
+        with suppress(Exception):  # an error because the driver has exited must not hide this one
             context.heartbeat.send()
         raise
     finally:
@@ -139,9 +139,9 @@ def evaluate_worker(task: WorkerTask) -> None:
 
 
 def check_worker(task: WorkerTask) -> None:
-    """Compare sharded training with training in a single process, and report the differences.
+    """Compare sharded training with training in a single process, and report the findings.
 
-    The tables are shrunk; the plan is made for the full size of the tables.
+    The tables are shrunk for the comparison; the plan is computed for their full size.
     """
     from raytrec.checks.parity.compare import compare, shrink
     from raytrec.embeddings.sharding import describe_plan
@@ -164,7 +164,7 @@ def check_worker(task: WorkerTask) -> None:
 
 
 def make_train_order(config: RunConfig) -> Order:
-    """Return the order in which data.train is read.
+    """Return the order in which the rows of data.train are read.
 
     Together with (epoch, step), the order defines which rows have been consumed.
     """
@@ -180,12 +180,12 @@ def make_train_order(config: RunConfig) -> Order:
 
 
 def make_evaluation_order(config: RunConfig) -> Order:
-    """Return the order of evaluations: file order, split over the ranks, with every row once."""
+    """Return the order of evaluations: every row once, in file order, split over the ranks."""
     return Order.evaluation(config.data.global_batch_size, config.data.lanes)
 
 
 def resolve_epochs(config: RunConfig, rows: int) -> int:
-    """Return the number of epochs (train.epochs) for a training set of `rows` rows."""
+    """Return the number of epochs (train.epochs) for `rows` rows of training data."""
     if config.train.epochs != "auto":
         return config.train.epochs
     epochs = min(MAX_AUTO_EPOCHS, max(1, AUTO_TARGET_ROWS // rows))
@@ -193,17 +193,17 @@ def resolve_epochs(config: RunConfig, rows: int) -> int:
 
 
 def count_total_steps(config: RunConfig, rows: int) -> int:
-    """Return the number of steps of the whole run: epochs × steps per epoch, at most train.max_steps."""
+    """Return the number of steps in the whole run: epochs × steps per epoch, at most train.max_steps."""
     steps = resolve_epochs(config, rows) * make_train_order(config).steps(rows)
     return min(steps, config.train.max_steps or steps)
 
 
 def resolve_evaluation_interval(config: RunConfig, total: int) -> int | None:
-    """Return the number of steps between two evaluations of a run of `total` steps (eval_every_steps)."""
+    """Return the number of steps between evaluations (train.eval_every_steps); None: no evaluations."""
     every = config.train.eval_every_steps
     return -(-total // 10) if every == "auto" else every
 
 
 def list_pauses(total: int, every: int | None, start: int = 0) -> list[int]:
-    """Return the steps, from `start` on, after which training pauses for an evaluation; the last is total."""
+    """Return the steps, from `start` on, after which training pauses for an evaluation; the last is `total`."""
     return [*range(-(-max(start, 1) // every) * every, total, every), total] if every else [total]

@@ -1,4 +1,4 @@
-"""Detection, skipping and recording of losses that are NaN or infinite."""
+"""Detection of steps with NaN or infinite losses; such steps are skipped, or their batches are recorded."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 
-MAX_STEPS_IN_FLIGHT = 2  # steps that the host may be ahead of a GPU: keeps the GPU busy with few batches in flight
-# Number of batches kept. A bad loss is known at most two steps later, and acted on one or two steps after
-# that (StepConsensus.lag); by then a pipeline has read up to three more batches.
+MAX_STEPS_IN_FLIGHT = 2  # steps that the host may be ahead of a GPU, to keep it busy with few batches in flight
+# Number of batches kept. A bad loss is known at most two steps later, and ranks act on it one or two steps
+# after that (StepConsensus.lag). By then, the pipeline has read up to three more batches.
 MAX_RECENT_BATCHES = MAX_STEPS_IN_FLIGHT + 6
 NAN_FOLDER = "nan"
-TASK_WEIGHTS_COLUMN = "task_weights"  # column with each row's factors
+TASK_WEIGHTS_COLUMN = "task_weights"  # column with the factors of each row
 
 
 class AsyncHostCopy:
-    """Copy of a tensor's current values on its way to host memory.
+    """Asynchronous copy of a tensor's current values to host memory.
 
-    On CPU, the tensor itself is used. From a GPU, the values are copied into pinned memory after the work
-    that is already queued on the current stream; work queued later does not delay the copy.
+    On CPU, the tensor itself is used. On a GPU, the values are copied to pinned memory after all work that is
+    already queued on the current stream; work queued later does not delay the copy.
 
     Args:
-        values: Tensor of any shape and dtype; on CPU it must not be changed before it has been read.
+        values: Tensor of any shape and dtype; on CPU, it must not be modified before it has been read.
     """
 
     def __init__(self, values: torch.Tensor):
@@ -40,17 +40,17 @@ class AsyncHostCopy:
         if values.is_cuda:
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values = pinned.copy_(values.detach(), non_blocking=True)
-            self._event = torch.cuda.Event(blocking=True)  # sleep while waiting: readers need the core
+            self._event = torch.cuda.Event(blocking=True)  # waiting threads sleep, because readers need the core
             self._event.record()
 
     @property
     def arrived(self) -> bool:
-        """Return True if `wait` would return at once; can be called from any thread."""
+        """Return True if `wait` would return immediately; can be called from any thread."""
         event = self._event
         return event is None or event.query()
 
     def wait(self) -> torch.Tensor:
-        """Return the values in host memory."""
+        """Wait for the copy, and return the values in host memory."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -58,11 +58,11 @@ class AsyncHostCopy:
 
 
 class LossStatus(NamedTuple):
-    """Losses of recent steps that have already been copied to the host.
+    """Status of those losses that have already been copied to the host.
 
     Attributes:
         through: Last step, counted from 1 over the run, up to which all losses have been checked.
-        bad: First step whose loss was not finite; None if all are finite up to `through`.
+        bad: First step whose loss was not finite; None if all losses up to `through` are finite.
     """
 
     through: int
@@ -70,9 +70,9 @@ class LossStatus(NamedTuple):
 
 
 class LossMonitor:
-    """Checks of whether the losses of this rank's steps are finite.
+    """Monitor that checks whether this rank's losses are finite.
 
-    On CPU, the result is known at once. A GPU computes losses later than the host requests them, and the host
+    On CPU, the result is known immediately. A GPU computes losses later than the host requests them. The host
     only waits if it is more than two steps ahead; the GPU then still has work for two steps.
     """
 
@@ -81,19 +81,19 @@ class LossMonitor:
         self._status = LossStatus(0, None)
 
     def add(self, step: int, loss: torch.Tensor) -> None:
-        """Start the check of the next step."""
+        """Start to check the loss of the next step."""
         if not self._pending:
             self._status = self._status._replace(through=step - 1)
         self._pending.append((step, AsyncHostCopy(~torch.isfinite(loss))))
 
     def poll_status(self) -> LossStatus:
-        """Return the results known so far, which include all but the last two steps."""
+        """Return the status known so far, which includes at least all steps except the last two."""
         while self._pending and (len(self._pending) > MAX_STEPS_IN_FLIGHT or self._pending[0][1].arrived):
             self._read()
         return self._status
 
     def wait(self) -> LossStatus:
-        """Wait for the device and return the results of all steps."""
+        """Wait for the device, and return the status of all steps."""
         while self._pending:
             self._read()
         return self._status
@@ -107,36 +107,36 @@ class LossMonitor:
         (step, pending), first = self._pending[0], self._status.bad
         is_bad = bool(pending.wait())
         self._status = LossStatus(step, step if is_bad and first is None else first)
-        self._pending.popleft()  # after the wait, during which `unfinished` returns the step
+        self._pending.popleft()  # only after the wait, so that `unfinished` returns this step during the wait
 
 
 class SkipNonfiniteOptimizer(OptimizerWrapper):
-    """Optimizer that skips steps whose loss is not finite on any rank; tables, dense layers and state stay.
+    """Optimizer that skips steps whose loss is not finite on some rank; weights and state stay unchanged.
 
-    Tables that are updated in backward get zero gradients, which change nothing under SGD and Adagrad; under
-    fused Adam (on GPUs) their momentum is still updated. (A zero loss is not enough: 0 × NaN is NaN in
-    backward.)
+    Tables that are updated in backward get zero gradients, which change nothing with SGD and Adagrad; with
+    fused Adam (on GPUs), their momentum is still updated. (A zero loss would not suffice, because 0 × NaN is
+    NaN in backward.)
 
-    The host decides whether to step, also on GPUs: Adam would still count a step with a zero gradient (torch
-    2.13.0, optim/adam.py), on which its bias corrections depend, and would decay its momentum.
+    Even on GPUs, the host decides whether to step. With a zero gradient, Adam would still count the step, on
+    which its bias corrections depend, and decay its momentum (torch 2.13.0, optim/adam.py).
 
-    The device knows of a bad loss before the host: gradients are masked there, so that a GPU can be given the
-    backward pass at once. When the host reads the result, it only waits for the forward pass.
+    Gradients are masked on the device, which knows of a bad loss before the host, so the backward pass can be
+    launched immediately. When the host reads the result, it only waits for the forward pass.
 
     Args:
-        optimizer: Optimizer of tables and dense layers.
-        head: Module from (pooled embeddings, batch) to (loss, Outputs); its outputs are masked.
+        optimizer: Optimizer of the tables and dense layers.
+        head: Module that maps (pooled embeddings, batch) to (loss, StepOutputs); its outputs are masked.
     """
 
     def __init__(self, optimizer: KeyedOptimizer, head: nn.Module):
         super().__init__(optimizer)
-        self._bad: torch.Tensor | None = None  # bool scalar: the loss of some rank is not finite
+        self._bad: torch.Tensor | None = None  # bool scalar, True if the loss of some rank is not finite
         self._bad_copy: AsyncHostCopy | None = None  # copy of _bad for the host
         head.register_forward_pre_hook(self._before_head)
         head.register_forward_hook(self._after_head)
 
     def step(self, closure: Any = None) -> None:
-        """Step the optimizer unless the loss of the last forward was not finite on some rank."""
+        """Step the optimizer unless the loss of the last forward pass was not finite on some rank."""
         if self._bad_copy is None or not self._bad_copy.wait():
             super().step(closure)
 
@@ -157,7 +157,7 @@ class SkipNonfiniteOptimizer(OptimizerWrapper):
 
 
 class RecentBatches:
-    """Iterator over batches that remembers the last few with their steps.
+    """Iterator over batches that keeps the most recent batches with their steps.
 
     Args:
         batches: Batches to iterate over.
@@ -178,15 +178,15 @@ class RecentBatches:
         return batch
 
     def at(self, step: int) -> Batch | None:
-        """Return the batch of a step, or None if the batch is not kept any more."""
+        """Return the batch of a step, or None if the batch is no longer kept."""
         return dict(self._recent).get(step)
 
 
 def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int, sequences: Collection[str] = ()) -> str:
-    """Write a rank's part of a batch as Parquet, in the columns of the schema, and return the path.
+    """Write a rank's part of a batch to a Parquet file with the schema's columns, and return its path.
 
-    Ids are written as the tables see them, after hashing and clamping; padded rows are skipped. If tasks
-    weight rows, `task_weights` holds each row's factor in each task.
+    Ids are written as they are looked up, after hashing and clamping; padding rows are omitted. If tasks
+    weight rows, the column `task_weights` contains each row's factor in each task.
 
     Args:
         batch: Batch of the rank.
@@ -194,7 +194,7 @@ def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int, sequen
         folder: Run folder.
         step: Step of the batch.
         rank: Rank of this process.
-        sequences: Features that are looked up id by id, the most recent one first.
+        sequences: Features that are looked up id by id, most recent id first.
     """
     batch = batch.to(torch.device("cpu"))
     real = batch.weights > 0
@@ -219,11 +219,11 @@ def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int, sequen
 
 
 def _values(batch: Batch, values: torch.Tensor) -> list:
-    """Return the values of each real row, or for requests a list of the values of their candidates.
+    """Return the value of each row except padding or, if rows are requests, a list of candidates' values.
 
     Args:
-        batch: Batch with the weights and requests.
-        values: Values of rows [B, ...] or of candidates [N, ...].
+        batch: Batch that defines padding (weights) and requests.
+        values: Values of rows, [B, ...], or of candidates, [N, ...].
     """
     if batch.requests is None:
         return list(values[batch.weights > 0].numpy())

@@ -1,7 +1,7 @@
-"""Observers of a run: records, checks and profiles.
+"""Observers of a run, which record, check and profile its steps.
 
-All ranks have the same observers, and some calls are collectives. To add an observer, write a class and add
-it to `make_observers`.
+All ranks have the same observers, and some calls are collectives. To add an observer, write a subclass of
+Observer and add it to `make_observers`.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from raytrec.worker.process import SystemMonitor
 from raytrec.worker.progress import RankRun
 from raytrec.worker.statistics import Statistics
 
-PROFILE_FOLDER = "profile"  # folder in the run folder
+PROFILE_FOLDER = "profile"  # subfolder of the run folder
 
 
 class Observer:
-    """Base class of observers, whose methods do nothing; subclasses override some of them."""
+    """Base class of observers. Its methods do nothing; subclasses override some of them."""
 
     def begin(self) -> None:
-        """Prepare before the first step."""
+        """Prepare for the first step."""
 
     def after_step(self, rows: int) -> None:
-        """Observe a finished step, whose global batch has `rows` rows."""
+        """Observe a finished step with `rows` rows in its global batch."""
 
     def before_save(self) -> None:
-        """Check the state before it is saved; an error prevents the save."""
+        """Check the state before it is saved; an exception prevents the save."""
 
     def close(self) -> None:
-        """Release resources at the end of training, also after an error."""
+        """Release resources at the end of training, even after an error."""
 
 
 class ObserverList(Observer):
-    """List of observers as one observer, which calls them in order."""
+    """Observer that calls several observers in order."""
 
     def __init__(self, observers: list[Observer]):
         self._observers = observers
@@ -71,15 +71,15 @@ class ObserverList(Observer):
 
 
 class RankRecorder(Observer):
-    """Observer that reports this rank's line every tracking.every_steps steps and at the last step.
+    """Observer that reports a line for this rank every tracking.every_steps steps and at the last step.
 
-    The line has the time in each phase of a step, the machine's load, and statistics of this rank's shards
-    (docs/monitoring.md). Of a larger group, only messages.MAX_RECORDED_RANKS ranks report.
+    The line contains the time spent in each phase, the machine's load, and statistics of this rank's shards
+    (docs/monitoring.md). In larger groups, only messages.MAX_RECORDED_RANKS ranks report.
     """
 
     def __init__(self, run: RankRun, statistics: Statistics):
         self._run, self._statistics, config = run, statistics, run.context.task.config
-        self._first: dict[str, float] = {}  # seconds by phase of the first step
+        self._first: dict[str, float] = {}  # phase → seconds in the first step
         self._begun = self._first_step = run.progress.step
         self._system, self._every = SystemMonitor(run.context.device), config.tracking.every_steps
         early = config.train.early_stopping
@@ -96,11 +96,11 @@ class RankRecorder(Observer):
             self._record(step)
 
     def close(self) -> None:
-        """Stop the measurements of the machine."""
+        """Stop measuring the machine's load."""
         self._system.close()
 
     def wants_probe(self, step: int) -> bool:
-        """Return True if a step is the last of an interval, which is recorded with its lookups."""
+        """Return True if a step is the last of an interval; the lookups of such steps are recorded."""
         ends_early = self._may_end_every is not None and step % self._may_end_every == 0
         return step % self._every == 0 or step == self._run.last_step or ends_early
 
@@ -128,7 +128,7 @@ class RankRecorder(Observer):
 
 
 class CheckRunner(Observer):
-    """Observer that runs the live checks, as a collective.
+    """Observer that runs the live checks, which are collectives.
 
     The checks run at the start, every checks.every_steps steps and before checkpoints. `begin`, `after_step`
     and `before_save` raise a RunError if a check that is set to stop has failed.
@@ -140,7 +140,7 @@ class CheckRunner(Observer):
         self._due, self._prepared = True, False
 
     def begin(self) -> None:
-        """Run the checks of the start."""
+        """Run the checks scheduled for the start."""
         context = self._run.context
         about = {
             "config": context.task.config.to_yaml(),
@@ -153,19 +153,19 @@ class CheckRunner(Observer):
         self._report(self._checks.evaluate(START, Position(self._run.progress.step, about=about)))
 
     def after_step(self, rows: int) -> None:
-        """Run the checks if they are prepared for this step."""
+        """Run the checks if they have been prepared for this step."""
         self._expected_rows += rows
         if self._prepared:
             self._due = self._prepared = False
             self._check(STEP)
 
     def before_save(self) -> None:
-        """Run the checks of checkpoints, unless this step has been checked."""
+        """Run the checks scheduled for checkpoints, unless this step has already been checked."""
         if self._config.checks.at_checkpoints and self._checked_at != self._run.progress.step:
             self._check(CHECKPOINT)
 
     def wants_probe(self, step: int) -> bool:
-        """Return True if the next step, `step`, is to be checked; if so, prepare the checks."""
+        """Return True if the next step, `step`, is to be checked, and prepare the checks."""
         every = self._config.checks.every_steps
         self._due |= bool(every and step % every == 0)
         batch = self._run.batches.at(step - 1)  # None for the first step after a pause
@@ -190,17 +190,17 @@ class CheckRunner(Observer):
 
 
 class ProbeScheduler(Observer):
-    """Observer that enables recording in the taps for the steps that earlier observers want probed."""
+    """Observer that enables recording in the taps for steps to be probed by other observers."""
 
     def __init__(self, run: RankRun, taps: Taps, wanting: list[RankRecorder | CheckRunner]):
         self._run, self._taps, self._observers = run, taps, wanting
 
     def begin(self) -> None:
-        """Enable recording for the first step if an observer wants it."""
+        """Enable recording for the first step if an observer requests it."""
         self._schedule_probe()
 
     def after_step(self, rows: int) -> None:
-        """Discard the recorded step, and enable recording for the next one if an observer wants it."""
+        """Discard the recorded step, and enable recording for the next step if an observer requests it."""
         self._taps.forget()
         self._schedule_probe()
 
@@ -210,11 +210,11 @@ class ProbeScheduler(Observer):
 
 
 class StepProfiler(Observer):
-    """Observer that profiles the steps of train.profile, and writes profile/ in the run folder.
+    """Observer that profiles the steps of train.profile and writes to profile/ in the run folder.
 
     rank-R.json.gz is a trace of operators, kernels and collectives for Perfetto or chrome://tracing; on GPUs,
-    rank-R.pickle is the allocator's history for pytorch.org/memory_viz. If nodes share no folder, the files
-    of each rank are on its node.
+    rank-R.pickle is the allocator's history for pytorch.org/memory_viz. If the folder is not shared by all
+    nodes, the files of each rank are on its node.
     """
 
     def __init__(self, run: RankRun):
@@ -239,7 +239,7 @@ class StepProfiler(Observer):
             self.close()
 
     def close(self) -> None:
-        """Write the profile, if one is running."""
+        """Stop and write the profile if one is running."""
         if self._profile is None:
             return
         context, name = self._context, f"rank-{self._context.index}"
@@ -270,7 +270,7 @@ class StepProfiler(Observer):
 
 
 def make_observers(run: RankRun) -> ObserverList:
-    """Return the observers that the configuration asks for, in order; a collective."""
+    """Return the configured observers, in the order of their calls; a collective."""
     config, schema, step = run.context.task.config, run.context.task.schema, run.step
     observers: list[Observer] = []
     if config.train.profile:

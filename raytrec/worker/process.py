@@ -1,4 +1,4 @@
-"""Settings of a worker's process, and measurements of the process, its host and its GPU."""
+"""Settings of a worker process, and load measurements of the process, its host and its GPU."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from raytrec.compat.torch_ import skip_unprofiled_records
 from raytrec.config.training import TrainSection
 
 GPU_POLL_INTERVAL_S = 1.0
-# Variables that cuBLAS and NCCL read when they are initialized. torch (2.13.0) warns about cuBLAS without the
-# first, and sets the second itself for process groups that are created in deterministic mode.
+# Variables that cuBLAS and NCCL read at initialization. Without the first, torch (2.13.0) issues a warning
+# about cuBLAS. torch itself sets the second for process groups created in deterministic mode.
 DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
 
 
 def prepare_process(train: TrainSection) -> None:
-    """Set the variables that libraries read at initialization; call before the first collective on a GPU.
+    """Set the environment variables that libraries read at initialization.
 
-    Variables that are already set in the environment are not changed.
+    Call before the first collective on a GPU. Variables that are already set in the environment are kept.
     """
     skip_unprofiled_records()
     if train.deterministic:
@@ -33,38 +33,38 @@ def prepare_process(train: TrainSection) -> None:
 
 
 def freeze_gc() -> None:
-    """Exempt all existing objects, which a run needs until its end, from garbage collection.
+    """Exempt all existing objects from garbage collection, because a run needs them until its end.
 
-    A rank has half a million objects: modules, the model, the plan. Python collects the oldest generation
-    only when it has grown by a quarter. Each epoch leaves cycles (Ray Data's executor, with its operators and
-    statistics). Without this call, the cycles lived for some hundred epochs, and each collection took half a
-    second.
+    A rank has half a million objects: modules, the model and the plan. Python collects the oldest generation
+    only after it has grown by a quarter. Each epoch leaves reference cycles (Ray Data's executor, with its
+    operators and statistics). Without this call, these cycles lived for about a hundred epochs, and each
+    collection took half a second.
     """
     import ray.data  # noqa: F401  (the first epoch would import it after the freeze)
 
     gc.collect()
     gc.freeze()
-    gc.collect()  # few objects are tracked now, so that Python collects often
+    gc.collect()  # few objects are tracked from now on, so Python collects often
 
 
 class SystemMonitor:
-    """Sensor of the load of this process, its host and its GPU.
+    """Monitor of the load of this process, its host and its GPU.
 
-    Unreadable figures are None, and no error is raised.
+    Figures that cannot be read are None; no error is raised.
 
     Args:
-        device: Device of the rank, such as 'cpu' or 'cuda:0', as text or torch.device. On CUDA a thread reads
-            the GPU's utilization once a second until `close`.
+        device: Device of the rank, such as 'cpu' or 'cuda:0', as text or torch.device. On CUDA, a thread
+            reads the GPU's utilization once per second until `close` is called.
     """
 
     def __init__(self, device: Any = "cpu"):
         self._process = _read_or_none(psutil.Process)
         self._gpu = _read_or_none(lambda: _GpuMonitor(str(device))) if str(device).startswith("cuda") else None
         self._previous: tuple[float, int, int] | None = None
-        self.sample()  # starting point of the next sample's averages
+        self.sample()  # start of the interval for the next sample's averages
 
     def sample(self) -> dict[str, float | None]:
-        """Return current figures, and averages since the last call.
+        """Return current figures and averages since the last call.
 
         Returns:
             cpu_percent (100 is one core, all threads of this process), rss_bytes (of this process),
@@ -85,7 +85,7 @@ class SystemMonitor:
         }
 
     def close(self) -> None:
-        """End the thread that reads the GPU."""
+        """Stop the thread that reads the GPU."""
         if self._gpu:
             self._gpu.close()
 
@@ -101,7 +101,7 @@ class SystemMonitor:
 
 
 class _GpuMonitor:
-    """One GPU, read over NVML. A thread reads the utilization continuously, as one reading means little."""
+    """Monitor of one GPU over NVML; a thread reads its utilization once per second, to average the readings."""
 
     def __init__(self, device: str):
         import pynvml
@@ -135,7 +135,7 @@ class _GpuMonitor:
 
 
 def _read_or_none(read: Callable[[], Any]) -> Any:
-    """Return the reading, or None after an error: an unreadable counter must not end a run."""
+    """Return a reading, or None after an error, because an unreadable counter must not end a run."""
     try:
         return read()
     except Exception:

@@ -1,4 +1,4 @@
-"""Counts of a run that checkpoints keep, and early stopping."""
+"""Counts of a run, which checkpoints store, and early stopping."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from raytrec.worker.context import WorkerContext
 from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT, AsyncHostCopy, RecentBatches
 from raytrec.worker.step import Step
 
-COUNTS = ("step", "rows", "trained", "nan_steps")  # attributes of Progress, in checkpoints
+COUNTS = ("step", "rows", "trained", "nan_steps")  # attributes of Progress that checkpoints store
 STOPPING_METRIC_KEY = "train.early_stopping.metric"
 
 
 class Stopwatch:
-    """Stopwatch of training, without pauses and without the first step, which initializes everything.
+    """Stopwatch for training that excludes pauses and the first step, which initializes everything.
 
     Attributes:
-        seconds: Seconds of training, through all restarts.
-        rows: Rows of training, through all restarts.
+        seconds: Seconds of training over all restarts.
+        rows: Number of rows trained in these seconds, over all restarts.
     """
 
     def __init__(self):
@@ -43,13 +43,13 @@ class Stopwatch:
         self._last = perf_counter()
 
     def pause(self, device: Any) -> None:
-        """Wait for the GPU, which a pause does anyway, and add the time that the counted steps still take."""
+        """Wait for the GPU, and add the time until the counted steps have finished."""
         if device.type == "cuda" and self._begun:
             torch.cuda.current_stream(device).synchronize()
             self.seconds += perf_counter() - self._last
 
     def step(self, rows: int) -> None:
-        """Count a finished step of `rows` rows."""
+        """Count a finished step with `rows` rows."""
         now = perf_counter()
         if self._begun:
             self.seconds += now - self._last
@@ -58,25 +58,25 @@ class Stopwatch:
 
     @property
     def rows_per_s(self) -> float | None:
-        """Return the rows trained per second, or None before the second step."""
+        """Return the number of rows trained per second; None before the end of the second step."""
         return self.rows / self.seconds if self.seconds else None
 
 
 @dataclass
 class Progress:
-    """Counts of a run since its first start, through all restarts.
+    """Counts of a run since its first start, over all restarts.
 
     Attributes:
-        step: Number of trained steps. With the steps per epoch it determines the rows that remain.
-        rows: Number of rows of those steps, unreadable rows included.
-        trained: Number of rows with a loss, in the windows reported so far.
-        nan_steps: Number of steps that were skipped because their loss was not finite (train.on_nan: skip).
-        window: Sums for the metrics since the last report.
-        clock: Seconds and rows of training.
-        reported: Figures of the last window whose sums have been read.
-        evaluation: Figures and step of the last evaluation during training (train.eval_every_steps).
+        step: Number of trained steps, which, with the steps per epoch, determines the rows that remain.
+        rows: Number of rows in these steps, including unreadable rows.
+        trained: Number of rows with a loss in the windows reported so far.
+        nan_steps: Number of steps skipped because their loss was not finite (train.on_nan: skip).
+        window: Sums for the metrics since the end of the last window.
+        clock: Stopwatch with the seconds and rows of training.
+        reported: Figures of the most recent window whose sums have been read.
+        evaluation: Step and figures of the last evaluation during training (train.eval_every_steps).
         early_stopping: Best figure so far, its step, and the number of evaluations since that step.
-        deep_share: Factor of the deep part chosen by held-out rows at the end (worker.evaluate); None before.
+        deep_share: Factor of the deep part, chosen on held-out rows at the end (worker.evaluate), else None.
     """
 
     window: MetricSums
@@ -89,7 +89,7 @@ class Progress:
     evaluation: dict[str, Any] = field(default_factory=dict)
     early_stopping: dict[str, Any] = field(default_factory=dict)
     deep_share: float | None = None
-    _pending: tuple[int, dict[str, Any], AsyncHostCopy] | None = None  # a finished window: step, counts, sums
+    _pending: tuple[int, dict[str, Any], AsyncHostCopy] | None = None  # finished window: step, counts, sums
     _ready: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
     @property
@@ -99,18 +99,18 @@ class Progress:
 
     @property
     def last_evaluation(self) -> dict[str, Any] | None:
-        """Return the figures of the current step's evaluation, with None for NaN; None if not evaluated."""
+        """Return the evaluation of the current step, with NaN replaced by None; None if not evaluated."""
         return null_nonfinite(self.evaluation) if self.evaluated else None
 
     def count(self, rows: int, outputs: StepOutputs) -> None:
-        """Count a trained step of `rows` rows over all ranks."""
+        """Count a trained step with `rows` rows over all ranks."""
         self.step, self.rows = self.step + 1, self.rows + rows
         self.nan_steps += outputs.skipped
         self.window.add(outputs)
         self.clock.step(rows)
 
     def result(self) -> dict[str, Any]:
-        """Return the figures of training for result.json."""
+        """Return the training figures for result.json."""
         return {
             "train.rows": self.trained,
             "train.skipped_rows": self.rows - self.trained,
@@ -132,7 +132,7 @@ class Progress:
         }
 
     def resume(self, record: dict[str, Any]) -> None:
-        """Continue from the counts of a `record`."""
+        """Continue from the counts that `record` returned in an earlier process."""
         for name in COUNTS:
             setattr(self, name, record[name])
         self.window.resume(record["window"])
@@ -142,7 +142,7 @@ class Progress:
         self.deep_share = record.get("deep_share")
 
     def end_window(self) -> None:
-        """Start the reduction of the window's figures and of the counts so far; a collective."""
+        """End the current window, and start the reduction of its sums over ranks; a collective."""
         self._read_pending()
         counts = {
             "rows": self.rows,
@@ -153,13 +153,13 @@ class Progress:
         self._pending = self.step, counts, AsyncHostCopy(self.window.take())
 
     def report(self, context: WorkerContext, wait: bool = False) -> None:
-        """Report the windows that have ended.
+        """Report all ended windows whose sums are available.
 
-        On a GPU, a window is reported two steps later, because the host does not wait for its last steps.
+        On a GPU, a window is reported two steps late, because the host does not wait for the last steps.
 
         Args:
             context: Context of the rank.
-            wait: True to wait, and report all windows.
+            wait: True to wait for the sums and report all ended windows.
         """
         if self._pending and (
             wait or context.device.type != "cuda" or self.step >= self._pending[0] + MAX_STEPS_IN_FLIGHT
@@ -182,12 +182,12 @@ class Progress:
 
 @dataclass
 class RankRun:
-    """A run on one rank, created by the loop and used by observers and checkpoints.
+    """Run as seen by one rank, created by the loop and used by observers and checkpoints.
 
     Attributes:
-        plan: Plan of the sharded model.
+        plan: Sharding plan of the model.
         state: State of the model and its optimizer, under names that do not depend on the plan.
-        batches: Batches of training; it keeps those of recent steps and those read ahead.
+        batches: Iterator over training batches, which keeps recent batches and batches read ahead.
         last_step: Last step of the run.
     """
 
@@ -201,23 +201,22 @@ class RankRun:
 
 
 def broadcast_figure(figure: MetricDisplay, figures: Mapping[str, Any], device: torch.device) -> float:
-    """Return rank 0's value of a metric on every rank; NaN if undefined. A collective."""
+    """Return rank 0's value of a metric on every rank, NaN if undefined; a collective."""
     shared = torch.tensor(parse_number(figures.get(figure.key)), dtype=torch.float64, device=device)
     dist.broadcast(shared, src=0)
     return float(shared)
 
 
 class EarlyStopping:
-    """Rule that ends training when a metric has not improved for several evaluations, equally on all ranks.
+    """Rule that ends training on all ranks when a metric has not improved for several evaluations.
 
-    An evaluation improves on the best one if its figure is better; an undefined figure does not count as an
-    improvement. The history is part of `progress` and so of every checkpoint: a resumed run ends at the same
-    step as an uninterrupted one.
+    An undefined figure does not count as an improvement. The history is stored in `progress` and thus in
+    every checkpoint, so a resumed run ends at the same step as an uninterrupted one.
 
     Args:
         section: Section train.early_stopping; None: training never ends early.
         progress: Counts of the run.
-        device: Device of this rank's collectives.
+        device: Device for this rank's collectives.
 
     Attributes:
         restores: True if the weights of the best evaluation are restored at the end.
@@ -232,32 +231,32 @@ class EarlyStopping:
             self._figure = progress.window.selection.best(section.metric, STOPPING_METRIC_KEY)
 
     def best_step(self) -> int | None:
-        """Return the step whose weights are the result of the run; None for those of the last step."""
+        """Return the step whose weights are the result of the run; None for the last step."""
         return self._progress.early_stopping.get("step") if self.restores else None
 
     @property
     def over(self) -> bool:
-        """Return True if training is to end now."""
+        """Return True if training must end now."""
         return self._figure is not None and self._progress.early_stopping.get("since", 0) >= self._patience
 
     def after_evaluation(self) -> None:
-        """Update the best figure with the evaluation of this step; a collective.
+        """Update the history with the evaluation of this step; a collective.
 
-        The figure of rank 0 is used on all ranks, because some metrics are only computed there.
+        All ranks use the figure of rank 0, because some metrics are computed only there.
         """
         if self._figure is None:
             return
         value = broadcast_figure(self._figure, self._progress.evaluation, self._device)
         history = self._progress.early_stopping
         best = history.get("best")
-        # A comparison with NaN is false, so that an undefined figure is never an improvement.
+        # Comparisons with NaN are false, so an undefined figure is never an improvement.
         if self._figure.loss(value) < (float("inf") if best is None else self._figure.loss(best)):
             history |= {"best": value, "step": self._progress.step, "since": 0}
         else:
             history["since"] = history.get("since", 0) + 1
 
     def report(self, context: WorkerContext) -> None:
-        """Report an end before the last step, and the figures of training since the last report."""
+        """Report that training ended early, and the training figures since the last report."""
         if self._figure is None or not self.over:
             return
         step = self._progress.step
@@ -268,7 +267,7 @@ class EarlyStopping:
         context.report(messages.Event(event=ENDED_EARLY, details=details))
 
     def result(self) -> dict[str, Any]:
-        """Return train.ended for result.json: why training ended; empty without early stopping."""
+        """Return train.ended, the reason why training ended, for result.json; empty without early stopping."""
         if self._figure is None:
             return {}
         return {"train.ended": self._describe_end(self._figure) if self.over else "after all steps"}

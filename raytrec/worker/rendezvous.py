@@ -1,12 +1,12 @@
-"""Rendezvous of the workers that uses only their nodes' own addresses.
+"""Rendezvous in which each worker listens only on the address of its node.
 
 torch's TCPStore, through which ranks find each other, listens on all interfaces and requires no password.
-gloo listens on the address of the host name, which on many hosts is loopback and unreachable from other
-hosts. NCCL, even of a single rank, listens on the first interface that is not loopback (InfiniBand first).
-Neither Ray Train's TorchConfig nor torch's env:// rendezvous offers a choice of the address. Workers
-therefore pass the store a socket that is already bound, and name their interface to gloo and NCCL (torch
-2.13.0: torch/distributed/rendezvous.py; ray 2.60.0: ray/train/torch/config.py; NCCL 2.29.7:
-src/misc/socket.cc). On a local cluster, the interface is loopback.
+gloo listens on the address of the host name, which on many hosts is loopback and thus unreachable from other
+hosts. NCCL, even with a single rank, listens on the first interface that is not loopback (InfiniBand first).
+Neither Ray Train's TorchConfig nor torch's env:// rendezvous allows choosing the address. Workers therefore
+pass an already bound socket to the store and the name of their interface to gloo and NCCL (torch 2.13.0:
+torch/distributed/rendezvous.py; ray 2.60.0: ray/train/torch/config.py; NCCL 2.29.7: src/misc/socket.cc). On a
+local cluster, the interface is loopback.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from raytrec.cluster.session import find_interface, get_interface_variables, is_
 from raytrec.common.errors import GpuFailedError
 from raytrec.common.machine import check_gpu
 
-NCCL_LOG_PREFIX = "raytrec-nccl-"  # prefix of the names of NCCL's log files
+NCCL_LOG_PREFIX = "raytrec-nccl-"  # prefix of NCCL's log file names
 
 
 class OwnAddressBackend(Backend):
-    """Ray Train's backend for torch, with workers that only listen on their node's own address.
+    """Ray Train's torch backend, with workers that each listen only on the address of their node.
 
-    The import of torch would take the driver a second. Only Ray Train's controller creates torch's own
-    backend.
+    Importing torch would delay the driver by a second; therefore only Ray Train's controller creates the
+    original torch backend.
     """
 
-    share_cuda_visible_devices = True  # as in torch's backend
+    share_cuda_visible_devices = True  # as in the original torch backend
 
     def on_start(self, worker_group: Any, backend_config: OwnAddressConfig) -> None:
-        """Prepare the addresses and GPUs of all workers, then start torch's backend."""
+        """Prepare the addresses and GPUs of all workers, then start the original torch backend."""
         worker_group.execute(listen_on_own_address)
         if backend_config.backend == "nccl":
             worker_group.execute(prepare_gpu)
@@ -45,19 +45,19 @@ class OwnAddressBackend(Backend):
         torch_config.backend_cls().on_start(worker_group, torch_config)
 
     def on_training_start(self, worker_group: Any, backend_config: OwnAddressConfig) -> None:
-        """Call the hook of torch's backend."""
+        """Call the same hook of the original torch backend."""
         torch_config = backend_config.to_torch()
         torch_config.backend_cls().on_training_start(worker_group, torch_config)
 
     def on_shutdown(self, worker_group: Any, backend_config: OwnAddressConfig) -> None:
-        """Shut torch's backend down."""
+        """Shut down the original torch backend."""
         torch_config = backend_config.to_torch()
         torch_config.backend_cls().on_shutdown(worker_group, torch_config)
 
 
 @dataclass
 class OwnAddressConfig(BackendConfig):
-    """Configuration of an OwnAddressBackend.
+    """Configuration of OwnAddressBackend.
 
     Attributes:
         backend: Name of the collective backend, nccl or gloo.
@@ -68,25 +68,26 @@ class OwnAddressConfig(BackendConfig):
     timeout_s: int
 
     def to_torch(self) -> Any:
-        """Return the TorchConfig; imports torch."""
+        """Return the equivalent TorchConfig; this imports torch."""
         from ray.train.torch import TorchConfig
 
         return TorchConfig(backend=self.backend, timeout_s=self.timeout_s)
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """Return the class of the backend."""
+        """Return the backend class."""
         return OwnAddressBackend
 
 
 def listen_on_own_address(address: str = "") -> None:
-    """Make gloo, NCCL and the TCPStore of this process listen only on the address of its node.
+    """Make gloo, NCCL and the TCPStore of this process listen only on the node's address.
 
-    If this machine does not have that address (because of address translation), they choose one themselves.
-    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the environment or of NCCL's own files take precedence.
+    If no interface of this machine has the address (because of address translation), the libraries choose an
+    address themselves. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in the environment or in NCCL's own files
+    take precedence.
 
     Args:
-        address: Address of the node; default: the address by which Ray knows the node.
+        address: Address of the node; default: the node's address in Ray.
     """
     import ray
 
@@ -100,11 +101,11 @@ def listen_on_own_address(address: str = "") -> None:
 
 
 def prepare_gpu() -> None:
-    """Configure torch's allocator and NCCL's log before their initialization, and check this worker's GPU.
+    """Configure torch's allocator and NCCL's log before their initialization, and check the worker's GPU.
 
     Raises:
-        GpuFailedError: `check_gpu` failed; the error gets the id of this node.
-        ConfigError: As in `check_gpu`.
+        GpuFailedError: `check_gpu` failed; the id of this node is added to the error.
+        ConfigError: `check_gpu` raised the error.
     """
     import ray
 
@@ -118,10 +119,10 @@ def prepare_gpu() -> None:
 
 
 def enable_expandable_segments() -> None:
-    """Make torch's allocator of GPU memory grow its segments instead of adding new ones.
+    """Make torch's GPU memory allocator extend its segments instead of adding new ones.
 
-    The number of ids differs between batches and streams, so that space between segments would be lost, which
-    plans do not count. Call before the allocator is initialized. A setting of the environment takes
+    The number of ids differs between batches and streams, so space between segments would be lost, which
+    plans do not account for. Call before the allocator is initialized. A setting in the environment takes
     precedence.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
@@ -129,9 +130,9 @@ def enable_expandable_segments() -> None:
 
 
 def enable_network_log() -> None:
-    """Make NCCL log its choice of network; call before NCCL is initialized.
+    """Make NCCL log which network it chooses; call before NCCL is initialized.
 
-    If NCCL_DEBUG is already set, the messages of NCCL are meant for the user, and nothing is changed.
+    If NCCL_DEBUG is already set, NCCL's messages are meant for the user, and nothing is changed.
     """
     if "NCCL_DEBUG" not in os.environ and not is_set_in_nccl_files("NCCL_DEBUG"):
         file, path = mkstemp(prefix=NCCL_LOG_PREFIX)
@@ -140,10 +141,11 @@ def enable_network_log() -> None:
 
 
 def read_chosen_network() -> str:
-    """Return the network over which NCCL sends to other hosts, or "" if it is unknown.
+    """Return the network over which NCCL sends data to other hosts; "" if unknown.
 
     The network is IB (InfiniBand, RoCE), Socket (TCP) or the name of a plugin. Call once, after the first
-    collective on GPUs: NCCL's log file is removed. Source of the format: NCCL 2.29.7, src/init.cc.
+    collective on GPUs, because the function removes NCCL's log file. Source of the format: NCCL 2.29.7,
+    src/init.cc.
     """
     file = Path(os.environ.get("NCCL_DEBUG_FILE", ""))
     if not file.name.startswith(NCCL_LOG_PREFIX):

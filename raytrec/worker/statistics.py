@@ -1,7 +1,7 @@
-"""Statistics of a rank's shards: load, use and norms, computed in place from samples.
+"""Statistics of a rank's shards: load, use and norms, computed on the shards' device from samples.
 
-Counts cover every step. Norms are of a strided sample of rows, which differs each time. Figures of ids and
-updates are of one probed step.
+Counts cover every step. Norms are computed from a strided sample of rows, which differs each time. Figures of
+distinct ids and updates refer to one probed step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raytrec.embeddings.constraints import MMAP_KERNEL
 from raytrec.embeddings.tables import Shard, ShardedValues, Table
 from raytrec.embeddings.taps import Lookup, Part, Taps, add_row_gradients
 
-MIN_SAMPLED_ROWS = 1024  # rows of a shard's sample, which may have up to twice as many
+MIN_SAMPLED_ROWS = 1024  # rows in the sample of a shard; a sample may have up to twice as many
 NORM_EDGES = (-4.0, 2.0, 30)  # log10 of the first and last edge (1e-4 and 1e2), and number of bins
 
 
@@ -31,11 +31,11 @@ class ProbedRows:
 
     Attributes:
         lookup: Lookup that read the rows.
-        ids: Sampled rows of the shard, int64 [n].
+        ids: Indexes of the sampled rows in the shard, int64 [n].
         distinct: Number of distinct rows looked up.
         lookups: Number of ids looked up.
-        before: Weights of the sampled rows before the step, float [n, columns].
-        keys: Positions of the table's features in the lookup.
+        before: Weights of the sampled rows before the step, float32 [n, columns].
+        keys: Positions of the table's features among the features of the lookup.
     """
 
     lookup: Lookup
@@ -47,15 +47,16 @@ class ProbedRows:
 
 
 class Statistics:
-    """Figures of each table of which this rank has a shard.
+    """Collector of figures for each table of which this rank has a shard.
 
-    The taps are enabled before a step that is probed, and `collect` is called after that step.
+    The taps must be enabled before a probed step, and `collect` must be called after this step.
 
     Args:
         schema: Schema of the data.
         tables: Tables as returned by embeddings.tables.tables(model, optimizer).
         taps: Taps on the same model.
-        of_ids: Function that returns figures of managed ids, such as ManagedBatches.figures; a collective.
+        of_ids: Function that returns figures of managed ids, such as ManagedBatches.collect_figures; a
+            collective.
     """
 
     def __init__(
@@ -74,18 +75,18 @@ class Statistics:
             self._features[spec.table].append(number)
         self._used: dict[str, torch.Tensor] = {}
         self._probed: dict[str, ProbedRows] = {}
-        self._parts: dict[int, list[Part]] = {}  # by lookup of the probed step
+        self._parts: dict[int, list[Part]] = {}  # id of a lookup → its gradients in the probed step
         for lookup in taps.lookups:
             lookup.kernel.register_forward_hook(self._before_update(lookup))
 
     def add(self, changed: torch.Tensor | None) -> None:
-        """Add the number of ids that were clamped or hashed into range in this batch (Batch.changed)."""
+        """Add a batch's counts of all ids and of ids clamped or hashed into range (Batch.changed)."""
         if changed is not None:
             self._changed += changed
 
     @torch.no_grad()
     def collect(self) -> dict[str, dict[str, Any]]:
-        """Return the figures of each table since the last call (see docs/monitoring.md); end the probe."""
+        """Return each table's figures since the last call (see docs/monitoring.md), and end the probe."""
         (lookups, hits), ids = self._count_lookups(), self._of_ids()
         probed = {id(p.lookup): p.lookup for p in self._probed.values()}
         self._parts = {i: lookup.gradients() for i, lookup in probed.items()}
@@ -100,7 +101,7 @@ class Statistics:
         return _to_numbers(figures)
 
     def _count_lookups(self) -> tuple[dict[str, int], dict[str, dict[str, float]]]:
-        """Return, by table, the ids looked up by this rank since the last call, and the cache's hit rate."""
+        """Return, by table, the number of ids looked up since the last call, and the hit rate of the cache."""
         total: dict[str, int] = {}
         hits: dict[str, dict[str, float]] = {}
         for lookup in self._taps.lookups:
@@ -143,12 +144,12 @@ class Statistics:
         return figures
 
     def _compute_norms(self, shard: Shard, state: dict, table: Table) -> dict[str, Any]:
-        """Return the figures of a sample of rows."""
+        """Return the figures computed from a sample of rows."""
         rows = shard.values.shape[0]
         if not rows:
             return {"max_abs": torch.zeros((), device=shard.values.device)}
         stride = max(1, rows // MIN_SAMPLED_ROWS)
-        # The factor is a prime, so that consecutive samples do not take neighboring rows.
+        # The factor is a prime, so consecutive samples do not consist of neighboring rows.
         sample = slice(self._turn * 7919 % stride, None, stride)
         weights = shard.read(sample).float()
         norms = torch.linalg.vector_norm(weights, dim=1)
@@ -174,9 +175,9 @@ class Statistics:
         return figures
 
     def _compute_gradient_norm(self, table: Table, probed: ProbedRows) -> torch.Tensor | None:
-        """Return the norm of the gradient of the table's shard in the probed step, or None if not available.
+        """Return the gradient norm of the table's shard in the probed step; None if not available.
 
-        The gradient comes from the lookup's backward; for a data-parallel table, it is the one over all
+        The gradient comes from the lookup's backward; for a data-parallel table, it is the gradient over all
         ranks.
         """
         if probed.lookup.replicated:
@@ -191,7 +192,7 @@ class Statistics:
         return _estimate_norm(gradients, probed)
 
     def _before_update(self, lookup: Lookup) -> Any:
-        """Return a forward hook that records the values that the update of a probed step changes."""
+        """Return a forward hook that records values before the update of a probed step changes them."""
         keys_of_table = {name: [i for i, owner in enumerate(lookup.tables) if owner == name] for name in lookup.tables}
         without_state = [name for name in keys_of_table if _find_second_moment(self._tables[name]) is None]
 
@@ -207,7 +208,7 @@ class Statistics:
         return after
 
     def _mark_rows(self, name: str, features: KeyedJaggedTensor, keys: list[int]) -> None:
-        """Mark looked-up rows of a table without optimizer state that would show its use."""
+        """Mark the looked-up rows of a table whose optimizer state does not show which rows have been used."""
         values = _get_local_shard(self._tables[name].weight).values
         used = self._used.get(name)
         if used is None:
@@ -219,34 +220,35 @@ class Statistics:
         shard = _get_local_shard(self._tables[name].weight)
         ids = torch.cat([_get_ids(features, key) for key in keys])
         rows = ids.unique()
-        sampled = rows[:: max(1, len(rows) // MIN_SAMPLED_ROWS)].contiguous()  # contiguous, as rows are searched in it
+        # The rows are contiguous, because they are searched for ids.
+        sampled = rows[:: max(1, len(rows) // MIN_SAMPLED_ROWS)].contiguous()
         before = shard.read(sampled).detach().float()
         self._probed[name] = ProbedRows(lookup, sampled, len(rows), len(ids), before, keys)
 
     def _count_read_ids(self, table: str) -> tuple[int, float | None]:
-        """Return the number of ids of a table read since the last `collect`, and the share of changed ids."""
+        """Return the number of a table's ids read since the last `collect`, and the share of changed ids."""
         changed, ids = self._changed[:, self._features[table]].sum(1).tolist()
         return ids, changed / ids if ids else None
 
 
 def estimate_collision_rate(dead_share: torch.Tensor) -> torch.Tensor:
-    """Return the share of distinct ids that share a row with an earlier id, if all ids are hashed.
+    """Return the share of distinct ids that collide with an earlier id in a table row, if all ids are hashed.
 
-    Of n ids hashed into R rows, R·exp(−n/R) rows stay empty. With the share d of empty rows, n = −R·ln d, and
-    R·(1 − d) ids are the first of their row: the share of the other ids is 1 − (1 − d) ÷ −ln d.
+    If n ids are hashed to R rows, R·exp(−n/R) rows stay empty. With the share d of empty rows, n = −R·ln d,
+    and R·(1 − d) ids are the first in their rows. The share of the other ids is 1 − (1 − d) ÷ −ln d.
     """
     load = -dead_share.double().clamp(1e-9, 1 - 1e-9).log()
     return 1 - (1 - dead_share.double()) / load
 
 
 def _estimate_norm(rows: torch.Tensor, probed: ProbedRows) -> torch.Tensor:
-    """Return the L2 norm over all touched rows, estimated from a sample."""
+    """Return the L2 norm over all looked-up rows, estimated from a sample."""
     share = probed.distinct / max(1, len(probed.ids))
     return (rows.square().sum() * share).sqrt()
 
 
 def _count_norms(norms: torch.Tensor) -> torch.Tensor:
-    """Return the number of norms in each bin of NORM_EDGES, int64 [bins]; the last bin has both edges.
+    """Return the number of norms in each bin of NORM_EDGES, int64 [bins]; outliers are in the end bins.
 
     torch.histc is not used, because torch.use_deterministic_algorithms rejects it on CPU.
     """
@@ -261,13 +263,13 @@ def _max_abs(values: torch.Tensor) -> torch.Tensor:
 
 
 def _find_second_moment(table: Table) -> str | None:
-    """Return the kind of optimizer state that is 0 until a row's first gradient; None without such state."""
+    """Return the kind of optimizer state that is 0 until a row's first gradient; None if there is none."""
     kind = table.optimizer.second_moment if table.optimizer else None
     return kind if kind in table.state else None
 
 
 def _get_local_shard(parts: ShardedValues) -> Shard | None:
-    """Return this rank's shard of a table, or None; a rank has at most one (planning/plan.py)."""
+    """Return this rank's shard of a table, or None; a rank has at most one per table (planning/plan.py)."""
     return parts.local[0] if parts.local else None
 
 
@@ -277,7 +279,7 @@ def _get_ids(features: KeyedJaggedTensor, key: int) -> torch.Tensor:
 
 
 def _to_numbers(tables: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the figures with tensors replaced by numbers, using one copy from the device."""
+    """Return the figures with tensors replaced by numbers, using a single copy from the device."""
     tensors = [v for figures in tables.values() for v in figures.values() if isinstance(v, torch.Tensor)]
     numbers = iter(read_flat_values([tensor.double() for tensor in tensors]))
 

@@ -34,12 +34,12 @@ from raytrec.worker.step_timing import PhaseTimer, time_lookups
 
 
 class LossModel(nn.Module):
-    """The trained module, which maps a Batch to (loss, Outputs).
+    """Trained module that maps a Batch to (loss, StepOutputs).
 
     Args:
         recommender: Model with the tables and dense layers.
-        objective: Objective that is minimized.
-        query_vectors: True if evaluations also need the vectors of queries, for models that retrieve items.
+        objective: Objective to minimize.
+        query_vectors: True if evaluations also need query vectors, for models that retrieve items.
     """
 
     def __init__(self, recommender: Recommender, objective: Objective, query_vectors: bool = False):
@@ -48,21 +48,20 @@ class LossModel(nn.Module):
         self.head = Head(recommender, objective, query_vectors)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, StepOutputs]:
-        """Return the loss and the outputs of a batch."""
+        """Return the loss and the outputs for a batch."""
         return self.head(self.embeddings(batch.sparse), batch)
 
 
 class Head(nn.Module):
-    """The dense model followed by the objective, which maps (pooled embeddings, Batch) to (loss, Outputs).
+    """Dense model and objective, which together map (pooled embeddings, Batch) to (loss, StepOutputs).
 
-    The module has no tables. TorchRec's pipeline traces the model to find sharded modules, and treats this
-    module as one step.
+    The module contains no tables. TorchRec's pipeline traces the model to find sharded modules, and treats
+    this module as a single operation.
 
     Args: See LossModel.
 
     Attributes:
-        tower: Tower whose vectors evaluations return instead of the tasks' outputs; None for the tasks'
-            outputs.
+        tower: Tower whose vectors evaluations return instead of the tasks' outputs; None: the tasks' outputs.
     """
 
     tower: TowerName | None = None
@@ -73,7 +72,7 @@ class Head(nn.Module):
         self._objective, self._query_vectors = objective, query_vectors
 
     def forward(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, StepOutputs]:
-        """Return the loss and the outputs of a batch; the loss is zero if only vectors are computed."""
+        """Return the loss and the outputs for a batch; the loss is 0 if only vectors are computed."""
         if self.tower and not self.training:
             vectors = self.call(self.model, batch, pooled, self.tower)
             zero = vectors.new_zeros(())
@@ -88,27 +87,29 @@ class Head(nn.Module):
 
 
 class Step:
-    """Owner of TorchRec's train pipeline, which rewrites the model and which every forward must use.
+    """Owner of TorchRec's train pipeline, which rewrites the model and must run every forward pass.
 
-    The pipeline looks two batches ahead. It therefore receives batches in segments and is empty after each.
-    Between two segments no batch is in flight, and the model can be evaluated. Between two steps of a segment
-    the model can be saved: only the exchange of the next ids has begun, which depends on no weight. With
-    managed ids, their maps are then `is_map_ahead` of the tables; to save the maps, the pipeline is drained.
+    The pipeline looks two batches ahead. It therefore receives batches in segments and is empty after each
+    segment. Between two segments, no batch is in flight, and the model can be evaluated. Between two steps of
+    a segment, the model can be saved: only the exchange of the next ids has begun, which does not depend on
+    weights. Maps of managed ids are then ahead of the tables (`is_map_ahead`), and the pipeline must be
+    drained before a save.
 
     Args:
         model: Sharded model.
         optimizer: Optimizer of the model.
         device: Device of the rank.
         config: Configuration of the run.
-        steps: Number of steps of the whole run; 0 if nothing is trained.
-        prefetch: True if a table of the plan has a cache on the GPUs; see `_pipeline`.
+        steps: Number of steps in the whole run; 0 if nothing is trained.
+        prefetch: True if any table in the plan has a GPU cache; see `_pipeline`.
         managed: Maps of managed ids; None if no table has managed ids.
 
     Attributes:
-        trained: Number of steps that the model has been trained. Dropout (with seed and rank) and learning
-            rates depend only on this number, so that a restored run continues exactly.
-        drain_every: Interval in steps of the run at which the pipeline is drained, with managed ids only.
-        phases: Time of training by phase; measured if tracking.every_steps is set.
+        trained: Number of steps for which the model has been trained. Learning rates and, with seed and rank,
+            dropout depend only on this number, so a restored run continues exactly.
+        drain_every: Number of steps between drains of the pipeline (only with managed ids); None: no regular
+            drains.
+        phases: Training time by phase; measured if tracking.every_steps is set.
     """
 
     def __init__(
@@ -138,12 +139,12 @@ class Step:
 
     @property
     def head(self) -> Head:
-        """Return the part of the model without tables."""
+        """Return the part of the model that contains no tables."""
         return self.model.module.head
 
     @property
     def maps(self) -> dict[str, RowMap]:
-        """Return, by table with managed ids, this rank's part of the map of ids to rows."""
+        """Return table → this rank's part of the map from ids to rows, for tables with managed ids."""
         return self.managed.maps if self.managed is not None else {}
 
     def train(self, batches: Iterator[Batch], steps: int) -> Iterator[StepOutputs]:
@@ -163,7 +164,7 @@ class Step:
                 return self.phases.pause()
 
     def _segment(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Return the batches after which the pipeline runs empty."""
+        """Return an iterator over the batches of a segment, after which the pipeline runs empty."""
         return batches if self.managed is None else self._assign_rows(batches)
 
     @property
@@ -172,7 +173,7 @@ class Step:
         return self.managed is not None and self.managed.steps > self.trained
 
     def drain(self) -> None:
-        """Let the pipeline finish its batches before it takes another one, so that no map is `ahead`."""
+        """Make the pipeline finish its batches before it takes another one, so that no map is ahead."""
         self._draining = True
 
     def _assign_rows(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -186,24 +187,24 @@ class Step:
                 return self.drain()
 
     def _prepare_step(self) -> None:
-        """Set the learning rates and RNG seeds of the next step."""
+        """Set the learning rates and random seeds for the next step."""
         seed = derive_seed(self._seed, self.trained, dist.get_rank())
-        # torch.manual_seed takes 0.4 ms, because it also stores the seed, with a formatted stack, for every
-        # device type that is not initialized yet.
+        # torch.manual_seed takes 0.4 ms, because it stores the seed and a formatted stack for every device
+        # type that has not been initialized yet.
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)
         factor = self._schedule.compute_factor(self.trained)
-        for group, rate in self._rates:  # kernels read the rate in zero_grad, the pipeline's first call
+        for group, rate in self._rates:  # kernels read the rate in zero_grad, which the pipeline calls first
             group["lr"] = rate * factor
 
     def evaluate(self, batches: Iterator[Batch], tower: TowerName | None = None) -> Iterator[StepOutputs]:
-        """Yield the outputs of a forward pass over all batches; train.ema: with averaged dense weights.
+        """Yield the outputs of a forward pass over all batches, with averaged dense weights if train.ema is set.
 
         Args:
             batches: Batches of this rank.
-            tower: Tower whose vectors are returned instead of the tasks' outputs, for rows that have only the
-                features of this tower; None for rows with all features.
+            tower: Tower whose vectors are returned instead of the tasks' outputs, for rows with only the
+                features of this tower; None: the tasks' outputs.
         """
         self.model.eval()
         self.head.tower = tower
@@ -223,27 +224,26 @@ class Step:
 
 
 def derive_seed(*numbers: int) -> int:
-    """Return one seed derived from several numbers."""
+    """Return a seed derived from several numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _pipeline(
     model: Any, optimizer: Any, device: torch.device, phases: PhaseTimer | None, prefetch: bool, managed: bool
 ) -> TrainPipelineSparseDist:
-    """Return TorchRec's pipeline, which exchanges the next batch's ids during this batch's forward.
+    """Return TorchRec's pipeline, which exchanges the ids of the next batch during the forward pass.
 
-    With managed ids, the batch after the next one gets its rows only after this batch's forward has been
-    launched. The host waits for these rows; in the other order, a GPU would be idle meanwhile.
+    With managed ids, rows are assigned to the batch after the next one only after this batch's forward has
+    been launched. The host waits for these rows; in the other order, the GPU would be idle meanwhile.
 
     Args:
         model: Sharded model.
         optimizer: Optimizer of the model.
         device: Device of the rank.
-        phases: Phases to which the time of each part and all waits for other ranks are added; None: no
-            timing.
-        prefetch: True if any rank has a table with a cache, whose rows are then fetched one batch ahead. The
-            value must be the same on all ranks, because it changes the order of collectives.
-        managed: True if a table has managed ids.
+        phases: Timer to which the time of each part and all waits for other ranks are added; None: no timing.
+        prefetch: True if any rank has a table with a cache; rows of such tables are fetched one batch ahead.
+            The value must be the same on all ranks, because it changes the order of collectives.
+        managed: True if any table has managed ids.
     """
     options = {"execute_all_batches": True, "enqueue_batch_after_forward": managed}
     if phases is None:
@@ -257,13 +257,13 @@ def _pipeline(
 
 @contextmanager
 def numerics(train: TrainSection, device: torch.device) -> Iterator[None]:
-    """Set torch's process-wide switches for a step as configured, and restore them afterwards.
+    """Set torch's process-wide numerical switches for a step, and restore them afterwards.
 
-    Checks, metrics and other code of this process therefore compute in float32 throughout. (bf16 is not such
-    a switch: models.recommender.ModelCall applies it around the dense model.)
+    Checks, metrics and other code in this process thus compute entirely in float32. (bf16 is not such a
+    switch: models.recommender.ModelCall applies it to the dense model.)
 
     Args:
-        train: Section with `matmul` and `deterministic`.
+        train: Configuration section with `matmul` and `deterministic`.
         device: Device of the rank; TF32 is a format of NVIDIA's tensor cores and changes nothing on CPU.
     """
     with ExitStack() as stack:
@@ -277,9 +277,9 @@ def numerics(train: TrainSection, device: torch.device) -> Iterator[None]:
 @contextmanager
 def _set_tf32(enabled: bool) -> Iterator[None]:
     # Once torch.backends.cuda.matmul.fp32_precision is set, torch 2.13.0 raises an error if its compiler or a
-    # user's model reads the precision by the older name, so that only the older name is used here. cuDNN
-    # (RNNs, convolutions) ignores that setting and uses TF32 by default.
-    # The previous precision may be TF32: NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1.
+    # user's model reads the precision by the older name, so only the older name is used here. cuDNN (RNNs,
+    # convolutions) ignores this setting and uses TF32 by default. The previous precision may be TF32:
+    # NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1.
     previous, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if enabled else "highest")
     torch.backends.cudnn.allow_tf32 = enabled

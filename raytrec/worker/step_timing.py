@@ -1,4 +1,4 @@
-"""Time that a rank spends in each phase of a step."""
+"""Timing of the phases of a rank's steps."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch import nn
 
 from raytrec.common.messages import PHASES
 
-MAX_PENDING_INTERVALS = 500  # CUDA intervals that are kept before the finished ones are read
+MAX_PENDING_INTERVALS = 500  # maximum number of CUDA intervals kept before finished ones are read
 
 
 class PhaseTimer:
-    """Exclusive seconds of each phase: entering a phase stops the clock of the phase around it.
+    """Timer of the exclusive time in each phase: entering a phase stops the clock of the enclosing phase.
 
-    On CPU, the clock is that of this thread. On CUDA, a phase is the time between two events on the stream on
-    which the model computes (the current stream of the constructor). In that time the stream ran the work
-    queued in the phase, or was idle while the host was in the phase. Events of one stream pass in order,
-    whichever streams the host uses in between. Therefore no phase is negative, and all phases add up to the
-    time between the first and the last event. Waits of the host (for data, ids) cost no time while that
-    stream still computes.
+    On CPU, phases are measured by the host's clock. On CUDA, a phase is the time between two events on the
+    stream on which the model computes (the current stream in the constructor). In this time, the stream runs
+    the work queued in the phase, or is idle while the host is in the phase. Events of one stream complete in
+    order, regardless of the streams that the host uses in between. Therefore no phase is negative, and all
+    phases add up to the time between the first and the last event. Waits of the host (for data or ids) take
+    no time while the stream is still computing.
 
     Args:
         device: Device of the rank.
@@ -37,7 +37,7 @@ class PhaseTimer:
         self._current, self._running = "other", False
         self._stream = torch.cuda.current_stream(device) if self._cuda else None
         self._mark: Any = None
-        self._intervals: deque[tuple[str, Any, Any]] = deque()  # phase, first event, last event
+        self._intervals: deque[tuple[str, Any, Any]] = deque()  # (phase, first event, last event)
 
     @property
     def current(self) -> str:
@@ -49,13 +49,13 @@ class PhaseTimer:
         self._mark, self._current, self._running = self._now(), "other", True
 
     def pause(self) -> None:
-        """Stop the clock, for an evaluation or at the end of training."""
+        """Stop the clock during an evaluation or at the end of training."""
         if self._running:
             self._switch("other")
         self._running = False
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each phase since the last call."""
+        """Return the seconds spent in each phase since the last call."""
         if self._running:
             self._switch(self._current)
         self._add_intervals(wait=True)
@@ -64,7 +64,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time of a block as a phase."""
+        """Return a context manager that counts the time of its block as a phase."""
         outer = self.enter(name)
         try:
             yield
@@ -80,12 +80,12 @@ class PhaseTimer:
         return outer
 
     def leave(self, outer: str | None) -> None:
-        """Return to the outer phase."""
+        """Return to the outer phase, as returned by `enter`."""
         if outer is not None:
             self._switch(outer)
 
     def waits(self, wait: Callable) -> Callable:
-        """Return a wait for other ranks whose time counts as "collectives", except in "input_exchange"."""
+        """Wrap a wait for other ranks so that its time counts as "collectives", except in "input_exchange"."""
 
         def timed(*args: Any, **options: Any) -> Any:
             if get_ident() != self._thread or self._current == "input_exchange":
@@ -97,9 +97,9 @@ class PhaseTimer:
 
     @property
     def unfinished_phase(self) -> str | None:
-        """Return the phase that a GPU's stream has not finished, or None; can be called from any thread.
+        """Return the first phase that the GPU's stream has not finished; can be called from any thread.
 
-        None means that all phases are finished, or that the device is a CPU.
+        The result is None if all phases are finished or the device is a CPU.
         """
         unfinished = (phase for phase, _, last in list(self._intervals) if not last.query())
         if (phase := next(unfinished, None)) is not None or self._stream is None:
@@ -124,7 +124,7 @@ class PhaseTimer:
         return event
 
     def _add_intervals(self, wait: bool) -> None:
-        """Add the intervals of CUDA events that have passed.
+        """Add the intervals whose CUDA events have completed to the phases' seconds.
 
         Args:
             wait: True to wait for all events.
@@ -137,11 +137,11 @@ class PhaseTimer:
 
 
 def time_lookups(kernels: Iterable[nn.Module], phases: PhaseTimer) -> None:
-    """Count the lookups of kernels and their part of backward as the phase "tables".
+    """Count the time of kernels in lookups and in backward as the phase "tables".
 
     Args:
-        kernels: Modules from features to pooled embeddings; see compat.torchrec_.iterate_sharded_kernels.
-        phases: Phases to which the time is added.
+        kernels: Modules that map features to pooled embeddings; see compat.torchrec_.iterate_sharded_kernels.
+        phases: Timer to which the time is added.
     """
     for kernel in kernels:
         outer: list[str | None] = []
@@ -163,7 +163,7 @@ def time_lookups(kernels: Iterable[nn.Module], phases: PhaseTimer) -> None:
 
 
 def _find_last_node(node: torch.autograd.graph.Node) -> torch.autograd.graph.Node:
-    """Return the last node of a kernel's backward, or the node before the tables' AccumulateGrad."""
+    """Return the last node in a kernel's backward graph, before the tables' AccumulateGrad if there is one."""
     while len(following := [n for n, _ in node.next_functions if n is not None]) == 1:
         if "AccumulateGrad" in following[0].name():
             break

@@ -190,3 +190,8 @@ def test_hiding_secrets_in_long_text_is_fast():
     for piece in (*pieces, "-----BEGIN PRIVATE KEY-----"):
         hide(piece * (300_000 // len(piece)))
         hide("http://" + piece * (300_000 // len(piece)))
+
+
+def test_placeholder_of_a_token_stays_visible():
+    assert hide("expected: Authorization: Bearer TOKEN") == "expected: Authorization: Bearer TOKEN"
+    assert "TOKENabc" not in hide("Authorization: Bearer TOKENabc")

@@ -220,7 +220,7 @@ def test_count_all_draws_every_id_in_each_global_batch(tmp_path, world):
             assert batch.sparse["row"].values().numel() == int(batch.weights.sum())
     evaluated = DirectStream(made, Order.evaluation(128, 6), rank=0, **place).batches()
     assert not any(batch.sparse["negatives"].values().numel() for batch in evaluated)
-    with pytest.raises(ValueError, match="neither vocabulary nor exclude"):
+    with pytest.raises(ValueError, match="vocabulary and exclude cannot be set"):
         make_transform(count="all")
 
 

@@ -89,3 +89,27 @@ def test_plan_draws_shards_as_svg(folder, tmp_path, capsys):
     assert "<svg" in (tmp_path / "shards.svg").read_text() and "rows/s" in capsys.readouterr().out
     assert run(*given, tmp_path / "shards.pdf") == 1
     assert "shards.pdf is not an image file" in capsys.readouterr().err
+
+
+MODEL_SOURCE = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, schema, config, outputs):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, outputs)
+
+    def forward(self, dense, inputs):
+        return self.layer(inputs["t0"])
+"""
+
+
+def test_plan_imports_models_from_the_working_directory(folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "plan_model.py").write_text(MODEL_SOURCE)
+    monkeypatch.chdir(tmp_path)
+    settings = ["model={name: 'plan_model:Net'}", "plan.sharding_types=[row_wise]"]
+    assert run(folder / "config.yaml", *settings, "--on", "8xh200") == 0
+    capsys.readouterr()
+    assert run(folder / "config.yaml", "model={name: 'missing_model:Net'}", "--on", "8xh200") == 1
+    shown = capsys.readouterr()
+    assert "error: cannot import model missing_model:Net" in shown.err and "does not fit" not in shown.out

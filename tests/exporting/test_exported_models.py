@@ -1,6 +1,7 @@
 """The export of every model, loaded or served over HTTP, gives the scores of the trained step."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def iterate_user_columns(name, model, table):
 def own_models(tmp_path, monkeypatch):
     (tmp_path / "own_models.py").write_text(CUSTOM_MODELS_SOURCE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_models", raising=False)
 
 
 @pytest.mark.parametrize(

@@ -38,3 +38,15 @@ def test_conversion_error_names_the_invalid_row(rows, where, names):
     with pytest.raises(DataError) as caught:
         to_table(given, pa.schema([(name, pa.int64()) for name in names]))
     assert caught.value.parts["where"] == where
+
+
+def test_text_is_not_a_list_of_characters():
+    schema = pa.schema({"tags": pa.list_(pa.string())})
+    with pytest.raises(DataError, match="column 'tags' has the invalid value 'red'") as caught:
+        to_table([{"tags": ["red"]}, {"tags": "red"}], schema)
+    assert caught.value.parts["expected"] == "a list of values, each text"
+
+
+def test_error_for_other_objects_names_their_type():
+    with pytest.raises(DataError, match=r"the rows are not tabular data: int\n"):
+        to_table(3, pa.schema({"id": pa.int64()}))

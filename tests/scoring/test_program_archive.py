@@ -13,14 +13,15 @@ import torch
 from torch.export import Dim, export, save
 
 from raytrec.common.errors import RunError
-from raytrec.scoring.program_archive import (
-    MODEL,
+from raytrec.scoring.operators import (
     OPERATORS,
-    SAMPLE_INPUTS_ENTRY,
-    _is_operator,
-    load_program,
-    sanitize_archive,
+    DisallowedContent,
+    check_arguments,
+    compute_attention,
+    compute_gru,
+    is_operator,
 )
+from raytrec.scoring.program_archive import MODEL, SAMPLE_INPUTS_ENTRY, load_program, sanitize_archive
 
 WEIGHTS, CONSTANTS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 
@@ -261,7 +262,7 @@ def test_guards_and_metadata_are_dropped(entries, tmp_path):
     ],
 )
 def test_only_pure_tensor_operators_are_allowed(target, allowed):
-    assert _is_operator(target) is allowed
+    assert is_operator(target) is allowed
 
 
 def test_allowed_operators_exist_and_check_their_bounds():
@@ -300,3 +301,97 @@ def test_damaged_archives_raise_a_clear_error(name, contents, entries, tmp_path)
         parts = {key: value for key, value in (entries | {name: content}).items() if value is not None}
         with pytest.raises(RunError, match="the program"):
             load_program(write_archive(tmp_path / "predict.pt2", parts), 1)
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "value"),
+    [
+        ("sort.values", "self", {"as_name": "x"}),  # writes to its arguments
+        ("xlogy.OutTensor", "self", {"as_name": "x"}),
+        ("pad.default", "mode", {"as_string": "circular"}),  # uninitialized memory
+        ("div.Tensor_mode", "rounding_mode", {"as_string": "trunc"}),  # −2⁶³ ÷ −1
+        ("zeros.default", "dtype", {"as_int": -1}),
+        ("view.dtype", "dtype", {"as_sym_int": {"as_name": "s"}}),
+        ("ones.default", "layout", {"as_layout": 2}),  # CSR with uninitialized indices
+        ("ones.default", "layout", {"as_int": 7}),
+        ("clone.default", "memory_format", {"as_int": 99}),
+        ("add.Tensor", "unknown", {"as_int": 1}),
+    ],
+)
+def test_arguments_that_torch_does_not_check_are_refused(target, name, value):
+    with pytest.raises(DisallowedContent):
+        check_arguments(f"torch.ops.aten.{target}", [{"name": name, "arg": value, "kind": 1}])
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "value"),
+    [
+        ("pad.default", "mode", {"as_string": "constant"}),
+        ("zeros.default", "dtype", {"as_scalar_type": 7}),
+        ("zeros.default", "dtype", {"as_none": True}),
+        ("ones.default", "layout", {"as_layout": 7}),
+        ("sum.dim_IntList", "dim", {"as_ints": [1]}),
+        ("add_.Tensor", "other", {"as_float": 1.0}),
+    ],
+)
+def test_checked_arguments_are_accepted(target, name, value):
+    check_arguments(f"torch.ops.aten.{target}", [{"name": name, "arg": value, "kind": 1}])
+
+
+def test_archive_with_a_number_as_dtype_is_refused(entries, tmp_path):
+    def edit(model):
+        node = next(node for node in get_graph(model)["nodes"] if node["target"] == "torch.ops.aten.zeros.default")
+        node["inputs"].append({"name": "dtype", "arg": {"as_int": -1}, "kind": 2})
+
+    file = write_archive(tmp_path / "predict.pt2", edit_entry(entries, MODEL, edit))
+    with pytest.raises(RunError, match="an invalid value of the argument 'dtype'"):
+        load_program(file, 1)
+
+
+class Attention(torch.nn.Module):
+    """Sequence model with the operators whose sizes torch does not check."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru = torch.nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x):
+        states = self.gru(x)[0]
+        return (torch.nn.functional.scaled_dot_product_attention(states, x, states),)
+
+
+def test_loaded_programs_check_sizes_at_each_call(tmp_path):
+    torch.manual_seed(0)
+    module, x = Attention().eval(), torch.randn(3, 5, 4)
+    with torch.no_grad():
+        exported = export(module, (x,), dynamic_shapes=({0: Dim("rows", min=1)},), strict=False)
+        expected = module(x)[0]
+    exported.example_inputs = None
+    save(exported, into := io.BytesIO())
+    (tmp_path / "predict.pt2").write_bytes(into.getvalue())
+    program = load_program(tmp_path / "predict.pt2", 1)
+    targets = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    assert {compute_attention, compute_gru} <= targets
+    with torch.inference_mode():
+        assert torch.allclose(program(x)[0], expected, atol=1e-6)
+
+
+def test_attention_and_gru_refuse_sizes_that_do_not_fit():
+    q, k = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 7, 4)
+    assert torch.equal(compute_attention(q, k, k), torch.nn.functional.scaled_dot_product_attention(q, k, k))
+    for key, value in (
+        (k, k[:, :, :6]),
+        (k[:, :, :1], k),
+        (k[:, :2], k[:, :2]),
+        (k[..., :3], k),
+        (k[:, :, :0], k[:, :, :0]),
+    ):
+        with pytest.raises(RuntimeError, match="do not fit"):
+            compute_attention(q, key, value)
+    gru, x, start = torch.nn.GRU(4, 6), torch.randn(5, 2, 4), torch.zeros(1, 2, 6)
+    options = (True, 1, 0.0, False, False, False)
+    assert torch.equal(compute_gru(x, start, gru._flat_weights, *options)[0], gru(x)[0])
+    for place in range(4):
+        weights = [w[:1] if i == place else w for i, w in enumerate(gru._flat_weights)]
+        with pytest.raises(RuntimeError, match="do not fit"):
+            compute_gru(x, start, weights, *options)

@@ -1,1 +1,1 @@
-"""Live checks, one file each, which are evaluated during training."""
+"""Live checks, which are evaluated during training; one file per check."""

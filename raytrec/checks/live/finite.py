@@ -12,14 +12,14 @@ from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import Shard
 from raytrec.embeddings.taps import Lookup
 
-SAMPLED_ROWS_PER_SHARD = 4096  # rows checked per shard and evaluation, and per key of a probed step
+SAMPLED_ROWS_PER_SHARD = 4096  # rows checked at an evaluation per shard, and per key of a probed step
 
 
 @check("finite")
 class Finite(Check):
-    """Check of all dense layers, and of a different part of each shard at every evaluation.
+    """Check of all dense layers, and at every evaluation of a different part of each shard.
 
-    Saving checks every value that is saved (`checkpoint.save`).
+    Saving a checkpoint checks every value (`checkpoint.save`).
     """
 
     do = (
@@ -33,7 +33,7 @@ class Finite(Check):
         self._turn = 0
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, with the names of values that are not finite; a collective."""
+        """Return the outcome, which names the tensors with values that are not finite; a collective."""
         peers = self.run.peers
         nonfinite = [name for name, size in self.sizes(probed).items() if not isfinite(size)]
         on_ranks = group_by_rarity(peers.objects(nonfinite)) if peers.max_number(bool(nonfinite)) else []
@@ -42,7 +42,7 @@ class Finite(Check):
 
     @torch.no_grad()
     def sizes(self, probed: bool) -> dict[str, float]:
-        """Return max |value| on this rank of weights, then of optimizer state, by name; NaN if not finite."""
+        """Return max |value| of this rank's weights and optimizer state by name; NaN if a value is not finite."""
         weights = sample_weights(self.run, self._turn, probed)
         state = [
             (f"table {table.name}'s {kind}", sample(shard, self._turn))
@@ -56,9 +56,9 @@ class Finite(Check):
 
 
 def sample_weights(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, values) of dense layers and of some rows of this rank's shards.
+    """Return (name, values) for dense layers, and for some rows of this rank's shards.
 
-    The rows differ at each turn. After a probed step, some of the rows that the step looked up are added.
+    The rows differ from turn to turn. After a probed step, some of the rows that the step looked up are added.
     """
     looked_up = _sample_looked_up_rows(run.taps.lookups) if probed else {}
     named = []
@@ -71,7 +71,7 @@ def sample_weights(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor
 
 
 def sample(shard: Shard, turn: int) -> torch.Tensor:
-    """Return about `SAMPLED_ROWS_PER_SHARD` rows of a shard; successive turns cover all rows."""
+    """Return at most `SAMPLED_ROWS_PER_SHARD` rows of a shard; successive turns cover all rows."""
     stride = max(1, -(-len(shard.rows) // SAMPLED_ROWS_PER_SHARD))
     return shard.read(slice(turn % stride, None, stride))
 
@@ -79,7 +79,7 @@ def sample(shard: Shard, turn: int) -> torch.Tensor:
 def compute_max_magnitudes(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
     """Return max |value| by name; NaN if a value is NaN or infinite."""
     floats = [(name, t) for name, t in tensors if t.numel() and t.is_floating_point()]
-    # aminmax is many times faster on CPU than torch.linalg.vector_norm(t, inf), and also propagates NaN.
+    # On a CPU, aminmax is many times faster than torch.linalg.vector_norm(t, inf), and also propagates NaN.
     sizes = read_flat_values([torch.stack(t.aminmax()).float().abs().amax() for _, t in floats]) if floats else []
     magnitudes: dict[str, float] = {}
     for (name, _), (size,) in zip(floats, sizes, strict=True):
@@ -89,7 +89,7 @@ def compute_max_magnitudes(tensors: list[tuple[str, torch.Tensor]]) -> dict[str,
 
 
 def _sample_looked_up_rows(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
-    """Return, by table, some rows of this rank's shard for each looked-up key of the probed step."""
+    """Return table → rows of this rank's shard that the probed step looked up: a sample for each key."""
     rows: dict[str, list[torch.Tensor]] = defaultdict(list)
     for lookup in lookups:
         if lookup.ids is None:

@@ -1,4 +1,4 @@
-"""Selection and scaling of single bags of ids, for the parity check."""
+"""Selection of individual bags of ids, and factors of their ids, for the parity check."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ LONGEST_BAG = 1024  # maximum number of ids in a compared bag
 
 @dataclass(frozen=True)
 class Bags:
-    """Bags of one feature; a sequence that is read id by id counts as L bags with at most one id each.
+    """Bags of one feature; a sequence read id by id counts as L bags of at most one id each.
 
     Attributes:
-        at: Rows of the batch, int64 [R].
+        at: Rows of the batch whose bags are selected, int64 [R].
         ids: Ids, int64 [N].
         bag: Bag of each id, int64 [N], from 0 to S − 1, where S = R, or L·R for sequences.
         factors: Factor of each id's vector, float32 [N]: w, or for means w ÷ Σ w of its bag.
-        doubt: Factor by which rounding errors may exceed those with all-positive weights, float32 [S]: Σ|w| ÷
-            |Σ w| (1 for sums).
+        doubt: Factor by which rounding errors may exceed those for positive weights, float32 [S]: for means
+            Σ|w| ÷ |Σ w|, otherwise 1.
         share: Factor of each bag's sum, float32 [S]: 1 ÷ |Σ w| for means, otherwise 1.
     """
 
@@ -36,7 +36,7 @@ class Bags:
 def compute_bag_factors(
     weights_N: torch.Tensor, bag_N: torch.Tensor, bags: int, mean: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the factor of each id's vector, and the doubt and share of each bag (see Bags)."""
+    """Return the factor of each id's vector, and the doubt and share of each bag, as defined in `Bags`."""
     if not mean:
         return weights_N, weights_N.new_ones(bags), weights_N.new_ones(bags)
     totals_B = weights_N.new_zeros(bags).index_add_(0, bag_N, weights_N)
@@ -47,10 +47,9 @@ def compute_bag_factors(
 
 
 def compute_slots(key: KeyLookups, length: int | None) -> torch.Tensor:
-    """Return the slot of each id's vector, int64 [N].
+    """Return the slot of each id's vector in the flattened output, int64 [N].
 
-    The slot is the id's bag. For sequences of at most `length` ids, it is the id's position among the
-    `length` positions of its bag.
+    The slot is the number of the id's bag. For sequences, each bag has `length` slots, one per position.
     """
     if length is None:
         return key.bag
@@ -59,7 +58,7 @@ def compute_slots(key: KeyLookups, length: int | None) -> torch.Tensor:
 
 
 def flatten_vectors(values: torch.Tensor) -> torch.Tensor:
-    """Return values as [R, dim]; [R, L, dim] becomes [L·R, dim]."""
+    """Reshape values [R, L, dim] to [R·L, dim]; return values [R, dim] unchanged."""
     return values if values.dim() == 2 else values.flatten(0, 1)
 
 
@@ -71,7 +70,7 @@ def select_bags(
     longest: bool = True,
     sequence: int | None = None,
 ) -> Bags:
-    """Return the `first` bags of a feature and the longest one, without bags of more than `LONGEST_BAG` ids.
+    """Select the `first` bags of a feature and the longest, except bags of more than `LONGEST_BAG` ids.
 
     Args:
         key: Ids of the feature.

@@ -1,4 +1,4 @@
-"""managed_ids: ids and their rows are one to one."""
+"""managed_ids: ids and rows are mapped one to one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raytrec.embeddings.managed.row_map import describe_audit_errors, is_one_to_
 
 @check("managed_ids")
 class ManagedIdsCheck(Check):
-    """Check of the number of ids and the sum of their rows' hashes, over all ranks."""
+    """Check of the number of ids, and of the sum of their rows' hashes, over all ranks."""
 
     moments = frozenset({STEP, CHECKPOINT})
     do = (
@@ -25,7 +25,7 @@ class ManagedIdsCheck(Check):
         return bool(run.maps)
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, with the problems of each table's map; a collective."""
+        """Return the outcome, which names the problems of each table's map; a collective."""
         peers, maps = self.run.peers, self.run.maps
         local_audits = {table: part.audit() for table, part in maps.items()}
         totals = peers.sum(torch.tensor([audit.numbers for audit in local_audits.values()])).tolist()

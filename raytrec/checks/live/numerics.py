@@ -1,4 +1,4 @@
-"""numerics: gradients are finite, no norm explodes, and no rate drifts."""
+"""numerics: gradients are finite, no magnitude explodes, and predicted rates match actual rates."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from raytrec.checks.live.finite import compute_max_magnitudes, sample_weights
 from raytrec.checks.live.outcome import Check, Outcome, Position, group_by_rarity, read_flat_values
 from raytrec.checks.live.registry import check
 
-MAX_GROWTH = 100.0  # largest ratio of a value to its median at earlier evaluations
-WARMUP_EVALUATIONS = 3  # evaluations before values are judged
+MAX_GROWTH = 100.0  # largest accepted ratio of a magnitude to its median over earlier evaluations
+WARMUP_EVALUATIONS = 3  # evaluations before growth is judged
 HISTORY = 100  # evaluations over which the median is taken
-# Values that start near 0 may grow to this limit in any run: large tables start with values below 1e-3.
+# Values may always grow to this magnitude: those of large tables start below 1e-3.
 MIN_USUAL_MAGNITUDE = 0.1
 RATIO_BOUNDS = 0.75, 1.33  # predicted ÷ real
-MAX_SIGMAS = 6.0  # standard deviations; that of a ratio of rates over n positives is about 1 ÷ √n
-MIN_RATIO_STEP = 200  # steps after which rates are compared
+MAX_SIGMAS = 6.0  # standard deviations; for a ratio of rates over n positives, one is about 1 ÷ √n
+MIN_RATIO_STEP = 200  # first step at which rates are compared
 DENSE = "dense layers'"
 
 
@@ -31,8 +31,8 @@ class Sizes:
 
     Attributes:
         values: max |value| of weights by name.
-        squares: Σ of the squared gradient by name; empty unless the step was probed.
-        ratios: Ratio that should be 1, and its number of positives, by metric; None if unknown.
+        squares: Squared norm of the gradient by name; empty unless the step was probed.
+        ratios: Metric → (ratio that should be 1, its number of positives); None if unknown.
     """
 
     values: dict[str, float]
@@ -42,7 +42,10 @@ class Sizes:
 
 @check("numerics")
 class Numerics(Check):
-    """Check of all dense layers, and of a different part of each shard at every evaluation."""
+    """Check of the magnitudes of weights and gradients, and of the ratio of predicted to actual rates.
+
+    Every evaluation reads all dense layers, and a different part of each shard.
+    """
 
     do = (
         "lower optim.dense.lr or optim.embeddings.lr, set train.max_grad_norm, or check the data of the last "
@@ -55,18 +58,18 @@ class Numerics(Check):
         self._earlier: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome for this rank's current magnitudes; a collective."""
+        """Measure the magnitudes on this rank, and return the outcome for all ranks; a collective."""
         return self.judge(self.sizes(position, probed), position.step)
 
     def judge(self, local_sizes: Sizes, step: int) -> Outcome:
-        """Return the outcome; a collective.
+        """Return the outcome for given magnitudes; a collective.
 
         Args:
             local_sizes: Magnitudes on this rank.
             step: Number of trained steps.
         """
         values, squares = self._reduce_over_ranks(local_sizes)
-        # Only the norm over dense layers and all tables is judged: the norm of a single part can grow a
+        # Only the norm over dense layers and all tables is judged, because the norm of a single part can grow a
         # thousandfold when training leaves a plateau.
         norm, top_part = sqrt(sum(squares.values())), max(squares, key=squares.get, default="")
         growth = self._measure_growth("the gradient", norm, 0.0)
@@ -91,7 +94,7 @@ class Numerics(Check):
 
     @torch.no_grad()
     def sizes(self, position: Position, probed: bool) -> Sizes:
-        """Return the magnitudes on this rank."""
+        """Measure the magnitudes on this rank."""
         run, figures = self.run, position.figures
         weights = sample_weights(run, self._turn, probed)
         self._turn += 1
@@ -101,16 +104,16 @@ class Numerics(Check):
         if probed:
             squares = dict.fromkeys([*(f"{DENSE} {name}" for name in run.parameters), *tables], 0.0)
             gradients = self._square_gradients()
-            # The gradients of a skipped step are ignored, because the step has changed no weights.
+            # The gradients of a skipped step are ignored, because the step did not change weights.
             if run.config.train.on_nan != "skip" or all(map(isfinite, gradients.values())):
                 squares |= gradients
         ratios = {key: (figures.get(key), figures.get(counted)) for key, counted in position.ratios.items()}
         return Sizes(values, squares, ratios)
 
     def _reduce_over_ranks(self, mine: Sizes) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the largest values by name, and the squares by name, over all ranks.
+        """Return the maxima of values, and the combined squares, over all ranks; both by name.
 
-        Squares are maxima for dense layers, of which every rank has a copy, and sums for tables.
+        Squares are combined by the maximum for dense layers, which are replicated, and by the sum for tables.
         """
         dense = {name: square for name, square in mine.squares.items() if name.startswith(DENSE)}
         parts = {name: square for name, square in mine.squares.items() if name not in dense}
@@ -121,7 +124,7 @@ class Numerics(Check):
         return (dict(zip(mine.values, values, strict=True)), dict(zip([*dense, *parts], squares, strict=True)))
 
     def _measure_growth(self, name: str, size: float, floor: float) -> float:
-        """Return the ratio of a magnitude to its usual value; 0 in the first WARMUP_EVALUATIONS calls."""
+        """Return the ratio of a magnitude to its usual value; 0 if it has none, or is not finite."""
         earlier = self._earlier[name]
         usual = max(median(earlier), floor) if len(earlier) >= WARMUP_EVALUATIONS else None
         if not size or not isfinite(size):
@@ -130,7 +133,7 @@ class Numerics(Check):
         return size / usual if usual else 0.0
 
     def _square_gradients(self) -> dict[str, float]:
-        """Return the squared gradients of dense parameters, and of each table's lookup outputs."""
+        """Return the squared gradient norm of each dense parameter and of each table's lookup outputs."""
         terms = [
             (f"{DENSE} {name}", p.grad.square().sum()) for name, p in self.run.parameters.items() if p.grad is not None
         ]
@@ -144,7 +147,7 @@ class Numerics(Check):
 
 
 def _describe_drift(ratios: dict[str, tuple[float | None, float | None]]) -> Iterator[str]:
-    """Yield descriptions of the ratios of predicted to real rates that deviate by more than chance."""
+    """Yield a description of each ratio of predicted to actual rates that deviates by more than chance."""
     for key, (ratio, positives) in ratios.items():
         if ratio is None or not positives:
             continue

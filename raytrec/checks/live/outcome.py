@@ -1,4 +1,4 @@
-"""Base class, inputs and outcome of live checks."""
+"""Base class, inputs and outcomes of live checks."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Position:
 
     Attributes:
         step: Number of trained steps.
-        batch_step: Step of this rank's last batch, from 0, or None if unknown.
-        expected_rows: Number of rows, over all ranks, of the batches trained since the taps were created;
-            None if rows may be skipped.
+        batch_step: Step of this rank's last batch, counted from 0; None if unknown.
+        expected_rows: Number of rows over all ranks in the batches trained since the taps were created; None
+            if rows may be skipped.
         figures: Figures of the last training window, the same on all ranks; may be empty.
-        ratios: For each figure that should be 1, the figure that counts its positives, by key.
-        about: Plain values that must be the same on all ranks; only at the start.
+        ratios: Key of each figure that should be 1 → key of the figure that counts its positives.
+        about: Plain values that must be the same on all ranks; empty except at the start.
     """
 
     step: int
@@ -54,12 +54,13 @@ class CheckedRun:
     Attributes:
         config: Configuration of the run.
         schema: Schema of the run.
-        tables, dense: Live values of checkpoint.state.LogicalState.
+        tables: Live tables by name (checkpoint.state.LogicalState).
+        dense: Live values of dense layers by name (checkpoint.state.LogicalState).
         taps: Taps on lookups and dense layers.
         device: Device of this rank.
-        parameters: Parameters of the dense layers, for their gradients; may be empty.
-        unbounded: Names in `dense` whose values are infinite by design.
-        maps: This rank's part of the map of each table with managed ids.
+        parameters: Parameters of the dense layers, which provide gradients; may be empty.
+        unbounded: Names in `dense` of values that contain infinity by design.
+        maps: Table with managed ids → this rank's part of its map.
         peers: Ranks that agree on outcomes.
     """
 
@@ -76,12 +77,12 @@ class CheckedRun:
 
     @cached_property
     def features(self) -> Features:
-        """Features of the run and how they are looked up."""
+        """Features of the run, with the way in which each is looked up."""
         return resolve_features(self.schema, self.config.model)
 
 
 class Check:
-    """Base class of consistency checks, which all ranks evaluate together. registry.py shows how to add one.
+    """Base class of live checks, which all ranks evaluate together; registry.py shows how to add a check.
 
     Args:
         run: Run to check.
@@ -90,7 +91,7 @@ class Check:
         name: Name in the configuration (`checks.NAME`: off, warn or stop) and in records.
         moments: Moments of evaluation: START, STEP (after a probed step), CHECKPOINT (before it is written).
         probes: True if the check requires probed steps (embeddings.taps).
-        do: Advice to the user after a failure.
+        do: Advice for the user after a failure.
     """
 
     name: ClassVar[str] = ""
@@ -103,28 +104,28 @@ class Check:
 
     @classmethod
     def applies(cls, run: CheckedRun) -> bool:
-        """Return True if this run has something to check."""
+        """Return True if the check applies to this run."""
         return True
 
     def prepare(self, batch: Batch) -> None:
-        """Prepare for a probed step, given this rank's part of its batch in CPU memory; a collective."""
+        """Prepare for a probed step, given this rank's part of the batch in CPU memory; a collective."""
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
         """Return the outcome, the same on all ranks; a collective.
 
-        Ranks agree by sums and maxima of tensors (`run.peers`), for any number of ranks. They exchange
-        objects only after a failure, to name ranks, tables and features.
+        Ranks agree through sums and maxima of tensors (`run.peers`), whose size does not depend on the number of
+        ranks. They exchange objects only after a failure, to name ranks, tables and features.
 
         Args:
             position: Position of this rank.
-            probed: True if the taps have kept the values of the last step.
+            probed: True if the taps have recorded the values of the last step.
         """
         raise NotImplementedError
 
     def outcome(
         self, step: int, problems: list[str], good: str, figure: float | None = None, limit: float | None = None
     ) -> Outcome:
-        """Return the outcome: failed if there are problems, with the first three in its text."""
+        """Return the check's outcome, which has failed if there are problems; its text contains the first three."""
         more_text = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         text = "; ".join(problems[:3]) + more_text if problems else good
         values = null_nonfinite({"figure": figure, "limit": limit})
@@ -132,7 +133,7 @@ class Check:
 
 
 def format_ranks(numbers: list[int]) -> str:
-    """Return ranks in words: rank 1; ranks 0, 2 and 3."""
+    """Format ranks as words: "rank 1", "ranks 0, 2 and 3"."""
     words = [str(n) for n in numbers]
     if len(words) == 1:
         return f"rank {words[0]}"
@@ -141,10 +142,10 @@ def format_ranks(numbers: list[int]) -> str:
 
 
 def group_by_rarity(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
-    """Return (name, its ranks in words) for the names found by each rank, names of the fewest ranks first.
+    """Return (name, ranks that reported it, in words) for each name, names from the fewest ranks first.
 
-    An error that begins on one rank soon spreads to all ranks, so names of few ranks are closest to the
-    cause.
+    An error that begins on one rank soon spreads to all ranks, so the names reported by the fewest ranks are
+    closest to the cause.
     """
     on: dict[str, list[int]] = defaultdict(list)
     for rank, names in enumerate(of_ranks):
@@ -154,12 +155,12 @@ def group_by_rarity(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
 
 
 def find_differing(local_values: Mapping[str, Any], peers: Peers) -> list[tuple[str, list[Any], list[int]]]:
-    """Return (name, values of all ranks, deviating ranks) for values that are not the same on all ranks.
+    """Return (name, values on all ranks, deviating ranks) for each value that differs between ranks.
 
     This is a collective. If all values are the same, only a hash is exchanged.
 
     Args:
-        local_values: Plain values of this rank by name.
+        local_values: This rank's plain values by name.
         peers: Ranks to compare.
     """
     if peers.is_same_on_all(local_values):
@@ -172,16 +173,16 @@ def find_differing(local_values: Mapping[str, Any], peers: Peers) -> list[tuple[
 
 def find_deviating_ranks(values: list[Any]) -> list[int]:
     """Return the ranks whose value is not the most common one; ties favor the value of the lowest rank."""
-    texts = [repr(value) for value in values]  # compared as text, as in Peers.same
+    texts = [repr(value) for value in values]  # compared as text, as in Peers.is_same_on_all
     usual = Counter(texts).most_common(1)[0][0]
     return [rank for rank, text in enumerate(texts) if text != usual]
 
 
 def read_flat_values(tensors: Sequence[torch.Tensor]) -> list[list[int | float | bool]]:
-    """Return the values of each tensor as a flat list of plain numbers.
+    """Return the values of each tensor as a flat list of Python numbers.
 
-    All tensors of one device and dtype take one copy to the host, and so one wait. Devices may differ, since
-    torch keeps an optimizer's step count in host memory.
+    Tensors with the same device and dtype are copied to the host together, so the host waits only once. Devices
+    may differ, because torch keeps an optimizer's step count in host memory.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):

@@ -1,9 +1,9 @@
-"""parity: embeddings and gradients equal those of one process.
+"""parity: embeddings and gradients equal those of a single process.
 
-A few bags of the next batch are pooled in plain torch, using only the map of the shards. The rows come from
-the ranks' shards, and the result is compared with the inputs of the dense layers. After the step, the
-gradient of these rows is summed from its definition over the batches of all ranks. It is compared with the
-gradient that reached the kernels.
+Before a step, a few bags of its batch are pooled in plain torch, from rows that are located only by the map of
+shards. The result is compared with the inputs of the dense layers. After the step, the gradient of these rows
+is computed from its definition over the batches of all ranks, and compared with the gradient that reached the
+kernels.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from raytrec.embeddings.sharding import (
 )
 from raytrec.embeddings.taps import KeyLookups, add_row_gradients, iterate_keys, match_ids, split_bags
 
-COMPARED_BAGS = 4  # compared bags per feature and rank, in addition to the longest one
-MAX_COMPARING_RANKS = 8  # ranks whose bags are compared at a time, since all ranks exchange the ids of these bags
-COMPARED_ROWS = 256  # rows per table whose gradient is compared
-MAX_RELATIVE_ERROR = 1e-5  # largest relative error, plus the rounding of plan.qcomms; see Parity
-MIN_MAGNITUDE = 1e-30  # smaller numbers lose digits
+COMPARED_BAGS = 4  # compared bags per feature and rank, in addition to the longest bag
+MAX_COMPARING_RANKS = 8  # ranks whose bags are compared at a time; limited because all ranks exchange the bags' ids
+COMPARED_ROWS = 256  # maximum number of rows per table whose gradients are compared
+MAX_RELATIVE_ERROR = 1e-5  # largest accepted relative error, without the rounding by plan.qcomms; see Parity
+MIN_MAGNITUDE = 1e-30  # smallest divisor of an error; smaller numbers lose precision
 
 
 @check("parity")
 class Parity(Check):
     """Check that compares a step with the result of a single process.
 
-    Errors are relative to Σ of the summands' magnitudes, bag by bag and row by row. Otherwise rounding would
-    look large when terms cancel. Measured errors are at most 5e-7. A wrong divisor, row or factor causes
-    errors of 0.1 or more. If plan.qcomms rounds values sent between ranks, the largest effect of this
+    The error of a bag or row is relative to the sum of the magnitudes of its terms; otherwise rounding would
+    seem large when terms cancel. Measured errors are at most 5e-7, whereas a wrong divisor, row or factor causes
+    errors of 0.1 or more. If plan.qcomms rounds values sent between ranks, a bound on the effect of this
     rounding (embeddings/sharding.py) is added to the limit of 1e-5.
     """
 
@@ -127,9 +127,9 @@ class Parity(Check):
             values[name][positions[matches]] = initial.to(table.dtype).float()
 
     def _bags(self, batch: Batch) -> dict[str, Bags]:
-        """Return a few bags of each feature: those of the first rows, and the longest that is not too long.
+        """Return a few bags of each feature: those of the first rows, and the longest within `LONGEST_BAG`.
 
-        On ranks whose turn it is not, bags are empty.
+        On ranks that do not compare bags at this turn, there are no bags.
         """
         is_turn = is_comparing(dist.get_rank(), dist.get_world_size(), self._turn)
         self._turn += 1
@@ -147,13 +147,13 @@ class Parity(Check):
         }
 
     def _keys(self, batch: Batch) -> Iterator[tuple[str, KeyLookups]]:
-        """Yield the ids of each feature; for features of candidates, each id is a bag."""
+        """Yield (feature, its ids and bags); for features of candidates, each id is a separate bag."""
         schema = self.run.schema
         for feature, key in zip(schema.sparse, iterate_keys(batch.sparse, len(schema.sparse)), strict=True):
             yield feature, split_bags(key) if feature in schema.candidates else key
 
     def _gather_compared_rows(self, bags: dict[str, Bags]) -> dict[str, torch.Tensor]:
-        """Return, by table, the rows in the bags of any rank, int64 [R], sorted."""
+        """Return table → sorted rows that occur in a compared bag of any rank, int64 [R]."""
         starts, total = {}, 0
         for name, table in self.run.tables.items():
             starts[name], total = total, total + table.shape[0]
@@ -164,7 +164,7 @@ class Parity(Check):
         return {name: part - starts[name] for name, part in zip(starts, keys.split(sizes), strict=True)}
 
     def _gather_row_values(self) -> dict[str, torch.Tensor]:
-        """Return the wanted rows of each table, float32 [R, dim], from the ranks that hold them."""
+        """Collect the values of the compared rows from the ranks that hold them: table → float32 [R, dim]."""
         tables = self.run.tables
         flat, blocks = _make_zero_blocks(
             [(len(self._rows[name]), table.shape[1]) for name, table in tables.items()], self.run.device
@@ -183,7 +183,7 @@ class Parity(Check):
         return values
 
     def _compare_gradients(self) -> Iterator[tuple[str, tuple[float, int]]]:
-        """Yield each table with (error, rank that holds the largest error)."""
+        """Yield (table, (largest error of its gradient, rank that holds the value with this error))."""
         device, world = self.run.device, dist.get_world_size()
         rows = {name: every[:: max(1, -(-len(every) // COMPARED_ROWS))] for name, every in self._rows.items()}
         sizes = [(len(rows[name]), table.shape[1]) for name, table in self.run.tables.items()]
@@ -195,11 +195,11 @@ class Parity(Check):
         dist.all_reduce(flat)
         for name, table in self.run.tables.items():
             if table.weight.replicated:
-                # The gradient after DistributedDataParallel, or if clipping scales it, the kernels' input.
+                # Gradient averaged by DistributedDataParallel; or, if clipping scales it, the kernels' input.
                 average = None if table.parameter is None else table.parameter.grad
                 is_sum = average is None or self.run.config.train.max_grad_norm
                 actual[name] = actual[name] / world if is_sum else average[rows[name]].float()
-            # Each rank's loss is W times its part of the global loss (tasks/objective.py).
+            # Each rank's loss is `world` times its part of the global loss (tasks/objective.py).
             error, row, column = find_largest_error(actual[name], expected[name] / world, size[name] / world)
             holder = 0
             if len(rows[name]):
@@ -211,7 +211,7 @@ class Parity(Check):
     def _add_expected_gradients(
         self, rows: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], size: dict[str, torch.Tensor]
     ) -> None:
-        """Add the contributions of this rank's bags to the gradient of rows, and the summands' magnitudes."""
+        """Add this rank's contributions to the gradients of `rows`, and their magnitudes to `size`."""
         recorded, features = self.run.taps.input, self.run.schema.sparse
         for feature, key in self._keys(recorded.batch):
             gradient, table = recorded.gradient.get(feature), features[feature].table
@@ -223,12 +223,12 @@ class Parity(Check):
             hits, positions = match_ids(rows[table], key.ids)
             terms_ND = grad_SD[slot[hits]] * factors[hits].unsqueeze(1)
             expected[table].index_add_(0, positions, terms_ND)
-            # Ranks send the bag's gradient, and the kernel multiplies it by the id's weight.
+            # Ranks exchange gradients of bags, which the kernel multiplies by the id's weight.
             sizes_N = torch.maximum(terms_ND.abs().amax(1), self._backward[table].smallest * key.weights[hits].abs())
             size[table].index_add_(0, positions, sizes_N * doubt[slot[hits]])
 
     def _add_actual_gradients(self, rows: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> None:
-        """Add the gradients that reached this rank's kernels to those of `rows`."""
+        """Add the gradients of `rows` that reached this rank's kernels to `actual`."""
         for lookup in self.run.taps.lookups:
             for shard, key, grad_BC in lookup.gradients():
                 row, column = get_shard_origin(shard)
@@ -237,7 +237,7 @@ class Parity(Check):
 
 
 def _bound_roundings(run: CheckedRun) -> tuple[dict[str, Rounding], dict[str, Rounding]]:
-    """Return the bounds on rounding by plan.qcomms, by table, for embeddings and for gradients."""
+    """Return bounds on the rounding by plan.qcomms, table → bound, for embeddings and for gradients."""
     qcomms = run.config.plan.qcomms
     forward = dict.fromkeys(run.tables, Rounding(0.0, 0.0))
     backward = dict(forward)
@@ -254,21 +254,22 @@ def _bound_roundings(run: CheckedRun) -> tuple[dict[str, Rounding], dict[str, Ro
 
 
 def is_comparing(rank: int, world: int, turn: int) -> bool:
-    """Return True if a rank's bags are compared at this turn, with at most MAX_COMPARING_RANKS ranks."""
+    """Return True if a rank compares bags at this turn; at most MAX_COMPARING_RANKS ranks do so at once."""
     turns = -(-world // MAX_COMPARING_RANKS)
     return rank % turns == turn % turns
 
 
 def find_largest_error(got: torch.Tensor, expected: torch.Tensor, sizes: torch.Tensor) -> tuple[float, int, int]:
-    """Return the largest error, and its row and column.
+    """Find the largest relative error, and its row and column.
 
     Args:
         got: Actual values, float32 [R, D].
         expected: Expected values, float32 [R, D].
-        sizes: Magnitude of the summands of each row, float32 [R].
+        sizes: Sum of the magnitudes of each row's terms, float32 [R].
 
     Returns:
-        |got − expected| ÷ size, infinite if only one value is NaN; (0, 0, 0) without rows.
+        (error, row, column), where error is |got − expected| ÷ size, or infinite if only one value is NaN;
+            (0, 0, 0) without rows.
     """
     if not got.numel():
         return 0.0, 0, 0
@@ -282,7 +283,7 @@ def find_largest_error(got: torch.Tensor, expected: torch.Tensor, sizes: torch.T
 def _make_zero_blocks(
     shapes: list[tuple[int, ...]], device: torch.device
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Return zeros as one flat tensor, which needs only one collective, and views of it in these shapes."""
+    """Return a flat tensor of zeros, for use in a single collective, and views into it with these shapes."""
     sizes = [prod(shape) for shape in shapes]
     flat = torch.zeros(sum(sizes), device=device)
     return flat, tuple(part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True))

@@ -1,6 +1,6 @@
 """Registry of live checks, and their evaluation at the start, after probed steps and before checkpoints.
 
-To add a check, add a file to this folder and its setting to config/training.py:
+To add a check, add a file to this folder, and a setting to config/training.py:
 
     @check("replicas")
     class Replicas(Check):
@@ -17,10 +17,10 @@ A user's check needs only its file: `checks.custom: {module:Class: stop}`. A run
     checks.prepare(next_batch)
     …                                         # the step
     outcomes = checks.evaluate(STEP, Position(step, batch_step, expected_rows, figures))
-    if error := verdict(outcomes, config): raise error
+    if error := make_stop_error(outcomes, config): raise error
 
-Every rank makes the same calls in the same order and gets the same outcomes. Ranks agree by sums and maxima.
-They exchange objects only after a failure, to name ranks (outcome.Check.evaluate).
+Every rank makes the same calls in the same order and gets the same outcomes. Ranks agree through sums and
+maxima of tensors. They exchange objects only after a failure, to name ranks (outcome.Check.evaluate).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ T = TypeVar("T", bound="type[Check]")
 
 
 def check(name: str) -> Callable[[T], T]:
-    """Return a decorator that names and registers a check.
+    """Return a decorator that registers a check class under a name.
 
-    The name is used in the configuration (`checks.NAME`) and in reports.
+    The configuration (`checks.NAME`) and reports use this name.
     """
 
     def register(cls: Any) -> Any:
@@ -58,7 +58,7 @@ def check(name: str) -> Callable[[T], T]:
 
 @dataclass(frozen=True)
 class EnabledCheck:
-    """Check that is enabled in a run.
+    """Check that is enabled in a run's configuration.
 
     Attributes:
         check: Class of the check.
@@ -72,17 +72,16 @@ class EnabledCheck:
 
 
 def list_builtin_checks() -> list[type[Check]]:
-    """Return raytrec's checks in the order of their settings: checks that explain others come first."""
+    """Return raytrec's checks in the order of their settings; a check that can explain others comes first."""
     settings = list(ChecksSection.model_fields)
     return [CHECKS.parts[name] for name in sorted(CHECKS.parts, key=settings.index)]
 
 
 def select_enabled_checks(config: RunConfig) -> dict[str, EnabledCheck]:
-    """Return the enabled checks by name: raytrec's checks, then those of checks.custom.
+    """Return the enabled checks by name: raytrec's checks, then custom checks (checks.custom).
 
     Raises:
-        ConfigError: A check of checks.custom does not exist, is not a check, or has the name of another
-            check.
+        ConfigError: A custom check does not exist, is not a Check class, or has the name of another check.
     """
     chosen = {
         c.name: EnabledCheck(c, getattr(config.checks, c.name), f"checks.{c.name}=warn") for c in list_builtin_checks()
@@ -115,7 +114,7 @@ class LiveChecks:
         run: Run to check.
 
     Attributes:
-        probes: True if a check requires that the steps before its evaluation are probed.
+        probes: True if a check requires steps to be probed before it is evaluated.
     """
 
     def __init__(self, run: CheckedRun):
@@ -136,12 +135,11 @@ class LiveChecks:
             check.prepare(batch)
 
     def evaluate(self, moment: str, position: Position) -> list[Outcome]:
-        """Evaluate the checks of a moment and return their outcomes, the same on all ranks.
+        """Evaluate the checks that apply at a moment; return their outcomes, the same on all ranks.
 
         Args:
             moment: START (before the first step), STEP (after a step that followed `prepare`) or CHECKPOINT
-                (before a checkpoint is written). The latter prevents a corrupt state from replacing a valid
-                one.
+                (before a checkpoint is written, so that a corrupt state does not replace a valid checkpoint).
             position: Position of this rank.
         """
         checks = [check for check in self._checks if moment in check.moments]
@@ -152,7 +150,7 @@ class LiveChecks:
 
 
 def make_stop_error(outcomes: list[Outcome], config: RunConfig) -> RunError | None:
-    """Return the error that ends the run if a failed check is set to stop it, or None to continue."""
+    """Return the error that ends the run if a failed check is set to stop, or None to continue."""
     failed = [outcome for outcome in outcomes if not outcome.passed]
     chosen = select_enabled_checks(config) if failed else {}
     failed = [outcome for outcome in failed if chosen[outcome.check].reaction == "stop"]

@@ -1,4 +1,4 @@
-"""replicas: tensors of which every rank has a copy are identical to the last bit."""
+"""replicas: tensors that every rank holds are bitwise identical on all ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from raytrec.checks.live.outcome import Check, Outcome, Position, find_differing
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.hashing import hash_bits
 
-# Number of values multiplied at once: they fit a core's cache, or keep a GPU busy.
+# Number of values hashed at a time: they fit in a core's cache, or keep a GPU busy.
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
 INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-HASH_MULTIPLIER = 6364136223846793005  # Knuth's multiplier for 64 bits
+HASH_MULTIPLIER = 6364136223846793005  # Knuth's 64-bit multiplier
 
 
 @check("replicas")
@@ -27,7 +27,7 @@ class Replicas(Check):
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, with the names of tensors that differ between ranks; a collective."""
+        """Return the outcome, which names the tensors that differ between ranks; a collective."""
         hashes, world = self.hashes(), self.run.peers.world
         problems = []
         for name, _, odd in find_differing(hashes, self.run.peers):
@@ -37,17 +37,17 @@ class Replicas(Check):
         return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)
 
     def hashes(self) -> dict[str, int]:
-        """Return the hashes of this rank's copies by name; empty if there are no copies."""
+        """Return the hash of each replicated tensor on this rank by name; empty without replicated tensors."""
         copies = dict(sorted(self._copies(), key=lambda pair: pair[0]))
         hashes = read_flat_values([fingerprint(tensor) for tensor in copies.values()])
         return {name: int(value) for name, (value,) in zip(copies, hashes, strict=True)}
 
     def _copies(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor of which all ranks have a copy, with its logical name (checkpoint/state.py)."""
+        """Yield the logical name (checkpoint/state.py) and value of each tensor that every rank holds."""
         tables = self.run.tables
         for name, value in self.run.dense.items():
             kind, owner, *_ = name.split("/")
-            # Only ranks that hold a part of a sharded table have its count of updates.
+            # The update count of a sharded table exists only on ranks that hold a part of the table.
             if kind != "tables" or tables[owner].weight.replicated:
                 yield name, value
         for table in tables.values():
@@ -60,10 +60,10 @@ class Replicas(Check):
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return a hash of a tensor's bits and their order, computed on the tensor's device: int64 scalar.
 
-    Σ bits × random odd multiplier of the place, mod 2⁶⁴ (vector multiply-shift hashing, Dietzfelbinger 1996).
-    A single differing value always changes the hash, because an odd multiplier has an inverse. Several
-    differing values change the hash with a probability of at least 1 − 2⁻³². Values of 8 bytes count as two
-    of 4, so that high bits cannot cancel.
+    The hash is Σ bits × a random odd multiplier for the position, mod 2⁶⁴ (vector multiply-shift hashing,
+    Dietzfelbinger 1996). A single differing value always changes the hash, because an odd multiplier has an
+    inverse. Several differing values change the hash with a probability of at least 1 − 2⁻³². A value of 8 bytes
+    is hashed as two values of 4 bytes, so that high bits cannot cancel.
     """
     flat = tensor.detach().reshape(-1).contiguous()
     bits = flat.view(INTEGER_DTYPES[flat.element_size()])

@@ -1,4 +1,4 @@
-"""same_environment: configuration, code and libraries are the same on all ranks."""
+"""same_environment: all ranks have the same configuration, code and libraries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import takewhile
 from raytrec.checks.live.outcome import START, Check, Outcome, Position, find_differing, format_ranks
 from raytrec.checks.live.registry import check
 
-MAX_VALUE_CHARS = 60  # characters shown of a value
+MAX_VALUE_CHARS = 60  # maximum number of characters of a value that are shown
 NETWORK = "NCCL's network"
 
 
@@ -19,7 +19,7 @@ class SameEnvironment(Check):
     do = "install the same version of raytrec, packages and files on every node, and restart the run"
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, with the facts that differ between ranks; a collective."""
+        """Return the outcome, which names the facts that differ between ranks; a collective."""
         problems = []
         for key, values, odd in find_differing(position.about, self.run.peers):
             usual = next(value for rank, value in enumerate(values) if rank not in odd)
@@ -32,7 +32,7 @@ class SameEnvironment(Check):
 
 
 def _split_at_difference(one: str, other: str) -> list[str]:
-    """Return the parts of two texts around the first character in which they differ."""
+    """Return the part of each text around the first character at which the texts differ."""
     same = [*takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
     start = max(0, len(same) - MAX_VALUE_CHARS // 3)
     end = start + MAX_VALUE_CHARS

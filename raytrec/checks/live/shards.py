@@ -1,4 +1,4 @@
-"""shards: every value of every table and its optimizer state is on one rank, or whole on each."""
+"""shards: every value of a table and its optimizer state is on exactly one rank, or on every rank."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from raytrec.embeddings.tables import Shard, ShardedValues
 
 @check("shards")
 class Shards(Check):
-    """Check that compares the ranks' maps of the shards, and each shard with the tensor on its rank.
+    """Check that compares shard maps between ranks, and each shard in the map with the tensor on its rank.
 
-    The parity check shows that ids also reach the rank of their row.
+    The parity check verifies that ids also reach the ranks that hold their rows.
     """
 
     do = (
@@ -26,8 +26,8 @@ class Shards(Check):
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, with gaps, overlaps and shards without a matching tensor; a collective."""
-        # Weights or state → (hash of this rank's map of all shards, problems on this rank).
+        """Return the outcome, which names gaps, overlaps and shards without a matching tensor; a collective."""
+        # Name of weights or state → (hash of this rank's map of all shards, problems found by this rank).
         local_maps, peers = {}, self.run.peers
         for table in self.run.tables.values():
             for kind, parts in {"weight": table.weight, **table.state}.items():
@@ -46,7 +46,9 @@ def _find_problems(maps_by_rank: list[dict[str, tuple[str, list[str]]]]) -> list
     for name in dict.fromkeys(name for maps in maps_by_rank for name in maps):
         reports = [maps.get(name, ("", ["the rank does not have this table"])) for maps in maps_by_rank]
         if odd := find_deviating_ranks([digest for digest, _ in reports]):
-            problems.append(f"table {name}: the map of shards on {format_ranks(odd)} differs from the other ranks")
+            problems.append(
+                f"table {name}: the map of shards on {format_ranks(odd)} differs from that on the other ranks"
+            )
         for text in dict.fromkeys(text for _, texts in reports for text in texts):
             where = [rank for rank, (_, texts) in enumerate(reports) if text in texts]
             problems.append(f"table {name}: {text} (found on {format_ranks(where)})")
@@ -63,9 +65,9 @@ def _hash_shard_map(parts: ShardedValues) -> str:
 
 
 def _find_gaps(parts: ShardedValues) -> Iterator[str]:
-    """Yield values that no shard or several shards have.
+    """Yield descriptions of at most two regions that are in no shard, in several shards, or outside the table.
 
-    The borders of all shards cut the table into a grid, whose cells are tested.
+    The boundaries of all shards divide the table into a grid, whose cells are tested.
     """
     width = parts.shape[1] if len(parts.shape) == 2 else 1
     boxes = [(s.rows, s.columns if len(parts.shape) == 2 else range(1)) for s in parts.shards]
@@ -86,7 +88,7 @@ def _find_gaps(parts: ShardedValues) -> Iterator[str]:
 
 
 def _find_misfits(parts: ShardedValues) -> Iterator[str]:
-    """Yield shards of this rank whose tensor is missing, or has another size or dtype."""
+    """Yield descriptions of this rank's shards whose tensor is missing, or has another shape or dtype."""
     own_rank = dist.get_rank()
     for shard in parts.shards:
         if shard.rank != own_rank or not len(shard.rows):

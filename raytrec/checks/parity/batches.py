@@ -1,4 +1,4 @@
-"""Random global batches, and each rank's part of them."""
+"""Random global batches, and the part of each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytrec.data.batch import Batch
 from raytrec.tasks.task import Task, key_columns
 from raytrec.tasks.task_columns import label_ranges, whole_labels
 
-START_OF_2026_S = 1_767_225_600.0  # start of 2026 in UTC, in seconds since 1970
+START_OF_2026_S = 1_767_225_600.0  # 2026-01-01 00:00 UTC as Unix time
 MAX_UNBOUNDED_LABEL = 5.0  # largest label for losses without an upper bound
 
 
@@ -27,10 +27,10 @@ class GlobalBatch:
     Attributes:
         dense: Dense features, float32 [B, n].
         labels: Labels in the schema's order, float32 [B, labels].
-        bags: Ids int64 [N], bag of each id int64 [N], and weights float32 [N], by feature.
-        weights: Weight of each row in each task, float32 [B, T]; None: 1.
-        keys: Values of the tasks' key columns, int64 [B, K], or None.
-        side_features: Values of each id, float64 [N, n], by sequence; only for sequences with side features.
+        bags: Feature → (ids, int64 [N]; bag of each id, int64 [N]; weight of each id, float32 [N]).
+        weights: Weight of each row in each task, float32 [B, T]; None: all weights are 1.
+        keys: Values of the tasks' key columns, int64 [B, K]; None without key columns.
+        side_features: Sequence with side features → values of each id, float64 [N, n].
     """
 
     dense: torch.Tensor
@@ -56,7 +56,7 @@ class GlobalBatch:
 
     @classmethod
     def join(cls, batches: list[GlobalBatch]) -> GlobalBatch:
-        """Return one batch with the rows of all batches in order."""
+        """Concatenate the rows of batches in order."""
         starts = list(accumulate(map(len, batches), initial=0))
         bags = {}
         for feature in batches[0].bags:
@@ -76,19 +76,19 @@ class GlobalBatch:
 def make_random_batches(
     schema: Schema, rows: int, count: int, seed: int, tasks: Sequence[Task] = ()
 ) -> list[GlobalBatch]:
-    """Return `count` batches of `rows` rows.
+    """Return `count` random batches of `rows` rows each.
 
-    Bags have 0 to 4 ids with repetitions, and include the first and last id of every table. Weights are in
-    (0, 2) if the schema has any.
+    Bags have 0 to 4 ids, which may repeat, and include the first and last id of every table. If a feature has
+    weights, they are in [0, 2).
 
     Args:
         schema: Schema of the run.
         rows: Number of rows per batch.
         count: Number of batches.
-        seed: Seed of the random values.
+        seed: Seed for the random values.
         tasks: Tasks, which determine labels: the lowest or highest accepted value (0 or 1 if any number is
-            accepted), or any class. If tasks mask or weight rows, a third of the rows has weight 0 in each,
-            and others have weights in (0, 2). If tasks group rows, each group has a few rows.
+            accepted), or any class. If tasks mask or weight rows, a third of the rows has weight 0 in each
+            task, and the others have weights in (0, 2). If tasks group rows, each group has a few rows.
     """
     ranges, classes = label_ranges(tasks, schema), whole_labels(tasks)
     bounds_L = [ranges[label] or (0.0, 1.0) for label in schema.labels]
@@ -126,10 +126,10 @@ def make_random_batches(
 
 
 def compute_row_bounds(rows: int, world: int, balance: str) -> list[int]:
-    """Return the boundaries of the ranks' rows: rank r has rows [cuts[r], cuts[r + 1]).
+    """Return the boundaries of the ranks' rows: rank r has the rows [bounds[r], bounds[r + 1]).
 
     Args:
-        rows: Number of rows of a global batch.
+        rows: Number of rows in a global batch.
         world: Number of ranks.
         balance: equal (up to rounding), unequal (rank r has r + 1 shares), or empty (rank 0 has no rows).
     """
@@ -144,14 +144,14 @@ def compute_row_bounds(rows: int, world: int, balance: str) -> list[int]:
 def make_local_batch(
     batch: GlobalBatch, schema: Schema, bounds: list[int], rank: int, features: Features | None = None
 ) -> Batch:
-    """Return one rank's part as training reads it, padded with empty rows of weight 0 to the largest part.
+    """Return a rank's part as training reads it, padded with empty rows of weight 0 to the largest part.
 
     Args:
         batch: The global batch.
         schema: Schema of the run.
         bounds: Boundaries of the ranks' rows (`compute_row_bounds`).
-        rank: Rank.
-        features: Features of the run; default: those of a model that reads no sequence id by id.
+        rank: Rank whose part is returned.
+        features: Features of the run; default: features of a model that reads no sequence id by id.
     """
     longest = max(b - a for a, b in pairwise(bounds))
     part = batch[bounds[rank] : bounds[rank + 1]]
@@ -189,10 +189,10 @@ def count_later_ids(bag: torch.Tensor) -> torch.Tensor:
 
 
 def _order_recent_first(bag: torch.Tensor, length: int | None) -> torch.Tensor:
-    """Return the places in `bag` of the ids in the order of training batches, int64 [n].
+    """Return the indices of a feature's ids in the order of training batches, int64 [n].
 
-    For a sequence that is read id by id, these are its `length` most recent ids, last first. For other
-    features (`length` is None), these are all ids.
+    A sequence that is read id by id has its `length` most recent ids, last first. Other features, for which
+    `length` is None, have all ids in their order.
     """
     if length is None:
         return torch.arange(len(bag))

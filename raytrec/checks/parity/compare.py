@@ -1,4 +1,4 @@
-"""Comparison of a sharded run with one process (reference.py)."""
+"""Comparison of a sharded run with a single process (reference.py)."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from raytrec.embeddings.sharding import describe_plan
 from raytrec.models.inputs import Sequence
 from raytrec.tasks.task import resolve_tasks
 
-# Largest error allowed, relative to the largest value of the tensor. For tables in fp16, the limit is one
-# rounding of 11 bits, to either neighbor, per step; see _steps.
+# Largest accepted error, relative to the largest value in the tensor. With fp16 tables, one rounding to 11 bits
+# per step, to either neighbor, is accepted; see _compare_steps.
 LIMITS = {
     "fp32": {"forward": 1e-6, "gradient": 1e-5, "weights": 1e-4, "state": 1e-4},
     "fp16": {"forward": 1e-6, "gradient": 1e-3, "weights": 1e-3, "state": 1e-4},
 }
 # The gradient is derived from an SGD step. The learning rate is a large power of two: the step exceeds the
-# weight by so much that no digit of the gradient is lost, and dividing by the rate is exact. Gradients of
-# dense layers can be small relative to their weights (1e-7 and 0.1 in an attention over untrained
-# embeddings), so their rate is larger. Tables may be fp16, whose maximum is 65504.
+# weight by so much that no digit of the gradient is lost, and division by the rate is exact. Gradients of dense
+# layers can be small relative to their weights (1e-7 versus 0.1 in an attention over untrained embeddings), so
+# their rate is larger. The rate of tables is limited by fp16, whose maximum is 65504.
 GRADIENT_LR = 2.0**10
 DENSE_GRADIENT_LR = 2.0**20
-CANDIDATES = 8  # batches per step, of which the one farthest from any ReLU's kink is used
+CANDIDATES = 8  # candidate batches per step; the batch farthest from an activation's kink is used
 
 MAX_SHRUNK_ROWS = 199  # rows of a table; a prime, so that no number of ranks divides it
-# Adam and Adagrad divide by the root of the second moment. If a first gradient consists only of the rounding
-# of larger terms that cancel, about 1e-9 (as for the key bias of an attention), the step is rounding ÷ eps.
-# A larger eps makes this step negligible.
+# Adam and Adagrad divide by the root of the second moment. If larger terms cancel in a gradient (as for the key
+# bias of an attention), only their rounding remains, about 1e-9, and the first step is this rounding ÷ eps. A
+# larger eps makes that step negligible.
 MIN_SHRUNK_EPS = 1e-5
 
 
@@ -53,10 +53,10 @@ class Finding:
     Attributes:
         check: forward, gradient, weights or state.
         name: Feature, table or dense parameter.
-        error: max |sharded − reference| ÷ max |reference|. The divisor is at least the magnitude at the start
-            for weights, and that of a single row for gradients.
+        error: max |sharded − reference| ÷ max |reference|. For weights, the divisor is at least the initial
+            magnitude; for gradients, at least the magnitude of any row's contribution.
         absolute: max |sharded − reference|.
-        limit: Largest error that passes.
+        limit: Largest accepted `error`.
     """
 
     check: str
@@ -66,7 +66,7 @@ class Finding:
     limit: float
 
     def record(self) -> dict:
-        """Return the finding as plain JSON values; errors that are not finite become None and do not pass."""
+        """Return the finding as JSON values; an error that is not finite becomes None."""
         values = asdict(self) | {"passed": self.error <= self.limit}
         return null_nonfinite(values)
 
@@ -74,7 +74,8 @@ class Finding:
 def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunConfig, Schema]:
     """Return a configuration and schema with at most 199 rows per table and an eps of at least 1e-5.
 
-    Features, dims, dtypes, sharding types, ranks and kernels are unchanged. Managed ids get rows at once.
+    Features, dims, dtypes, sharding types, ranks and kernels are unchanged. Managed ids get default settings,
+    with which a new id gets a row immediately.
     """
     config, schema = config.model_copy(deep=True), schema.model_copy(deep=True)
     constraints = resolve_constraints(config, schema)
@@ -107,21 +108,21 @@ def compare(
     balance: str = "unequal",
     seed: int = 0,
 ) -> list[Finding]:
-    """Compare forward, a gradient and `steps` steps of a sharded run with one process; a collective.
+    """Compare a forward pass, a gradient and `steps` steps of a sharded run with one process; a collective.
 
     Args:
-        build: train.build.build_step.
+        build: worker.build.build_step.
         config: Configuration whose plan, optimizers, clipping and tasks are checked. The comparison uses fp32
             regardless of train.matmul and plan.qcomms, because a lower precision would hide errors.
         schema: Schema with tables small enough for one process.
         device: Device of this rank.
-        rows: Number of rows of a global batch.
+        rows: Number of rows in a global batch.
         steps: Number of steps.
         balance: Distribution of rows over ranks; see `batches.compute_row_bounds`.
-        seed: Seed of the batches.
+        seed: Seed for the batches.
 
     Returns:
-        One Finding for each feature, table and dense parameter on rank 0; an empty list on other ranks.
+        Findings about features, tables, dense parameters and optimizer state on rank 0; [] on other ranks.
     """
     config = config.model_copy(deep=True)
     config.train.matmul, config.plan.qcomms = "fp32", QCommsSection()
@@ -136,7 +137,7 @@ def compare(
 
 
 def _choose_smooth_batch(single: Reference | None, choices: list[GlobalBatch]) -> GlobalBatch:
-    """Return the batch at which the reference's gradient is defined best; a collective."""
+    """Return the batch that is farthest from a kink of the reference's activations; a collective."""
     best = [0]
     if single:
         margins = reference.measure_kink_margins(single, choices)
@@ -148,7 +149,7 @@ def _choose_smooth_batch(single: Reference | None, choices: list[GlobalBatch]) -
 def _compare_gradient(
     shard: Callable[[RunConfig], ShardedRun], config: RunConfig, choices: list[GlobalBatch]
 ) -> list[Finding]:
-    """Compare the pooled embeddings and the gradient of one batch, without clipping."""
+    """Compare the pooled embeddings and the unclipped gradient of one batch."""
     config = config.model_copy(deep=True)
     config.optim.embeddings.name = config.optim.dense.name = "sgd"
     config.optim.embeddings.lr, config.optim.dense.lr = GRADIENT_LR, DENSE_GRADIENT_LR
@@ -183,9 +184,9 @@ def _compare_steps(
 ) -> list[Finding]:
     """Compare weights and optimizer state after all steps, with the optimizers of the configuration.
 
-    If a table is fp16, the reference copies the sharded run's weights after every step, and the worst step
-    counts. Two correct runs whose gradients differ in the last bit round a weight to different neighbors, and
-    later steps amplify this difference.
+    If a table is fp16, every step is compared, the worst step counts, and the reference then copies the sharded
+    run's weights. Otherwise two correct runs whose gradients differ in the last bit could round a weight to
+    different neighbors, and later steps would amplify this difference.
     """
     config = config.model_copy(deep=True)
     config.optim.schedule = config.optim.schedule.resolve_decay_steps(len(choices))
@@ -227,7 +228,7 @@ def _compare_steps(
 
 
 def _make_optimizers(run: ShardedRun, single: Reference) -> dict[str, torch.optim.Optimizer]:
-    """Return the reference's optimizer of each table, and under '' that of the dense parameters."""
+    """Return the reference's optimizers: table → its optimizer, and '' → the dense parameters' optimizer."""
     sections, dense = resolve_optimizers(run.config, run.schema), run.config.optim.dense
     eps = {} if dense.name == "sgd" else {"eps": dense.eps}
     make = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[dense.name]
@@ -242,10 +243,10 @@ def _make_optimizers(run: ShardedRun, single: Reference) -> dict[str, torch.opti
 def _measure_sizes(
     run: ShardedRun, single: Reference, start: dict[str, torch.Tensor], batch: GlobalBatch
 ) -> dict[str, float]:
-    """Return the minimum magnitude that errors of weights are compared with, by name.
+    """Return the smallest divisor of errors of weights, by name.
 
-    It is the largest initial value or, if larger, the change caused by any single row. (Contributions of rows
-    can cancel permanently: pairs do not change a bias that all scores share.)
+    The divisor is the largest initial magnitude or, if larger, the largest change caused by a single row.
+    Contributions of rows may always cancel: a loss over pairs does not change a bias that all scores share.
     """
     sizes = {name: float(values.abs().max()) for name, values in start.items()}
     dense = dict(single.model.named_parameters())
@@ -257,13 +258,12 @@ def _measure_sizes(
 def _make_finding(
     run: ShardedRun, check: str, name: str, got: torch.Tensor, expected: torch.Tensor, owner: str, size: float = 0.0
 ) -> Finding:
-    """Return a finding about a tensor.
+    """Return the finding about a tensor.
 
-    `owner` is its table or dense layer. `size` is a lower limit of the magnitude that the error is divided
-    by.
+    `owner` is the tensor's table or dense layer. `size` is the smallest divisor of the error.
     """
     coarsest = "fp16" if "fp16" in run.dtypes.values() else "fp32"
-    # Rounding of one table affects every gradient, but in forward only that table's embeddings.
+    # The rounding of one table affects all gradients, but in the forward pass only that table's embeddings.
     dtype = run.dtypes.get(owner, coarsest) if check == "forward" else coarsest
     absolute = float((got.double() - expected.double()).abs().max()) if got.numel() else 0.0
     largest = float(expected.abs().max()) if expected.numel() else 0.0

@@ -1,8 +1,8 @@
 """Loss of a global batch from its definition, in plain torch and independent of raytrec's objective.
 
-Losses of single rows are those of torch.nn. Losses that compare rows are computed row by row. Each loss of
-raytrec has its definition in ROW_LOSSES or BATCH_LOSSES. A user's loss is its own definition: parity then
-compares only the summation over rows.
+Losses of single rows use torch.nn where available. Losses that compare rows are computed row by row.
+ROW_LOSSES and BATCH_LOSSES define each loss of raytrec. A user's loss is its own reference, so parity compares
+only the summation over rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def compute_loss(
         tasks: Tasks of the run.
         logits: Output of the model, [B] or [B, columns].
         batch: The global batch.
-        own_loss: True if the column after those of the tasks is a loss computed by the model.
+        own_loss: True if the column after the tasks' columns is a loss computed by the model.
     """
     total, first = logits.new_zeros(()), 0
     columns = logits if logits.dim() == 2 else logits.unsqueeze(1)
@@ -48,11 +48,11 @@ def compute_loss(
 
 
 def _compute_model_loss(tasks: Sequence[Task], losses: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
-    """Return the loss computed by the model.
+    """Return the contribution of the model's own loss to the global loss.
 
     Args:
         tasks: Tasks of the run.
-        losses: Column of the model's output with its loss, [B].
+        losses: Column of the model's output that contains its loss, [B].
         batch: The global batch.
     """
     model_tasks = [(index, task) for index, task in enumerate(tasks) if task.loss.from_model]
@@ -77,7 +77,7 @@ def _select_keys(rows: GlobalBatch, tasks: Sequence[Task], column: str | None) -
 def _compute_row_losses(
     loss_fn: Loss, logits: torch.Tensor, labels: torch.Tensor, weights, keys, counts
 ) -> torch.Tensor:
-    """Return the loss of each row, [n]; `logits` is [n, columns of the task]."""
+    """Return the loss of each row, [n], from logits [n, columns of the task]."""
     key = next((key for key, kind in loss.parts.items() if kind is type(loss_fn)), None)
     if key in ROW_LOSSES:
         return ROW_LOSSES[key](loss_fn, logits if key == "cross_entropy" else logits.squeeze(1), labels)
@@ -88,9 +88,9 @@ def _compute_row_losses(
     if key:
         raise RunError(
             f"loss {key} has no reference definition for the parity check",
-            where=f"{__name__}.OF_ROWS, BATCH_LOSSES",
+            where=f"{__name__}: ROW_LOSSES, BATCH_LOSSES",
             expected="a function in plain torch for each loss of raytrec/tasks/losses",
-            do=f"add '{key}' to BATCH_LOSSES if the loss compares rows, otherwise to OF_ROWS",
+            do=f"add '{key}' to BATCH_LOSSES if the loss compares rows, otherwise to ROW_LOSSES",
         )
     logits = logits.squeeze(1)
     if isinstance(loss_fn, BatchLoss):

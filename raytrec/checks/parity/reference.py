@@ -1,8 +1,8 @@
 """Single-process computation in plain torch: the definition that every sharded run must match.
 
-The dense model is the same as in the trained run; tables and losses are not. Pooling and losses (losses.py)
-follow their formulas. Tables are ordinary parameters, updated by their optimizers' definitions
-(embeddings/optimizers). Dense layers use torch.optim, and clipping is that of a plain training loop.
+The dense model is the sharded run's; tables and losses are independent implementations. Pooling and losses
+(losses.py) follow their formulas. Tables are ordinary parameters, updated by their optimizers' definitions
+(embeddings/optimizers). Dense layers use torch.optim, and gradients are clipped as in a plain training loop.
 """
 
 from __future__ import annotations
@@ -27,17 +27,15 @@ KINKED_ACTIVATIONS = (nn.ReLU, nn.PReLU, nn.LeakyReLU)
 class Reference(nn.Module):
     """Tables and a dense model in one process.
 
-    Tables in fp16 are computed in fp32. `train` calls `round_tables` after every step, which rounds them to
-    the nearest value of their dtype.
+    fp16 tables are stored and updated in fp32. `train` calls `round_tables` after every step, which rounds the
+    tables to the nearest values of their dtypes.
 
     Args:
         schema: Features, their pooling and their tables.
-        tables: Weights of each table, [rows, dim]; copied.
-        model: Dense model with forward(dense, pooled) → logits; used without a copy.
-        sequences: Maximum number of ids of each feature that the model reads id by id, with the last id of a
-            bag first.
-        objective: Objective with the tasks to learn; default: the objective of a configuration without
-            `tasks`.
+        tables: Table → weights, [rows, dim]; copied.
+        model: Dense model with forward(dense, pooled) → logits; not copied.
+        sequences: Feature that the model reads id by id, last id first → maximum number of ids.
+        objective: Tasks and losses; default: the objective of a configuration without `tasks`.
         with_ids: Features whose ids are also passed to the model (ModelSection.reads_ids).
     """
 
@@ -61,8 +59,7 @@ class Reference(nn.Module):
     def pooled(self, batch: GlobalBatch) -> dict[str, torch.Tensor | Sequence]:
         """Return the pooled embeddings by feature, float32 [B, dim]: Σ wᵢ·eᵢ, divided by Σ wᵢ for means.
 
-        Empty bags and bags with Σ wᵢ = 0 are 0. Sequences that are read id by id contain the wᵢ·eᵢ
-        themselves.
+        Empty bags are 0, and means with Σ wᵢ = 0 are not divided. Sequences read id by id contain each wᵢ·eᵢ.
         """
         embeddings = {}
         for feature, spec in self.schema.sparse.items():
@@ -93,7 +90,7 @@ class Reference(nn.Module):
 
     @torch.no_grad()
     def round_tables(self) -> None:
-        """Round the tables to their dtypes."""
+        """Round the tables to values of their dtypes."""
         for name, weight in self.tables.items():
             weight.copy_(weight.to(self.dtypes[name]))
 
@@ -105,9 +102,9 @@ class Reference(nn.Module):
         return self.model(batch.dense, inputs)
 
     def _ids(self, feature: str, batch: GlobalBatch) -> torch.Tensor:
-        """Return the ids of each row, int64 [B, L], padded with −1.
+        """Return a feature's ids in each row, int64 [B, L], padded with −1.
 
-        Sequences have their last id first; pooled bags have only their first id.
+        Sequences start with their last id; of a pooled bag, only the first id is included.
         """
         ids, bag, _ = batch.bags[feature]
         places, length = count_later_ids(bag), self.sequences.get(feature, 1)
@@ -129,7 +126,7 @@ class Reference(nn.Module):
 
 
 class TableReference(torch.optim.Optimizer):
-    """Optimizer that updates a table by its optimizer's definition (TableOptimizer.update).
+    """Optimizer that updates a table by the definition in TableOptimizer.update.
 
     Args:
         name: Name of the optimizer in the configuration.
@@ -137,8 +134,8 @@ class TableReference(torch.optim.Optimizer):
         lr: Learning rate.
         eps: Constant added to the denominator.
         weight_decay: Weight decay.
-        touched_rows: If True, rows without a gradient and their state are not changed, as with FBGEMM's fused
-            kernels. Bias correction counts all steps.
+        touched_rows: True to leave rows without a gradient, and their state, unchanged, as FBGEMM's fused
+            kernels do. Bias correction counts all steps.
     """
 
     def __init__(
@@ -158,7 +155,7 @@ class TableReference(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Apply one update."""
+        """Update the table and its optimizer state once."""
         self._steps += 1
         for group in self.param_groups:
             (table,) = group["params"]
@@ -187,7 +184,7 @@ def train(
         reference: Model and tables.
         batches: Global batches.
         optimizers: Optimizers of the parameters.
-        max_grad_norm: Limit of torch.nn.utils.clip_grad_norm_ over all parameters; None: no clipping.
+        max_grad_norm: Limit for torch.nn.utils.clip_grad_norm_ over all parameters; None: no clipping.
     """
     logits_of_batches = []
     for batch in batches:
@@ -209,12 +206,12 @@ def train(
 def measure_kink_margins(reference: Reference, batches: list[GlobalBatch]) -> list[float]:
     """Return each batch's distance from the nearest kink of an activation; inf without such activations.
 
-    The distance is the smallest |input| of any activation with a kink at 0, relative to the largest |input|.
-    At 0 the gradient has two values, and rounding selects one.
+    The distance is the smallest |input| of an activation with a kink at 0, relative to its largest |input|. At
+    0, the gradient is ambiguous, and rounding selects one of two values.
 
     Args:
         reference: Model and tables.
-        batches: Batches of equal size. They pass through the model together, whose rows are independent.
+        batches: Batches of equal size. The model computes all of them at once, because rows are independent.
     """
     joined, margins = GlobalBatch.join(batches), torch.full((len(batches),), float("inf"))
 
@@ -232,10 +229,10 @@ def measure_kink_margins(reference: Reference, batches: list[GlobalBatch]) -> li
 
 
 def measure_max_row_gradients(reference: Reference, batch: GlobalBatch, parameters: list[nn.Parameter]) -> list[float]:
-    """Return, for each parameter, the largest value in any single row's contribution to the gradient.
+    """Return, for each parameter, the largest magnitude in any single row's contribution to the gradient.
 
-    Contributions may cancel in the sum, but their rounding does not. Errors must be compared with this
-    magnitude.
+    Contributions may cancel in the sum, but their rounding errors do not. Errors must therefore be compared with
+    this magnitude.
     """
     largest, logits = [0.0] * len(parameters), reference(batch)
     (slopes,) = torch.autograd.grad(reference.loss(logits, batch), logits)

@@ -1,7 +1,7 @@
 """Whole tensors of a sharded model.
 
-Tables with managed ids are shown in the order of ids: the values of an id are at the place with the id's
-number. Ids without a row have their initial values. The result equals that of a table without managed ids.
+Tables with managed ids are sorted by id: row i contains the values of id i, or its initial values if the id has
+no row. The result equals that of a table without managed ids.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from raytrec.tasks.task import count_logits, needs_vectors
 
 
 class ShardedRun:
-    """Sharded model for comparisons. Every method is a collective unless noted otherwise.
+    """Sharded model for comparisons. `train`, `pooled`, `weights` and `state` are collectives.
 
     Args:
-        build: train.build.build_step.
+        build: worker.build.build_step.
         config: Configuration of the run.
         schema: Schema of the run.
         device: Device of this rank.
-        bounds: Boundaries of the ranks' rows in a global batch (batches.cuts).
+        bounds: Boundaries of the ranks' rows in a global batch (batches.compute_row_bounds).
     """
 
     def __init__(self, build: Callable, config: RunConfig, schema: Schema, device: torch.device, bounds: list[int]):
@@ -47,17 +47,17 @@ class ShardedRun:
         self.kernels = {name: table.kernel for name, table in tables(self.step.model).items()}
 
     def train(self, batches: list[GlobalBatch]) -> None:
-        """Train on these batches."""
+        """Train on global batches; each rank trains its part."""
         local = [self._local(b) for b in batches]
         for _ in self.step.train(iter(local), len(local)):
             pass
 
     @torch.no_grad()
     def pooled(self, batch: GlobalBatch) -> dict[str, torch.Tensor]:
-        """Return the pooled embeddings of the whole batch on rank 0, and an empty dict on other ranks."""
+        """Return the pooled embeddings of the whole batch by feature on rank 0; {} on other ranks."""
         rank = dist.get_rank()
         local = self._local(batch).to(self.device)
-        if self.step.managed is not None:  # the ids have rows before the batch is trained
+        if self.step.managed is not None:  # new ids must get rows before the lookup
             self.step.managed.reset_new_rows(self.step.managed.map_and_admit_ids(local, 0))
         out = self.step.model.module.embeddings(local.sparse)
         local_part = {f: v[: self.bounds[rank + 1] - self.bounds[rank]].cpu() for f, v in out.items()}
@@ -71,7 +71,7 @@ class ShardedRun:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return every table and dense parameter as a whole tensor on rank 0.
 
-        Other ranks get only the tensors of which they hold a copy.
+        On other ranks, sharded tables are None.
         """
         model = self.step.model.module.head.model
         whole = {name: _select_farthest_copy(p.detach()).cpu() for name, p in model.named_parameters()}
@@ -89,7 +89,7 @@ class ShardedRun:
         return whole
 
     def _sort_by_id(self, table: str, values: torch.Tensor | None, without_row: torch.Tensor) -> torch.Tensor | None:
-        """Return values of a managed table in the order of ids, followed by the fallback rows.
+        """Return a managed table's values sorted by id, followed by the fallback rows.
 
         Args:
             table: Name of the table.
@@ -105,7 +105,7 @@ class ShardedRun:
         return out
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the optimizer state of every table as whole tensors on rank 0."""
+        """Return table → kind → optimizer state as a whole tensor on rank 0, or None on other ranks."""
         out: dict[str, dict[str, torch.Tensor]] = {}
         for table in tables(self.step.model, self.step.optimizer).values():
             for kind, parts in sorted(table.state.items()):
@@ -117,7 +117,7 @@ class ShardedRun:
         return out
 
     def reference(self) -> Reference | None:
-        """Return a single-process model with the weights of the last call of `weights`, on rank 0."""
+        """Return a reference with the weights of the last call to `weights` on rank 0; None elsewhere."""
         if dist.get_rank():
             return None
         objective = Objective.of(self.config, self.schema)
@@ -133,24 +133,24 @@ class ShardedRun:
 
     @torch.no_grad()
     def copy_weights_to(self, single_process: Reference) -> None:
-        """Copy the weights of the last call of `weights` to the reference."""
+        """Copy the weights of the last call to `weights` to the reference."""
         for name, parameter in self.list_parameters(single_process).items():
             parameter.copy_(self._read[name])
 
     def list_parameters(self, single_process: Reference) -> dict[str, torch.nn.Parameter]:
-        """Return the reference's parameters by their names in `weights`."""
+        """Return the reference's parameters under their names in `weights`."""
         return single_process.tables | dict(single_process.model.named_parameters())
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:
-    """Disable dropout, whose masks each rank draws independently."""
+    """Disable dropout, because each rank draws its masks independently."""
     for module in model.modules():
         if isinstance(module, Dropout):
             module.p = 0.0
 
 
 def _select_farthest_copy(replica: torch.Tensor) -> torch.Tensor:
-    """Return, for each value of a replicated tensor, the copy that is farthest from this rank's copy.
+    """Return, for each value of a replicated tensor, the rank's copy farthest from this rank's; a collective.
 
     The result equals the tensor if all copies are the same.
     """

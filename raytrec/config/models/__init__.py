@@ -1,8 +1,8 @@
-"""The `model` section: one class for each model. Keys that the model does not read are refused.
+"""The `model` section: one class per model. Keys that the model does not read are rejected.
 
-A new built-in model needs a section in the file of its family, registered with the path of its class, and a
-file in raytrec/models. A user-defined model needs only a class: model.name: module:Class. Torch is not
-imported, because the driver reads these sections.
+A new built-in model needs a section in the file of its family, registered with the path of the model class,
+and a file in raytrec/models. A user-defined model needs only a class, set as model.name: module:Class. Torch
+is not imported, because the driver reads these sections.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ OWN = "module:Class"
 
 
 class PythonSection(ModelSection):
-    """A user-defined class, built from (Schema, this section); its contract: raytrec/models/__init__.py."""
+    """A user-defined model class, built from (Schema, this section); contract: raytrec/models/__init__.py."""
 
     gives_vectors: ClassVar[bool | None] = None
     name: str
-    """Class as module:Class, on Python's path or in the working directory of the command."""
+    """Model class as module:Class, on Python's path or in the working directory of the command."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options that the class reads."""
     max_length: Lengths | None = None
-    """Maximum number of most recent ids of each sequence feature that the model reads id by id; or feature:
+    """Maximum number of most recent ids that the model reads id by id from each sequence feature; or feature:
     number, for these features only. Default: sequences are averaged."""
     gives_loss: bool = False
-    """True if the outputs are followed by an additional column, the model's own loss."""
+    """True if an additional column after the outputs contains the model's own loss."""
 
     towers: Towers | None = None
-    """For retrieval with a class that has methods query and item: features and dense columns (or patterns) of
-    each tower's vectors."""
+    """Features and dense columns (or patterns) of each tower's vectors, for retrieval with a class that
+    defines methods query and item."""
 
     @property
     def retrieves(self) -> bool:  # type: ignore[override]
@@ -57,7 +57,7 @@ class PythonSection(ModelSection):
 
     @property
     def own_loss(self) -> bool:
-        """Return `gives_loss`; only workers import the class itself."""
+        """Return `gives_loss`, because only workers import the class."""
         return self.gives_loss
 
     @property
@@ -84,8 +84,8 @@ def check_model(
     Args:
         schema: Schema of the run.
         config: Section of the model.
-        vectors: True if a task's loss reads vectors of query and item.
-        tasks: Task → number of its columns of logits; None if unknown.
+        vectors: True if a task's loss reads query and item vectors.
+        tasks: Task → number of its logit columns; None if unknown.
 
     Raises:
         ConfigError: The model cannot be built.

@@ -1,4 +1,4 @@
-"""Base class and registry of model sections, and checks that several sections share."""
+"""Base class and registry of model sections, and checks shared by several sections."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Dropout = Annotated[Number, Field(ge=0, lt=1)]
 
 
 class ModelSection(Section):
-    """The `model` section of one model, which is built from (Schema, this section).
+    """Base class of `model` sections; a model is built from (Schema, its section).
 
     Attributes:
         path: Class of the model as module:Class; only workers import the module.
-        gives_vectors: True if the model can also return vectors of query and item; None if unknown until
-            the model is built.
-        retrieves: True if the model has methods `query` and `item`. The dot product of their vectors orders
-            the items of a query like the model's scores, and each vector depends only on the features of its
-            tower (`tower_members`).
+        gives_vectors: True if the model can also return query and item vectors; None if unknown until the model
+            is built.
+        retrieves: True if the model defines methods `query` and `item`. The dot products of their vectors
+            rank the items of a query as the model's scores do, and each vector depends only on the features
+            of its tower (`tower_members`).
         own_loss_of_last: True if the model's own loss, if any, refers to the score in its last output column.
     """
 
@@ -39,15 +39,15 @@ class ModelSection(Section):
     name: str
     """Name of the model."""
     lookup_l2: NonNegativeFloat | dict[str, NonNegativeFloat] = 0.0
-    """Factor λ of an L2 penalty, one for all tables, or table: λ. Each row's loss includes λ ÷ 2 · ‖v‖² of
+    """Factor λ of an L2 penalty, one for all tables, or table: λ. Each row's loss includes λ ÷ 2 · ‖v‖² for
     every vector v that the row looks up. Unlike with weight_decay, an id is penalized once per lookup."""
 
     @property
     def own_loss(self) -> bool:
         """Return True if the model returns its own loss.
 
-        The loss is an additional column after the outputs and before vectors, with each row's share of the
-        loss; the share is 0 in evaluations.
+        An additional column, after the outputs and before any vectors, contains each row's share of the loss;
+        the share is 0 in evaluations.
         """
         return False
 
@@ -66,7 +66,7 @@ class ModelSection(Section):
         """Return feature → λ of `lookup_l2`, for features with λ > 0.
 
         Raises:
-            ConfigError: A table does not exist, or a feature has weights.
+            ConfigError: A table does not exist, or one of these features has weights.
         """
         factors = self.lookup_l2 if isinstance(self.lookup_l2, dict) else dict.fromkeys(schema.tables, self.lookup_l2)
         for table in factors:
@@ -86,11 +86,11 @@ class ModelSection(Section):
         return result
 
     def reads_ids(self, schema: Schema) -> list[str]:
-        """Return the features whose ids the model reads, in addition to embeddings (models/inputs.py)."""
+        """Return the features whose ids the model reads in addition to embeddings (models/inputs.py)."""
         return []
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
-        """Return tower (query and item) → sparse features and dense columns of the tower's vector.
+        """Return tower (query and item) → sparse features and dense columns that the tower's vector depends on.
 
         Only models with `retrieves` implement this method.
         """
@@ -110,7 +110,7 @@ class ModelSection(Section):
 
         Args:
             schema: Schema of the run.
-            tasks: Task → number of its columns of logits, in the order of the configuration.
+            tasks: Task → number of its logit columns, in the order of the configuration.
 
         Raises:
             ConfigError: The model cannot be built for these tasks.
@@ -122,7 +122,7 @@ S = TypeVar("S", bound=type[ModelSection])
 
 
 def model(name: str, path: str) -> Callable[[S], S]:
-    """Return a decorator that registers the section of a model.
+    """Return a decorator that registers a model's section.
 
     Args:
         name: Value of model.name.
@@ -154,7 +154,7 @@ def get_common_dim(schema: Schema, model: str) -> int:
 
 
 class OneDimSection(ModelSection):
-    """A model that stacks the vectors of all tables, which must therefore have the same dim."""
+    """Section of a model that stacks the vectors of all tables, which must therefore have the same dim."""
 
     def check(self, schema: Schema) -> None:
         """Check that all tables have the same dim."""
@@ -225,7 +225,7 @@ def check_feature(schema: Schema, feature: str, key: str, *, sequence: bool = Fa
         sequence: True if the feature must be a sequence that is read id by id.
 
     Raises:
-        ConfigError: The feature does not exist, or is not a sequence.
+        ConfigError: The feature does not exist, or is not a sequence although it must be one.
     """
     if feature not in schema.sparse:
         raise make_unknown_word_error(f"'{feature}' is not a feature", feature, schema.sparse, key)
@@ -240,7 +240,7 @@ def check_feature(schema: Schema, feature: str, key: str, *, sequence: bool = Fa
 
 
 def find_side_feature(schema: Schema, feature: str, column: str, where: str) -> int:
-    """Return the index of a column among the side features of a feature.
+    """Return the index of a column among the side features of a sequence feature.
 
     Args:
         schema: Schema of the run.
@@ -249,7 +249,7 @@ def find_side_feature(schema: Schema, feature: str, column: str, where: str) -> 
         where: Key of the configuration, for errors.
 
     Raises:
-        ConfigError: The column is not a side feature of the feature.
+        ConfigError: The column is not one of the feature's side features.
     """
     columns = schema.sparse[feature].side_features
     if column not in columns:

@@ -1,4 +1,4 @@
-"""Sections of models for several tasks."""
+"""Sections of multi-task models."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from raytrec.config.schema import Schema
 
 @model("shared_bottom", "raytrec.models.multitask:SharedBottom")
 class SharedBottomSection(ModelSection):
-    """One MLP that all tasks share, and one tower per task."""
+    """One MLP shared by all tasks, and one tower per task."""
 
     name: Literal["shared_bottom"]
     bottom_mlp: Annotated[Sizes, Field(min_length=1)] = Field([128])
-    """Sizes of the layers that all tasks share."""
+    """Sizes of the layers shared by all tasks."""
     tower_mlp: Sizes = Field([64])
     """Hidden sizes of each task's tower."""
     dropout: Dropout = 0.0
@@ -28,7 +28,7 @@ class SharedBottomSection(ModelSection):
 
 @model("mmoe", "raytrec.models.multitask:MMoE")
 class MMoESection(ModelSection):
-    """Experts that all tasks share, with a gate and a tower per task."""
+    """Experts shared by all tasks, with a gate and a tower per task."""
 
     name: Literal["mmoe"]
     experts: SmallCount = 4
@@ -49,9 +49,9 @@ class PLESection(ModelSection):
     levels: Annotated[SmallCount, Field(le=100)] = 2
     """Number of extraction levels, applied in sequence; 1 is CGC, the paper's single level."""
     shared_experts: SmallCount = 2
-    """Number of experts per level that all tasks read."""
+    """Number of shared experts per level, which all tasks read."""
     task_experts: SmallCount = 2
-    """Number of experts per level and task that only this task reads."""
+    """Number of experts per level and task, which only this task reads."""
     expert_mlp: Annotated[Sizes, Field(min_length=1)] = Field([64])
     """Sizes of an expert's layers."""
     tower_mlp: Sizes = Field([32])
@@ -73,13 +73,13 @@ def _check_task_name(name: str, tasks: Collection[str], where: str) -> None:
 
 @model("esmm", "raytrec.models.multitask:ESMM")
 class ESMMSection(ModelSection):
-    """P(click), and P(click and conversion) = P(click) · P(conversion | click)."""
+    """Model of P(click) and P(click and conversion) = P(click) · P(conversion | click)."""
 
     name: Literal["esmm"]
     click: str
     """Task whose label is the click."""
     conversion: str
-    """Task whose label is the conversion, 0 without a click. All rows are used."""
+    """Task whose label is the conversion, which is 0 without a click. The task uses all rows."""
     tower_mlp: Sizes = Field([128, 64])
     """Hidden sizes of the two towers."""
     dropout: Dropout = 0.0
@@ -112,19 +112,19 @@ class ESMMSection(ModelSection):
 
 @model("dbmtl", "raytrec.models.multitask:DBMTL")
 class DBMTLSection(ModelSection):
-    """A tower for each task, which also reads the towers of the tasks that it depends on."""
+    """A tower per task, which also reads the towers of the tasks on which its task depends."""
 
     name: Literal["dbmtl"]
     relations: dict[str, list[str]] | None = None
     """Task → tasks that it depends on, such as {bought: [clicked]}; default: each task depends on all
     previous tasks."""
     bottom_mlp: Sizes = Field([128])
-    """Sizes of the layers that all tasks share."""
+    """Sizes of the layers shared by all tasks."""
     tower_mlp: Annotated[Sizes, Field(min_length=1)] = Field([64])
     """Sizes of each task's own layers below the relations."""
     relation_mlp: Annotated[Sizes, Field(min_length=1)] = Field([32])
-    """Sizes of each task's layers above the relations, which read the task itself and the tasks that it
-    depends on."""
+    """Sizes of each task's layers above the relations, which read the lower layers of the task and of the
+    tasks on which it depends."""
     dropout: Dropout = 0.0
     """Dropout in all layers during training."""
 

@@ -1,4 +1,4 @@
-"""Sections of models of pooled embeddings, such as DLRM, DCN-V2 and DeepFM."""
+"""Sections of models that read pooled embeddings, such as DLRM, DCN-V2 and DeepFM."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class DlrmSection(OneDimSection):
 
     name: Literal["dlrm"] = "dlrm"
     bottom_mlp: Sizes = Field([128])
-    """Hidden sizes between the dense columns and their embedding."""
+    """Hidden sizes of the MLP from the dense columns to their embedding."""
     top_mlp: Sizes = Field([128, 64])
-    """Hidden sizes between interactions and logit."""
+    """Hidden sizes of the MLP from the interactions to the logit."""
     dropout: Dropout = 0.0
     """Dropout in the top MLP during training."""
 
@@ -36,7 +36,7 @@ class DcnSection(ModelSection):
     cross_layers: Annotated[SmallCount, Field(le=1000)] = 3
     """Number of cross layers, applied in sequence."""
     cross_rank: Size | None = None
-    """Rank of each cross layer's matrix as a product U V; default: a full matrix."""
+    """Rank of the product U V that replaces each cross layer's matrix; default: a full matrix."""
     deep: Literal["stacked", "parallel"] = "stacked"
     """stacked: top_mlp reads the output of the cross layers. parallel: top_mlp reads their input, and the
     logit combines both outputs."""
@@ -59,12 +59,12 @@ class DcnSection(ModelSection):
 def _check_first_order(
     schema: Schema, model: str, tasks: Mapping[str, int], features: Collection[str] | None = None
 ) -> None:
-    """Check that the rows of tables have room for first-order weights, one per output, and a vector.
+    """Check that table rows have room for one first-order weight per output and a vector.
 
     Args:
         schema: Schema of the run.
         model: Name of the model, for errors.
-        tasks: Task → number of its columns of logits.
+        tasks: Task → number of its logit columns.
         features: Features with first-order weights; None: all features.
 
     Raises:
@@ -96,16 +96,16 @@ class WideDeepSection(ModelSection):
     deep: Names = Field(["*"])
     """Sparse features and dense columns (or patterns) of the MLP. Each name must be in wide, deep or both."""
     cross_layers: Annotated[SmallCount, Field(le=1000)] | Literal[0] = 0
-    """Cross layers of DCN-V2 before the MLP."""
+    """Number of DCN-V2 cross layers before the MLP."""
     top_mlp: Sizes = Field([128, 64])
     """Hidden sizes of the MLP."""
     dropout: Dropout = 0.0
     """Dropout in the MLP during training."""
     deep_dropout: Dropout = 0.0
-    """Share of rows in training whose logit comes from the linear part only. Above 0, held-out rows
+    """Share of training rows whose logit comes only from the linear part. Above 0, held-out rows
     (data.valid or data.holdout) determine after training how much of the deep part is kept."""
     slope_rate: PositiveFloat = 1.0
-    """Factor of the dense columns' learning rate in the linear part."""
+    """Factor on the learning rate of the dense columns' weights in the linear part."""
 
     def check(self, schema: Schema) -> None:
         """Check that each feature and column is in the wide or the deep part."""
@@ -117,7 +117,7 @@ class WideDeepSection(ModelSection):
         _check_first_order(schema, self.name, tasks, [f for f in schema.sparse if f in wide])
 
     def parts(self, schema: Schema) -> dict[str, set[str]]:
-        """Return part (wide and deep) → its features and columns.
+        """Return part (wide or deep) → its features and columns.
 
         Raises:
             ConfigError: A pattern matches nothing, or a feature is in neither part.
@@ -135,7 +135,7 @@ class WideDeepSection(ModelSection):
 
 
 class FirstOrderSection(OneDimSection):
-    """A model of first-order weights, products of vectors, and an MLP over the same vectors."""
+    """Section of a model with first-order weights, products of vectors, and an MLP over the same vectors."""
 
     top_mlp: Sizes = Field([128, 64])
     """Hidden sizes of the MLP."""
@@ -169,7 +169,7 @@ Stream = Annotated[Sizes, Field(min_length=1)]
 
 @model("final_mlp", "raytrec.models.gates:FinalMLP")
 class FinalMLPSection(ModelSection):
-    """Two MLPs over gated inputs, and a bilinear form of both outputs (models/gates.py)."""
+    """Two MLPs over gated inputs, whose outputs a bilinear form combines (models/gates.py)."""
 
     name: Literal["final_mlp"]
     mlp1: Stream = Field([128, 64])
@@ -232,6 +232,6 @@ class MaskNetSection(OneDimSection):
     reduction: PositiveFloat = 2.0
     """Hidden width of a block's mask network, as a multiple of the mask's width."""
     top_mlp: Sizes = Field([64])
-    """Hidden sizes between the blocks and the logit; [] gives the serial model of the paper."""
+    """Hidden sizes of the MLP from the blocks to the logit; [] gives the paper's serial model."""
     dropout: Dropout = 0.0
     """Dropout in the top MLP during training."""

@@ -1,4 +1,4 @@
-"""Sections of models of a query and an item."""
+"""Sections of models that score an item for a query."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from raytrec.config.schema import Schema
 
 
 class SampledSection(ModelSection):
-    """A model that can compare each row's item with negatives drawn for the row."""
+    """Section of a model that can compare each row's item with negatives drawn for the row."""
 
     own_loss_of_last: ClassVar[bool] = True
     negatives: str | None = None
-    """Feature of ids that a row's item is compared with, such as one written by do: sample in
-    data.transforms. Enables the model's own loss (tasks: [{loss: from_model}]); default: the model has no own
-    loss."""
+    """Feature whose ids a row's item is compared with, such as a column written by do: sample in
+    data.transforms. Enables the model's own loss (tasks: [{loss: from_model}]); default: no loss of its
+    own."""
     max_negatives: SmallCount = 100
     """Maximum number of ids of `negatives` per row; missing ids are padded."""
     loss: Literal["softmax", "bce", "bpr"] = "softmax"
-    """Loss of an item and its negatives. softmax: cross-entropy of the softmax over all of them. bce: binary
-    cross-entropy of each. bpr: pairwise loss, by which the item should have a higher score than each
+    """Loss over an item and its negatives. softmax: cross-entropy of the softmax over all of them. bce:
+    binary cross-entropy of each. bpr: pairwise loss that favors higher scores of the item than of each
     negative."""
     share_negatives: bool = False
     """Compare a row's item with the negatives of all rows of the global batch, except negatives that equal
@@ -44,7 +44,7 @@ class SampledSection(ModelSection):
     sample writes this column for draws by frequency; the loss then corresponds to uniform draws."""
     gbce: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """Calibration of scores as log-odds of an item among all items, from 0 to 1, with loss: bce (gBCE).
-    Without calibration, few negatives of many items make scores too high."""
+    Without calibration, scores are too high if few negatives are drawn from many items."""
 
     @property
     def own_loss(self) -> bool:
@@ -52,14 +52,15 @@ class SampledSection(ModelSection):
         return self.negatives is not None
 
     def sequence_lengths(self, schema: Schema) -> dict[str, int]:
-        """Return the maximum number of negatives, which are read id by id."""
+        """Return negatives → maximum number of ids, because negatives are read id by id."""
         return {} if self.negatives is None else {self.negatives: self.max_negatives}
 
     def check_negatives(self, schema: Schema, item: str) -> None:
-        """Check that `negatives` is a sequence over the item's table, and the keys of the own loss.
+        """Check the keys of the model's own loss, and that `negatives` is a sequence over the item's table.
 
         Raises:
-            ConfigError: The sequence does not exist, looks up another table, or a key has no effect.
+            ConfigError: The feature does not exist, is not a sequence or looks up another table, or a key has no
+                effect.
         """
         if self.negatives is not None:
             check_feature(schema, self.negatives, "model.negatives", sequence=True)
@@ -68,7 +69,7 @@ class SampledSection(ModelSection):
         self.find_log_share_index(schema)
 
     def find_log_share_index(self, schema: Schema) -> int | None:
-        """Return the index of log_share among the negatives' side features; None: scores are unchanged.
+        """Return the index of log_share among the negatives' side features, or None if scores are not corrected.
 
         Raises:
             ConfigError: The column is not a side feature of the negatives.
@@ -98,14 +99,14 @@ class SampledSection(ModelSection):
                 )
 
     def _with_ids(self, *features: str) -> list[str]:
-        """Return the features and the negatives if rows share their negatives, else []."""
+        """Return `features` and the negatives if rows share their negatives, else []."""
         if not self.share_negatives or self.negatives is None:
             return []
         return [*features, self.negatives]
 
 
 class PairSection(SampledSection):
-    """A model of a user and an item."""
+    """Section of a model that scores an item for a user."""
 
     user: str = "user"
     """Feature of the user."""
@@ -113,7 +114,7 @@ class PairSection(SampledSection):
     """Feature of the recommended item."""
 
     def check(self, schema: Schema) -> None:
-        """Check that the features of user and item exist and that the negatives fit the item."""
+        """Check that the user and item features exist and that the negatives fit the item."""
         check_feature(schema, self.user, "model.user")
         check_feature(schema, self.item, "model.item")
         self.check_negatives(schema, self.item)
@@ -127,10 +128,10 @@ class MfSection(PairSection):
     retrieves: ClassVar[bool] = True
     name: Literal["mf"]
     bias: bool = True
-    """Use the last number of each embedding as the bias of the user or the item, not as a factor."""
+    """Use the last element of each embedding as the bias of the user or item, not as a factor."""
 
     def check(self, schema: Schema) -> None:
-        """Check the features, and that the tables of user and item have the same dim."""
+        """Check the features, and that the user and item tables have the same dim."""
         super().check(schema)
         expected = "the same dim for both tables, because mf computes their dot products"
         check_same_dim(schema, (self.user, self.item), expected, "give both tables the same dim")
@@ -160,7 +161,7 @@ class NcfSection(PairSection):
     """Dropout in the MLP during training."""
 
     def check(self, schema: Schema) -> None:
-        """Check features and widths, and that negatives are not shared."""
+        """Check the features and widths, and that negatives are not shared."""
         super().check(schema)
         self.widths(schema)
         if self.share_negatives:
@@ -172,10 +173,11 @@ class NcfSection(PairSection):
             )
 
     def widths(self, schema: Schema) -> tuple[int, int, int]:
-        """Return the width of the products, and the widths of user and item that the MLP reads.
+        """Return the width of the products, and the widths of the user and item vectors that the MLP reads.
 
         Raises:
-            ConfigError: The products would have different widths of user and item.
+            ConfigError: gmf_dim is larger than a table's dim or set together with shared, or the dims differ with
+                shared.
         """
         dims = [schema.get_feature_dim(feature) for feature in (self.user, self.item)]
         if self.shared and self.gmf_dim is not None:
@@ -204,7 +206,7 @@ class NcfSection(PairSection):
 
 
 class Towers(Section):
-    """Features and dense columns of the towers of query and item."""
+    """Features and dense columns of the query and item towers."""
 
     query: list[str] = Field(min_length=1)
     """Sparse features and dense columns (or patterns) of the query, such as the user's."""
@@ -212,7 +214,7 @@ class Towers(Section):
     """Sparse features and dense columns (or patterns) of the recommended item."""
 
     def members(self, names: list[str]) -> dict[str, set[str]]:
-        """Return tower (query and item) → the given features and dense columns that match its patterns.
+        """Return tower (query and item) → features and dense columns among `names` that match its patterns.
 
         Raises:
             ConfigError: A pattern matches nothing.
@@ -261,7 +263,7 @@ class TwoTowerSection(SampledSection):
         return self._with_ids(*self.members(schema)["item"])
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
-        """Return the result of `members`."""
+        """Return tower (query and item) → its features and columns."""
         return self.members(schema)
 
     def members(self, schema: Schema) -> dict[str, set[str]]:

@@ -1,4 +1,4 @@
-"""Sections of models of sequences: DIN, DIEN, BST, SASRec, HSTU."""
+"""Sections of sequence models: DIN, DIEN, BST, SASRec, HSTU."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from raytrec.config.schema import Schema
 
 
 class TargetedSection(ModelSection):
-    """A model that reads each sequence with respect to a target, such as an item that may come next."""
+    """Section of a model that reads each sequence with respect to a target, such as a possible next item."""
 
     max_length: SmallCount = 50
-    """Maximum number of most recent ids of a sequence feature that are read; the last id is the newest."""
+    """Maximum number of most recent ids read from each sequence feature, whose last id is the newest."""
     target: str | None = None
     """Feature with respect to which sequences are read; default: the feature that shares their table."""
     dropout: Dropout = 0.0
@@ -58,7 +58,7 @@ class TargetedSection(ModelSection):
         """Check that each sequence's vectors are as wide as its target's.
 
         Raises:
-            ConfigError: The widths differ, or see `targets`.
+            ConfigError: The widths differ, or a sequence has no target (see `targets`).
         """
         for pair in self.targets(schema).items():
             expected = "the same dim for both tables, because ids of a sequence are compared with its target"
@@ -88,11 +88,11 @@ class SequenceSection(TargetedSection):
 
     name: Literal["sequence"]
     attention_mlp: Sizes = Field([32])
-    """Hidden sizes between an id with its target and its score."""
+    """Hidden sizes of the MLP that scores an id's vector against its target's."""
     bottom_mlp: Sizes = Field([128])
-    """Hidden sizes between the dense columns and their embedding."""
+    """Hidden sizes of the MLP from the dense columns to their embedding."""
     top_mlp: Sizes = Field([128, 64])
-    """Hidden sizes between interactions and logit."""
+    """Hidden sizes of the MLP from the interactions to the logit."""
 
     def check(self, schema: Schema) -> None:
         """Check that all tables have the same dim and that each sequence has a target."""
@@ -102,13 +102,13 @@ class SequenceSection(TargetedSection):
 
 @model("din", "raytrec.models.target_attention:DIN")
 class DinSection(TargetedSection):
-    """Deep Interest Network: sequences summed with weights that depend on the target."""
+    """Deep Interest Network: sequences are summed with weights that depend on the target."""
 
     name: Literal["din"]
     attention_mlp: Sizes = Field([36])
-    """Hidden sizes between an id with its target and its weight."""
+    """Hidden sizes of the MLP that computes an id's weight from its vector and its target's."""
     top_mlp: Sizes = Field([200, 80])
-    """Hidden sizes between all concatenated vectors and the logit."""
+    """Hidden sizes of the MLP from all concatenated vectors to the logit."""
 
     def check(self, schema: Schema) -> None:
         """Check that each sequence's vectors are as wide as its target's."""
@@ -121,16 +121,16 @@ class DienSection(TargetedSection):
 
     name: Literal["dien"]
     negatives: str | None = None
-    """Feature of ids that are compared with those of a sequence, one per id, such as one written by do:
-    sample in data.transforms. Enables the auxiliary loss; default: no auxiliary loss."""
+    """Feature whose ids are compared with the ids of a sequence, one with each, such as a column written by
+    do: sample in data.transforms. Enables the auxiliary loss; default: no auxiliary loss."""
     auxiliary_weight: PositiveFloat = 1.0
     """Factor of the auxiliary loss."""
     top_mlp: Sizes = Field([200, 80])
-    """Hidden sizes between all concatenated vectors and the logit."""
+    """Hidden sizes of the MLP from all concatenated vectors to the logit."""
 
     @property
     def own_loss(self) -> bool:
-        """Return True if negatives are configured, for the auxiliary loss."""
+        """Return True if negatives are configured, which enables the auxiliary loss."""
         return self.negatives is not None
 
     def sequences(self, schema: Schema) -> list[str]:
@@ -138,7 +138,7 @@ class DienSection(TargetedSection):
         return [feature for feature in super().sequences(schema) if feature != self.negatives]
 
     def get_supervised_sequences(self, schema: Schema) -> list[str]:
-        """Return the sequences that negatives are compared with: all that look up the negatives' table."""
+        """Return the sequences with which negatives are compared: those that look up the negatives' table."""
         if self.negatives is None:
             return []
         table = schema.sparse[self.negatives].table
@@ -160,7 +160,7 @@ class DienSection(TargetedSection):
 
 
 def _check_heads(heads: int, width: int, what: str) -> None:
-    """Check that a width, which the clause `what` names in errors, is a multiple of the heads of attention.
+    """Check that a width is a multiple of the number of attention heads; errors begin with the clause `what`.
 
     Raises:
         ConfigError: The width is not a multiple.
@@ -188,7 +188,7 @@ class BstSection(TargetedSection):
     attention_dropout: Dropout = 0.0
     """Dropout of each layer's residual branches during training."""
     top_mlp: Sizes = Field([256, 128])
-    """Hidden sizes between all concatenated vectors and the logit."""
+    """Hidden sizes of the MLP from all concatenated vectors to the logit."""
 
     def check(self, schema: Schema) -> None:
         """Check that sequences are as wide as their targets and that the heads divide the width."""
@@ -199,7 +199,7 @@ class BstSection(TargetedSection):
 
 
 class NextItemSection(SampledSection):
-    """A causal model of a history of items (models/next_item.py)."""
+    """Section of a causal model of a history of items (models/next_item.py)."""
 
     gives_vectors: ClassVar[bool | None] = True
     retrieves: ClassVar[bool] = True
@@ -208,7 +208,7 @@ class NextItemSection(SampledSection):
     item: str = "item"
     """Feature of the next item, or of a candidate."""
     max_length: SmallCount = 50
-    """Maximum number of most recent items of the history that are read."""
+    """Maximum number of most recent items read from the history."""
     blocks: Annotated[SmallCount, Field(le=1000)] = 2
     """Number of layers, applied in sequence."""
     heads: Annotated[SmallCount, Field(le=1000)] = 1
@@ -223,7 +223,7 @@ class NextItemSection(SampledSection):
     """Divisor of the scores."""
 
     def sequence_lengths(self, schema: Schema) -> dict[str, int]:
-        """Return the maximum lengths of history and negatives, which are read id by id."""
+        """Return feature → maximum length of the history and the negatives, which are read id by id."""
         return {self.history: self.max_length} | super().sequence_lengths(schema)
 
     def reads_ids(self, schema: Schema) -> list[str]:
@@ -245,7 +245,7 @@ class NextItemSection(SampledSection):
         """Check that the number of heads divides model.width, or the dim of the items' table by default.
 
         Raises:
-            ConfigError: The width is not a multiple of the heads.
+            ConfigError: The width is not a multiple of the number of heads.
         """
         what = f"the dim of table {schema.sparse[self.item].table}" if width is None else "model.width"
         width = width or schema.get_feature_dim(self.item)
@@ -254,7 +254,7 @@ class NextItemSection(SampledSection):
 
 @model("sasrec", "raytrec.models.next_item:SASRec")
 class SasrecSection(NextItemSection):
-    """Self-attention over a history, for the next item."""
+    """Self-attention over a history that predicts the next item."""
 
     name: Literal["sasrec"]
     feedforward: Size | None = None
@@ -263,35 +263,35 @@ class SasrecSection(NextItemSection):
     """Dropout of attention weights during training; values above 0 are slow on CPU."""
 
     def check(self, schema: Schema) -> None:
-        """Check features, negatives and heads."""
+        """Check the features, negatives and heads."""
         super().check(schema)
         self.check_heads(schema)
 
 
 @model("hstu", "raytrec.models.next_item:HSTU")
 class HstuSection(NextItemSection):
-    """Pointwise aggregated attention over a history, for the next item."""
+    """Pointwise aggregated attention over a history that predicts the next item."""
 
     name: Literal["hstu"]
     width: Size | None = None
     """Width of u, v, queries and keys over all heads; default: the table's dim."""
     time: str | None = None
-    """Column with the times of the history's ids (schema: sparse.HISTORY.side_features). Attention then
-    depends on the time between two items as well; default: only on the number of items between."""
+    """Column with the times of the history's ids (schema: sparse.HISTORY.side_features). Attention then also
+    depends on the time between two items; default: only on the number of items between them."""
     normalize: bool = True
     """Normalize vectors to length 1: scores are cosines instead of dot products."""
     temperature: PositiveFloat = 0.05
     """Divisor of the scores."""
 
     def check(self, schema: Schema) -> None:
-        """Check features, negatives, heads and the column of times."""
+        """Check the features, negatives, heads and time column."""
         super().check(schema)
         self.check_heads(schema, self.width)
         if self.time is not None:
             self.find_time_index(schema)
 
     def find_time_index(self, schema: Schema) -> int | None:
-        """Return the index of the times among the history's side features, or None without times."""
+        """Return the index of the time column among the history's side features, or None if none is set."""
         if self.time is None:
             return None
         return find_side_feature(schema, self.history, self.time, "model.time")

@@ -1,8 +1,9 @@
-"""Reading of rows from the middle of a large row group. This module does not import torch.
+"""Reading rows from the middle of a large row group. This module does not import torch.
 
-pyarrow reads row groups from the first row. However, columns are written as pages of about ten thousand rows.
-Each page can be decoded separately, with the column's dictionary if there is one. This module walks the page
-headers to find the pages that hold the rows, and passes pyarrow a file in which these pages come first.
+pyarrow always reads a row group from its first row. However, columns are stored as pages of about ten
+thousand rows, and each page can be decoded separately (with the column's dictionary, if any). This module
+walks the page headers to find the pages that contain the requested rows, and passes pyarrow a file in which
+these pages come first.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ import pyarrow.parquet as pq
 
 from raytrec.data.pages.chunks import PageIndex, ReadAt
 
-FileVersion = tuple[str, int, int | None]  # version of a file: path, size, modification time in ns
-# Errors raised for unexpected bytes. Storage errors (OSError) are not among them, because reads are retried.
+FileVersion = tuple[str, int, int | None]  # version of a file: path, size in bytes, modification time in nanoseconds
+# Errors raised for unexpected bytes. Storage errors (OSError) are not included, because reads are retried.
 DECODING_ERRORS = (ValueError, LookupError, TypeError, OverflowError, pa.ArrowException)
 
 STREAM_BUFFER_BYTES = 64 << 10  # buffer size of pyarrow's reads
-READ_AHEAD_BYTES = 4 << 20  # bytes that a search for pages reads from an object store at a time
-BATCH_ROWS = 65_536  # rows decoded at a time if rows before the requested ones must be decoded
-MAX_PAGE_CACHE_BYTES = 16 << 20  # memory limit of a process for the positions of pages
+READ_AHEAD_BYTES = 4 << 20  # bytes per read from an object store during a search for pages
+BATCH_ROWS = 65_536  # number of rows decoded at a time if preceding rows must be decoded as well
+MAX_PAGE_CACHE_BYTES = 16 << 20  # memory limit for page positions in each process
 
-_page_cache: dict[tuple[FileVersion, int, int], PageIndex] = {}  # (file, row group, leaf column) → its pages
+_page_cache: dict[tuple[FileVersion, int, int], PageIndex] = {}  # (file, row group, leaf column) → page positions
 _lock = Lock()
 
 
@@ -41,22 +42,23 @@ def read_rows(
     last: int,
     names: list[str],
 ) -> pa.Table:
-    """Return columns of rows [first, last) of a row group, or fewer rows if the row group has fewer.
+    """Return columns for rows [first, last) of a row group, or for fewer rows if the row group ends earlier.
 
     If pages are not understood, the row group is decoded in batches from its first row. This is slower, but
-    pyarrow may be able to read the pages, or reports the error of the file.
+    pyarrow can then either read the pages or report an error in the file.
 
     Args:
         file: Open file.
-        version: Version of the file; the positions of pages are kept for the next call.
+        version: Version of the file; page positions are cached by version for later calls.
         reader: Reader of the file.
         group: Index of the row group.
         first: First row.
-        last: Row after the last one.
-        names: Names of columns or of fields of structs.
+        last: Index after the last row.
+        names: Names of columns or struct fields.
 
     Raises:
-        Damaged, ValueError, KeyError, OSError, pa.ArrowException: The file is damaged, or the storage fails.
+        DamagedPageError, ValueError, KeyError, OSError, pa.ArrowException: The file is damaged, or the
+            storage fails.
     """
     footer, columns = reader.metadata, set(reader.schema_arrow.names)
     leaves = _leaves(footer)
@@ -78,7 +80,7 @@ def read_rows(
 
 
 def _reader(file: pa.NativeFile, footer: pq.FileMetaData) -> pq.ParquetFile:
-    """Return a reader that reads only the bytes of the requested rows from a file."""
+    """Return a Parquet reader that reads only the requested bytes of a file, in small buffers."""
     options = {"metadata": footer, "pre_buffer": False, "buffer_size": STREAM_BUFFER_BYTES}
     return pq.ParquetFile(file, page_checksum_verification=True, **options)
 
@@ -94,15 +96,15 @@ class _RowSpan(NamedTuple):
 
 
 def _read_pages(pieces: dict[int, ChunkBytes], span: _RowSpan, columns: dict[str, int]) -> list[pa.Table]:
-    """Return one table of columns for each number of skipped rows, decoded from pages.
+    """Return tables decoded from pages; columns whose pages start at the same row share a table.
 
     Args:
-        pieces: Leaf column → bytes of its pages.
+        pieces: Leaf column → its fetched pages.
         span: Rows to return.
         columns: Name → leaf column.
 
     Raises:
-        One of ODD: The pages are not as expected.
+        One of DECODING_ERRORS: The pages are not as expected.
     """
     by_skip = defaultdict(list)
     for name, leaf in columns.items():
@@ -113,7 +115,7 @@ def _read_pages(pieces: dict[int, ChunkBytes], span: _RowSpan, columns: dict[str
         with pa.PythonFile(SparseFile(data, span.version[1]), mode="r") as excerpts:
             reader = _reader(excerpts, span.footer)
             tables = [_stream(reader, span.group, skip, rows, names) for skip, names in by_skip.items()]
-    except OSError as error:  # the bytes are in memory, so this is not a storage error
+    except OSError as error:  # all bytes are in memory, so the error does not come from the storage
         raise ValueError(str(error)) from None
     if any(table.num_rows < rows for table in tables):
         raise ValueError("the pages contain fewer rows than requested")
@@ -121,7 +123,7 @@ def _read_pages(pieces: dict[int, ChunkBytes], span: _RowSpan, columns: dict[str
 
 
 def _leaves(footer: pq.FileMetaData) -> dict[str, list[int]]:
-    """Return full name of a column or field → its leaf columns."""
+    """Return full column or field name → indexes of its leaf columns."""
     leaves = defaultdict(list)
     for i in range(footer.num_columns):
         path = footer.schema.column(i).path
@@ -132,12 +134,12 @@ def _leaves(footer: pq.FileMetaData) -> dict[str, list[int]]:
 
 
 class ChunkBytes(NamedTuple):
-    """Bytes that are read from a column chunk.
+    """Bytes read from a column chunk.
 
     Attributes:
         begin: Offset of the chunk in the file.
-        data: Dictionary, if needed, and pages.
-        row: First row of the pages.
+        data: Dictionary (if needed) and pages.
+        row: Index of the first row in the pages.
     """
 
     begin: int
@@ -146,7 +148,7 @@ class ChunkBytes(NamedTuple):
 
 
 def _fetch(file: pa.NativeFile, span: _RowSpan, leaves: list[int], used: set[int]) -> dict[int, ChunkBytes]:
-    """Return leaf column → pages with rows [first, last), for columns to read whose pages are understood.
+    """Return leaf column → pages with rows [first, last), for columns in `used` whose pages are understood.
 
     Args:
         file: Open file.
@@ -155,7 +157,7 @@ def _fetch(file: pa.NativeFile, span: _RowSpan, leaves: list[int], used: set[int
         used: Leaf columns whose pages are read.
 
     Raises:
-        Damaged: The pages of a column contradict the footer.
+        DamagedPageError: The pages of a column contradict the footer.
         OSError: The storage fails.
     """
     remote = "://" in span.version[0]
@@ -171,7 +173,7 @@ def _fetch(file: pa.NativeFile, span: _RowSpan, leaves: list[int], used: set[int
         except DECODING_ERRORS:
             return None
 
-    if remote:  # concurrent reads, as pyarrow does for whole row groups
+    if remote:  # columns are read concurrently, as pyarrow does for whole row groups
         with ThreadPoolExecutor(8) as pool:
             pieces = list(pool.map(fetch, leaves))
     else:
@@ -190,7 +192,7 @@ def _pages(span: _RowSpan, leaf: int) -> PageIndex:
 
 
 def _evict_pages() -> None:
-    """Drop the positions of the oldest pages beyond MAX_PAGE_CACHE_BYTES."""
+    """Drop the oldest page positions until the cache fits MAX_PAGE_CACHE_BYTES."""
     with _lock:
         total_bytes = sum(pages.nbytes for pages in _page_cache.values())
         for key in list(_page_cache):
@@ -200,7 +202,7 @@ def _evict_pages() -> None:
 
 
 def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: list[str]) -> pa.Table:
-    """Return columns of `rows` rows of a row group, after the first `skip` rows that the reader finds."""
+    """Return columns for `rows` rows of a row group, after skipping the reader's first `skip` rows."""
     size = skip + rows if skip + rows <= 2 * BATCH_ROWS else BATCH_ROWS
     batches, remaining = [], rows
     for batch in reader.iter_batches(size, row_groups=[group], columns=columns, use_threads=False):
@@ -213,7 +215,7 @@ def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: l
 
 
 class ReadAheadReader:
-    """Callable that reads at least `size` bytes at a time, so that the next requests need no read."""
+    """Callable that reads at least `size` bytes at a time, so that subsequent requests need no read."""
 
     def __init__(self, read_at: ReadAt, size: int):
         self._read_at, self._size = read_at, size
@@ -227,7 +229,7 @@ class ReadAheadReader:
 
 
 class SparseFile(io.RawIOBase):
-    """File that consists of some pieces only, given as offset → bytes."""
+    """Read-only file of `size` bytes of which only some pieces (offset → bytes) are available."""
 
     def __init__(self, pieces: dict[int, bytes], size: int):
         super().__init__()
@@ -247,12 +249,12 @@ class SparseFile(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position and return it; see io.IOBase.seek."""
+        """Set the position in the file and return the new position; see io.IOBase.seek."""
         self._at = offset + (0, self._at, self._size)[whence]
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        """Return bytes of the piece that contains the position; b"" after the end of a piece."""
+        """Return bytes from the current position up to the end of the piece; b"" outside of all pieces."""
         place = bisect_right(self._starts, self._at) - 1
         if place < 0:
             return b""

@@ -1,4 +1,4 @@
-"""Pages of a column chunk, page headers (Thrift's compact protocol) and rows. PyTorch is not imported."""
+"""Page positions, page headers (Thrift's compact protocol) and row counts of column chunks, without PyTorch."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-ReadAt = Callable[[int, int], bytes]  # (offset, size) → bytes, fewer only at the end of the file
-MAX_HEADER_BYTES = 1 << 20  # upper limit of a page header's size
+ReadAt = Callable[[int, int], bytes]  # (offset, size) → bytes; fewer than `size` only at the end of the file
+MAX_HEADER_BYTES = 1 << 20  # maximum size of a page header
 DATA, DATA_PAGE_V2 = 0, 3  # PageType of parquet.thrift
 TYPE, UNCOMPRESSED, COMPRESSED, CRC, DATA_HEADER, DATA_HEADER_V2 = 1, 2, 3, 4, 5, 8  # fields of PageHeader
 DATA_HEADERS = {DATA: DATA_HEADER, DATA_PAGE_V2: DATA_HEADER_V2}
-VALUES, ENCODING, LEVELS_ENCODING = 1, 2, 4  # fields of DataPageHeader; VALUES also of DataPageHeaderV2
+VALUES, ENCODING, LEVELS_ENCODING = 1, 2, 4  # fields of DataPageHeader; VALUES is also a field of DataPageHeaderV2
 V2_ENCODING, V2_LEVELS_BYTES = 4, 6  # fields of DataPageHeaderV2
 RLE, DICTIONARY_ENCODINGS = 3, (2, 8)  # values of Encoding; (PLAIN_DICTIONARY, RLE_DICTIONARY)
-MAX_UNCOUNTED_BYTES = 100  # dictionary headers, which early Java writers did not count in the size of chunks
+MAX_UNCOUNTED_BYTES = 100  # dictionary header, which early Java writers did not include in the size of a chunk
 
 
 class DamagedPageError(Exception):
-    """Error for pages that contradict the footer and would be decoded to wrong rows."""
+    """Error for pages that contradict the footer and would therefore be decoded to wrong rows."""
 
 
 class PageIndex:
-    """Positions of the data pages of a column chunk that start with a new row.
+    """Positions of those data pages of a column chunk that start with a new row.
 
-    Damage to one page would shift the rows of all later pages. Therefore, rows and values of the pages must
-    sum up to the footer's. If a page whose levels are counted has a checksum, it must be correct. The class
-    is thread-safe.
+    Damage to one page would shift the rows of all later pages. Therefore, the pages' numbers of rows and
+    values must add up to the numbers in the footer. If a page whose levels are counted has a checksum, the
+    checksum must be correct. The class is thread-safe.
     """
 
     def __init__(self, chunk: pq.ColumnChunkMetaData, column: pq.ColumnSchema, rows: int):
@@ -46,21 +46,21 @@ class PageIndex:
         self._all_rows, self._name = rows, chunk.path_in_schema
         self._offsets: list[int] = []
         self._rows: list[int] = []  # first row of each page
-        self._coded: list[bool] = []  # True if the dictionary is needed between a page and the next one
+        self._coded: list[bool] = []  # True if pages from this entry up to the next one use the dictionary
         self._at, self._row, self._first = self.begin, 0, self.begin
         self._lock = Lock()
 
     @property
     def nbytes(self) -> int:
-        """Return the approximate memory use in bytes."""
+        """Return the approximate memory use of the index in bytes."""
         return 500 + 80 * len(self._rows)
 
     def look_up(self, read_at: ReadAt) -> None:
         """Find all pages and their first rows, unless an earlier call has found them.
 
         Raises:
-            Damaged: The pages contradict the footer.
-            One of pages.ODD: The pages are not understood.
+            DamagedPageError: The pages contradict the footer.
+            One of pages.DECODING_ERRORS: The pages are not understood.
         """
         with self._lock:
             while self._left > 0 and self._at < self._end:
@@ -71,13 +71,13 @@ class PageIndex:
             )
 
     def read(self, read_at: ReadAt, first: int, last: int) -> tuple[bytes, int]:
-        """Read the pages that hold rows [first, last), after a call of `look_up`.
+        """Read the pages that contain rows [first, last), after a call to `look_up`.
 
         Returns:
-            Bytes of the dictionary, if needed, and the pages; and the first row of the pages.
+            Bytes of the dictionary (if needed) and the pages; and the index of the first row in the pages.
 
         Raises:
-            ValueError: No page holds the first row.
+            ValueError: No page contains the first row.
         """
         start, stop = bisect_right(self._rows, first) - 1, bisect_left(self._rows, last)
         if start < 0:
@@ -90,11 +90,11 @@ class PageIndex:
         return data, row
 
     def _advance_page(self, read_at: ReadAt) -> None:
-        """Record the next page and advance behind its end."""
+        """Record the next page and advance to its end."""
         header, size = self._header(read_at)
         kind, body = header[TYPE], header[COMPRESSED]
         room = self._end - self._at - size
-        if not 0 <= body <= room + MAX_UNCOUNTED_BYTES:  # pyarrow would allocate memory for the claimed size
+        if not 0 <= body <= room + MAX_UNCOUNTED_BYTES:  # pyarrow would allocate memory of the claimed size
             raise DamagedPageError(f"a page of column {self._name} claims {body:,} of {room:,} bytes left")
         if body > room:
             raise ValueError("the column chunk ends within a page")
@@ -114,7 +114,7 @@ class PageIndex:
         self._at += size + body
 
     def _header(self, read_at: ReadAt) -> tuple[dict[int, Any], int]:
-        """Return (fields of the next page's header, size of the header in bytes)."""
+        """Return (field id → value of the next page's header, size of the header in bytes)."""
         size, room = 128, min(MAX_HEADER_BYTES, self._end - self._at)
         while True:
             try:
@@ -127,18 +127,18 @@ class PageIndex:
                 raise DamagedPageError(f"a page of column {self._name} has no valid header: {error}") from None
 
     def _count_page_rows(self, read_at: ReadAt, at: int, header: dict[int, Any], values: int) -> tuple[int, bool]:
-        """Return (number of rows that begin in a page of lists, True if a row begins with the page)."""
+        """Return (number of rows that begin in a page of lists, True if the page starts with a new row)."""
         body = read_at(at, header[COMPRESSED])
         if CRC in header and crc32(body) != header[CRC] % (1 << 32):
             raise ValueError("a page's checksum is wrong")
-        if header[TYPE] == DATA_PAGE_V2:  # its field of rows is unreliable: Arrow used to write the value count
+        if header[TYPE] == DATA_PAGE_V2:  # the header's row count is unreliable: Arrow used to write the value count
             packed = body[: max(0, header[DATA_HEADER_V2][V2_LEVELS_BYTES])]
         else:
             packed = self._decompress_levels(body, header)
         return count_rows(packed, self._depth.bit_length(), values)
 
     def _decompress_levels(self, body: bytes, header: dict[int, Any]) -> bytes:
-        """Return the levels of a page of version 1, which are compressed together with the values."""
+        """Return the levels of a version-1 page, which are compressed together with the values."""
         if header[DATA_HEADER][LEVELS_ENCODING] != RLE:
             raise ValueError("the levels of a page have a deprecated encoding")
         if self._codec != "UNCOMPRESSED":
@@ -153,27 +153,27 @@ class PageIndex:
 
 
 def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
-    """Count the rows that begin in `count` repetition levels, which are the levels equal to 0.
+    """Count the rows that begin in `count` repetition levels; each level of 0 begins a row.
 
     Args:
-        data: Levels in Parquet's hybrid of runs and bit-packed groups.
-        width: Number of bits of a level, 1 to 8.
+        data: Levels in Parquet's hybrid encoding (run-length and bit-packed).
+        width: Number of bits per level, 1 to 8.
         count: Number of levels.
 
     Returns:
-        Number of rows, and True if the first level is 0.
+        Number of rows, and True if the first level begins a row.
 
     Raises:
         ValueError: There are fewer than `count` levels.
     """
-    packed, levels = bytearray(), 0  # bytes and number of levels of all groups; only the last may be cut
+    packed, levels = bytearray(), 0  # bytes and number of levels in bit-packed groups; only the last may be truncated
     rows, begins_row = 0, False
     at, remaining = 0, count
     while remaining > 0:
         head = shift = 0
         byte = 128
         while byte > 127:
-            byte, at = data[at] if at < len(data) else 0, at + 1  # after the end 0, an empty run
+            byte, at = data[at] if at < len(data) else 0, at + 1  # 0, an empty run, after the end
             head, shift = head | (byte & 127) << shift, shift + 7
         level = data[at] if at < len(data) else 0
         if head & 1:  # groups of eight levels
@@ -183,7 +183,7 @@ def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
             packed += groups
             levels += decoded
             level &= (1 << width) - 1
-        else:  # one level many times
+        else:  # run of one repeated level
             size = 1
             decoded = min(head >> 1, remaining) if at < len(data) else 0
             rows += 0 if level else decoded
@@ -196,7 +196,7 @@ def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
 
 
 def _unpack(packed: bytearray, width: int, count: int) -> np.ndarray:
-    """Return the first `count` levels of `width` bits, uint8 [count]."""
+    """Return the first `count` levels of `width` bits each, uint8 [count]."""
     bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
     if width == 1:
         return bits[:count]
@@ -213,10 +213,10 @@ class TruncatedDataError(ValueError):
 
 
 def read_struct(data: bytes, at: int = 0, depth: int = 0) -> tuple[dict[int, Any], int]:
-    """Return (field id → value of the struct that begins at byte `at`, position after the struct).
+    """Return (field id → value, end position) of the struct that begins at byte `at`.
 
     Raises:
-        Truncated: The bytes end before the struct.
+        TruncatedDataError: The bytes end within the struct.
         ValueError: The bytes are not a struct.
     """
     if depth > MAX_NESTING_DEPTH:
@@ -250,7 +250,7 @@ def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
         return data[at : at + size], at + size
     if kind in (LIST, SET):
         return _list(data, at, depth)
-    if kind in (BYTE, TRUE, FALSE):  # a boolean in a list is a byte
+    if kind in (BYTE, TRUE, FALSE):  # a boolean in a list takes a byte
         return data[at], at + 1
     if kind == DOUBLE:
         if at + 8 > len(data):
@@ -265,7 +265,7 @@ def _list(data: bytes, at: int, depth: int) -> tuple[list, int]:
     if size == 15:
         size, at = _varint(data, at)
     values = []
-    for _ in range(size):  # each value takes at least one byte, so a wrong size ends with IndexError
+    for _ in range(size):  # each value takes at least one byte, so a wrong size raises IndexError
         value, at = _value(data, at, head & 15, depth)
         values.append(value)
     return values, at
@@ -284,6 +284,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _integer(data: bytes, at: int) -> tuple[int, int]:
-    """Return a zigzag-encoded number and the position after it."""
+    """Return (zigzag-encoded integer at byte `at`, end position)."""
     value, at = _varint(data, at)
     return (value >> 1) ^ -(value & 1), at

@@ -1,4 +1,4 @@
-"""Decoding of a row group's rows, and records of skipped rows. This module does not import torch."""
+"""Decoding the rows of a row group, and recording skipped rows. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _footers: dict[FileVersion, pq.FileMetaData] = {}  # shared by the threads of th
 _lock = threading.Lock()
 MAX_FOOTER_CACHE_BYTES = 16 << 20
 MAX_OPEN_FILES = 8  # per thread
-MAX_FULL_DECODE_ROWS = 65_536  # row groups with at most this number of rows are decoded completely, then sliced
+MAX_FULL_DECODE_ROWS = 65_536  # row groups of at most this many rows are decoded completely, then sliced
 
 
 @dataclass(frozen=True)
 class ReadErrorPolicy:
-    """Treatment of rows that cannot be read (data.on_error), for read tasks.
+    """Treatment of unreadable rows in read tasks (data.on_error).
 
     Attributes:
-        skip: True to skip rows that cannot be read; False to raise an error.
-        log: File on storage shared by all nodes, to which each skip appends one line of JSON,
-            {what, where, rows}; None: skips are not recorded.
+        skip: True to skip unreadable rows; False to raise an error.
+        log: File on storage shared by all nodes, to which each skip appends a JSON line {what, where, rows};
+            None: skips are not recorded.
     """
 
     skip: bool = False
     log: str | None = None
 
     def leave_out(self, error: DataError, rows: int | None) -> None:
-        """Record rows that are skipped because of an error.
+        """Record rows skipped because of an error, or raise the error.
 
         Args:
             error: Error of the rows.
@@ -66,18 +66,20 @@ def decode_columns(
     names: list[str],
     folders: Mapping[str, pa.DataType | None] | None = None,
 ) -> pa.Table:
-    """Return columns of rows of a row group, from the file and from the names of its folders.
+    """Return columns for a range of rows of a row group, from the file and from the names of its folders.
 
     Args:
         path: Path or URI of the file.
         group: Index of the row group.
-        first: First row.
+        first: Index of the first row in the row group.
         rows: Number of rows.
         names: Names of the columns.
-        folders: Columns that are read from folder names → their types (Form.folders); None: no columns.
+        folders: Column → type, for columns read from folder names (ResolvedReadPlan.folders); None: no
+            columns.
 
     Raises:
-        DataError: The file is damaged, the file has changed or the storage fails; names file and row group.
+        DataError: The file is damaged or has changed, or the storage fails. The error names the file and row
+            group.
     """
     folders = folders or {}
     stored = [name for name in names if name not in folders]
@@ -132,7 +134,7 @@ def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> p
 
 
 class _OpenFiles(threading.local):
-    """Open files of each thread, the most recently used last."""
+    """Open files of the current thread; the most recently used file is the last."""
 
     def __init__(self) -> None:
         self.files: dict[str, tuple[FileVersion, pa.NativeFile, pq.ParquetFile]] = {}
@@ -142,7 +144,7 @@ _open_files = _OpenFiles()
 
 
 def _open_cached(version: FileVersion, open_file: Callable[[], pa.NativeFile]) -> tuple[pa.NativeFile, pq.ParquetFile]:
-    """Return a file and its reader, and keep them open for the next row groups.
+    """Return a file and its reader, which stay open for the next row groups.
 
     Opening a file takes as long as decoding a thousand rows.
     """
@@ -150,21 +152,21 @@ def _open_cached(version: FileVersion, open_file: Callable[[], pa.NativeFile]) -
     cached = _open_files.files.pop(path, None)
     if cached is None or cached[0] != version:
         file, footer = open_file(), _footers.get(version)
-        # Local files are read without latency, and the threads of pre_buffer would cost time.
+        # Reads of local files have little latency, so the threads of pre_buffer would only cost time.
         reader = pq.ParquetFile(file, metadata=footer, pre_buffer=remote, page_checksum_verification=True)
         if footer is None:
             _cache_footer(version, reader.metadata)
         cached = version, file, reader
-    _open_files.files[path] = cached  # at the end of the dict, where files are closed last
+    _open_files.files[path] = cached  # moved to the end of the dict; files at the start are closed first
     if len(_open_files.files) > MAX_OPEN_FILES:
         del _open_files.files[next(iter(_open_files.files))]
     return cached[1:]
 
 
 def _cache_footer(version: FileVersion, footer: pq.FileMetaData) -> None:
-    """Keep a footer for the file's other row groups; drop the oldest footers beyond MAX_FOOTER_CACHE_BYTES.
+    """Cache a footer for the file's other row groups, and drop the oldest beyond MAX_FOOTER_CACHE_BYTES.
 
-    Parsing the footer for each row group would take a considerable share of the decoding time.
+    Parsing the footer again for each row group would take a considerable share of the decoding time.
     """
     with _lock:
         _footers[version] = footer

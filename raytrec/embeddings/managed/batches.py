@@ -1,6 +1,6 @@
-"""Replacement of managed ids in batches by table rows.
+"""Replacement of managed ids in batches with table rows.
 
-The ids of all tables go to their owners in one exchange, and the rows come back in one.
+The ids of all tables are sent to their owners in one exchange, and the rows are returned in another.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COUNTED = "admitted", "evicted", "lookups", "fallback"  # keys of RowMap.counted
 
 
 class IdExchange:
-    """Maps of all managed tables. All ranks must call its methods together.
+    """Maps from ids to rows for all managed tables. All ranks must call the methods together.
 
     Args:
         tables: Number of rows (including fallback rows) and policy of each table, by name.
@@ -53,7 +53,7 @@ class IdExchange:
         self.maps = {table: RowMap(self._all, number) for number, table in enumerate(tables)}
 
     def train(self, ids: Mapping[str, torch.Tensor], step: int) -> tuple[dict[str, torch.Tensor], dict[str, NewRows]]:
-        """Return the rows of the ids of a global batch, after assigning rows to some of these ids.
+        """Return the rows of this rank's ids of a global batch, after assigning rows to newly admitted ids.
 
         Args:
             ids: This rank's ids of the batch by table, int64 [n].
@@ -122,10 +122,10 @@ class IdExchange:
 
 
 def _make_peers(device: torch.device) -> Peers:
-    """Return all ranks; on GPUs as a separate process group.
+    """Return all ranks as peers, with a separate process group on GPUs.
 
-    NCCL executes the requests of one group in order, so the ids of the next batch would wait for the
-    gradients of this batch.
+    NCCL executes the requests of one group in order. In the default group, the ids of the next batch would
+    therefore wait for the gradients of this batch.
     """
     if device.type != "cuda" or not dist.is_initialized() or dist.get_world_size() == 1:
         return Peers()
@@ -134,7 +134,7 @@ def _make_peers(device: torch.device) -> Peers:
 
 
 class ManagedBatches:
-    """Mapping of the ids of batches to rows, and reset of rows that are assigned to another id.
+    """Mapping of ids in batches to rows, and reset of rows that are reassigned to other ids.
 
     All methods except `reset_new_rows` are collectives, as is the constructor. A pipeline fetches batches a
     few steps ahead, and their ids get rows at that time. A row must keep the previous id's values until all
@@ -174,7 +174,7 @@ class ManagedBatches:
         }
 
     def map_and_admit_ids(self, batch: Batch, step: int) -> Batch:
-        """Replace the ids of a batch by rows in place, assigning rows to new ids, and return the batch.
+        """Replace the ids of a batch with rows in place, assign rows to new ids, and return the batch.
 
         Args:
             batch: Batch of this rank.
@@ -191,8 +191,8 @@ class ManagedBatches:
     def _locate_new_rows(self, new: dict[str, NewRows]) -> dict[str, NewRows]:
         """Return the new rows of each table that has any, with their places in this rank's shards.
 
-        The host waits for the number of rows. At this point a GPU still has earlier steps to train; when the
-        model is called, the GPU would be idle.
+        The host waits for the number of rows. At this point, a GPU is still busy with earlier steps. If the
+        host waited when the model is called, the GPU would be idle.
         """
         new = {name: table_rows for name, table_rows in new.items() if len(table_rows.rows)}
         within = {
@@ -232,7 +232,7 @@ class ManagedBatches:
         return replace(batch, sparse=self._replace_ids(batch.sparse, rows), new_rows={})
 
     def collect_figures(self) -> dict[str, dict[str, float]]:
-        """Return figures of each managed table since the last call, over all ranks (docs/monitoring.md)."""
+        """Return each managed table's figures over all ranks since the last call (docs/monitoring.md)."""
         sums = []
         for table, part in self.maps.items():
             ages, previous = part.sample_ages(self.steps), self._previous_counts.get(table, {})
@@ -253,7 +253,7 @@ class ManagedBatches:
         return out
 
     def look_up_rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows of this rank's ids of one table, int64 [n]; fallback rows for ids without a row."""
+        """Return the rows of this rank's ids in one table, int64 [n]; fallback rows for ids without a row."""
         requested = {name: ids[: len(ids) if name == table else 0].to(self._device) for name in self.maps}
         return self._exchange.look_up(requested)[table]
 

@@ -1,4 +1,4 @@
-"""Hash map of the keys of several tables, in torch, on any device.
+"""Hash map for the keys of several tables, implemented in torch for any device.
 
 Keys of all tables are found, inserted and removed together. The number of kernel launches and waits on a GPU
 is therefore independent of the number of tables.
@@ -24,7 +24,7 @@ from raytrec.common.collectives import to_device_tensor
 from raytrec.embeddings.hashing import NO_KEY, find_key_owners, select_by_table
 
 BUCKET_SLOTS = 8  # slots per bucket
-INITIAL_LOAD_FACTOR = 0.6  # share of slots filled when a map has the number of entries it was created for
+INITIAL_LOAD_FACTOR = 0.6  # share of slots filled when a map contains the expected number of entries
 MAX_LOAD_FACTOR = 0.9  # share of filled slots above which a map grows
 
 
@@ -47,17 +47,17 @@ class KeyEntries:
         return KeyEntries(self.keys[which], {name: values[which] for name, values in self.fields.items()})
 
     def in_order(self) -> KeyEntries:
-        """Return the entries in the order of keys."""
+        """Return the entries sorted by key."""
         return self[self.keys.argsort()]
 
 
 @dataclass(frozen=True)
 class FreeRows:
-    """Rows of a table without an id; the same on all ranks.
+    """Rows of a table that are not assigned to an id; the same on all ranks.
 
     Attributes:
-        handed: Number of rows that have been assigned at least once.
-        left: Rows whose ids have left, int64 [n], in the order in which they will be reassigned.
+        handed: Number of rows that have been assigned at least once; the other rows are free.
+        left: Rows whose ids have been removed, int64 [n], in the order in which they will be reassigned.
     """
 
     handed: int
@@ -69,8 +69,8 @@ class MapState:
     """Content of a table's map on all or some ranks.
 
     Attributes:
-        rows: Keys with a row; fields row, sightings and last (step of the last sighting).
-        waiting: Keys not yet seen often enough; fields sightings and last.
+        rows: Keys with a row; their fields are row, sightings and last (step of the last sighting).
+        waiting: Keys not yet seen often enough for a row; their fields are sightings and last.
         free: Rows without an id.
     """
 
@@ -80,13 +80,13 @@ class MapState:
 
 
 class KeyMap:
-    """Keys of one rank's span, with integer fields.
+    """Map from the keys in one rank's span to integer fields.
 
-    In the methods, `tables`, int64 [n], is the ascending table number of each key. `sizes` is the number of
-    these n keys in each table.
+    In the methods, `tables`, int64 [n], contains the table number of each key, ascending. `sizes` contains the
+    number of these n keys in each table.
 
     Args:
-        entries: Expected number of entries of each table; a table's range grows beyond that.
+        entries: Expected number of entries of each table; a table with more entries gets more buckets.
         dtypes: Dtype of each field by name.
         world: Number of ranks that share all keys.
         device: Device of the map.
@@ -128,7 +128,7 @@ class KeyMap:
         return slots
 
     def _find_in_buckets(self, bucket_M: torch.Tensor, keys_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the slot of each key (-1 if not in its bucket) and the keys that may be in the next one."""
+        """Return each key's slot (-1 if not in its bucket) and the indices of keys to look for in the next one."""
         column_M = _find_column(self._keys.index_select(0, bucket_M) == keys_M.unsqueeze(1))
         missing_M = column_M < 0
         continues_M = missing_M & (self._passed.index_select(0, bucket_M) > 0)
@@ -136,7 +136,7 @@ class KeyMap:
         return slots_M, continues_M.nonzero().squeeze(1)
 
     def insert(self, tables: torch.Tensor, sizes: Sequence[int], entries: KeyEntries) -> None:
-        """Insert keys that are not in the map. Slots found earlier may change."""
+        """Insert keys that are not in the map; slots found earlier may become invalid."""
         for table, size in enumerate(sizes):
             needed = self.counts[table] + size
             if needed > MAX_LOAD_FACTOR * BUCKET_SLOTS * self._buckets[table]:
@@ -150,9 +150,9 @@ class KeyMap:
             self.fields[name].index_copy_(0, slots, values.to(self.fields[name].dtype))
 
     def _grow(self, table: int, entries: int) -> None:
-        """Enlarge a table's range for a number of entries.
+        """Enlarge a table's range of buckets for a number of entries.
 
-        Tensors are copied one after the other to limit the memory that is needed twice.
+        Tensors are copied one after another, so that only one of them is in memory twice.
         """
         old_entries, start, end = self.entries(table), self._find_first_bucket(table), self._ends[table]
         buckets = self._buckets[table] = _count_buckets(entries)
@@ -189,7 +189,7 @@ class KeyMap:
         return slots
 
     def remove(self, tables: torch.Tensor, sizes: Sequence[int], slots: torch.Tensor) -> None:
-        """Remove keys by their distinct slots [n]."""
+        """Remove the keys in these distinct slots, int64 [n]."""
         bucket = slots // BUCKET_SLOTS
         home = self._find_home_buckets(tables, self._keys.view(-1)[slots])
         while len(passed := (home != bucket).nonzero().squeeze(1)):
@@ -200,11 +200,11 @@ class KeyMap:
         self.counts = [count - size for count, size in zip(self.counts, sizes, strict=True)]
 
     def find_occupied_slots(self, table: int) -> torch.Tensor:
-        """Return the slots with a key of a table, int64 [n], ascending."""
+        """Return the slots of a table that contain a key, int64 [n], ascending."""
         return self.sample(table, self._buckets[table] * BUCKET_SLOTS)
 
     def sample(self, table: int, max_slots: int) -> torch.Tensor:
-        """Return the slots with a key among about `max_slots` evenly spaced slots of a table, int64 [n]."""
+        """Return the slots that contain a key among about `max_slots` evenly spaced ones of a table, int64 [n]."""
         stride = max(1, self._buckets[table] * BUCKET_SLOTS // max_slots)
         taken = self._slice_table(table, self._keys.view(-1))[::stride] != NO_KEY
         return taken.nonzero().squeeze(1) * stride + self._find_first_bucket(table) * BUCKET_SLOTS
@@ -242,7 +242,7 @@ class KeyMap:
         return self._ends[table] - self._buckets[table]
 
     def read_slots(self, slots: torch.Tensor) -> KeyEntries:
-        """Return the entries in these slots, each of which has a key."""
+        """Return the entries in these slots, each of which must contain a key."""
         fields = {name: values.index_select(0, slots) for name, values in self.fields.items()}
         return KeyEntries(self._keys.view(-1).index_select(0, slots), fields)
 
@@ -251,12 +251,12 @@ class KeyMap:
         return self.read_slots(self.find_occupied_slots(table))
 
     def _find_home_buckets(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return the bucket of each key, in which the key is stored unless the bucket is full."""
+        """Return the home bucket of each key, in which the key is stored unless the bucket is full."""
         within = (find_key_owners(keys, self._world)[1] * select_by_table(self._buckets_T, tables)) >> 32
         return within.add_(select_by_table(self._start_T, tables))
 
     def _find_next_buckets(self, tables: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
-        """Return the bucket after each bucket; the first bucket of the table follows its last one."""
+        """Return the bucket after each bucket; a table's last bucket is followed by its first."""
         following = buckets + 1
         return following.where(following < select_by_table(self._end_T, tables), select_by_table(self._start_T, tables))
 

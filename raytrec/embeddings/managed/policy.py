@@ -1,6 +1,6 @@
-"""Policies of managed ids: admission of ids to rows, and eviction.
+"""Policies for managed ids: admission of ids to rows, and eviction of ids.
 
-All decisions are functions of the ids seen by all ranks together.
+All decisions are functions of the ids that all ranks together have seen.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ MAX_SIGHTINGS = 2**31 - 1
 MIN_FREED_DIVISOR = 64  # at least 1/64 of the rows is freed at once, so that searches are rare
 # lru frees rows for 4 steps like the current one, up to 1/4 of the rows.
 LRU_STEPS_AHEAD, LRU_MAX_FREED_DIVISOR = 4, 4
-MAX_FREED_ROWS = 2**20  # maximum number of rows freed ahead; every rank keeps a list of them
+MAX_FREED_ROWS = 2**20  # maximum number of rows freed in advance; every rank keeps a list of them
 HISTOGRAM_BITS = 12  # bits of a score per histogram, which all ranks sum: 32 KiB
 
 
 def get_max_counted_sightings(eviction: Eviction) -> int:
-    """Return the maximum number of sightings that an id's score distinguishes; 0 with lru."""
+    """Return the maximum number of sightings that an id's score counts; 0 with lru."""
     return 0 if eviction == "lru" else MAX_SIGHTINGS
 
 
 def compute_eviction_scores(counted: torch.Tensor, sightings: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """Return the scores of ids with rows, int64 [n], 0 or more; ids with the lowest scores are evicted first.
+    """Return the scores of ids with rows, int64 [n], ≥ 0; ids with the lowest scores are evicted first.
 
     With lru, the score is the step of the last sighting. With lfu, it is the number of sightings, and the
     last step breaks ties.
@@ -42,9 +42,9 @@ def compute_eviction_scores(counted: torch.Tensor, sightings: torch.Tensor, last
 
 
 def compute_admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-    """Return the scores of ids without a row, int64 [n], 0 or more, used if there are too few rows.
+    """Return the scores of ids without a row, int64 [n], ≥ 0, which are used if there are too few rows.
 
-    Ids with more sightings are admitted first. A uniform draw, a function of (seed, step, key), breaks ties.
+    Ids with more sightings are admitted first. A uniform draw determined by (seed, step, key) breaks ties.
 
     Args:
         keys: Keys of the ids, int64 [n].
@@ -61,8 +61,8 @@ def compute_admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: 
 def count_rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
     """Return the number of ids that lose their rows at a step with too few free rows.
 
-    With lru, the missing rows are freed, and some more ahead. With lfu, at most 1/64 of the rows is
-    reassigned per step: otherwise a batch with many new ids would take rows from frequent ids.
+    With lru, the missing rows are freed, plus some in advance. With lfu, at most 1/64 of the rows are
+    reassigned per step; otherwise, a batch with many new ids would take rows from frequent ids.
 
     Args:
         eviction: Eviction policy.
@@ -76,10 +76,10 @@ def count_rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
 
 
 def find_expiry_step(ttl_steps: int | None, step: int) -> int | None:
-    """Return the step before which ids must have been last seen to expire now, or None if no ids expire.
+    """Return the step such that ids last seen before it expire now, or None if no ids expire at this step.
 
     Args:
-        ttl_steps: Number of steps for which an id may be unseen; None: unlimited.
+        ttl_steps: Number of steps for which an id may remain unseen; None: unlimited.
         step: Current step.
     """
     due = ttl_steps and step % max(1, ttl_steps // EXPIRY_CHECKS_PER_TTL) == 0
@@ -87,10 +87,10 @@ def find_expiry_step(ttl_steps: int | None, step: int) -> int | None:
 
 
 def choose_row_stride(rows: int) -> int:
-    """Return the distance between rows that are assigned one after the other.
+    """Return the distance between rows that are assigned one after another.
 
-    It is close to the golden section of the table, so that any number of consecutive assignments is spread
-    evenly. It has no common divisor with `rows`, so that every row is reached.
+    The distance is close to the golden section of the table, so that any number of consecutive assignments is
+    spread evenly. The distance and `rows` are coprime, so that every row is reached.
     """
     step = max(1, round(min(rows, 2**62 // max(rows, 1)) * (sqrt(5) - 1) / 2))
     while gcd(step, rows) > 1:
@@ -101,7 +101,7 @@ def choose_row_stride(rows: int) -> int:
 def find_lowest_keys(
     tables: torch.Tensor, scores: torch.Tensor, keys: torch.Tensor, counts: list[int], peers: Peers
 ) -> torch.Tensor:
-    """Return the places in `keys` of this rank's keys among the lowest of their table on all ranks.
+    """Return the indices of this rank's keys that are among the lowest of their table on all ranks.
 
     The result is int64 [n], ascending. Keys are ordered by score and then by key. This is a collective.
 
@@ -113,7 +113,7 @@ def find_lowest_keys(
         tables: Table number of each key, int64 [n], ascending, from 0.
         scores: Scores, int64 [n], 0 or more.
         keys: Keys, int64 [n].
-        counts: Number of keys to take from each table on all ranks; if a table has fewer, all are taken.
+        counts: Number of keys to take from each table on all ranks; if a table contains fewer, all are taken.
         peers: Ranks that share the keys.
     """
     device = scores.device
@@ -150,7 +150,7 @@ def find_lowest_keys(
 def _find_thresholds(
     tables: torch.Tensor, scores: torch.Tensor, counts: list[int], lows: list[int], highs: list[int], peers: Peers
 ) -> tuple[list[int], list[int]]:
-    """Return, for each table, the score of the last key to take and how many keys of that score to take.
+    """Return the score of the last key to take and the number of keys with it to take, for each table.
 
     Args:
         tables: Table number of each key, int64 [n], ascending.
@@ -170,7 +170,7 @@ def _find_thresholds(
         bins = ((scores - select_by_table(low_T, tables)) >> select_by_table(shift_T, tables)) + select_by_table(
             starts_T, tables
         )
-        # torch.bincount would make the host wait.
+        # torch.bincount would make the host wait for the GPU.
         zeros = torch.zeros(len(counts) << HISTOGRAM_BITS, dtype=torch.int64, device=device)
         histogram = peers.sum(zeros.index_add_(0, bins, torch.ones_like(bins))).view(len(counts), -1)
         cumulative = histogram.cumsum(1)

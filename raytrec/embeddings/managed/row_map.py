@@ -12,13 +12,13 @@ from raytrec.embeddings.hashing import find_key_owners, hash_bits
 from raytrec.embeddings.managed.key_map import MapState
 from raytrec.embeddings.managed.row_maps import RowMaps
 
-AGE_SAMPLE_SLOTS = 2**16  # slots sampled for the age of ids
+AGE_SAMPLE_SLOTS = 2**16  # slots sampled to estimate the age of ids
 HASH_BLOCK_ROWS = 2**20  # rows hashed at a time
 HASH_MASK = 2**64 - 1
 
 
 class RowMap:
-    """View of one table in `maps`.
+    """View of one table's map within a RowMaps.
 
     Args:
         maps: This rank's part of the maps of all tables.
@@ -45,8 +45,8 @@ class RowMap:
     def counted(self) -> Mapping[str, int | torch.Tensor]:
         """Counts of this rank since the start.
 
-        "admitted" and "evicted" count ids; "lookups" counts ids of batches and "fallback" those that got a
-        fallback row. The latter two are scalars on the device.
+        "admitted" and "evicted" count ids; "lookups" counts the ids in batches, and "fallback" counts those
+        of them that were replaced with a fallback row. The latter two are scalars on the device.
         """
         maps, table = self._maps, self._table
         return {
@@ -65,8 +65,8 @@ class RowMap:
         """Load this rank's part of a state into an empty map.
 
         Args:
-            state: State of any ranks, including keys that other ranks own. Keys that this rank owns are
-                distinct.
+            state: State from any ranks, which can include keys that other ranks own. Keys that this rank
+                owns must be distinct.
         """
         maps, table = self._maps, self._table
         for key_map, entries in (maps.rows, state.rows), (maps.waiting, state.waiting):
@@ -83,7 +83,7 @@ class RowMap:
         return (step - last.long()).clamp(min=0)
 
     def audit(self) -> MapAudit:
-        """Return the figures needed to check that ids and rows are one to one over all ranks."""
+        """Return the figures needed to check that the map from ids to rows is one to one over all ranks."""
         maps, table, peers = self._maps, self._table, self._maps.peers
         free, entries = maps.free[table], maps.rows.entries(table)
         rows, (owners, _) = entries.fields["row"].long(), find_key_owners(entries.keys, peers.world)
@@ -110,14 +110,14 @@ class MapAudit:
     """Counts and hashes of one rank's part of a map.
 
     Attributes:
-        rank: Rank.
+        rank: Rank whose part is audited.
         ids: Number of this rank's ids that have a row.
         out_of_range_rows: Number of these ids with a row outside the range for ids.
         foreign_ids: Number of these ids that another rank owns.
-        repeated: Number of repetitions among these ids.
-        sum: Σ of the hashes of the ids' rows and of this rank's share of the rows never assigned, minus the
-            hashes of this rank's share of all rows; mod 2⁶⁴.
-        left: Number of rows whose ids have left; the same on all ranks.
+        repeated: Number of duplicates among these ids.
+        sum: Σ of the hashes of the ids' rows and of this rank's share of the never assigned rows, minus Σ of
+            the hashes of this rank's share of all rows; mod 2⁶⁴.
+        left: Number of free rows whose ids have been removed; the same on all ranks.
         left_hash_sum: Σ of the hashes of these rows, mod 2⁶⁴.
         unused: Number of rows never assigned on any rank.
     """
@@ -140,14 +140,14 @@ class MapAudit:
 
     @property
     def free(self) -> tuple[int, int, int]:
-        """Rows without an id (left, left_hash_sum, unused), which are the same on all ranks."""
+        """Figures of the free rows (left, left_hash_sum, unused), which must be the same on all ranks."""
         return self.left, self.left_hash_sum, self.unused
 
 
 def is_one_to_one(any_audit: MapAudit, total: list[int], rows: int) -> bool:
-    """Return True if each row of a map has exactly one id or is free.
+    """Return True if each row of a map either has exactly one id or is free.
 
-    Rows that occur twice change the sum of hashes except with a probability of 2⁻⁶⁴.
+    Rows that occur twice change the sum of hashes, except with a probability of 2⁻⁶⁴.
 
     Args:
         any_audit: Audit of any rank; `free` must be the same on all ranks.
@@ -191,12 +191,12 @@ def describe_audit_errors(audits: list[MapAudit], rows: int) -> list[str]:
 
 
 def sum_hashes(rows: torch.Tensor) -> int:
-    """Return Σ of the hashes of rows [n], mod 2⁶⁴."""
+    """Return Σ mod 2⁶⁴ of the hashes of rows [n]."""
     return int(hash_bits(rows.long()).sum()) & HASH_MASK if len(rows) else 0
 
 
 def sum_share_hashes(first: int, end: int, rank: int, world: int, rows_of: Callable, device: torch.device) -> int:
-    """Return Σ of the hashes of `rows_of` applied to a rank's share of the numbers [first, end), mod 2⁶⁴."""
+    """Return Σ mod 2⁶⁴ of the hashes of `rows_of(numbers)` for a rank's share of [first, end)."""
     count, total = end - first, 0
     begin, stop = first + count * rank // world, first + count * (rank + 1) // world
     for start in range(begin, stop, HASH_BLOCK_ROWS):

@@ -31,29 +31,31 @@ TRIM_DIVISOR = 8  # if too many ids wait for a row, the excess and 1/8 of the ca
 
 
 class RowMaps:
-    """This rank's part of the maps from the ids of tables to their rows. Tables are numbered from 0.
+    """This rank's part of the maps from ids to table rows. Tables are numbered from 0.
 
     A step's result depends only on the previous maps and on the ids of the global batch with their counts.
-    Ids are processed in the order of their keys, whichever rank has read them. The number of collectives and
-    of waits for a GPU is independent of the number of tables.
+    Ids are processed in key order, regardless of the rank that has read them. The numbers of collectives and
+    of waits for a GPU are independent of the number of tables.
 
     1. Ids with a row keep it. Of the other ids, the policy selects those to be admitted.
-    2. Expired ids leave. If rows are missing, the ids with the lowest scores leave, except ids of this batch.
-       Then ids get rows; if there are too few, the ids with the most sightings get them. Each row is first
-       assigned once, in an order that spreads over the table. Later, rows are reassigned as ids leave.
+    2. Expired ids lose their rows. If there are still too few free rows, the ids with the lowest scores lose
+       theirs, except ids of this batch. The admitted ids then get rows, those with the most sightings first.
+       Each row is first assigned once, in an order that spreads over the table. Afterwards, the rows of
+       removed ids are reassigned.
 
     Args:
         rows: Number of rows of each table, including fallback rows.
-        policies: Policy of admission and eviction of each table.
+        policies: Admission and eviction policy of each table.
         seed: Seed of random draws.
 
     Attributes:
         capacities: Number of rows of each table that ids can have.
         rows: Ids that have a row.
-        waiting: Ids that have not yet been seen often enough.
+        waiting: Ids that have not yet been seen often enough for a row.
         free: Rows without an id, for each table.
         admitted, evicted: Number of this rank's ids admitted and evicted since the start, for each table.
-        lookups_T, fallback_T: Number of looked-up ids, and of those with a fallback row, for each table.
+        lookups_T, fallback_T: Number of looked-up ids, and of those replaced with a fallback row, for each
+            table.
     """
 
     def __init__(
@@ -85,27 +87,27 @@ class RowMaps:
         return numbers * self._strides[table] % self.capacities[table]
 
     def look_up(self, ids: DistinctKeys) -> torch.Tensor:
-        """Return the row of each id [n], -1 for ids without a row. The maps do not change."""
+        """Return the row of each id, int64 [n], or -1 for ids without a row; the maps do not change."""
         slots = self.rows.find(ids.tables, ids.keys)
         rows = self.rows.fields["row"].index_select(0, slots.clamp(min=0)).long()
         return torch.where(slots >= 0, rows, -1)
 
     def find_fallback_rows(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return the fallback row of each key [n], used while the key has no row."""
+        """Return the fallback row of each key [n], which is used while the key has no row."""
         return assign_fallback_rows(
             keys, select_by_table(self._capacity_T, tables), select_by_table(self._fallback_T, tables)
         )
 
     def train(self, step: int, ids: DistinctKeys) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
-        """Count the ids of a global batch that this rank owns, and assign rows to some; a collective.
+        """Count this rank's ids in a global batch, and assign rows to newly admitted ids; a collective.
 
         Args:
             step: Step of the run, from 0.
             ids: Ids of the global batch that this rank owns.
 
         Returns:
-            The row of each id (-1 without one); the places of ids with a new row; the number of these per
-            rank and table.
+            The row of each id, or -1; the indices of ids that got a row in this step; and the number of such
+            ids per rank and table.
         """
         rows, candidates, sightings = self._count_ids(step, ids)
         candidates_T = count_tables(ids.tables[candidates], len(self.policies))
@@ -124,7 +126,7 @@ class RowMaps:
         return rows, places, admitted_WT
 
     def _count_ids(self, step: int, ids: DistinctKeys) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Count ids. Return their rows (-1 without one), and the places and sightings of ids to admit."""
+        """Count ids, and return their rows (-1: none) and the indices and sightings of candidates for a row."""
         slots = self.rows.find(ids.tables, ids.keys)
         mapped, candidates = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
         counts = ids.counts.index_select(0, mapped)
@@ -140,7 +142,7 @@ class RowMaps:
         return rows, candidates, sightings
 
     def _count_waiting(self, ids: DistinctKeys, which: torch.Tensor, step: int) -> torch.Tensor:
-        """Count the ids that have no row, and return the number of sightings of each so far."""
+        """Count ids that have no row, and return each id's number of sightings, including this step."""
         tables, keys, counts = ids.tables[which], ids.keys[which], ids.counts[which]
         slots = self.waiting.find(tables, keys)
         present, absent = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
@@ -157,7 +159,7 @@ class RowMaps:
             self._release_rows(list(due), *self.rows.find_below(list(due), "last", list(due.values())))
 
     def _trim_waiting(self, waiting: Sequence[int], step: int) -> None:
-        """Remove the waiting ids that have not been seen for longest."""
+        """Remove the least recently seen waiting ids of tables for which too many ids wait."""
         counts = {
             table: count - capacity + capacity // TRIM_DIVISOR
             for table, (count, capacity) in enumerate(zip(waiting, self.capacities, strict=True))
@@ -170,7 +172,7 @@ class RowMaps:
             self.waiting.remove(self._to_table_numbers(counts)[which], self._spread_over_tables(counts, sizes), slots)
 
     def _evict(self, requested: Sequence[int], step: int) -> None:
-        """Free rows, including some for later steps."""
+        """Free rows of tables with too few free rows, including some for later steps."""
         counts = {
             table: count_rows_to_free(self.policies[table].eviction, missing, self.capacities[table])
             for table, missing in self._count_missing_rows(requested).items()
@@ -180,7 +182,7 @@ class RowMaps:
             self._release_rows(list(counts), *self._select_lowest(self.rows, counts, self._counted_T, step))
 
     def _count_missing_rows(self, requested: Sequence[int]) -> dict[int, int]:
-        """Return the number of missing rows for each table that has too few."""
+        """Return the number of missing rows for each table with fewer free rows than requested."""
         free_counts = (
             capacity - free.handed + len(free.left) for capacity, free in zip(self.capacities, self.free, strict=True)
         )
@@ -195,8 +197,8 @@ class RowMaps:
         Ids seen at this step are excluded.
 
         Args:
-            key_map: Map of the ids.
-            counts: Number of ids on all ranks, by table.
+            key_map: Map that contains the ids.
+            counts: Number of ids to select on all ranks, by table.
             counted_T: Argument `counted` of `policy.compute_eviction_scores`, for each table.
             step: Current step.
         """
@@ -208,7 +210,7 @@ class RowMaps:
         return which[chosen], slots[chosen]
 
     def _release_rows(self, tables: Sequence[int], which: torch.Tensor, slots: torch.Tensor) -> None:
-        """Take the rows of ids, and append them in key order to the rows to be reassigned; a collective.
+        """Take rows from ids, and append them in key order to the rows to be reassigned; a collective.
 
         The slots belong to ids of `tables`; `which` is each slot's index into `tables`.
         """
@@ -230,7 +232,7 @@ class RowMaps:
         sightings: torch.Tensor,
         candidates_WT: list[list[int]],
     ) -> tuple[torch.Tensor, list[list[int]]]:
-        """Return the places of candidates with a new row, and counts per rank and table; a collective."""
+        """Return the indices of candidates to admit, and counts per rank and table; a collective."""
         shortages = self._count_missing_rows(_sum_over_ranks(candidates_WT))
         if not shortages:
             return torch.arange(len(candidates), device=self.device), candidates_WT
@@ -249,7 +251,7 @@ class RowMaps:
     def _assign_rows(
         self, step: int, ids: DistinctKeys, places: torch.Tensor, sightings: torch.Tensor, admitted_WT: list[list[int]]
     ) -> torch.Tensor:
-        """Assign the next rows to the ids at these places, and return the rows, int64 [n]."""
+        """Assign the next free rows to the ids at these indices, and return the rows, int64 [n]."""
         tables, keys, sizes = ids.tables[places], ids.keys[places], admitted_WT[self.peers.rank]
         rows, last = self._take_free_rows(admitted_WT), torch.full_like(keys, step)
         self.rows.insert(tables, sizes, KeyEntries(keys, {"row": rows, "sightings": sightings, "last": last}))
@@ -286,7 +288,7 @@ class RowMaps:
 
 
 def _record_sightings(map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> KeyEntries:
-    """Count a sighting of distinct keys, and return their previous entries."""
+    """Add `counts` to the sightings of distinct keys, and return the keys' previous entries."""
     previous = map.read_slots(slots)
     map.fields["sightings"].index_copy_(0, slots, previous.fields["sightings"] + counts)
     map.fields["last"].index_fill_(0, slots, step)

@@ -8,9 +8,9 @@
         def torch_class(): ...
         def update(weight_ND, gradient_ND, state, step, lr, eps): ...
 
-`optim.embeddings.name` then accepts the name. Predicted memory and time of plans, names in checkpoints,
-statistics and the parity check are derived from the class. The driver reads these classes as well, so files
-in this folder import torch only inside methods.
+`optim.embeddings.name` then accepts the name. The class determines the predicted memory and time of plans, the
+names in checkpoints, the statistics and the parity check. The driver also reads these classes, so files in
+this folder import torch only inside methods.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class TableOptimizer(ABC):
     """Update rule of a table.
 
     Attributes:
-        devices: Devices with an FBGEMM kernel that updates tables in backward (fused). Updates are dense on
-            others.
+        devices: Devices for which FBGEMM has a kernel that updates tables in backward (fused). Updates are
+            dense on other devices.
         state: Kinds of optimizer state.
         counts: True if an update depends on the number of previous updates, which is then also state.
         second_moment: Kind of state that is 0 until a row's first gradient, or None.
         settings: Keys of optim.embeddings that the optimizer uses in addition to lr and weight_decay.
-        cpu_lookup: Cost of a lookup with its update on CPU: seconds per byte read or written, per id, and per
-            shard of a table. `raytrec doctor --measure` measures these rates. None without a CPU kernel.
+        cpu_lookup: Seconds that a lookup and its update take on CPU: per byte read or written, per id, and
+            per shard of a table. `raytrec doctor --measure` measures these costs. None without a CPU kernel.
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
@@ -81,7 +81,7 @@ class TableOptimizer(ABC):
         lr: float,
         eps: float,
     ) -> None:
-        """Apply one update in place by the optimizer's definition.
+        """Apply one update in place, as the optimizer is defined.
 
         The parity check compares kernels and `torch_class` with this method.
 
@@ -96,7 +96,7 @@ class TableOptimizer(ABC):
 
     @classmethod
     def count_state_bytes(cls, unit: Literal["value", "row"]) -> int:
-        """Return the bytes of state for each weight ("value") or each row ("row")."""
+        """Return the number of bytes of state per weight ("value") or per row ("row")."""
         return BYTES_PER_STATE_VALUE * sum(state.value_granularity == unit for state in cls.state)
 
     @classmethod
@@ -113,8 +113,8 @@ def table_optimizer(cls: T) -> T:
     """Register an optimizer under the name of its file (a decorator).
 
     Raises:
-        TypeError: FBGEMM has a CPU kernel, but the class lacks `cpu_lookup`, the rates by which plans are
-            compared.
+        TypeError: The optimizer has a CPU kernel, but the class lacks `cpu_lookup`, the costs by which plans
+            are compared.
     """
     if "cpu" in cls.devices and cls.cpu_lookup is None:
         raise TypeError(f"{cls.__name__} has a CPU kernel but does not define cpu_lookup")
@@ -123,5 +123,5 @@ def table_optimizer(cls: T) -> T:
 
 
 def find_optimizer(name: str) -> type[TableOptimizer]:
-    """Return the optimizer with this name in the configuration."""
+    """Return the optimizer class with this name in the configuration."""
     return OPTIMIZERS.parts[name]

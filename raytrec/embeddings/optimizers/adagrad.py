@@ -7,7 +7,7 @@ from raytrec.embeddings.optimizers import StateKind, TableOptimizer, table_optim
 
 @table_optimizer
 class Adagrad(TableOptimizer):
-    """s ← s + g², w ← w − lr·g ÷ (√s + eps)."""
+    """Adagrad: s ← s + g², w ← w − lr·g ÷ (√s + eps)."""
 
     state = (StateKind("sum", "value", "momentum1"),)
     second_moment = "sum"

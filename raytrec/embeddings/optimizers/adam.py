@@ -1,4 +1,4 @@
-"""adam: running averages of gradients and of their squares."""
+"""adam: updates from running averages of the gradients and of their squares."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from raytrec.embeddings.optimizers import StateKind, TableOptimizer, table_optim
 
 @table_optimizer
 class Adam(TableOptimizer):
-    """m ← m + (1 − β₁)(g − m), v ← v + (1 − β₂)(g² − v), w ← w − lr·m̂ ÷ (√v̂ + eps).
+    """Adam: m ← m + (1 − β₁)(g − m), v ← v + (1 − β₂)(g² − v), w ← w − lr·m̂ ÷ (√v̂ + eps).
 
-    m̂ and v̂ are m ÷ (1 − β₁ⁿ) and v ÷ (1 − β₂ⁿ) at update n; β₁ = 0.9, β₂ = 0.999. FBGEMM has a kernel only
-    for GPUs, which updates the rows of the batch. A dense update changes every row.
+    m̂ and v̂ are m ÷ (1 − β₁ⁿ) and v ÷ (1 − β₂ⁿ) at update n; β₁ = 0.9, β₂ = 0.999. FBGEMM has a kernel for
+    GPUs only, which updates just the rows of the batch. A dense update changes every row.
     """
 
     devices = ("cuda",)

@@ -7,7 +7,7 @@ from raytrec.embeddings.optimizers import StateKind, TableOptimizer, table_optim
 
 @table_optimizer
 class RowWiseAdagrad(TableOptimizer):
-    """s ← s + mean(g²), w ← w − lr·g ÷ (√s + eps)."""
+    """Row-wise Adagrad: s ← s + mean(g²), w ← w − lr·g ÷ (√s + eps)."""
 
     state = (StateKind("sum", "row", "momentum1"),)
     second_moment = "sum"

@@ -17,7 +17,7 @@ MAX_ROC_POINTS = 200  # maximum number of points of the ROC curve
 
 
 def roc(ranked: RankedRows) -> dict[str, list] | None:
-    """Return fpr and tpr of the ROC curve from (0, 0) to (1, 1); a collective.
+    """Return the lists fpr and tpr of the ROC curve, from (0, 0) to (1, 1); a collective.
 
     The result is None unless the labels contain 0 and 1 and no other value.
     """
@@ -29,7 +29,7 @@ def roc(ranked: RankedRows) -> dict[str, list] | None:
     of_ranks = ranked.peers.stack(torch.tensor([len(positive)], device=positive.device)).squeeze(1)
     offset, distinct = int(of_ranks[: ranked.peers.rank].sum()), int(of_ranks.sum())
     # Rates of the rows predicted at least as high as each distinct prediction. More than MAX_ROC_POINTS
-    # predictions are thinned evenly. If two ranks have a point at one place, the lower rank's point is used.
+    # predictions are thinned evenly. If two ranks have a point at the same position, the lower rank's is used.
     order = torch.arange(offset, offset + len(positive), device=positive.device)
     positions = (order * (MAX_ROC_POINTS / max(MAX_ROC_POINTS, distinct))).ceil().long()
     first = torch.ones_like(positions, dtype=torch.bool)
@@ -58,7 +58,7 @@ class AUC(RankedMetric):
 
     @classmethod
     def sums(cls, ranked: RankedRows) -> dict[str, torch.Tensor]:
-        """Return the weights of correctly ordered pairs, of tied pairs, and of both classes."""
+        """Return the weights of ordered pairs (ties count half), of half the tied pairs, and of both classes."""
         positive, negative = ranked.ties.positive, ranked.ties.negative
         tied = positive * negative / 2
         return {
@@ -75,30 +75,30 @@ class AUC(RankedMetric):
 
     @classmethod
     def bound(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return half of the share of pairs in one bin: in the exact order, such a pair counts 0 or 1."""
+        """Return half of the share of pairs within a bin: in the exact order, such a pair counts 0 or 1."""
         return sums["tied"] / (sums["positive"] * sums["negative"])
 
 
 @metric("pr_auc", title="PR AUC (average precision)", label="PR AUC", better="higher")
 class PRAUC(RankedMetric):
-    """Σ (R_i - R_(i-1)) P_i over distinct predictions in descending order.
+    """Average precision: Σ (R_i - R_(i-1)) P_i over distinct predictions in descending order.
 
-    P_i and R_i are precision and recall of all rows predicted at least as high, with rows weighted.
+    P_i and R_i are the weighted precision and recall of all rows with at least the i-th prediction.
 
-    Source: scikit-learn's average_precision_score. Trapezoids below the curve would overestimate the area.
+    Source: scikit-learn's average_precision_score. The trapezoidal rule would overestimate the area.
     """
 
     @classmethod
     def sums(cls, ranked: RankedRows) -> dict[str, torch.Tensor]:
-        """Return the sums of precision, of its maximum error by binning, and of positive weights."""
+        """Return the sums of precision, of its maximum error due to binning, and of positive weights."""
         positive, negative = ranked.ties.positive, ranked.ties.negative
         # Weights of all rows with higher predictions; rounding must not make them negative.
         above_1 = (ranked.total[0] - ranked.sum_below(0) - positive).clamp(min=0)
         above_0 = (ranked.total[1] - ranked.sum_below(1) - negative).clamp(min=0)
         above_and_here = above_1 + above_0 + positive + negative
         precision = positive * (above_1 + positive) / above_and_here
-        # Bounds if all positive rows of a bin were above its negative rows, or below them. The latter is an
-        # integral, because single weights are unknown. A bin of one row is exact.
+        # Bounds for bins whose positive rows are all above, or all below, the negative rows. The latter bound
+        # is an integral, because individual weights are unknown. A bin with one row is exact.
         below = above_0 + negative
         growth = above_and_here / (above_1 + below).clamp(min=1e-300)
         upper = positive * (above_1 + positive) / (above_1 + above_0 + positive).clamp(min=1e-300)
@@ -113,5 +113,5 @@ class PRAUC(RankedMetric):
 
     @classmethod
     def bound(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the largest change that the best or the worst order within each bin can cause."""
+        """Return the largest change that the best or worst order of rows within bins can cause."""
         return sums["off"] / sums["positive"]

@@ -19,7 +19,7 @@ ETA = 1e-12  # TorchRec's bound on probabilities inside logarithms
 
 
 def sum_entropy(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
-    """Return weighted sums: cross-entropy in bits, rows, labels, and 1 - labels.
+    """Return the weighted sums of the cross-entropy in bits, of rows, of labels, and of 1 - labels.
 
     For class predictions, the last two sums are the weight of all rows and 0.
 
@@ -66,7 +66,7 @@ class LogLoss(SumMetric):
 
 @metric("ne", title="NE (normalised entropy)", label="NE", better="lower", takes=("probability",))
 class NE(SumMetric):
-    """Cross-entropy ÷ cross-entropy of always predicting the mean label; NaN if all labels are equal.
+    """Cross-entropy ÷ cross-entropy of the constant prediction of the mean label; NaN if all labels are equal.
 
     Source: X. He et al., Practical Lessons from Predicting Clicks on Ads at Facebook, ADKDD 2014, section 3.
     """
@@ -91,7 +91,7 @@ HALF = 0.5
 
 @metric("mae", title="MAE (mean absolute error)", label="MAE", better="lower", format="{:.4g}", takes=NUMBERS)
 class MAE(SumMetric):
-    """Σ w |p - y| ÷ Σ w, in units of the label; NaN without rows.
+    """Mean absolute error Σ w |p - y| ÷ Σ w, in units of the label; NaN without rows.
 
     Source: torchrec.metrics.mae, which sums in the same way.
     """
@@ -110,7 +110,7 @@ class MAE(SumMetric):
 
 @metric("mse", title="MSE (mean squared error)", label="MSE", better="lower", format="{:.4g}", takes=NUMBERS)
 class MSE(SumMetric):
-    """Σ w (p - y)² ÷ Σ w, in squared units of the label; NaN without rows.
+    """Mean squared error Σ w (p - y)² ÷ Σ w, in squared units of the label; NaN without rows.
 
     Source: torchrec.metrics.mse, which sums in the same way.
     """
@@ -131,7 +131,7 @@ class MSE(SumMetric):
     "rmse", title="RMSE (root of the mean squared error)", label="RMSE", better="lower", format="{:.4g}", takes=NUMBERS
 )
 class RMSE(SumMetric):
-    """√(Σ w (p - y)² ÷ Σ w), in units of the label; NaN without rows."""
+    """Root of the mean squared error, √(Σ w (p - y)² ÷ Σ w), in units of the label; NaN without rows."""
 
     sums = staticmethod(MSE.sums)
 
@@ -145,13 +145,13 @@ class RMSE(SumMetric):
 class Accuracy(SumMetric):
     """Share of correct predictions, Σ w [right] ÷ Σ w; NaN without rows.
 
-    A probability is right if prediction and label are both above 0.5, or both are not. For class predictions,
-    the class with the highest prediction must be the label; of equal predictions, the first class is used.
+    A probability is right if prediction and label are both above 0.5, or neither is. For class predictions,
+    the class with the highest prediction must be the label; among equal predictions, the first class counts.
     """
 
     @staticmethod
     def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
-        """Return the weight of correct rows and the sum of weights."""
+        """Return the weight of correctly predicted rows and the sum of weights."""
         if outputs.predictions.dim() == 2:
             right_B = outputs.predictions.argmax(1) == outputs.labels
         else:
@@ -160,7 +160,7 @@ class Accuracy(SumMetric):
 
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the share of correct rows."""
+        """Return the share of correctly predicted rows."""
         return sums["right"] / sums["weight"]
 
 
@@ -169,7 +169,7 @@ NUM_RELIABILITY_BINS = 20  # bins of the reliability diagram, with about equal n
 
 
 def reliability(ranked: RankedRows) -> dict[str, list] | None:
-    """Return the weighted mean prediction, weighted mean label and rows of each bin; a collective.
+    """Return each bin's weighted mean prediction, weighted mean label and number of rows; a collective.
 
     The keys are predicted, actual and rows. The result is None unless the labels contain 0 and 1 and no other
     value.
@@ -216,16 +216,16 @@ class Calibration(SumMetric):
 
     @staticmethod
     def counts(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the weighted number of positives; by chance, the ratio varies by about 1 ÷ √positives."""
+        """Return the weighted number of positives; random variation of the ratio is about 1 ÷ √positives."""
         return {POSITIVES: sums["calibration_denom"]}
 
 
 @metric("ece", title="ECE (expected calibration error)", label="ECE", better="lower", takes=("probability",))
 class ECE(SumMetric):
-    """Σ_b |Σ w p - Σ w y| ÷ Σ w over 15 bins of equal width; NaN without rows.
+    """Expected calibration error Σ_b |Σ w p - Σ w y| ÷ Σ w over 15 bins b of equal width; NaN without rows.
 
-    The value is the distance of the mean prediction from the mean label, weighted by the bins' rows. Bin b
-    holds predictions in [b/15, (b+1)/15); the last bin includes 1.
+    The value is the mean distance between a bin's mean prediction and mean label, weighted by the bins' rows.
+    Bin b contains predictions in [b/15, (b+1)/15); the last bin includes 1.
 
     Source: M. P. Naeini et al., Obtaining Well Calibrated Probabilities Using Bayesian Binning, AAAI 2015; 15
     bins as in C. Guo et al., On Calibration of Modern Neural Networks, ICML 2017.
@@ -233,7 +233,7 @@ class ECE(SumMetric):
 
     @staticmethod
     def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
-        """Return the sum of weights and each bin's weighted sum of prediction - label."""
+        """Return the sum of weights and, for each bin, the weighted sum of prediction - label."""
         places_B = (outputs.predictions * NUM_ECE_BINS).long().clamp(0, NUM_ECE_BINS - 1)
         weights_B = outputs.weights.double()
         off_B = weights_B * (outputs.predictions.double() - outputs.labels)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Recall(GroupMetric):
     """Mean over groups of the share of positive rows that are among the group's k highest predictions.
 
-    Among equal predictions, negative rows come first. Groups without a positive row are left out and counted.
+    Among equal predictions, negative rows come first. Groups without a positive row are excluded and counted.
     """
 
     @classmethod
@@ -34,9 +34,9 @@ class Recall(GroupMetric):
 
 @metric("hit_rate", title="hit rate at {k}", label="hit rate@{k}", better="higher", at_k=True)
 class HitRate(GroupMetric):
-    """Share of groups with a positive row among their k highest predictions.
+    """Weighted share of groups with a positive row among their k highest predictions.
 
-    Among equal predictions, negative rows come first. Groups without a positive row are left out and counted.
+    Among equal predictions, negative rows come first. Groups without a positive row are excluded and counted.
     """
 
     @classmethod
@@ -55,7 +55,7 @@ class HitRate(GroupMetric):
 class MRR(GroupMetric):
     """Mean over groups of 1 ÷ the rank of the first positive row.
 
-    Among equal predictions, negative rows come first. Groups without a positive row are left out and counted.
+    Among equal predictions, negative rows come first. Groups without a positive row are excluded and counted.
     """
 
     @classmethod
@@ -69,16 +69,16 @@ class MRR(GroupMetric):
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
-        """Return the reciprocal of the first rank."""
+        """Return the reciprocal of each group's first rank."""
         return 1 / ranks_GR[:, 0].double()
 
 
 @metric("map", title="MAP (mean average precision) at {k}", label="MAP@{k}", better="higher", at_k=True)
 class MeanAveragePrecision(GroupMetric):
-    """Mean over groups of Σ precision at the rank of each positive row among the first k ÷ min(k, positives).
+    """Mean over groups of Σ precision at the ranks ≤ k of positive rows ÷ min(k, number of positive rows).
 
     Precision at a rank is the share of positive rows up to that rank. Among equal predictions, negative rows
-    come first. Groups without a positive row are left out and counted.
+    come first. Groups without a positive row are excluded and counted.
 
     Source: Manning et al., Introduction to Information Retrieval, 8.4, limited to the first k as in RecBole.
     """
@@ -105,7 +105,7 @@ class NDCG(GroupMetric):
 
     The label is the gain, as in scikit-learn's ndcg_score; negative labels have no gain. Among equal
     predictions, the lowest label comes first, whereas scikit-learn averages over their orders. Groups without
-    a gain are left out and counted.
+    a gain are excluded and counted.
     """
 
     @classmethod
@@ -127,41 +127,41 @@ class NDCG(GroupMetric):
 
 @metric("coverage", title="coverage at {k}", label="coverage@{k}", better="higher", at_k=True)
 class Coverage(GroupMetric):
-    """Distinct items among the k highest predictions of all groups ÷ distinct items of all rows.
+    """Number of distinct items among the k highest predictions of all groups ÷ number of distinct items.
 
     The task's `item` column identifies items. Among equal predictions, negative rows come first. Weights only
-    decide which rows count. Source: catalogue coverage of M. Ge et al., Beyond Accuracy, RecSys 2010.
+    determine which rows count. Source: catalogue coverage in M. Ge et al., Beyond Accuracy, RecSys 2010.
     """
 
     needs_item = True
 
     @classmethod
     def sums(cls, groups: Groups) -> dict[str, torch.Tensor]:
-        """Return an empty dict: the metric uses only distinct counts."""
+        """Return an empty dict, because the metric uses only distinct counts."""
         return {}
 
     @classmethod
     def distinct(cls, groups: Groups) -> dict[str, torch.Tensor]:
-        """Return the keys of shown items and of all items."""
+        """Return the keys of the items among the k highest predictions, and of all items."""
         return {"shown": groups.items[groups.ranks <= cls.k], "items": groups.items}
 
     @classmethod
     def figure(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the share of distinct items that are shown."""
+        """Return the share of distinct items that are among the k highest predictions."""
         return sums["shown"] / sums["items"]
 
     @classmethod
     def counts(cls, sums: Mapping[str, torch.Tensor]) -> dict[str, float | torch.Tensor]:
-        """Return an empty dict: no group is left out."""
+        """Return an empty dict, because no group is excluded."""
         return {}
 
 
 @metric("gauc", title="GAUC (AUC within groups)", label="GAUC", better="higher")
 class GAUC(GroupMetric):
-    """Σ n_g AUC_g ÷ Σ n_g over groups with positive and negative rows.
+    """Mean AUC within groups, Σ n_g AUC_g ÷ Σ n_g, over groups with positive and negative rows.
 
-    n_g, the impressions, is the sum of the weights of a group's rows. Groups without both classes are left
-    out and counted (groups_of_one_class).
+    n_g, the impressions of a group, is the sum of its rows' weights. Groups without both classes are excluded
+    and counted (groups_of_one_class).
 
     Source: H. Zhu et al., Optimized Cost per Click in Taobao Display Advertising, KDD 2017, section 5.
     """

@@ -1,1 +1,1 @@
-"""Layers that several models share."""
+"""Layers and losses shared by several models."""

@@ -1,4 +1,4 @@
-"""Layers that several models share: MLPs, dropout, features side by side or as fields."""
+"""Layers shared by several models: MLPs, dropout, and features as one concatenated vector or as fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytrec.config.schema import Schema
 
 
 class Constant(nn.Module):
-    """One learned vector for every row: [B, anything] → float32 [B, dim]."""
+    """Learned vector that is the same for every row: [B, anything] → float32 [B, dim]."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -28,7 +28,7 @@ class Constant(nn.Module):
 def mlp(
     sizes: list[int], dropout: float = 0.0, activation: Callable[[int], nn.Module] = lambda _: nn.ReLU()
 ) -> nn.Sequential:
-    """Return linear layers of these sizes, each followed by an activation and, if it is not 0, dropout.
+    """Return linear layers, each followed by an activation and, if the rate is not 0, dropout.
 
     Args:
         sizes: Width of the input, then of each layer.
@@ -46,7 +46,7 @@ def mlp(
 def mlp_and_linear(
     sizes: list[int], outputs: int, dropout: float = 0.0, activation: Callable[[int], nn.Module] = lambda _: nn.ReLU()
 ) -> tuple[nn.Sequential, nn.Linear]:
-    """Return an MLP as `mlp` builds it, and a linear layer from its last size to `outputs`."""
+    """Return the layers built by `mlp`, and a linear layer from the last size to `outputs`."""
     return mlp(sizes, dropout, activation), nn.Linear(sizes[-1], outputs)
 
 
@@ -56,15 +56,15 @@ def get_embedding_dim(schema: Schema, feature: str) -> int:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout; on CPU its rate is rounded to a multiple of 2⁻¹⁶, and it takes a quarter of the time.
+    """Faster nn.Dropout; on CPU, it takes a quarter of the time and rounds the rate to a multiple of 2⁻¹⁶.
 
-    On CPU, torch (2.13.0) draws a random number for each value, which takes longer than most layers. This
-    class draws 64 bits at a time and uses 16 of them for each value. Compiled code uses torch's
+    On CPU, PyTorch (2.13.0) draws a random number for each value, which takes longer than most layers. This
+    class draws 64 bits at a time and uses 16 bits for each value. Compiled code uses PyTorch's
     implementation.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the input with random values set to 0 and the others scaled, in training mode."""
+        """Return the input; in training mode, random values are set to 0 and the others are scaled."""
         dropped = round(self.p * 2**16)
         if not (self.training and input.is_cpu and 0 < dropped < 2**16) or torch.compiler.is_compiling():
             return super().forward(input)
@@ -75,9 +75,9 @@ class Dropout(nn.Dropout):
 
 
 class SequenceModules(nn.ModuleList):
-    """One module for each sequence feature, called with the feature's input and its target's input.
+    """List of one module per sequence feature; a module reads the inputs of the feature and of its target.
 
-    A list is used because names of features may contain dots, which names of modules cannot.
+    A list is used because feature names may contain dots, which module names must not.
 
     Args:
         target_of: Feature → its target.
@@ -89,13 +89,13 @@ class SequenceModules(nn.ModuleList):
         self.target_of = target_of
 
     def forward(self, inputs: dict) -> dict[str, Any]:
-        """Return feature → output of its module."""
+        """Return feature → output of the feature's module."""
         modules = zip(self.target_of.items(), self, strict=True)
         return {feature: module(inputs[feature], inputs[target]) for (feature, target), module in modules}
 
 
 class ConcatInputs(nn.Module):
-    """Dense columns, unchanged, followed by pooled embeddings, in the schema's order: → float32 [B, width].
+    """Concatenation of unchanged dense columns and pooled embeddings, in the schema's order: → float32 [B, width].
 
     Args:
         schema: Schema of the data.
@@ -118,7 +118,7 @@ class ConcatInputs(nn.Module):
         )
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the members' values side by side, float32 [B, width]."""
+        """Return the concatenated values of all members, float32 [B, width]."""
         parts = [dense.index_select(1, self.columns)] if len(self.columns) else []
         parts += [pooled[f][:, first:] if first else pooled[f] for f, first in self.skipped_columns.items()]
         return torch.cat(parts, dim=1)
@@ -127,16 +127,16 @@ class ConcatInputs(nn.Module):
 class FieldVectors(nn.Module):
     """One vector for each dense column and each sparse feature: → float32 [B, F, D].
 
-    A sparse feature's vector is its pooled embedding. A dense column with value x has the vector x · v with a
-    learned v, as in factorization machines (Rendle 2010). With first-order weights, an id's row of the table,
-    and v, is [w₁ … w_T, vector]: the first T numbers are weights, one for each output. A linear model of ids
-    and columns is thus trained next to the vectors, with separate parameters. This is the papers'
-    parametrization, with both parts in one row of one table.
+    The vector of a sparse feature is its pooled embedding. A dense column with value x has the vector x · v
+    with a learned v, as in factorization machines (Rendle 2010). With first-order weights, each table row,
+    and each v, has the form [w₁ … w_T, vector]: the first T numbers are weights, one per output. A linear
+    model of ids and columns is thus trained alongside the vectors, with separate parameters. The
+    parametrization is the same as in the papers, except that both parts are stored in one table row.
 
     Args:
-        schema: Schema whose tables all have one dim.
+        schema: Schema whose tables all have the same dim.
         model: Name of the model, for error messages.
-        first_order: T, the number of outputs with first-order weights; 0: none.
+        first_order: T, the number of outputs with first-order weights; 0: no first-order weights.
 
     Attributes:
         count: F, the number of fields.
@@ -151,7 +151,7 @@ class FieldVectors(nn.Module):
         self.columns = nn.Parameter(torch.randn(len(schema.dense), dim) * 0.1) if schema.dense else None
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return Σ over fields of first-order weights, float32 [B, T], and vectors, float32 [B, F, D]."""
+        """Return the sum of first-order weights over fields, float32 [B, T], and the vectors, float32 [B, F, D]."""
         rows_BFD = torch.stack([pooled[f] for f in self.features], dim=1)
         if self.columns is not None:
             rows_BFD = torch.cat([dense.unsqueeze(2) * self.columns, rows_BFD], dim=1)

@@ -1,4 +1,4 @@
-"""Ids of sequences without padding between them.
+"""Sequences packed without padding between ids.
 
 Operations on groups of rows are excluded from train.compile (torch.compiler.disable). Their lengths change
 with every step, and each change would recompile them.
@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-GROUPS = 8  # of rows of about the same length
+GROUPS = 8  # number of groups of rows with similar lengths
 
 
 @torch.compiler.disable
 def pack_ids(present: torch.Tensor, lengths: torch.Tensor | None = None) -> PackedSequences:
-    """Return the ids of sequences for layers; during torch.export, in shapes that do not depend on values.
+    """Return the packed positions of a batch of sequences; for torch.export, shapes do not depend on values.
 
     For arguments, see PackedSequences.
     """
@@ -25,20 +25,21 @@ def pack_ids(present: torch.Tensor, lengths: torch.Tensor | None = None) -> Pack
 class PackedSequences:
     """Positions of the N ids in a batch of sequences, and conversions between layouts.
 
-    Layers that read one id at a time take [N, D], which is much smaller than [B, L, D] if few sequences are
-    long. Layers that compare ids of a row take groups of b rows of about the same length, each group padded
-    to its longest row. Ids are ordered by time, oldest first. Padding comes last, where causal attention
-    never looks, so no row needs a separate mask.
+    Layers that process ids independently take [N, D], which is much smaller than [B, L, D] if few sequences
+    are long. Layers that compare the ids of a row take groups of b rows with similar lengths, each group
+    padded to its longest row. Ids are ordered by time, oldest first. Padding comes last and is thus ignored
+    by causal attention, so no row needs a separate mask.
 
     Args:
-        present: bool [B, L], True for the first `length` positions of each row, most recent first.
-        lengths: int [B], these lengths on the host, from which all sizes follow; default: read from the
-            device, which blocks.
+        present: True at positions with an id, which are the first positions of each row, most recent first;
+            bool [B, L].
+        lengths: Number of ids in each row, int [B], on the host, from which all sizes are computed; default:
+            read from the device, which blocks.
 
     Attributes:
-        recency: int64 [N], number of more recent ids in the row.
-        order: int64 [N], number of older ids in the row.
-        group_masks: bool [b, T] of each group, True at positions with an id.
+        recency: Number of more recent ids in the same row, int64 [N].
+        order: Number of older ids in the same row, int64 [N].
+        group_masks: Mask of each group, bool [b, T], True at positions with an id.
     """
 
     def __init__(self, present: torch.Tensor, lengths: torch.Tensor | None = None):
@@ -54,7 +55,7 @@ class PackedSequences:
         self._recent_first = rows_N * present.shape[1] + self.recency
         self.order = lengths_B[rows_N] - 1 - self.recency
         sorted_B, self._by_length = lengths_B.sort(descending=True, stable=True)
-        longest = sorted_B[:: self._size].clamp(min=1)  # of each group
+        longest = sorted_B[:: self._size].clamp(min=1)  # longest row of each group
         widths_B = longest.repeat_interleave(self._size)[: self._count]
         padded_B = torch.empty_like(widths_B)
         padded_B[self._by_length] = widths_B.cumsum(0) - widths_B
@@ -66,43 +67,43 @@ class PackedSequences:
 
     @torch.compiler.disable
     def pack(self, values_BLD: torch.Tensor) -> torch.Tensor:
-        """Return the ids' values: [B, L, D], most recent first → [N, D]."""
+        """Return the values of all ids, packed: [B, L, D], most recent first → [N, D]."""
         return _Take.apply(values_BLD.flatten(0, 1), self._recent_first)
 
     @torch.compiler.disable
     def select_newest(self, values_ND: torch.Tensor) -> torch.Tensor:
-        """Return the vector of the most recent id of each row: [N, D] → [B, D]; 0 for empty sequences."""
+        """Return the vector of the most recent id in each row: [N, D] → [B, D]; 0 for empty sequences."""
         return _Put.apply(_Take.apply(values_ND, self._newest), self._rows, self._count)
 
     def to_chronological(self, values_ND: torch.Tensor) -> list[torch.Tensor]:
-        """Return the values of each group, oldest first: [N, D] → [b, T, D]; 0 at positions without an id."""
+        """Return the values of each group, oldest first: [N, D] → [b, T, D] each; 0 at positions without an id."""
         sizes = [mask_bT.numel() for mask_bT in self.group_masks]
         parts = _Put.apply(values_ND, self._by_time, sum(sizes)).split(sizes)
         return [part.view(*mask_bT.shape, -1) for part, mask_bT in zip(parts, self.group_masks, strict=True)]
 
     def from_chronological(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return the ids' values from groups, [b, T, D] each → [N, D]; the reverse of `to_chronological`."""
+        """Return packed values from groups, [b, T, D] each → [N, D]; the inverse of `to_chronological`."""
         return _Take.apply(torch.cat([group.flatten(0, 1) for group in groups]), self._by_time)
 
     def sum_rows(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ids of each row: [N] → [B]."""
+        """Return the sum of the values in each row: [N] → [B]."""
         return values_N.new_zeros(self._count).index_add(0, self._rows_N, values_N)
 
     def to_groups(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return values of rows by group: [B, …] → [b, …] of each group."""
+        """Return per-row values as groups: [B, …] → [b, …] for each group."""
         return values.index_select(0, self._by_length).split(self._size)
 
     def from_groups(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return values of groups by row, the reverse of `to_groups`: [b] of each group → [B]."""
+        """Return per-row values from groups, [b] each → [B]; the inverse of `to_groups`."""
         values_B = torch.cat(groups)
         return torch.empty_like(values_B).index_copy(0, self._by_length, values_B)
 
 
 class PaddedSequences(PackedSequences):
-    """Packed ids including padding, N = B · L, for torch.export.
+    """Variant of PackedSequences that keeps the padding (N = B · L), for torch.export.
 
-    Values at positions without an id are finite and do not affect the values of other ids. There is one group
-    of all rows, L ids long. `to_groups` and `from_groups` are for training only. For arguments and
+    Values at positions without an id are finite and do not affect the values of other ids. There is a single
+    group of all rows, padded to L ids. `to_groups` and `from_groups` are for training only. For arguments and
     attributes, see PackedSequences.
     """
 
@@ -114,11 +115,11 @@ class PaddedSequences(PackedSequences):
         self.group_masks = [present]
 
     def pack(self, values_BLD: torch.Tensor) -> torch.Tensor:
-        """Return the ids' values: [B, L, D], most recent first → [N, D]."""
+        """Return the values of all ids, packed: [B, L, D], most recent first → [N, D]."""
         return values_BLD.flatten(0, 1)
 
     def select_newest(self, values_ND: torch.Tensor) -> torch.Tensor:
-        """Return the vector of the most recent id of each row: [N, D] → [B, D]; 0 for empty sequences."""
+        """Return the vector of the most recent id in each row: [N, D] → [B, D]; 0 for empty sequences."""
         newest_BD = values_ND.unflatten(0, (-1, self._length))[:, 0]
         return newest_BD.where(self._lengths_B.unsqueeze(1) > 0, 0)
 
@@ -127,14 +128,14 @@ class PaddedSequences(PackedSequences):
         return [reverse_sequences(values_ND.unflatten(0, (-1, self._length)), self._lengths_B)]
 
     def from_chronological(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return the ids' values, the reverse of `to_chronological`: [B, L, D] → [N, D]."""
+        """Return the values of all ids: [B, L, D] → [N, D]; the inverse of `to_chronological`."""
         return reverse_sequences(groups[0], self._lengths_B).flatten(0, 1)
 
 
 def reverse_sequences(values_BLx: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     """Reverse the first `length` entries of each row, [B, L, …]; later entries stay in place.
 
-    The function converts from most recent first to oldest first, and back.
+    The function converts from most recent first to oldest first and vice versa.
     """
     places_L = torch.arange(values_BLx.shape[1], device=values_BLx.device)
     turned_BL = lengths_B.unsqueeze(1) - 1 - places_L
@@ -145,12 +146,12 @@ def reverse_sequences(values_BLx: torch.Tensor, lengths_B: torch.Tensor) -> torc
 
 
 def _make_mask(lengths_b1: torch.Tensor, length: int) -> torch.Tensor:
-    """Return a mask of the first entries of each row: bool [b, T], where T is `length`."""
+    """Return a mask, bool [b, T], that is True for the first entries of each row; T is `length`."""
     return torch.arange(length, device=lengths_b1.device) < lengths_b1
 
 
 class _Take(torch.autograd.Function):
-    """Selection of rows at distinct places, [M, D] → [N, D], whose gradients need not be accumulated."""
+    """Selection of distinct rows, [M, D] → [N, D], whose gradients need not be accumulated."""
 
     @staticmethod
     def forward(ctx: Any, values_MD: torch.Tensor, places_N: torch.Tensor) -> torch.Tensor:
@@ -164,7 +165,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Put(torch.autograd.Function):
-    """Placement of rows at distinct places, [N, D] → [M, D]; other rows are 0."""
+    """Placement of rows at distinct positions, [N, D] → [M, D]; all other rows are 0."""
 
     @staticmethod
     def forward(ctx: Any, values_ND: torch.Tensor, places_N: torch.Tensor, size: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Losses of drawn negatives, and query vectors."""
+"""Losses against drawn negatives, and query vectors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from raytrec.config.models.retrieval import SampledSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
 
-ABSENT = -1e30  # score of a missing negative, which adds neither to losses nor to gradients
+ABSENT = -1e30  # score of a missing negative, which contributes neither to losses nor to gradients
 
 
 @dataclass(frozen=True)
 class SampledLoss:
-    """Loss of an item's score s against the scores sₖ of its K negatives.
+    """Loss that compares an item's score s with the scores sₖ of its K negatives.
 
         softmax  −ln(eˢ ÷ (eˢ + Σₖ eˢᵏ)), 0 without negatives
         bce      −b · ln σ(s) − Σₖ ln(1 − σ(sₖ)): label 1 once, and label 0 K times (He et al. 2017), where
@@ -28,7 +28,7 @@ class SampledLoss:
     Attributes:
         kind: softmax, bce or bpr.
         gbce: t, from 0 to 1.
-        items: Number of items.
+        items: Total number of items.
     """
 
     kind: str
@@ -37,11 +37,11 @@ class SampledLoss:
 
     @classmethod
     def from_section(cls, schema: Schema, config: SampledSection, item: str) -> SampledLoss:
-        """Return the configured loss for the feature that contains the items."""
+        """Return the loss of a model's configuration; `item` is the feature that contains the items."""
         return cls(config.loss, config.gbce, schema.tables[schema.sparse[item].table].rows)
 
     def reduce(self, own: torch.Tensor, scores_K: torch.Tensor) -> torch.Tensor:
-        """Return the contribution of some of the negatives to the loss: float32 [...].
+        """Return the contribution of some negatives to the loss, float32 [...].
 
         Args:
             own: Scores of the items, float32 [...].
@@ -52,16 +52,16 @@ class SampledLoss:
         return softplus(scores_K if self.kind == "bce" else scores_K - own.unsqueeze(-1)).sum(-1)
 
     def join(self, parts_W: torch.Tensor) -> torch.Tensor:
-        """Combine contributions of parts of the negatives: [W, ...] → [...]."""
+        """Combine the contributions of W parts of the negatives: [W, ...] → [...]."""
         return parts_W.logsumexp(0) if self.kind == "softmax" else parts_W.sum(0)
 
     def finish(self, own: torch.Tensor, added: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Return the loss, float32 [...].
+        """Return the loss from the combined contribution of all negatives, float32 [...].
 
         Args:
             own: Scores of the items, float32 [...].
-            added: Contribution of all negatives.
-            count: Number of negatives.
+            added: Combined contribution of all negatives, float32 [...].
+            count: Number of negatives of each item.
         """
         if self.kind == "softmax":
             return softplus(added - own)
@@ -77,24 +77,24 @@ class SampledLoss:
         return self.finish(own, self.reduce(own, scores_K), count)
 
     def remove_canceling_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """Return the effect of a bias on all scores.
+        """Return a bias that is added to all scores, or 0 if the bias has no effect on the loss.
 
-        In differences of scores the bias cancels, so its effect and gradient are exactly 0. Otherwise,
-        rounding would leave a small gradient, from which Adam would make a full step.
+        softmax and bpr only depend on differences of scores, in which the bias cancels. Rounding would
+        nevertheless leave a small gradient, and Adam would turn it into a full step.
         """
         return bias if self.kind == "bce" else 0 * bias
 
     def loss_of_vectors(
         self, query_BLD: torch.Tensor, item_BLD: torch.Tensor, negatives: Sequence, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the loss of each of L queries of a row, float32 [B, L].
+        """Return the loss of each of the L queries in a row, float32 [B, L].
 
         Each query has one item; the queries of a row share its negatives. A score is a dot product.
 
         Args:
             query_BLD: Query vectors, float [B, L, D].
             item_BLD: Item vectors, float [B, L, D].
-            negatives: Negatives with vectors [B, K, D].
+            negatives: Negatives of each row, with vectors [B, K, D].
             bias: Bias added to all scores of a row, [B, 1] or [1, 1]; see `remove_canceling_bias`.
         """
         own_BL = (query_BLD * item_BLD).sum(2).float()
@@ -107,25 +107,26 @@ class SampledLoss:
 
 
 def mask_absent(present: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the term to add to scores of negatives: 0, or ABSENT for missing negatives."""
+    """Return the term to add to negatives' scores: 0, or ABSENT for missing negatives."""
     return torch.zeros(present.shape, dtype=dtype, device=present.device).masked_fill_(~present, ABSENT)
 
 
 class Queries(nn.Module):
-    """Query vectors of a model that computes one vector for each row: one for each output.
+    """Layer that derives one query vector per output from the model's single vector for each row.
 
-    A single query vector is the model's vector. Each of several is the model's vector times a learned weight
-    per dimension (as GMF weights products: He et al. 2017), so that one index of items serves all tasks.
+    With a single output, the query is the model's vector. With several, each query is the model's vector
+    times a learned weight per dimension (as GMF weights products: He et al. 2017), so that one index of items
+    serves all tasks.
 
     Args:
         outputs: Number of logits per row.
-        vectors: True if losses that compare rows use one more vector, the last.
+        vectors: True to add one more vector, the last, for losses that compare rows.
         width: Width of a vector.
 
     Attributes:
         count: Number of query vectors.
-        own_loss_index: Index of the vector for the model's own loss: the last output's; without outputs, the
-            vector for losses that compare rows.
+        own_loss_index: Index of the vector for the model's own loss: that of the last output or, without
+            outputs, of the losses that compare rows.
     """
 
     def __init__(self, outputs: int, vectors: bool, width: int):
@@ -151,18 +152,18 @@ def combine_outputs(
     own_B: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the output of a model with query and item vectors: [B, outputs | own loss | query D, item D].
+    """Return the output of a model from its vectors: [B, outputs | own loss | query D, item D].
 
     Args:
-        query: Query vectors, float [B, D], or [B, outputs + vectors, D] for several.
-        item_BD: Item vectors of the rows.
+        query: Query vectors, float [B, D]; [B, outputs + vectors, D] if there are several.
+        item_BD: Item vectors, float [B, D].
         outputs: Number of logits per row.
         vectors: True to include query and item vectors.
-        own_B: The model's own loss of each row; None if the model has no own loss.
+        own_B: The model's own loss for each row; None if the model has no own loss.
         bias: Bias of the logits, [outputs] or [B, outputs]; default: 0.
 
     Returns:
-        float32 [B] if the result is a single output.
+        Output of the model, float32; [B] if it consists of a single logit.
     """
     query_BQD = query if query.dim() == 3 else query.unsqueeze(1)
     parts = []

@@ -1,9 +1,9 @@
-"""Negatives that all rows of the global batch share.
+"""Negatives shared by all rows of the global batch.
 
-Each rank looks up the negatives of its rows. If the negatives of all ranks are no more than one rank's
-queries, they are sent to all ranks. Otherwise queries are: each rank compares all queries with its own
-negatives, and returns the contributions to the losses to the queries' ranks. No rank thus holds all items of
-a table that exceeds its memory.
+Each rank looks up the negatives of its rows. If the negatives of all ranks do not outnumber one rank's
+queries, the negatives are sent to all ranks. Otherwise, the queries are sent: each rank compares all queries
+with its own negatives and returns their contributions to the losses to the ranks of the queries. Thus no rank
+needs memory for all items of a large table.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from raytrec.config.schema import Schema
 from raytrec.models.inputs import IDS, Sequence
 from raytrec.models.parts.sampled_loss import ABSENT, SampledLoss
 
-# Maximum number of scores in memory. With more scores, queries are split and backward recomputes each part.
+# Maximum number of scores in memory. Beyond this limit, queries are split and backward recomputes each part.
 MAX_SCORES_PER_BLOCK = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 
 class ItemBatch(NamedTuple):
-    """Some items.
+    """Vectors and ids of N items.
 
     Attributes:
-        vectors: float [N, D].
-        ids: int64 [N]; -1 for a missing item.
-        log_share: float32 [N], subtracted from the items' scores; None: nothing is subtracted.
+        vectors: Item vectors, float [N, D].
+        ids: Item ids, int64 [N]; -1 for a missing item.
+        log_share: Correction subtracted from each item's scores, float32 [N]; None: nothing is subtracted.
     """
 
     vectors: torch.Tensor
@@ -39,15 +39,16 @@ class ItemBatch(NamedTuple):
 
 
 class SharedNegatives(nn.Module):
-    """Loss of queries, each with its own item, against the negatives of the global batch.
+    """Loss of queries and their items against the negatives of the global batch.
 
-    A negative that equals the query's own item is ignored. If negatives are all items, softmax is thus the
-    cross-entropy of the softmax over all items.
+    A negative that equals the query's own item is ignored. If the negatives are all items, the softmax loss
+    is thus the cross-entropy over all items.
 
     Args:
-        loss: Loss of one query.
-        negatives: Feature of the negatives.
-        log_share: Index of the side feature of negatives that is subtracted from scores; None: none is.
+        loss: Loss of a single query.
+        negatives: Feature that contains the negatives.
+        log_share: Index of the negatives' side feature to subtract from their scores; None: nothing is
+            subtracted.
 
     Attributes:
         peers: Ranks that share the global batch; initially this process alone (see
@@ -61,7 +62,7 @@ class SharedNegatives(nn.Module):
 
     @classmethod
     def from_section(cls, schema: Schema, config: SampledSection, loss: SampledLoss) -> SharedNegatives | None:
-        """Return the configured loss, or None if rows do not share negatives."""
+        """Return the loss of a model's configuration, or None if rows do not share negatives."""
         if not config.share_negatives:
             return None
         return cls(loss, config.negatives, config.find_log_share_index(schema))
@@ -87,14 +88,14 @@ class SharedNegatives(nn.Module):
         max_queries: int,
         bias_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the loss of each query, float32 [N]. The call is a collective.
+        """Return the loss of each query, float32 [N]; a collective.
 
         Args:
             query_ND: Query vectors, float [N, D]; a score is the dot product with an item.
-            query_items: Item of each query, [N, D].
-            negatives: Negatives of this rank's rows, [K, D]; K is equal on all ranks.
-            max_queries: Upper bound of N on all ranks, equal on all ranks.
-            bias_N: Bias added to all scores of a query; see SampledLoss.remove_canceling_bias.
+            query_items: Item of each query, with vectors [N, D].
+            negatives: Negatives of this rank's rows, with vectors [K, D]; K must be equal on all ranks.
+            max_queries: Upper bound on N over all ranks; must be equal on all ranks.
+            bias_N: Bias added to all scores of each query; see SampledLoss.remove_canceling_bias.
         """
         own_N = (query_ND * query_items.vectors).sum(1).float()
         bias_N = torch.zeros_like(own_N) if bias_N is None else self.loss.remove_canceling_bias(bias_N)
@@ -113,9 +114,9 @@ class SharedNegatives(nn.Module):
     def _compare_on_all_ranks(
         self, queries_NE: torch.Tensor, ids_N: torch.Tensor, negatives: ItemBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the contribution and the number of all ranks' negatives for each query: float32 [N] each.
+        """Return the contribution and the number of all ranks' negatives for each query, float32 [N] each.
 
-        Queries are sent to all ranks. The host waits for the number of queries of the other ranks.
+        Queries are sent to all ranks. The host waits for the other ranks' numbers of queries.
         """
         count = len(ids_N)
         longest = int(self.peers.max(torch.tensor([count], device=ids_N.device)))
@@ -130,7 +131,7 @@ class SharedNegatives(nn.Module):
     def _compare_with_negatives(
         self, queries_NE: torch.Tensor, ids_N: torch.Tensor, negatives: ItemBatch
     ) -> torch.Tensor:
-        """Return the contribution and the number of negatives for each query: float32 [N, 2]."""
+        """Return (contribution of the negatives, number of negatives) for each query, float32 [N, 2]."""
         cells, max_cells = len(ids_N) * len(negatives.ids), MAX_SCORES_PER_BLOCK[queries_NE.device.type]
         if cells <= max_cells:
             return self._block(queries_NE, ids_N, *negatives)
@@ -165,15 +166,15 @@ def compute_pair_losses(
     inputs: dict[str, Any],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the loss of each row's query and item, float32 [B]. With shared negatives, a collective.
+    """Return the loss of each row's query and item, float32 [B]; a collective if negatives are shared.
 
     Args:
-        loss: Loss of one query.
-        shared: Negatives of the global batch; None if each row has its own.
-        query_BD: Query vectors.
-        item_BD: Item vectors.
-        item: Feature of the items.
-        drawn: Negatives of the rows, vectors [B, K, D].
+        loss: Loss of a single query.
+        shared: Loss against the negatives of the global batch; None if each row has its own negatives.
+        query_BD: Query vectors, float [B, D].
+        item_BD: Item vectors, float [B, D].
+        item: Feature that contains the items.
+        drawn: Negatives of each row, with vectors [B, K, D].
         inputs: Inputs of the model.
         bias: Bias added to all scores of a row, [B, 1] or [1, 1]; see SampledLoss.remove_canceling_bias.
     """
@@ -185,14 +186,14 @@ def compute_pair_losses(
 
 
 def share_negatives_across_ranks(model: nn.Module, peers: Peers) -> None:
-    """Have the rows of a model share negatives with the rows of other ranks."""
+    """Make a model share the negatives of its rows with the rows of other ranks."""
     for module in model.modules():
         if isinstance(module, SharedNegatives):
             module.peers = peers
 
 
 class _Gather(torch.autograd.Function):
-    """[N, ...] of one shape on all ranks → [ranks · N, ...]; gradients are summed."""
+    """All-gather of equally shaped tensors: [N, ...] → [ranks · N, ...]; gradients are summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, peers: Peers) -> torch.Tensor:
@@ -205,7 +206,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Transpose(torch.autograd.Function):
-    """[ranks, ...], one part for each rank → [ranks, ...], the part for this rank from each rank."""
+    """All-to-all: [ranks, ...] with one part for each rank → [ranks, ...] with the part from each rank."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, peers: Peers) -> torch.Tensor:

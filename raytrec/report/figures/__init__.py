@@ -1,4 +1,4 @@
-"""Figures of a run: functions from RunFolder to Figure, or None without data; GALLERY lists them."""
+"""Figures of a run, listed in GALLERY: functions from RunFolder to Figure, or to None without data."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from raytrec.tracking.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class GalleryEntry:
-    """Entry of the gallery.
+    """Figure in a report, and the function that draws it.
 
     Attributes:
-        name: Name of the file.
-        section: Section of the report.
+        name: Name of the file, without a suffix.
+        section: Section of the report that shows the figure.
         label: Description for screen readers.
-        draw: Function that returns the Figure, or None without data.
+        draw: Function that draws the figure of a run, or returns None without data.
         missing: Reason shown if there is no data.
     """
 
@@ -55,6 +55,6 @@ GALLERY = (
         "timeline",
         "Workers and steps over time",
         timeline.draw_elastic_timeline,
-        "events.jsonl has no events",
+        "events.jsonl contains no events",
     ),
 )

@@ -1,4 +1,4 @@
-"""Figures of metrics over steps, reliability and ROC."""
+"""Figures of learning: metrics over steps, predicted and actual rates, and ROC curves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raytrec.metrics.selection import MetricDisplay as Metric
 from raytrec.report.figures import style
 from raytrec.tracking.history import History
 
-# kind → label, color, marker and marker size
+# Kind of line → label, color, marker and marker size.
 STYLES: dict[type[Measured], tuple[str, str, str | None, float]] = {
     Train: ("training", style.BLUE, None, 0),
     Eval: ("evaluation", style.ORANGE, "o", 3.5),
@@ -30,19 +30,19 @@ DASHES = ("-", "--", ":")  # with more runs than colors, colors are reused with 
 
 @style.styled
 def curves(run: History) -> Figure | None:
-    """Draw each metric over steps: training, evaluations and the final evaluation."""
+    """Draw each metric in training, in evaluations and in the final evaluation, over steps."""
     return _draw_over_steps(run, [each for each in _measured(run) if not each.is_ratio])
 
 
 @style.styled
 def ratios(run: History) -> Figure | None:
-    """Draw metrics with target 1 over steps, such as the sum of predictions ÷ the sum of labels."""
+    """Draw metrics whose target is 1 over steps, such as the sum of predictions ÷ the sum of labels."""
     return _draw_over_steps(run, [each for each in _measured(run) if each.is_ratio], right=1)
 
 
 @style.styled
 def reliability(run: History) -> Figure | None:
-    """Draw predicted and actual rates of the last evaluation by bins of predictions, and the bins' rows."""
+    """Draw the last evaluation's predicted and actual rates, and the number of rows, by prediction bin."""
     evaluation, curves = _find_last_curves(run, "reliability", ("predicted", "actual"))
     if not curves:
         return None
@@ -70,7 +70,7 @@ def reliability(run: History) -> Figure | None:
 
 @style.styled
 def roc(run: History) -> Figure | None:
-    """Draw the ROC curve of the last evaluation."""
+    """Draw the ROC curve of each task in the last evaluation."""
     evaluation, curves = _find_last_curves(run, "roc", ("fpr", "tpr"))
     if not curves:
         return None
@@ -91,10 +91,10 @@ def roc(run: History) -> Figure | None:
 
 @style.styled
 def draw_overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
-    """Draw each metric that should be low or high, with a line for each run.
+    """Draw a figure with a line per run for each metric that should be low or high.
 
-    Training and evaluations have separate figures. A diamond is a final evaluation, which may use other data.
-    Metrics of one point have no figure.
+    Training and evaluations have separate figures. Diamonds mark final evaluations, which may use other data.
+    Metrics with fewer than two points have no figure.
     """
     metrics = {each.key: each.label for run in runs for each in _select_distinct_metrics(run) if each.is_directed}
     titles = {
@@ -124,7 +124,7 @@ def draw_overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
 
 
 def _select_distinct_metrics(run: History) -> list[Metric]:
-    """Return the run's metrics without training losses that repeat the log loss of the same task."""
+    """Return the run's metrics, except training losses that equal the log loss of the same task."""
     return [each for each in run.recorded_metrics if not _repeats_log_loss(run, each.key)]
 
 
@@ -136,7 +136,7 @@ def _repeats_log_loss(run: History, key: str) -> bool:
 
 
 def _measured(run: History) -> list[Metric]:
-    """Return the metrics that were measured; metrics of training first."""
+    """Return the metrics that have values, with the metrics of training first."""
     metrics = [each for each in _select_distinct_metrics(run) if any(points(run, k, each.key)[0] for k in STYLES)]
     return sorted(metrics, key=lambda each: not points(run, Train, each.key)[0])
 
@@ -147,7 +147,7 @@ def _has_line(run: History, key: str, kinds: Iterable[type[Measured]]) -> bool:
 
 
 def _draw_over_steps(run: History, metrics: list[Metric], right: float | None = None) -> Figure | None:
-    """Draw a panel for each metric of at least two points, with a horizontal line at the value `right`."""
+    """Draw a panel for each metric with at least two points, and a horizontal line at `right`."""
     plotted = [metric for metric in metrics if _has_line(run, metric.key, STYLES)]
     if not plotted:
         return None
@@ -178,7 +178,7 @@ def _draw(axes: Axes, run: History, name: str) -> None:
 
 
 def points(run: History, kind: type[Measured], name: str) -> tuple[list[int], list[float]]:
-    """Return the steps at which a metric is defined, and its values."""
+    """Return the steps at which the metric `name` is defined in lines of a kind, and its values."""
     points = [(line.step, line.figure(name)) for line in run.figures(kind)]
     points = [(step, value) for step, value in points if not isnan(value)]
     return [step for step, _ in points], [value for _, value in points]
@@ -191,15 +191,22 @@ def _make_title(run: History, metrics: list[Metric]) -> str:
 
 
 def _format_metric(metric: Metric, line: Measured) -> str:
-    """Return a metric's value with its label; empty if the line has no value."""
+    """Return a metric's label and value in a line; "" if the line has no value."""
     value = line.figure(metric.key)
     return "" if isnan(value) else f"{metric.label} {metric.text(value)}"
 
 
 def _find_last_curves(run: History, name: str, keys: tuple[str, str]) -> tuple[Measured | None, list[dict[str, Any]]]:
-    """Return the last evaluation with such curves, and the curve of each task.
+    """Return the last evaluation with curves of a kind, and these curves by task; (None, []) if none exists.
 
-    A curve consists of two lists of numbers of equal length, a name for a legend, and the recorded curve.
+    Args:
+        run: Run to search.
+        name: Kind of curve: roc or reliability.
+        keys: Names of the curve's two lists of numbers, which have equal lengths.
+
+    Returns:
+        The evaluation, and for each task a dict of the two lists, a `name` for the legend, and the recorded
+            curve as `written`.
     """
     for evaluation in reversed(run.figures(Eval, Final)):
         task_curves = []

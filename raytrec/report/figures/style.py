@@ -1,6 +1,6 @@
-"""Common style of all figures, as PNG or SVG. Pyplot is not used, so there is no global state.
+"""Common style of all figures, and their conversion to PNG and SVG. Without pyplot, there is no global state.
 
-Sizes are chosen so that a figure can be read on a page 360 pixels wide, and side by side on a wide page.
+Figures are legible on a page 360 pixels wide, and fit side by side on a wide page.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from raytrec.common.formatting import format_bytes, format_percent, shorten_name
 
 WIDTH = 4.2  # inches
-MAX_TITLE_CHARACTERS = 54  # characters
-# Points: width of one of two panels that share the left axis; maximum width of a name next to a panel.
+MAX_TITLE_CHARACTERS = 54  # characters in a line of a title
+# Maximum width in points of a title above one of two adjacent panels, and of a name next to a panel.
 MAX_PANEL_TITLE_POINTS, MAX_NAME_POINTS = 112, 90
 FONT = "DejaVu Sans"
-MAX_LINE_POINTS = 1000  # maximum points of a line
-MAX_MARKED_POINTS = 5  # maximum points beyond an edge that are annotated with their value
-OUTLIER_RANGE_FACTOR = 4  # points further above later points than this multiple of their range are clipped
+MAX_LINE_POINTS = 1000  # maximum number of points in a line
+MAX_MARKED_POINTS = 5  # maximum number of clipped points whose values are written at the edge
+OUTLIER_RANGE_FACTOR = 4  # initial points above later ones by more than this factor × the later range are clipped
 ROUND = (1, 2, 2.5, 5, 10)  # ticks are multiples of these
 
-# Colors by role. In SVG, the page's variables replace them, which depend on light and dark mode (THEME).
+# Colors by role. In SVG, THEME replaces them by variables of the page, which depend on light or dark mode.
 INK, MUTED, GRID = "#24292f", "#6a737d", "#d7dce1"
-# Okabe and Ito's palette: distinguishable with any kind of color vision.
+# Okabe and Ito's palette, which is distinguishable with any kind of color vision.
 BLUE, ORANGE, GREEN, VERMILION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
 PURPLE, SKY, YELLOW, GREY = "#cc79a7", "#56b4e9", "#f0e442", "#999999"
 THEME = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", BLUE: "var(--blue)"}
 LINES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
-PHASE_PALETTE = (ORANGE, YELLOW, PURPLE, INK, SKY, BLUE, GREEN, VERMILION, GREY)  # for the phases of a step
+PHASE_PALETTE = (ORANGE, YELLOW, PURPLE, INK, SKY, BLUE, GREEN, VERMILION, GREY)  # colors of a step's phases
 
 STYLE: dict[str, Any] = {
     "font.size": 8.5,
@@ -88,7 +88,7 @@ STYLE: dict[str, Any] = {
 
 
 def styled(draw: Callable) -> Callable:
-    """Return a function that draws with STYLE; everything added to its figures has the style as well."""
+    """Decorate a function so that everything it draws uses STYLE."""
 
     @wraps(draw)
     def inner(*arguments, **options):
@@ -99,14 +99,14 @@ def styled(draw: Callable) -> Callable:
 
 
 def new_figure(title: str, height: float, rows: int = 1, columns: int = 1, **options) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a title above its axes, and the axes row by row.
+    """Return a figure with a title above its axes, and a list of the axes row by row.
 
     Args:
-        title: Sentence about the content.
+        title: Title, which summarizes the content.
         height: Height in inches, including the title.
-        rows: Rows of axes.
-        columns: Columns of axes.
-        options: Options of Figure.subplots.
+        rows: Number of rows of axes.
+        columns: Number of columns of axes.
+        options: Keyword arguments of Figure.subplots.
     """
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
@@ -115,13 +115,13 @@ def new_figure(title: str, height: float, rows: int = 1, columns: int = 1, **opt
 
 
 def new_grid(title: str, count: int, height: float, row_height: float, label: str) -> tuple[Figure, list[Axes]]:
-    """Return a figure of panels over steps in two columns that share both axes, and its panels.
+    """Return a figure with panels over steps, in two columns with shared axes, and a list of the panels.
 
     Args:
-        title: Sentence about the content.
+        title: Title, which summarizes the content.
         count: Number of panels.
         height: Height in inches without the panels.
-        row_height: Height in inches of a row of panels.
+        row_height: Height in inches of each row of panels.
         label: Label of the y axis.
     """
     columns = 2 if count > 1 else 1
@@ -139,7 +139,7 @@ def new_grid(title: str, count: int, height: float, row_height: float, label: st
 
 @styled
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG on white."""
+    """Write a figure to a PNG file with a white background."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # the font may lack the script of a name
         figure.savefig(path, format="png", dpi=200)
@@ -147,7 +147,7 @@ def save_png(figure: Figure, path: Path) -> None:
 
 @styled
 def to_svg(figure: Figure, label: str) -> str:
-    """Return a figure as <svg> element for a page that defines the variables in THEME.
+    """Return a figure as an <svg> element for a page that defines the variables in THEME.
 
     `label` describes the content for screen readers and must be unique on the page.
     """
@@ -161,21 +161,21 @@ def to_svg(figure: Figure, label: str) -> str:
     figure.set_layout_engine("none")  # the layout is final, also for other formats
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # ids would repeat in each figure of a page
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # ids must be unique on a page
     for colour, variable in THEME.items():
         svg = svg.replace(colour, variable)
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
 
 
 def to_standalone_svg(svg: str) -> str:
-    """Return the element of `to_svg` as a separate file on white."""
+    """Return an element from `to_svg` as the text of an SVG file with a white background."""
     for colour, variable in THEME.items():
         svg = svg.replace(variable, colour)
     return svg.replace("<svg", '<svg style="background: white"', 1)
 
 
 def thin_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return a line as at most MAX_LINE_POINTS means of neighboring points."""
+    """Return the x and y values of a line, averaged over neighbors to at most MAX_LINE_POINTS points."""
     size = -(-len(xs) // MAX_LINE_POINTS)
     if size <= 1:
         return list(xs), list(ys)
@@ -186,19 +186,19 @@ def thin_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], li
 
 
 def format_step_axis(axes: Axes) -> None:
-    """Format the x axis for steps: whole numbers with commas."""
+    """Format the x axis for steps, as integers with thousands separators."""
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=ROUND))
     axes.xaxis.set_major_formatter(WHOLE)
 
 
 def limit_ticks(axis: Axis, max_ticks: int = 4, whole: bool = False) -> None:
-    """Limit an axis to a number of round ticks."""
+    """Limit an axis to at most `max_ticks` intervals between round ticks."""
     axis.set_major_locator(MaxNLocator(max_ticks, integer=whole, steps=ROUND))
 
 
 def fit_name(name: object, points: float, size: float = STYLE["xtick.labelsize"]) -> str:
-    """Return a name with its middle cut out if the name is wider than some points at a font size."""
+    """Return a name, with its middle cut out if the name is wider than `points` at font size `size`."""
     text, max_chars = shorten_name(name, 60), 60
     while max_chars > 3 and sum(map(_measure_em, text)) * size > points:
         max_chars = min(max_chars, len(text)) - 1
@@ -208,7 +208,7 @@ def fit_name(name: object, points: float, size: float = STYLE["xtick.labelsize"]
 
 @cache
 def _measure_em(character: str) -> float:
-    """Return the width of a character in em; characters that the font lacks have a fixed width."""
+    """Return the width of a character in em; a character that FONT lacks has a fixed width."""
     font = get_font(findfont(FONT))
     font.set_size(100, 72)
     has_glyph = font.get_char_index(ord(character))
@@ -216,16 +216,16 @@ def _measure_em(character: str) -> float:
 
 
 def draw_restart_lines(axes: Axes, steps: Sequence[int], label: str | None = "restart") -> None:
-    """Draw dashed lines at the steps where a run started again."""
+    """Draw dashed vertical lines at the steps at which a run was restarted."""
     for index, step in enumerate(steps):
         axes.axvline(step, color=MUTED, linewidth=0.8, linestyle=(0, (3, 2)), label=None if index else label)
 
 
 def clip_initial_outliers(axes: Axes) -> None:
-    """Fit y to all lines without their first tenth, if that tenth reaches far above the rest.
+    """Fit the y axis to all lines without their first tenth if that tenth reaches far above the rest.
 
-    A triangle at the upper edge marks the highest point of each clipped line with its value. Lines of fewer
-    than five points count completely.
+    A triangle at the upper edge marks the highest point of each clipped line, and shows its value. Lines with
+    fewer than five points are used in full.
     """
     lines = [(line.get_color(), *map(list, line.get_data())) for line in axes.lines if len(line.get_ydata())]
     later = [y for _, _, ys in lines for y in ys[len(ys) // 10 + 1 if len(ys) >= 5 else 0 :]]

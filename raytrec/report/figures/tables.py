@@ -1,4 +1,4 @@
-"""Figures of tables: memory and lookups on each rank, and health over steps."""
+"""Figures of tables: memory and lookups by rank, and row norms and health over steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from raytrec.report.figures import style
 from raytrec.tracking.aggregate import BINS, select_last_group, sum_over_time, sum_table_bytes
 from raytrec.tracking.run_folder import RunFolder
 
-MAX_TABLES = 40  # tables with a separate row; all others share one row
-UNEVEN_BAR_FACTOR = 1.2  # bars above this multiple of the mean are highlighted
-MAX_LABELED_RANKS = 4  # maximum number of ranks with values in the cells
+MAX_TABLES = 40  # maximum number of tables with a separate row; all other tables share one row
+UNEVEN_BAR_FACTOR = 1.2  # bars longer than this factor × the mean are highlighted
+MAX_LABELED_RANKS = 4  # maximum number of ranks for which values are written in the cells
 MAP = "cividis"
 
 
 def draw_memory(run: RunFolder) -> Figure | None:
-    """Draw tables × ranks: bytes of weights and optimizer state in each rank's last interval."""
+    """Draw the bytes of each table's weights and optimizer state on each rank, in the rank's last interval."""
     ranks = sum_over_time(select_last_group(run.ranks))
     sizes = [{name: sum_table_bytes(entry) // 1 for name, entry in line.tables.items()} for line in ranks]
     return memory_map(sizes, [line.rank for line in ranks])
@@ -31,11 +31,11 @@ def draw_memory(run: RunFolder) -> Figure | None:
 
 @style.styled
 def memory_map(tables: list[dict[str, float]], ranks: list[int] | None = None) -> Figure | None:
-    """Draw tables × ranks: bytes. Return None if all are 0.
+    """Draw the bytes of each table on each rank as a map of tables × ranks, or return None if all are 0.
 
     Args:
-        tables: For each rank, table → bytes.
-        ranks: Rank numbers; default: 0, 1, …
+        tables: Table → bytes, for each rank.
+        ranks: Numbers of the ranks; default: 0, 1, …
     """
     ranks = list(range(len(tables))) if ranks is None else ranks
     grid, names = _build_matrix(tables)
@@ -50,7 +50,7 @@ def memory_map(tables: list[dict[str, float]], ranks: list[int] | None = None) -
 
 @style.styled
 def draw_load(run: RunFolder) -> Figure | None:
-    """Draw tables × ranks: share of all bytes looked up since the last change of the group of workers."""
+    """Draw each table's share of all looked-up bytes on each rank, for the last group of workers."""
     lines = sum_over_time(select_last_group(run.ranks))
     ranks = [line.rank for line in lines]
     loads, names = _build_matrix(
@@ -71,9 +71,9 @@ def draw_load(run: RunFolder) -> Figure | None:
 
 
 def _build_matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]:
-    """Return a matrix with a row for each table, the largest first, and a column for each rank.
+    """Return a matrix with a row per table, the largest first, and a column per rank; and the rows' labels.
 
-    Tables beyond MAX_TABLES are combined into one row. The second value has the labels of the rows.
+    Tables beyond MAX_TABLES are added up in one row.
     """
     cells: dict[str, np.ndarray] = {}
     for column, tables in enumerate(ranks):
@@ -97,7 +97,7 @@ def _build_matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]
 def _draw(
     cells: np.ndarray, names: list[str], ranks: list[int], title: str, kind: FuncFormatter, norm: Normalize
 ) -> tuple[Figure, Axes]:
-    """Draw the map with the ranks' totals as bars above it; return the figure and the bars' axes."""
+    """Draw a map of cells below bars of the ranks' totals; return the figure and the axes of the bars."""
     height = 0.16 * len(names)
     ratios = 0.6, 0.3 + height
     figure, (bars, grid) = style.new_figure(title, 2.0 + height, 2, sharex=True, height_ratios=ratios)
@@ -127,7 +127,7 @@ def _draw(
 
 
 def _write(axes: Axes, cells: np.ndarray, kind: FuncFormatter, norm: Normalize) -> None:
-    """Write the value of each cell in black or white, depending on the cell's color."""
+    """Write the value of each cell into it, in black or white depending on the cell's color."""
     colours = matplotlib.colormaps[MAP]
     for (row, column), value in np.ndenumerate(cells):
         if value > 0:
@@ -141,7 +141,7 @@ def _format_rank(ranks: list[int], x: float) -> str:
 
 
 def _format_range(cells: np.ndarray) -> str:
-    """Return the smallest and the largest total of a rank as text."""
+    """Return the smallest and the largest total over ranks as text."""
     totals = cells.sum(axis=0)
     return f"{format_bytes(totals.min())} to {format_bytes(totals.max())} each"
 
@@ -149,9 +149,9 @@ def _format_range(cells: np.ndarray) -> str:
 EDGES = np.logspace(-4, 2, BINS + 1)  # bin edges of row_norm_counts
 FADING_COLORMAP = LinearSegmentedColormap.from_list("fading", [to_rgba(style.BLUE, 0.0), to_rgba(style.BLUE, 1.0)])
 MAX_MAPS = 12
-MAX_NAMED_LINES = 5  # lines of a panel that have a color and a name
+MAX_NAMED_LINES = 5  # maximum number of lines in a panel with a color and a name
 
-# Panels of `health`: key of the statistic, its label, and True if it is a share.
+# Panels of `health`: (key of the statistic, label, True if the statistic is a share).
 HEALTH_PANELS = (
     ("dead_share", "rows never\ntrained", True),
     ("unique_ratio", "distinct ids\n÷ ids", True),
@@ -162,7 +162,7 @@ HEALTH_PANELS = (
 
 @style.styled
 def draw_row_norms(run: RunFolder) -> Figure | None:
-    """Draw the distribution of row norms over steps in a panel for each of the most loaded tables."""
+    """Draw the distribution of row norms over steps, with a panel for each of the most loaded tables."""
     measured = {
         name: points
         for name, steps in run.tables.items()
@@ -188,7 +188,7 @@ def draw_row_norms(run: RunFolder) -> Figure | None:
 
 @style.styled
 def health(run: RunFolder) -> Figure | None:
-    """Draw dead rows, distinct ids, gradient and update norms of tables over steps; the highest are named."""
+    """Draw dead rows, distinct ids, and gradient and update norms of tables over steps; name the highest."""
     lines = {key: _select_series(run.tables, key) for key, _, _ in HEALTH_PANELS}
     specs = [panel for panel in HEALTH_PANELS if lines[panel[0]]]
     if not specs:
@@ -218,13 +218,13 @@ def health(run: RunFolder) -> Figure | None:
 
 
 def _select_series(series: dict[str, dict[int, dict]], key: str) -> dict[str, list[tuple[int, float]]]:
-    """Return table → (step, value) of tables that have the value at two steps or more."""
+    """Return table → (step, value) pairs of a statistic, for tables that have it at two or more steps."""
     points = {n: [(s, e[key]) for s, e in steps.items() if not isnan(e[key])] for n, steps in series.items()}
     return {name: found for name, found in points.items() if len(found) > 1}
 
 
 def _compute_column_borders(steps: list[int]) -> np.ndarray:
-    """Return the borders of the columns of a map, which are midway between two steps."""
+    """Return the borders between columns of a map over steps; borders lie midway between two steps."""
     if len(steps) == 1:
         return np.array([steps[0] - 1, steps[0]])
     middles = (np.array(steps[1:]) + np.array(steps[:-1])) / 2

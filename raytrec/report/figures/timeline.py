@@ -1,4 +1,4 @@
-"""Figures of time: phases of a step by rank, and speed, workers, faults, saves and checks over a run."""
+"""Figures of time: phases of a step by rank; speed, workers, faults, saves and checks during a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raytrec.tracking.run_folder import RunFolder
 COLOURS = dict(zip(PHASES, style.PHASE_PALETTE, strict=True))
 MAX_BARS = 16
 MAX_PANELS = 6
-EVENT_STYLES = {  # kind of event → name, color, marker
+EVENT_STYLES = {  # kind of event → label, color, marker
     "failed": ("failure", style.VERMILION, "X"),
     "hang": ("hang", style.PURPLE, "P"),
     "not saved": ("save failed", style.VERMILION, "v"),
@@ -32,7 +32,7 @@ EVENT_STYLES = {  # kind of event → name, color, marker
 
 @style.styled
 def draw_elastic_timeline(run: RunFolder) -> Figure | None:
-    """Draw the number of workers and, below, the steps over time with events; failures set steps back."""
+    """Draw the number of workers over time and, below it, steps and events; failures reduce the step."""
     record = build_timeline(run)
     if not record.groups:
         return None
@@ -77,7 +77,7 @@ def _steps(axes: Axes, timeline: RunTimeline, unit_s: int) -> None:
 
 
 def _get_mark_step(mark: Mark, timeline: RunTimeline) -> int:
-    """Return the step of a mark, or the step of the run at that time."""
+    """Return the step of a mark; for a mark without a step, the step of the run at that time."""
     if mark.step is not None:
         return mark.step
     return next((step for at, step in reversed(timeline.progress) if at <= mark.at_s), 0)
@@ -102,7 +102,7 @@ def _choose_time_unit(seconds: float) -> tuple[str, int]:
 
 @style.styled
 def checks(run: RunFolder) -> Figure | None:
-    """Draw a line for each check: a dot for each pass and a cross for each failure."""
+    """Draw each check on a line over steps, with a dot for each pass and a cross for each failure."""
     if not run.checks:
         return None
     names = list(dict.fromkeys(line.check for line in run.checks))
@@ -136,7 +136,7 @@ def _make_checks_title(checks: list[Outcome], failed: list[Outcome]) -> str:
 
 @style.styled
 def draw_throughput(run: RunFolder) -> Figure | None:
-    """Draw rows trained per second by all ranks together, over steps."""
+    """Draw the rows per second that all ranks together train, over steps."""
     steps, rates = points(run, Train, "rows_per_s")
     if len(steps) < 2:
         return None
@@ -154,7 +154,7 @@ def draw_throughput(run: RunFolder) -> Figure | None:
 
 @style.styled
 def draw_phase_totals(run: RunFolder) -> Figure | None:
-    """Draw milliseconds per step in each phase, with a bar for each rank of the last group of workers."""
+    """Draw the milliseconds of each phase per step, as a bar for each rank of the last group of workers."""
     ranks = [line for line in sum_over_time(skip_warmup(run.ranks)) if line.steps]
     if not ranks:
         return None
@@ -179,7 +179,7 @@ def draw_phase_totals(run: RunFolder) -> Figure | None:
 
 @style.styled
 def draw_phases_over_steps(run: RunFolder) -> Figure | None:
-    """Draw milliseconds per step in each phase over steps, with a panel for each rank."""
+    """Draw the milliseconds of each phase per step, over steps, in a panel for each rank."""
     ranks = [line for line in sum_over_time(run.ranks) if line.steps]
     if not ranks:
         return None
@@ -197,7 +197,7 @@ def draw_phases_over_steps(run: RunFolder) -> Figure | None:
 
 
 def _draw_phase_areas(axes: Axes, lines: list[RankLine]) -> None:
-    """Draw intervals as stacked areas, as wide as their steps; gaps where the rank did not exist."""
+    """Draw the phases of each interval as stacked areas, with gaps for steps without the rank."""
     edges: list[int] = [lines[0].first_step]
     spans: list[RankLine | None] = []
     for line in lines:
@@ -216,7 +216,7 @@ def _draw_phase_areas(axes: Axes, lines: list[RankLine]) -> None:
 
 
 def _select_slowest(ranks: list[RankLine], max_count: int) -> tuple[list[RankLine], str]:
-    """Return the ranks with the most own time per step if there are too many, and a part of the title."""
+    """Return at most `max_count` ranks, those with the most own time per step, and the end of a title."""
     if len(ranks) <= max_count:
         return ranks, ", by rank" if len(ranks) > 1 else ""
     chosen = sorted(ranks, key=lambda line: get_own_time_s(line) / line.steps, reverse=True)[:max_count]

@@ -1,4 +1,4 @@
-"""Registry and base classes of losses. Each loss is one class, which may be in a user's module.
+"""Registry and base classes for losses. Each loss is one class, which may be in a user's module.
 
     @loss("bce")                                            # not needed in a user's module
     class BinaryCrossEntropy(Loss):
@@ -9,9 +9,9 @@
         def predict(self, logits_B): ...
         def of_rows(self, logits_B, labels_B): ...
 
-The configuration names a loss by `tasks: [{loss: bce}]` or `loss: "my.module:MyLoss"`. The class is called
-with the task's `options` as keyword arguments. Files in this folder import torch inside methods only, because
-the driver reads the attributes of losses. A loss of a row that depends on other rows is a BatchLoss.
+The configuration names a loss as in `tasks: [{loss: bce}]` or `loss: "my.module:MyLoss"`. The class is called
+with the task's `options` as keyword arguments. Files in this folder import torch only inside methods, because
+the driver reads the attributes of losses. A loss that compares rows with each other is a BatchLoss.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     import torch
 
 # Meaning of predictions: probability of the label 1, number in the label's units, probability of each class,
-# or a score of which only the order has a meaning.
+# or a score of which only the order is meaningful.
 Kind = Literal["probability", "number", "classes", "score"]
 
 
 class Loss(ABC):
-    """Loss of single rows. The objective sums the losses of rows (tasks/objective.py).
+    """Loss of single rows. The objective sums the rows' losses (tasks/objective.py).
 
     Attributes:
         label_range: Smallest and largest allowed label; None: any finite number.
         whole_labels: True if labels must be whole numbers.
-        metrics: Names of the default metrics of tasks with this loss.
+        metrics: Names of the default metrics for tasks with this loss.
         predicts: Meaning of the predictions, which metrics must support (Metric.takes); None: all metrics are
             allowed.
         log_odds: True if logits are the log-odds of the label 1, so that `negatives_kept` can shift them.
-        outputs: Number of logits of a row: the number of classes, or 1.
-        reads_vectors: True if the loss gets the vectors of query and item in place of logits; see `scores`.
+        outputs: Number of logits per row: the number of classes, or 1.
+        reads_vectors: True if the loss takes the vectors of query and item instead of logits; see `scores`.
         from_model: True if the task minimizes the loss that the model computes for the task's rows.
     """
 
@@ -56,15 +56,15 @@ class Loss(ABC):
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits for metrics, computed from the model's output for this task; default: the output.
 
-        With `reads_vectors`, the model's output has the vectors of query and item side by side, float32
-        [B, 2·D]. The result has one number for each row, [B].
+        With `reads_vectors`, the model's output contains the vectors of query and item side by side, float32
+        [B, 2·D]. The result contains one number for each row, [B].
         """
         return logits
 
     def predict(self, logits_B: torch.Tensor) -> torch.Tensor:
-        """Return predictions in the label's units: float32 [B] → float32 [B]; unchanged logits by default.
+        """Return predictions in the label's units, float32 [B] → float32 [B]; default: unchanged logits.
 
-        With several outputs, [B, outputs] → [B, outputs].
+        With several outputs, the shapes are [B, outputs] → [B, outputs].
         """
         return logits_B
 
@@ -72,13 +72,13 @@ class Loss(ABC):
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
         """Return the loss of each row, computed from that row alone: float32 [B].
 
-        The losses must be differentiable in the logits, and finite also for padding. Labels of padding are 0,
-        or the allowed label nearest to 0. With several outputs, logits are [B, outputs].
+        The losses must be differentiable in the logits, and finite even for padding. The labels of padding
+        are 0, or the allowed label nearest to 0. With several outputs, logits are [B, outputs].
         """
 
 
 class Rows(NamedTuple):
-    """All rows of a global batch, rank after rank; some are padding.
+    """All rows of a global batch, including padding, rank after rank.
 
     Attributes:
         logits: Logits, float32 [N]; [N, C] for a loss with several outputs or vectors.
@@ -96,10 +96,10 @@ class Rows(NamedTuple):
 
 
 class BatchLoss(Loss):
-    """Loss that compares rows of the global batch, across ranks.
+    """Loss that compares rows of the global batch across ranks.
 
     Attributes:
-        by: Key of the task whose column groups rows: group or item; None: rows are not grouped.
+        by: Task key, group or item, that names the column by which rows are grouped; None: no grouping.
         needs_column: True if the task must set that key.
         reads_counts: True if the loss reads the frequency of each row's item (the task's item_frequency).
     """
@@ -112,12 +112,12 @@ class BatchLoss(Loss):
     def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:
         """Return the losses of some rows of a global batch: float32 [rows], differentiable in batch.logits.
 
-        Rows of weight 0 must not affect the losses of other rows. Their own losses must be finite and are
-        ignored.
+        Rows with weight 0 must not affect the losses of other rows. The losses of rows with weight 0 must be
+        finite and are ignored.
         """
 
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
-        """Return the losses of a batch in one process, in which every row has weight 1 and no key."""
+        """Return the losses of a single process's batch, in which every row has weight 1 and no key."""
         import torch
 
         return self.of_batch(Rows(logits_B, labels_B, torch.ones_like(labels_B)), slice(0, len(labels_B)))
@@ -127,7 +127,7 @@ loss: Registry[type[Loss]] = Registry("loss", __name__)
 
 
 def check_in_range(name: str, value: object, low: float, high: float, *, exclusive: bool = False) -> float:
-    """Return an option of a loss as a float after a check of its range.
+    """Return a loss option as a float after checking its range.
 
     Args:
         name: Name of the option.

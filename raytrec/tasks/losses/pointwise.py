@@ -38,7 +38,7 @@ class Focal(BinaryCrossEntropy):
     factor makes predictions underconfident. Use only their order, or calibrate them after training.
 
     Args:
-        gamma: Exponent γ, ≥ 0; 0 gives binary cross-entropy.
+        gamma: Exponent γ, 0 to 100; without alpha, 0 results in binary cross-entropy.
         alpha: Factor of positives, in (0, 1); the factor of negatives is 1 − alpha. None: both factors are 1.
 
     Raises:
@@ -92,7 +92,7 @@ class CrossEntropy(Loss):
 
 @loss("mse")
 class SquaredError(Loss):
-    """Squared error (logit − y)². Large labels give large gradients: scale the labels with a transform."""
+    """Squared error (logit − y)². Large labels cause large gradients; scale such labels with a transform."""
 
     metrics = ("mse", "mae")
     predicts = "number"
@@ -107,7 +107,7 @@ class Huber(Loss):
     """Huber loss: e² ÷ 2 if |e| ≤ delta for e = logit − y, else delta · (|e| − delta ÷ 2) (Huber 1964).
 
     Args:
-        delta: Absolute error above which the loss is linear, > 0, in the label's units.
+        delta: Absolute error, in the label's units, above which the loss is linear; > 0.
 
     Raises:
         ValueError: `delta` is out of range.
@@ -145,9 +145,9 @@ class Poisson(Loss):
 
 @loss("from_model")
 class FromModel(Loss):
-    """Label y times the row's loss that the model computes, e.g. of its item against sampled negatives.
+    """Label y times the loss that the model computes for the row, e.g. its item against sampled negatives.
 
-    Rows of label 0 have no loss. Metrics and predictions use the model's score. The objective adds the
+    Rows with label 0 have no loss. Metrics and predictions use the model's score. The objective adds the
     model's loss (tasks/objective.py); this class contributes 0.
     """
 

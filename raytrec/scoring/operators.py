@@ -1,0 +1,123 @@
+"""Operators that programs of exports may call, and checks of their arguments."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from raytrec.common.formatting import as_dict
+from raytrec.compat.torch_ import get_schema, is_dispatched
+
+aten = torch.ops.aten
+OPERATOR_PATTERN = re.compile(r"torch\.ops\.aten\.(\w+?)_?\.(?!\w*out)\w+")
+# Operators of aten that check every index and size on CPU. Others, such as segment_reduce, may access memory
+# outside of their tensors. None of these returns uninitialized memory.
+OPERATORS = """
+_assert_scalar _assert_tensor_metadata _log_softmax _softmax _to_copy abs acos add addcdiv addcmul addmm
+alias all amax amin any arange argmax argmin argsort asin atan atan2 baddbmm batch_norm bitwise_and
+bitwise_not bitwise_or bitwise_xor bmm broadcast_to cat ceil celu chunk clamp clamp_max clamp_min clone
+concat contiguous conv1d copy cos cosh cosine_similarity count_nonzero cummax cumprod cumsum detach div dot
+dropout einsum elu embedding eq erf exp exp2 expand expand_as expm1 fill flatten flip floor floor_divide
+fmod full full_like gather ge gelu glu group_norm gt hardsigmoid hardswish hardtanh index index_add
+index_put index_select isfinite isinf isnan layer_norm le leaky_relu lerp lift_fresh_copy linalg_vector_norm
+linear log log10 log1p log2 log_sigmoid log_softmax logaddexp logical_and logical_not logical_or logical_xor
+logit logsumexp lt masked_fill matmul max maximum mean min minimum mish mm movedim mul mv nan_to_num narrow
+ne neg new_full new_ones new_zeros norm ones ones_like outer pad permute pow prelu prod reciprocal relu
+relu6 remainder repeat reshape rms_norm roll round rsqrt rsub scalar_tensor scaled_dot_product_attention
+scatter scatter_add select selu sigmoid sign silu sin sinh slice softmax softplus sort split
+split_with_sizes sqrt square squeeze stack std sub sum sym_size t tan tanh threshold tile to topk transpose
+tril triu true_divide trunc type_as unbind unflatten unsqueeze var var_mean view view_as where xlogy zeros
+zeros_like
+"""
+SIZES = "add sub mul floordiv truediv mod neg eq ne lt le gt ge and_ or_ getitem"  # on tensor sizes
+OTHER_OPERATORS = {
+    *("torch.ops.higher_order.wrap_with_autocast", "torch.ops.higher_order.wrap_with_set_grad_enabled"),
+    *("torch.ops.aten.gru.input", "torch.ops.aten.repeat_interleave.self_int"),
+    *("torch.sym_float", "torch.sym_int", "torch.sym_max", "torch.sym_min", "torch.sym_not", "math.trunc"),
+    *(f"_operator.{name}" for name in SIZES.split()),
+}
+# Type of an argument in an operator's schema → its kind in an archive. A plain number would not be checked.
+ENUM_KINDS = {"ScalarType": "as_scalar_type", "Layout": "as_layout", "MemoryFormat": "as_memory_format"}
+STRIDED = 7  # torch.strided in archives
+# Circular padding returns uninitialized memory; −2⁶³ ÷ −1, rounded towards 0, ends the process.
+REFUSED_OPTIONS = {"circular", "trunc"}
+
+
+class DisallowedContent(ValueError):
+    """Part of an archive that `raytrec export` does not write."""
+
+
+def is_operator(target: str) -> bool:
+    """Return True if a program may call this operator."""
+    name = (OPERATOR_PATTERN.fullmatch(target) or ("", ""))[1]
+    return target in OTHER_OPERATORS or (name in OPERATORS.split() and is_dispatched(target))
+
+
+def check_arguments(target: Any, inputs: Any) -> None:
+    """Check how a node of a program calls an operator.
+
+    Args:
+        target: Operator.
+        inputs: Arguments as stored in an archive.
+
+    Raises:
+        DisallowedContent: The operator writes to a given tensor, or an argument has a kind or value for which
+            torch does not check the operator.
+    """
+    if not isinstance(target, str) or not target.startswith("torch.ops.aten.") or not is_operator(target):
+        return
+    arguments = {argument.name: argument for argument in get_schema(target).arguments}
+    if any(each.kwarg_only and each.alias_info is not None and each.alias_info.is_write for each in arguments.values()):
+        raise DisallowedContent(f"the operator {target}, which writes to an argument")
+    for entry in map(as_dict, inputs if isinstance(inputs, list) else ()):
+        name, value = entry.get("name"), as_dict(entry.get("arg"))
+        if name not in arguments:
+            raise DisallowedContent(f"the unknown argument {str(name)[:100]!r} of {target}")
+        kinds = {kind for kind_name, kind in ENUM_KINDS.items() if kind_name in str(arguments[name].real_type)}
+        is_invalid_enum = kinds and not value.keys() <= {*kinds, "as_none"}
+        if is_invalid_enum or value.get("as_layout", STRIDED) != STRIDED or value.get("as_string") in REFUSED_OPTIONS:
+            raise DisallowedContent(f"an invalid value of the argument {name!r} of {target}")
+
+
+def add_size_checks(program: torch.nn.Module) -> None:
+    """Check at each call the sizes of operators that read outside of tensors whose sizes do not fit together."""
+    for module in program.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                node.target = SIZE_CHECKED.get(node.target, node.target) if node.op == "call_function" else node.target
+            module.recompile()
+
+
+def compute_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Call `scaled_dot_product_attention`; raise RuntimeError for sizes that torch does not check."""
+    fits = query.shape[:-2] == key.shape[:-2] and key.shape[:-1] == value.shape[:-1]
+    if not fits or query.shape[-1] != key.shape[-1] or min(*query.shape, *key.shape, *value.shape) == 0:
+        raise RuntimeError("the sizes of query, key and value do not fit together")
+    return aten.scaled_dot_product_attention.default(query, key, value, *args, **options)
+
+
+def compute_gru(
+    steps_BTD: Tensor,
+    initial_1BH: Tensor,
+    weights: list[Tensor],
+    has_biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """Call `gru` for one layer; raise RuntimeError for sizes that torch does not check."""
+    inputs, width = steps_BTD.shape[-1], initial_1BH.shape[-1]
+    shapes = [(3 * width, inputs), (3 * width, width), *[(3 * width,)] * 2 * has_biases]
+    if (layers, bidirectional, steps_BTD.dim()) != (1, False, 3) or [tuple(w.shape) for w in weights] != shapes:
+        raise RuntimeError("the sizes of the GRU's weights do not fit together")
+    return aten.gru.input(
+        steps_BTD, initial_1BH, weights, has_biases, layers, dropout, train, bidirectional, batch_first
+    )
+
+
+SIZE_CHECKED = {aten.scaled_dot_product_attention.default: compute_attention, aten.gru.input: compute_gru}
