@@ -125,7 +125,7 @@ def is_secret(name: str) -> bool:
 
 
 def hide_yaml(text: str) -> str:
-    """Apply `hide_all` to YAML, which drops all comments if a value or comment is secret; apply `hide` to other text."""
+    """Apply `hide_all` to YAML, dropping comments if anything is secret; apply `hide` to other text."""
     try:
         values = parse_yaml(text)
     except UnreadableError:
