@@ -125,13 +125,15 @@ def is_secret(name: str) -> bool:
 
 
 def hide_yaml(text: str) -> str:
-    """Apply `hide_all` to YAML, which drops comments if anything is hidden; apply `hide` to other text."""
+    """Apply `hide_all` to YAML, dropping comments if anything is secret; apply `hide` to other text."""
     try:
         values = parse_yaml(text)
     except UnreadableError:
         return hide(text)
-    hidden = hide_all(values)
-    return text if hidden == values else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)
+    hidden, comments_are_safe = hide_all(values), "#" not in text or hide(text) == text
+    return (
+        text if hidden == values and comments_are_safe else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)
+    )
 
 
 def find_hidden_keys(value: Any, key: str = "") -> list[str]:

@@ -195,3 +195,8 @@ def test_hiding_secrets_in_long_text_is_fast():
 def test_placeholder_of_a_token_stays_visible():
     assert hide("expected: Authorization: Bearer TOKEN") == "expected: Authorization: Bearer TOKEN"
     assert "TOKENabc" not in hide("Authorization: Bearer TOKENabc")
+
+
+def test_secrets_in_comments_of_yaml_are_dropped():
+    assert hide_yaml("a: 1 # password=abc\n") == "a: 1\n"
+    assert hide_yaml("a: 1 # the first\n") == "a: 1 # the first\n"
