@@ -31,7 +31,7 @@ class PlainRowReader:
 
     Raises:
         ValueError: The model's rows are never plain: columns are transformed, weighted or neither integers
-            nor floats, or a row is a request with candidates.
+            nor floats, a row is a request with candidates, or there are no columns.
         ImportError: msgspec is not installed.
     """
 
@@ -43,10 +43,14 @@ class PlainRowReader:
         self._ids = list(dict.fromkeys(columns[name] for name in form.singles))
         self._lists = list(dict.fromkeys(columns[name] for name in form.bags))
         special = form.plan.transforms or schema.candidates or schema.has_weights or form.features_with_side_features
-        if special or not (
-            all(types[name] in (int, float) for name in self._dense)
-            and all(types[name] is int for name in self._ids)
-            and all(types[name] == list[int] for name in self._lists)
+        if (
+            special
+            or not types
+            or not (
+                all(types[name] in (int, float) for name in self._dense)
+                and all(types[name] is int for name in self._ids)
+                and all(types[name] == list[int] for name in self._lists)
+            )
         ):
             raise ValueError("the rows of this model are not plain")
         self._form = form
@@ -105,8 +109,8 @@ class PlainRowReader:
     def _read_values(self, rows: Sequence[Sequence[Any]], max_ids: int) -> Rows | None:
         """Return rows of values: numbers, then ids, then lists."""
         dense, ids = len(self._dense), len(self._dense) + len(self._ids)
-        numbers = np.array([row[:dense] for row in rows], np.float64).T
         try:
+            numbers = np.array([row[:dense] for row in rows], np.float64).T
             single = np.array([row[dense:ids] for row in rows], np.int64).T
             lists = []
             for place in range(ids, ids + len(self._lists)):
