@@ -57,7 +57,7 @@ START_S = 180
 DENSE, SPARSE = [f"I{i}" for i in range(1, 14)], [f"C{i}" for i in range(1, 27)]
 QUIET = {"tracking": {"enabled": False, "report": False}, "scaling": {"num_workers": 1, "device": "cpu"}}
 HTTP_HEADER = (
-    *("side", "clients", "requests/s", "p50 ms", "p99 ms"),
+    *("variant", "clients", "requests/s", "p50 ms", "p99 ms"),
     *("requests/s × ray", "p99 ÷ ray's", "requests/s × fastapi"),
 )
 INSIDE_HEADER = ("in process", "500 rows, ms", "1 user, 500 candidates, ms", "×", "largest difference")
