@@ -266,8 +266,8 @@ def compute_recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schem
     """Return the mean number of ids per row of the global batch, by table, over all recorded steps.
 
     Copies of a replicated table count once. Ranks that are not recorded (messages.select_recorded_ranks) are
-    assumed to look up as many ids as the others. If ranks exchange only distinct ids
-    (tables read id by id on GPUs), repeated ids in a rank's batch count once.
+    assumed to look up as many ids as the others. If ranks send only distinct ids (for tables read id by id,
+    on GPUs), repeated ids in a rank's batch count once.
     """
     sums: dict[str, tuple[float, float]] = {}  # table → ids looked up; rows held × steps
     for line in lines:
