@@ -14,7 +14,7 @@ from torch import nn
 from raytrec.compat.torchrec_ import iterate_sharded_kernels, list_kernel_tables
 from raytrec.compat.versions import private
 
-# Settings of a fused kernel with a cache: count hits, and lock rows in the cache until the step of their batch.
+# Settings of a fused kernel with a cache: count hits, and lock rows in the cache until their batch's step ends.
 CACHE_SETTINGS = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
 
 
@@ -137,7 +137,7 @@ class Cache:
 
 
 def find_row_caches(model: nn.Module) -> dict[str, Cache | ResidentRows]:
-    """Return table → cache or in-memory rows of this rank's shard, for tables that have one or the other."""
+    """Return table → cache or in-memory rows of this rank's shard, for tables that have either."""
     caches_by_table: dict[str, Cache | ResidentRows] = {}
     for kernel in iterate_sharded_kernels(model):
         if (rows := find_resident_rows(kernel)) is not None:

@@ -114,7 +114,7 @@ def replace_popen(
 def omit_unneeded_processes() -> Iterator[None]:
     """Make a local Ray cluster that is started in the block omit unneeded processes.
 
-    Three processes are omitted. Each imports Ray, which takes a second, and ray.init waits for one of them. The
+    Three processes are omitted. Each imports Ray, which takes a second; ray.init waits for one of them. The
     API server belongs to the dashboard, which is disabled. The autoscaler's monitor is for clusters that grow.
     The log monitor forwards logs to the driver; this forwarding is disabled.
     """

@@ -34,7 +34,7 @@ MAX_MEMORY_EVENTS = 100_000  # maximum number of recorded allocator events, of a
 def load_archive(archive: BinaryIO) -> torch.export.ExportedProgram:
     """Load the exported program in a .pt2 archive.
 
-    torch.export.load is not used: on failure, it prints a traceback and then tries the layouts of older versions.
+    torch.export.load is not used: on failure, it prints a traceback and tries the layouts of older versions.
     """
     from torch.export.pt2_archive._package import load_pt2
 

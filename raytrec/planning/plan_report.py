@@ -80,8 +80,8 @@ class Plans:
 def print_plans(plans: Plans) -> None:
     """Print the memory and time of all clusters, and any memory shortages.
 
-    The plan is also printed if there is a single cluster, and the smallest and the cheapest cluster if clusters
-    were chosen.
+    The plan is also printed if there is a single cluster, and the names of the smallest and the cheapest
+    cluster if clusters were chosen.
     """
     console = open_console()
     estimates = plans.on or plans.chosen

@@ -57,7 +57,8 @@ def estimate_memory(
         The kernel creates the gradients of all tables at once, and then a copy for each table.
     activations: Peak memory of the dense layers (dense_work) for B rows.
     exchange buffers: Pooled lookup results and their gradients; received results for B rows and their
-        gradients; on GPUs, 40 bytes per id that the update sorts; on CPU, GLOO_COPIES copies of the sums over ranks.
+        gradients; on GPUs, 40 bytes per id that the update sorts; on CPU, GLOO_COPIES copies of the sums over
+        ranks.
     pipeline batches: Three batches of B rows (ids 8 bytes, bags 4, dense columns and labels 4), and the ids
         received from other ranks for two batches.
     checkpoint copies, with checkpoint.async_save: On GPUs, the dense layers and all tables, in device or host
