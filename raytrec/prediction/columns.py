@@ -101,7 +101,7 @@ class CarriedColumns:
 
 
 def _unwrap_dictionary(kind: pa.DataType) -> pa.DataType:
-    """Return a dictionary type's value type, which all parts of a file can share, or any other type."""
+    """Return a dictionary type's value type, which all parts of a file can share; keep any other type."""
     return _unwrap_dictionary(kind.value_type) if pa.types.is_dictionary(kind) else kind
 
 
