@@ -144,7 +144,7 @@ class Store:
                     f"the experiment {self._experiment} is deleted in MLflow",
                     where=f"tracking.experiment={self._experiment}, tracking.uri={hide(self.uri)}",
                     expected="an experiment that is not deleted, or a new name",
-                    do="set another tracking.experiment, or restore it with MLFLOW_TRACKING_URI set: "
+                    do="set another tracking.experiment, or restore this one with MLFLOW_TRACKING_URI set: "
                     f"mlflow experiments restore --experiment-id {experiment.experiment_id}",
                 )
             return experiment.experiment_id
