@@ -102,7 +102,7 @@ class Nodes:
 
 
 def _end_in_order() -> None:
-    """Handle SIGTERM like Ctrl-C, so that no process is left running; each Ray node installs another handler."""
+    """Handle SIGTERM like Ctrl-C, so that no process keeps running; each Ray node sets another handler."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 

@@ -58,7 +58,7 @@ SIDES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Mailbox:
-    """Object that takes the coordinator's place and sends the messages of a side's ranks to the main process."""
+    """Object that replaces the coordinator and sends the messages of a side's ranks to the main process."""
 
     queue: Any
     side: int
