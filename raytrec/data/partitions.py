@@ -84,7 +84,8 @@ def select_partitions(paths: list[str], root: str, between: PartitionBounds, uri
         uri: Path or URI of the dataset's folder, for messages.
 
     Raises:
-        DataError: The keys of a bound differ from those in the folder names, or no file is in the range.
+        DataError: A bound is not of the form key=value, the keys of a bound differ from those in the folder
+            names, or no file is in the range.
     """
     first, last = (compute_path_key(_check_bound(bound)) if bound else [] for bound in between)
     chosen = []

@@ -217,7 +217,7 @@ def read_struct(data: bytes, at: int = 0, depth: int = 0) -> tuple[dict[int, Any
 
     Raises:
         TruncatedDataError: The bytes end within the struct.
-        ValueError: The bytes are not a struct.
+        ValueError: The bytes are not a valid struct.
     """
     if depth > MAX_NESTING_DEPTH:
         raise ValueError("structs are nested too deeply for a Parquet header")

@@ -74,8 +74,8 @@ def decode_columns(
         first: Index of the first row in the row group.
         rows: Number of rows.
         names: Names of the columns.
-        folders: Column → type, for columns read from folder names (ResolvedReadPlan.folders); None: no
-            columns.
+        folders: Column → type, for columns read from folder names (ResolvedReadPlan.folders); None: all
+            columns are in the file.
 
     Raises:
         DataError: The file is damaged or has changed, or the storage fails. The error names the file and row
