@@ -147,7 +147,7 @@ def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.nda
 
 
 def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> np.ndarray:
-    """Bring ids into [0, table.rows) as the table's out_of_range requires; managed ids are just cast to int64.
+    """Bring ids into [0, table.rows) as table.out_of_range requires; managed ids are only cast to int64.
 
     Args:
         ids: Ids of any integer type.

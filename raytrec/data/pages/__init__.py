@@ -256,7 +256,7 @@ class SparseFile(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """Return at most `size` bytes from the current position within a piece; b"" outside of all pieces.
 
-        A negative `size` is no limit.
+        If `size` is negative, all bytes up to the end of the piece are returned.
         """
         place = bisect_right(self._starts, self._at) - 1
         if place < 0:
