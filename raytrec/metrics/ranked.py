@@ -123,7 +123,7 @@ class RankedRows:
 
     @classmethod
     def sort(cls, ties: Ties, peers: Peers, binary: bool = True) -> RankedRows:
-        """Sort the ties of all ranks into parts of about equal size, and return this rank's; a collective.
+        """Sort all ranks' ties into parts of about equal size, and return this rank's part; a collective.
 
         `binary` is True if all labels of this rank are 0 or 1.
         """
@@ -191,7 +191,7 @@ class BoundedRows:
             self._bin_rows()
 
     def _bin_rows(self) -> None:
-        """Move the rows of `_concatenate_rows` to the bins."""
+        """Move the stored rows (`_concatenate_rows`) to the bins."""
         raise NotImplementedError
 
     def _concatenate_rows(self) -> list[torch.Tensor]:
