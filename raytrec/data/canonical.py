@@ -136,7 +136,7 @@ def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> 
                 f"column '{name}' has {length} values, but column '{first}' has {other_length}",
                 where=place.of(name, row),
                 expected="one value for each candidate of the row",
-                do=f"correct the data, or candidates: [{format_yaml_scalar(first)}, "
+                do=f"correct the data, or change candidates: [{format_yaml_scalar(first)}, "
                 f"{format_yaml_scalar(name)}, …] in schema.yaml",
             )
         flat[name] = values

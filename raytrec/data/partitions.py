@@ -106,7 +106,7 @@ def select_partitions(paths: list[str], root: str, between: PartitionBounds, uri
         raise DataError(
             f"no partition exists between {between[0] or 'the first'} and {between[1] or 'the last'}",
             where=f"data.partitions, {uri}",
-            expected=f"a range with some of the {len(paths)} files, such as {paths[0].removeprefix(root)}",
+            expected=f"a range that contains some of the {len(paths)} files, such as {paths[0].removeprefix(root)}",
         )
     return chosen
 

@@ -37,7 +37,7 @@ class WeightedRows:
 def mark_run_starts(*columns_N: torch.Tensor) -> torch.Tensor:
     """Return a mask of rows that differ from the previous row in any column, bool [N].
 
-    The first row is always True.
+    The mask is always True for the first row.
     """
     starts = torch.ones_like(columns_N[0], dtype=torch.bool)
     starts[1:] = torch.stack([column[1:] != column[:-1] for column in columns_N]).any(0)
@@ -55,7 +55,7 @@ def sum_equal_rows(
         sums: Columns [N] that are summed.
 
     Returns:
-        The columns of `equal` and of `sums`, [D] each.
+        The columns of `equal` and of `sums`, with one entry for each of D runs of equal rows, [D] each.
     """
     values = [column[order_N] for column in equal]
     starts = mark_run_starts(*values)

@@ -243,7 +243,7 @@ class HSTU(NextItem):
 
 
 def choose_time_bucket(between: torch.Tensor) -> torch.Tensor:
-    """Return buckets of time differences (seconds, or the unit of a numeric column): float [...] → int64 [...]."""
+    """Return buckets of time differences in seconds or a numeric column's unit: float [...] → int64 [...]."""
     return (between.clamp(min=1).log() / LOG_BUCKET_RATIO).long().clamp(max=NUM_TIME_BUCKETS - 1)
 
 
