@@ -66,7 +66,7 @@ class RowGroup:
         path: Path or URI of the file, as accepted by `storage.open_filesystem`.
         index: Index of the row group in its file.
         rows: Number of rows that the dataset reads from the row group.
-        split: Subset of the rows that the dataset reads; None: all rows.
+        split: Subset of the row group's rows that the dataset reads; None: all rows.
     """
 
     path: str
@@ -135,10 +135,10 @@ def scan(
     """Read the footers of Parquet folders or files, and check every file's columns against the plan.
 
     Args:
-        places: Folders (searched recursively; names that begin with `_` or `.` are skipped) or files.
+        places: Folders (searched recursively, without hidden files and folders; see list_files) or files.
         plan: Read plan of the run.
         key: Config key that names the folders, for messages.
-        between: First and last partition to read.
+        between: First and last partition to read; default: all partitions.
         declared: Additional columns that must exist and have a type that can be reserved.
         skip: True to skip files that are damaged or whose columns do not fit the plan.
 
@@ -252,7 +252,7 @@ def _unify_types(
 
     Returns:
         Column → type; columns that are read from folder names; file → error, for files that are incompatible
-        with the preceding files.
+        with other files.
     """
     from_folders = frozenset().union(*(file.from_folders for file in files))
     types: dict[str, pa.DataType] = {}
