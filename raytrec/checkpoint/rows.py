@@ -33,7 +33,8 @@ class StoredTable:
         folder: Folder of the checkpoint, a local path or a URI.
         index: Index of the checkpoint, as returned by `read_index`.
         name: Name of the table.
-        kind: "weight", or the name of an optimizer state; state with one value per row has one column.
+        kind: "weight", or the name of an optimizer state; state with one value per row has
+            one column.
         checked: True to verify checksums, which requires reading whole blocks; False if the whole table has
             already been verified.
 
@@ -169,7 +170,7 @@ class TableWarmStart:
 
 
 def resolve_warm_starts(config: RunConfig, stored_schema: Schema, schema: Schema) -> dict[str, TableWarmStart]:
-    """Return each table's warm start under warm_start.tables, including tables only in the checkpoint.
+    """Return each table's warm start as set in warm_start.tables; includes tables only in the checkpoint.
 
     Raises:
         SchemaError: A table has changed, and warm_start.tables does not allow this change.
