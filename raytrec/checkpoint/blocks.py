@@ -68,7 +68,7 @@ class Target:
         self._memory = memory(self.tensor) if is_contiguous and is_host_contiguous(self.tensor) else None
 
     def memory(self, begin: int, end: int) -> memoryview | None:
-        """Return the memory for bytes [begin, end) of the chunk; None if they cannot be read into it directly."""
+        """Return the memory for bytes [begin, end) of the chunk; None if they must be copied."""
         if self._memory is None or begin < self.begin or end > self.end:
             return None
         return self._memory[begin - self.begin : end - self.begin]

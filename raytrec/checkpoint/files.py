@@ -130,7 +130,7 @@ def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]
     """Return the checkpoint of a run whose evaluation is best by a metric, and its index.
 
     Raises:
-        RunError: No checkpoint has been evaluated with the metric, or another user's configuration names a server.
+        RunError: No checkpoint has the metric, or another user's configuration names a server.
     """
     for root in _list_roots(make_absolute(str(place))):
         if best := _select_best(_read_all_abouts(root), 1, by):
