@@ -112,7 +112,7 @@ def _describe_step_mismatches(of_ranks: list[IdCounts]) -> list[str]:
     problems = []
     steps = [counts.step for counts in of_ranks]
     if odd := find_deviating_ranks(steps):
-        problems.append(f"{format_ranks(odd)} trained {steps[odd[0]]} steps, unlike the other ranks")
+        problems.append(f"{format_ranks(odd)} completed {steps[odd[0]]} steps, unlike the other ranks")
     for rank, counts in enumerate(of_ranks):
         if counts.is_behind:
             problems.append(f"rank {rank} trained the batch of step {counts.batch_step} at step {counts.step - 1}")
