@@ -56,7 +56,9 @@ class StoredTable:
                 f"there is no table '{name}'{format_suggestion(name, names)}", where=folder, expected=expected
             )
         if entry["dtype"] not in NUMPY_DTYPES:
-            raise CheckpointError(f"table {name} has type {entry['dtype']}", expected=", ".join(NUMPY_DTYPES))
+            raise CheckpointError(
+                f"table {name} has the unsupported dtype {entry['dtype']}", expected=", ".join(NUMPY_DTYPES)
+            )
         self.rows, self.dim = _to_rows_and_columns(entry["shape"], 1)
         self._files = ExitStack()
         sources: dict[str, Source] = {}
