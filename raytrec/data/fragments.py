@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import DataError
+from raytrec.common.formatting import format_count
 from raytrec.config.features import set_draw_rows
 from raytrec.data.arrow import empty_table, is_list, plain, select_schema
 from raytrec.data.footers import FooterStatistics, explain_empty_tasks, read_footer
@@ -181,7 +182,7 @@ def scan(
             "the dataset has no rows",
             where=f"{key}={join_folder_names(places)}",
             expected=f"at least one row in {listing}"
-            + (f"; {len(left_out)} files are skipped: {left_out[0].what}" if left_out else ""),
+            + (f"; skipped: {format_count(len(left_out), 'file')} ({left_out[0].what})" if left_out else ""),
         )
     lists = frozenset().union(*(facts.lists for facts in files))
     accused = tuple(g for facts in files for g in facts.groups if not skip and g.index in facts.accused)
