@@ -39,16 +39,18 @@ from watched import MOST, Problem, Run
 STEPS_EACH = 120  # steps of the run per fault
 SECONDS_EACH = 6.0  # intended duration of these steps without restarts, in seconds
 LEAST_FAULTS, LARGEST_AUC_DELTA = 20, 1e-3
-# Limit for a step's mean loss until the number of workers first changes: restored state is bitwise equal.
+# Limit for the difference in a step's mean loss until the number of workers first changes: restored state is
+# bitwise equal.
 LARGEST_LOSS_DELTA = 1e-9
 CHANGE_WORKERS = ("node killed", "node added", "node drained", "raylet killed")
 OFTEN = "worker killed"  # occurs at least three times, for medians of the durations of recovery
 
 
 def plan(number: int, rng: random.Random, only: list[str]) -> list[str]:
-    """Return kinds of faults in random order, kinds that keep the number of workers first.
+    """Return each kind of fault in random order, and then random kinds, until there are `number` kinds.
 
-    Then every other kind follows once, and then random kinds.
+    In the first part, kinds that keep the number of workers come first. If all kinds are used and `number` is
+    at least LEAST_FAULTS, this part contains OFTEN three times.
     """
     kinds = only or list(FAULTS)
     first = [*kinds, *[OFTEN] * 2] if number >= LEAST_FAULTS and not only else kinds
@@ -57,7 +59,7 @@ def plan(number: int, rng: random.Random, only: list[str]) -> list[str]:
 
 
 def choose(kinds: list[str], nodes: int) -> str:
-    """Return the next kind of fault, or a kind that first makes it possible for this number of nodes."""
+    """Remove and return the next kind of fault, or a kind that this number of nodes requires first."""
     if kinds[0] == "node added" and nodes >= MOST:
         return "node killed"
     if kinds[0] == "node drained" and nodes < MOST:
@@ -93,7 +95,7 @@ def disturbed(run: Run, kinds: list[str], total: int, rng: random.Random, faults
 
 
 def inject(run: Run, kind: str, rng: random.Random) -> Fault:
-    """Cause a fault, and wait until the run has recovered."""
+    """Cause a fault, wait until the run has recovered, and return the record of the fault."""
     run.say(f"[{kind}]")
     act, event_names = FAULTS[kind]
     step = run.attempt().last
@@ -108,7 +110,7 @@ def inject(run: Run, kind: str, rng: random.Random) -> Fault:
 
 
 def loss_delta(run: Run, calm: Run) -> float:
-    """Return the largest difference between the runs in a step's loss until the workers' number changes."""
+    """Return the largest difference in a step's loss between the runs until the number of workers changes."""
     changed = min((a.first for a in run.record.look() if a.world != MOST), default=math.inf)
     expected = calm.record.losses()
     return max(abs(loss - expected[s]) for s, loss in run.record.losses().items() if s < changed)

@@ -128,7 +128,7 @@ def turn(name: str, folder: Path, state: State, into: State) -> dict[str, float]
 
 
 def copied(saver: CheckpointWriter, step: int, state: State) -> float:
-    """Save asynchronously; return the seconds for which a step waits on the slowest rank."""
+    """Save asynchronously, and return the seconds that a step waits, as the maximum over ranks."""
     saver.save(step, state, {})
     saved = saver.collect_outcome()
     assert saved is not None and saved.error is None

@@ -52,7 +52,10 @@ def kill_in_commit(run: Run, rng: random.Random) -> float:
 
 
 def corrupt_data(run: Run, rng: random.Random) -> float:
-    """Damage the largest tensor in the next checkpoint; a bit between tensors would have no effect."""
+    """Flip a bit in the largest chunk of a tensor in the next checkpoint, and kill a worker.
+
+    A bit between tensors would have no effect.
+    """
     step = run.new_checkpoint()
     folder = Path(get_step_folder(run.checkpoints, step))
     chunks = [chunk for tensor in read_index(str(folder))["tensors"].values() for chunk in tensor["chunks"]]
@@ -61,7 +64,7 @@ def corrupt_data(run: Run, rng: random.Random) -> float:
 
 
 def corrupt_index(run: Run, rng: random.Random) -> float:
-    """Damage the index of the next checkpoint."""
+    """Flip a bit in the index of the next checkpoint, and kill a worker."""
     step = run.new_checkpoint()
     path = Path(get_step_folder(run.checkpoints, step)) / INDEX
     return _corrupt(run, rng, step, path, rng.randrange(path.stat().st_size))
@@ -167,7 +170,8 @@ def kill_in_head(run: Run, rng: random.Random, process: str) -> float:
     """Kill a process of the head on which the driver's cluster depends; resume on another cluster.
 
     Raises:
-        Problem: The run took too long to end, did not name --resume, or printed a traceback.
+        Problem: The run took too long to end, did not exit with code 1, did not name --resume, or printed a
+            traceback.
     """
     run.say(f"sending SIGKILL to the {process} of the cluster's head")
     written, done = len(run.output()), time.time()

@@ -119,7 +119,7 @@ SMALL = Size((64,), 8, 500, 500, MLPERF | {"bottom_mlp": [16, 8], "cross_rank": 
 
 
 def size_for(device: torch.device) -> Size:
-    """Return sizes with which lookup tables and their state take at most 40 % of a device's memory."""
+    """Return SMALL for a CPU, or sizes with which tables and state take at most 40 % of a GPU's memory."""
     if device.type == "cpu":
         return SMALL
     memory = torch.cuda.get_device_properties(device).total_memory
@@ -263,7 +263,7 @@ def lookup_bytes(ids: int, dim: int) -> int:
 
 
 def dense_least_s(size: Size, model: nn.Module, rows: int, precision: str, peaks: Peaks | None) -> float | None:
-    """Return the minimum seconds of the dense layers, or None; with bf16, every value takes 2 bytes."""
+    """Return the minimum seconds of the dense layers, or None without `peaks`; bf16 values take 2 bytes."""
     if peaks is None:
         return None
     width = size.layers["bottom_mlp"][-1] + FEATURES * size.dim
@@ -429,7 +429,7 @@ def exchange(rank: int, device: torch.device, size: Size, batch: int, world: int
 
 @contextmanager
 def ingest(folder: Path, batch: int, device: torch.device, peaks: Peaks | None, readers: int) -> Iterator[list[Side]]:
-    """Yield sides that read or copy one batch per step, on a local Ray that runs during the block."""
+    """Yield sides that read or copy one batch per step, on a local Ray cluster that runs during the block."""
     from raytrec.cluster.session import ray_session
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order

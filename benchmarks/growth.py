@@ -114,7 +114,7 @@ CURVES = {
 
 
 class Unheard:
-    """Substitute for the heartbeat and the coordinator that ignores all calls."""
+    """Object that takes the place of the heartbeat and of the coordinator, and ignores all calls."""
 
     command = 0
     put = property(lambda self: self)

@@ -191,7 +191,7 @@ def status_bytes(*fields: str, pid: int | str = "self") -> int:
 
 
 def tree_cpu_s(pid: int | None = None) -> float:
-    """Return the CPU seconds of a process (default: this process) and its descendants, even if they ended."""
+    """Return the CPU seconds of a process (default: this process) and its live and ended descendants."""
     import psutil
 
     total, top = 0.0, psutil.Process(pid)

@@ -8,7 +8,8 @@ positive, and its negative is a film drawn uniformly from the films that the use
 tenth of the pairs for testing. The model is `mf` with dim 16, trained for one epoch in batches of 4,096 rows in
 one process.
 
-- vocabulary: prenumbered users and films, with one row each and one more row.
+- vocabulary: users and films that are numbered in advance, with one row for each and one additional row in
+  each table.
 - numbers: managed ids that are these numbers, in tables with as many rows; the same model.
 - managed: managed ids that are the texts. With fewer rows than ids, an id gets a row after five occurrences,
   and the least frequent ids lose their rows (lfu). A tenth of the rows is for the fallback.

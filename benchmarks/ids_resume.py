@@ -89,7 +89,10 @@ def side(rank: int, world: int) -> Any:
 
 
 def train(world: int, root: Path, first: int, saves: list[int]) -> dict[str, Any]:
-    """Train on new ranks from step `first` to the last of `saves`, unless the figures are already stored."""
+    """Train on new ranks from step `first` to the last of `saves`, and return the figures.
+
+    If the figures are already stored, they are returned without training.
+    """
     record = root / f"{saves[-1]}.json"
     if record.exists():
         return json.loads(record.read_text())
@@ -143,7 +146,7 @@ def measure(steps: int, root: Path) -> dict[str, Any]:
 def main(
     ids: Annotated[int, typer.Option(help="Number of distinct ids.")] = 10_000_000,
     folder: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints, with which an interrupted benchmark continues.")
+        Path | None, typer.Option(help="Folder for checkpoints, from which an interrupted benchmark continues.")
     ] = None,
     smallest: harness.Smallest = False,
 ) -> None:

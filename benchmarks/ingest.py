@@ -204,7 +204,7 @@ def repeated(dataset: Dataset, times: int) -> Dataset:
 def first_batches(
     source: Dataset, schema: Schema, readers: int, rounds: int, group_rows: tuple[int, ...]
 ) -> dict[str, dict[int, float]]:
-    """Measure the seconds from the start of a stream to its first batch, after earlier streams on this Ray.
+    """Measure the seconds from a stream's start to its first batch, after other streams on this Ray cluster.
 
     Args:
         source: Dataset whose rows are rewritten in row groups of each size.

@@ -72,7 +72,7 @@ class Nodes:
         assert accepted, why
 
     def of(self, raylet: int) -> Any | None:
-        """Return the node with this process id of its raylet, or None if the node is gone."""
+        """Return the node whose raylet has this process id, or None if the node is gone."""
         return next((node for node in self.all if self._raylet(node) == raylet), None)
 
     def coordinator(self) -> int | None:
@@ -102,7 +102,7 @@ class Nodes:
 
 
 def _end_in_order() -> None:
-    """Handle SIGTERM like Ctrl-C, so that no process is left; each Ray node installs another handler."""
+    """Handle SIGTERM like Ctrl-C, so that no process keeps running; each Ray node sets another handler."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 

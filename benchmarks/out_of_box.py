@@ -3,11 +3,11 @@
     python benchmarks/out_of_box.py SOURCE [--seeds 5] [--only adult_income,numbers]
 
 SOURCE is the folder with adult/, ml-100k/ and ml-1m/; other data sets are from scikit-learn or generated
-(out_of_box_data.py). Each data set is written as Parquet, inspected, and trained on. Only its paths and
-run.seed are configured. raytrec is compared with scikit-learn's logistic regression (L2, C = 1; numbers with
-mean 0 and variance 1, nulls replaced with the mean, a column for each value of text, ids and lists) and
-boosted trees (HistGradientBoostingClassifier, text as ordinals). Figures are AUC and log loss on the test
-split.
+(out_of_box_data.py). Each data set is written as Parquet, and raytrec inspects it and trains on it. Only the
+paths and run.seed are configured. raytrec is compared with scikit-learn's logistic regression (L2, C = 1;
+numbers with mean 0 and variance 1, nulls replaced with the mean, a column for each value of text, ids and
+lists) and boosted trees (HistGradientBoostingClassifier, text as ordinals). Figures are AUC and log loss on
+the test split.
 
 Writes benchmarks/results/out_of_box.json and the table in docs/quality.md.
 """
@@ -45,8 +45,8 @@ FIGURES, WHO = ("AUC", "log loss"), ("logistic", "trees", "raytrec")
 
 
 def main(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Folder with adult/ and ml-100k/.")],
-    seeds: Annotated[int, typer.Option(help="Runs of each data set.")] = 5,
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Folder with adult/, ml-100k/ and ml-1m/.")],
+    seeds: Annotated[int, typer.Option(help="Number of runs on each data set.")] = 5,
     only: Annotated[str, typer.Option(help="Data sets, separated by commas.")] = "",
 ) -> None:
     """Compare raytrec with scikit-learn on each data set; print and store the results and write the table."""

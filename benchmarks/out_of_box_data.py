@@ -41,7 +41,7 @@ def ml100k(source: Path) -> Split:
 
 
 def seen_films(source: Path, rows: int = 120_000) -> Split:
-    """Read pairs of users and films they rated from MovieLens-1M, and add two random films per pair."""
+    """Read pairs of a user and a rated film from MovieLens-1M, and add two random films for each pair."""
     draw, pairs = np.random.default_rng(3), pd.read_parquet(source / "ml-1m" / "pairs.parquet")
     pairs = pairs.set_axis(["user_id", "item_id"], axis=1).astype("int64")
     seen = pairs.iloc[draw.permutation(len(pairs))[: rows // 3]]
@@ -168,7 +168,7 @@ def labelled(columns: dict[str, np.ndarray], odds: np.ndarray, draw: np.random.G
 
 
 def split_rows(table: pd.DataFrame, trained: int | None = None) -> Split:
-    """Split rows into the first ones, five sixths by default, for training, and the others for the test."""
+    """Split rows into the first `trained` (default: five sixths) for training and the others for the test."""
     cut = trained or len(table) * 5 // 6
     return table.iloc[:cut], table.iloc[cut:]
 

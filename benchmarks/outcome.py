@@ -23,12 +23,13 @@ class Fault:
         kind: Kind of fault, a key of FAULTS.
         unix_s: Time of the fault, in seconds since 1970.
         step: Last step before the fault.
-        notice_s: Seconds until the run recorded the fault in events.jsonl.
+        notice_s: Seconds until the run recorded the fault in events.jsonl; None if the run did not record it.
         again_s: Seconds until the first step of the next worker group (or next step if the run continues).
-        pause_s: Seconds between the last step before the restart and the first step after it.
+        pause_s: Seconds between the last step before the restart and the first step after it; None without
+            a restart.
         steps_lost: Number of steps that were trained again.
         workers: Numbers of workers before the fault and after the recovery.
-        parts: Name in PARTS → seconds of this part of again_s.
+        parts: Name in PARTS → seconds of this part of again_s; {} unless `kind` is TAKEN_APART.
     """
 
     kind: str
@@ -94,7 +95,7 @@ def medians(faults: list[Fault]) -> dict[str, dict]:
 
 
 def recovery(faults: list[Fault]) -> dict[str, float]:
-    """Return the median seconds of each part of the time between SIGKILL and the next step."""
+    """Return the median seconds of each part of the time between SIGKILL and the next step; {} if unknown."""
     each = [fault.parts for fault in faults if fault.parts]
     return {part: statistics.median(parts[part] for parts in each) for part in PARTS} if each else {}
 

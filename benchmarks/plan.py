@@ -3,10 +3,10 @@
     python benchmarks/plan.py [--rounds 5] [--smallest]
 
 The ranks that train a plan also measure the machine's rates, alternating with the plan's steps. Each plan's
-memory and step time are predicted from the medians of all these rates. A step is timed in seconds. If the
-machine runs other work (the load at the start is above 1.5), a step is timed in CPU seconds: those of the
-busiest rank, or those of all ranks ÷ cores if greater. Memory is the peak of a rank's process, less the
-memory before the plan.
+memory and step time are predicted from the medians of all these rates. A step is timed in wall-clock
+seconds. If the machine runs other work (the load at the start is above 1.5), a step is timed in CPU seconds:
+those of the busiest rank, or those of all ranks ÷ cores if greater. Memory is the peak of a rank's process,
+less the memory before the plan.
 
 Writes benchmarks/results/plan.json and the table in docs/planning.md.
 """

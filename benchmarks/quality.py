@@ -55,13 +55,14 @@ class Row:
     Attributes:
         model: Name of the model.
         data: Name of the data set.
-        metrics: Figure in the table → key in result.json, or for logistic regression → label.
+        metrics: Figure in the table → key in result.json or, for logistic regression, the label.
         recipe: Recipe of the data set, without --out; {source} is the folder with the original data.
         title: Title of the data set.
         published: Published values of these figures, and their source.
         job: Name of the configuration; default: derived from data and model.
         note: Text after the model's name in the table.
-        features: Features with one id per row for logistic regression; empty: all, and the dense columns.
+        features: Features with one id per row for logistic regression; empty: all such features, and the
+            dense columns.
         budget_s: Total seconds of runs after which the row gets no more seeds.
     """
 

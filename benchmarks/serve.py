@@ -1,4 +1,4 @@
-"""Speed of raytrec's service compared with two other services of the same DLRM, and one user's candidates.
+"""Speed of raytrec's service, compared with two other services of one DLRM, and of scoring candidates.
 
     python benchmarks/serve.py [--rounds 3] [--seconds 4]
 
@@ -57,7 +57,7 @@ START_S = 180
 DENSE, SPARSE = [f"I{i}" for i in range(1, 14)], [f"C{i}" for i in range(1, 27)]
 QUIET = {"tracking": {"enabled": False, "report": False}, "scaling": {"num_workers": 1, "device": "cpu"}}
 HTTP_HEADER = (
-    *("side", "clients", "requests/s", "p50 ms", "p99 ms"),
+    *("variant", "clients", "requests/s", "p50 ms", "p99 ms"),
     *("requests/s × ray", "p99 ÷ ray's", "requests/s × fastapi"),
 )
 INSIDE_HEADER = ("in process", "500 rows, ms", "1 user, 500 candidates, ms", "×", "largest difference")
@@ -125,7 +125,7 @@ def _candidates(export: str, rows: pa.Table, user_columns: list[str]) -> dict[st
 
 
 def _rows_per_second(export: str) -> dict[str, float]:
-    """Return the rows/s of `predict` in batches, and of `raytrec predict` without its start."""
+    """Return the rows/s of `predict` in batches, and of `raytrec predict` without its startup."""
     model, rows = raytrec.load(export), pq.read_table("data/train").select(DENSE + SPARSE)
     batches = [rows.slice(start, 2048) for start in range(0, len(rows), 2048)]
     seconds = seconds_of(lambda: [model.predict(batch) for batch in batches])
@@ -260,7 +260,7 @@ def _inside_rows(figures: dict[str, float]) -> list[list[str]]:
 
 def main(
     rounds: harness.Rounds = 3,
-    seconds: Annotated[float, typer.Option(help="Seconds per side and client count.")] = 4,
+    seconds: Annotated[float, typer.Option(help="Seconds for each side and number of clients.")] = 4,
     smallest: harness.Smallest = False,
 ) -> None:
     """Run the services and models, print the tables and write benchmarks/results/serve.json."""

@@ -95,7 +95,7 @@ def serve_on_ray(port: int) -> None:
         async def predict(self, request: Request) -> dict[str, list[float]]:
             return {"score": await self.model.remote(await request.json())}
 
-    with ray_session(num_cpus=2):  # a local Ray on loopback
+    with ray_session(num_cpus=2):  # a local Ray cluster on loopback
         serve.start(http_options={"host": HOST, "port": port})
         serve.run(Ingress.bind(Model.bind()))
         while True:

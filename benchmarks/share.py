@@ -1,12 +1,12 @@
-"""Cost of faults: rows per second if a worker is killed every 30 s, compared with the undisturbed run.
+"""Cost of faults: rows/s in periods that begin with the kill of a worker, compared with undisturbed periods.
 
     python benchmarks/share.py [--every 30] [--faults 3]
 
-`raytrec train` runs on a local Ray on this machine, on CPU, with two workers. Undisturbed periods of 30 s
-alternate with periods at the beginning of which a random worker is killed with SIGKILL. The run saves every
-2 s: the best interval is about √(2 · cost of a save · time between faults) (Young 1974), and a save costs a
-few hundredths of a second here. A run's progress is the highest step reached, so repeated steps count once.
-The goal is 85 % with a fault every 30 s.
+`raytrec train` runs on a local Ray cluster on this machine, on CPU, with two workers. Undisturbed periods
+of 30 s alternate with periods at the beginning of which a random worker is killed with SIGKILL. The run
+saves every 2 s: the best interval is about √(2 · cost of a save · time between faults) (Young 1974), and a
+save costs a few hundredths of a second here. A run's progress is the highest step reached, so repeated
+steps count once. The goal is 85 % with a fault every 30 s.
 
 Writes benchmarks/results/share.json and the sentence in docs/benchmarks.md.
 """

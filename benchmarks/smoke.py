@@ -1,4 +1,4 @@
-"""Run the smallest form of every make target, one after another.
+"""Run the smallest forms of the make targets, one after another.
 
     python benchmarks/smoke.py [--only train,parity]
 

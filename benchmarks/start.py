@@ -2,11 +2,11 @@
 
     python benchmarks/start.py [--rounds 5]
 
-`raytrec train` runs on a local Ray on this machine, on CPU, with two workers and little data. The driver and
-the ranks record moments in a file (moments.py). When the run has saved twice, a random worker is killed with
-SIGKILL. When the run trains again, it is terminated, and the next round begins. The table shows medians, and
-the CPU seconds of all the run's processes until the first step. The goals are 10 s for the start and 3 s for
-the restart, on an idle machine with two cores.
+`raytrec train` runs on a local Ray cluster on this machine, on CPU, with two workers and little data. The
+driver and the ranks record moments in a file (moments.py). When the run has saved twice, a random worker is
+killed with SIGKILL. When the run trains again, it is terminated, and the next round begins. The table shows
+medians, and the CPU seconds of all the run's processes until the first step. The goals are 10 s for the
+start and 3 s for the restart, on an idle machine with two cores.
 
 Writes benchmarks/results/start.json and the table in docs/benchmarks.md.
 """
@@ -105,7 +105,7 @@ def one_round(config: Path, folder: Path, rng: random.Random) -> dict[str, Any]:
 
 
 def parts(names: dict[str, str], began: float, moments: list[Moment]) -> dict[str, float]:
-    """Return part → seconds since the previous moment, in which the moment of the last rank counts."""
+    """Return part → seconds since the previous moment; among ranks, the moment of the last rank counts."""
     seconds, previous = {}, began
     for name, part in names.items():
         firsts: dict[int, float] = {}
@@ -138,7 +138,7 @@ def _saved(run: Path) -> int:
 
 
 def wait(process: subprocess.Popen, folder: Path, ready: Callable[[], Any]) -> Any:
-    """Wait until `ready` returns a true value, and return it.
+    """Wait until `ready` returns a true value, and return that value.
 
     Raises:
         Failed: The driver ended, or LONGEST_S have passed.
@@ -152,11 +152,11 @@ def wait(process: subprocess.Popen, folder: Path, ready: Callable[[], Any]) -> A
 
 
 def prepare(folder: Path, save: str) -> Path:
-    """Write a little data, and a configuration that trains on the data endlessly.
+    """Write a small data set, and a configuration that trains on the data endlessly.
 
     Args:
         folder: Folder for the data and the configuration.
-        save: Time of saves, as a key of the section `checkpoint` with its value.
+        save: Schedule of saves, as a key of the section `checkpoint` with its value.
     """
     sizes = ["--rows", str(ROWS), "--sparse", "8", "--multi-hot", "2", "--table-rows", "1000"]
     run_raytrec("prepare", "synthetic", "--out", folder / "data", *sizes)

@@ -16,7 +16,7 @@ SIDES = {
 NAMES = {"dlrm": "DLRM", "dcn": "DCN-V2"}
 FIGURES = ("samples_per_s", "cpu_us_per_row", "peak_mib", "first_step_s")
 OTHERS = ("limit", "by_hand", "ray_recipe")
-COLUMNS = ("side", "rows/s", "CPU-µs a row", "CPU ratio", "peak MiB", "first step after, s")
+COLUMNS = ("variant", "rows/s", "CPU-µs a row", "CPU ratio", "peak MiB", "until first step, s")
 
 
 def cases_of(models: list[str], workers: list[int]) -> dict[str, tuple[str, int]]:
@@ -106,7 +106,7 @@ def markdown(results: dict[str, Any], cases: list[str]) -> str:
 
 def documents(results: dict[str, Any]) -> dict[str, str]:
     """Return document → text to insert between the document's markers."""
-    picture = f"![rows/s and CPU time of each side: {results['title']}](images/step.png)"
+    picture = f"![rows/s and CPU time of each variant: {results['title']}](images/step.png)"
     return {
         "README.md": markdown(results, ["dlrm_2"]),
         BENCHMARKS_PAGE: f"{markdown(results, list(results['by_case']))}\n\n{picture}",

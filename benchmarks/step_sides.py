@@ -210,7 +210,7 @@ def by_hand(settings: Settings, rank: int) -> None:
 
 
 def ray_recipe(settings: Settings) -> None:
-    """Run Ray Train on a local Ray, as shown in Ray's documentation."""
+    """Run Ray Train on a local Ray cluster, as shown in Ray's documentation."""
     import ray.data
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer

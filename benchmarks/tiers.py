@@ -66,11 +66,11 @@ class Phase:
 
 @contextmanager
 def watched(phase: Phase, base_bytes: int) -> Iterator[None]:
-    """Record the seconds of a block and its peak memory.
+    """Record the duration and the peak memory of the block.
 
     Args:
         phase: Record to fill in.
-        base_bytes: Number of bytes to subtract from the memory.
+        base_bytes: Number of bytes to subtract from the measured memory.
     """
     over = Event()
 
@@ -114,7 +114,7 @@ def second_run(rank: int, device: Any, settings: Settings) -> tuple[dict[str, di
 
 
 def run_in_turns(rank: int, device: Any, each: list[Settings], turns: int) -> list[dict[str, Any]]:
-    """Train all kernels in turns; return their speed, and the equality of losses, for each kind of ids."""
+    """Train all kernels in turns; return their speed and whether losses are equal, for each kind of ids."""
     set_up_once(each[0])
     rigs = {settings.kernel: Trained(settings, settings.rows, fill=True) for settings in each}
     lines = []
@@ -147,7 +147,7 @@ def measure_memory(settings: Settings) -> dict[str, Any]:
 
 
 def measure_short(folder: Path, gib: float, smallest: bool) -> None:
-    """Measure and print the third table, and store it if memory was limited."""
+    """Measure and print the speed with limited memory, and store the results if a cgroup limited memory."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         found = run_short(place, *((0.25, 1, 1) if smallest else (gib, 16, 8)))
     text = short_table(found).markdown()
@@ -194,7 +194,7 @@ def main(
 
 
 def show_memory(lines: list[dict[str, Any]], rows: int) -> None:
-    """Print the first table."""
+    """Print the memory and the seconds of each kernel's phases."""
     header = ("kernel", *(f"{name}: ÷ table, s" for name in PHASES), "resumed")
     cells = [
         [
@@ -214,7 +214,7 @@ def speed_row(line: dict[str, Any]) -> list[str]:
 
 
 def show_speed(lines: list[dict[str, Any]]) -> None:
-    """Print the second table."""
+    """Print the speed of the kernels for each kind of ids."""
     header = ("ids", *lines[0]["seconds"], "last ÷ first", "equal")
     rows = [[*speed_row(line), "yes" if line["equal"] else "no"] for line in lines]
     Grid(header, rows, "ms a step").show()

@@ -88,7 +88,7 @@ class Run:
         return json.loads((self.folder / "result.json").read_text())
 
     def signal(self, number: int, group: bool = False) -> int:
-        """Send a signal to the driver or its process group, wait for its end, and return the exit code."""
+        """Send a signal to the driver or its process group, and return the exit code when the driver ends."""
         if group:
             os.killpg(self._process.pid, number)
         else:
@@ -127,7 +127,7 @@ class Run:
         print(f"{time.monotonic() - self._began:6.1f} s  step {step:5}  {text}", flush=True)
 
     def wait(self, what: str, ready: Callable[[], T], seconds: float = LONGEST_S, alive: bool = True) -> T:
-        """Wait until `ready` returns a true value, and return it.
+        """Wait until `ready` returns a true value, and return that value.
 
         Raises:
             Problem: The time limit is exceeded, or the driver ended although `alive` is True.
@@ -163,7 +163,10 @@ class Run:
         return [attempt for attempt in self.record.look() if attempt.began > unix_s]
 
     def settled(self) -> bool:
-        """Return True if the largest possible number of workers has trained SETTLED_STEPS and saved one."""
+        """Return True if the run has recovered.
+
+        The maximum number of workers must have trained SETTLED_STEPS steps and saved a checkpoint.
+        """
         attempts = self.record.look()
         if not attempts or attempts[-1].world != min(MOST, len(self.nodes.all)):
             return False
@@ -194,7 +197,7 @@ class Run:
         return [s for s in steps(self.checkpoints) if os.path.exists(f"{get_step_folder(self.checkpoints, s)}/{INDEX}")]
 
     def half_saved(self) -> str | None:
-        """Return the folder of a checkpoint that is being written, or None."""
+        """Return the folder of the newest checkpoint if it is still being written, else None."""
         folders = [get_step_folder(self.checkpoints, step) for step in steps(self.checkpoints)[:1]]
         return next((folder for folder in folders if not os.path.exists(f"{folder}/{INDEX}")), None)
 

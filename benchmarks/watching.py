@@ -58,7 +58,7 @@ SIDES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Mailbox:
-    """Stand-in for the coordinator, which sends the messages of a side's ranks to the main process."""
+    """Object that replaces the coordinator and sends the messages of a side's ranks to the main process."""
 
     queue: Any
     side: int

@@ -31,7 +31,7 @@ from raytrec.common.storage import RAY_JOB_COPIES, ROOT, make_absolute
 
 
 def resolve_path_option(text: str) -> Path:
-    """Return the path as given, or in a job on a cluster, the path in the shared folder (make_absolute)."""
+    """Return the path as given or, in a job on a cluster, the path in the shared folder (make_absolute)."""
     return Path(make_absolute(text)) if os.environ.get(ROOT) or RAY_JOB_COPIES in os.getcwd() else Path(text)
 
 
@@ -58,7 +58,11 @@ class Recipes(TyperGroup):
         return sorted(module.name for module in iter_modules(__path__) if module.ispkg)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command of a recipe, or None if there is no such recipe."""
+        """Return the command of a recipe, or None if no recipe in this folder has this name.
+
+        Raises:
+            ConfigError: A name `module:function` cannot be imported or does not name a function.
+        """
         from raytrec.cli.options import with_options  # imports this package
 
         if ":" in cmd_name:

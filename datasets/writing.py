@@ -34,8 +34,8 @@ class Output:
         recipe: Name of the recipe.
         options: Options of the recipe, which are stored in prepared.json and compared when the recipe runs
             again.
-        force: True to replace a folder that a recipe prepared with other options. Other folders are never
-            replaced.
+        force: True to replace a folder that a recipe prepared, whether with the same or other options. Other
+            nonempty folders are never replaced.
     """
 
     def __init__(self, folder: Path, recipe: str, options: dict, force: bool):
@@ -45,7 +45,9 @@ class Output:
         self._force = force
 
     def is_ready(self) -> bool:
-        """Return True, and print a message, if the folder was prepared with the same options.
+        """Return True, and print a message, if the folder is already prepared and must not be replaced.
+
+        This is the case if the folder was prepared with the same options and `force` is False.
 
         Raises:
             ConfigError: The folder was prepared with other options and `force` is False, was not written by
@@ -168,7 +170,7 @@ class SplitWriter:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, table: pa.Table) -> None:
-        """Add rows, which are written in full row groups that can span several calls."""
+        """Add rows, and write all full row groups. A row group can contain rows of several calls."""
         self._waiting.append(table.cast(self._schema))
         self.rows += len(table)
         waiting = sum(map(len, self._waiting))

@@ -5,12 +5,14 @@ doi.org/10.1145/3219819.3220007) learns the same two from the larger data set Ce
 all other columns except three:
 
 - marital_status is the second label;
-- relationship reveals the second label: husbands and wives are married, and 88 % of own children never were;
+- relationship reveals the second label: husbands and wives are married, and 88 % of the people listed as
+  Own-child have never married;
 - fnlwgt, the survey's estimate of the number of people that a row represents, is not a property of a person.
   The files contain the column, but schema.yaml does not, so that `sample_weight: fnlwgt` can name it.
 
-Dense columns are standardized with the mean and deviation in train, gains and losses as log(1 + x). Ids are
-positions in the sorted values of train, from 1; id 0 stands for "?" (missing) and for values not in train.
+Dense columns are standardized with their mean and standard deviation in train, capital gains and losses after
+log(1 + x). Ids are positions in the sorted values of train, from 1; id 0 stands for "?" (missing) and for
+values not in train.
 """
 
 from __future__ import annotations

@@ -23,11 +23,12 @@ def prepare(
     """Write Criteo Kaggle and 1TB click logs from their original TSV layouts.
 
     Options:
-        source: train.txt, a day file, or the folder that contains them.
+        source: train.txt, a day file (with --layout kaggle), or the folder that contains the files.
         layout: Kaggle or 1TB files.
         vocabulary: Method that maps values to ids.
-        hash_rows: Number of rows in each table (hash).
-        min_count: Rarer values share id 0 (frequency).
+        hash_rows: Number of rows in each table, with --vocabulary hash.
+        min_count: Minimum number of occurrences of a value in train, with --vocabulary frequency; rarer
+            values share id 0.
         on_bad_line: Stop with an error at a malformed line, or skip the line.
     """
     from raytrec_datasets.criteo.recipe import write

@@ -145,7 +145,10 @@ def _problem(line: bytes) -> str:
 
 
 def _lines_before(chunk: Chunk) -> int:
-    """Return the number of lines that begin before a chunk; the file is read, so call only for an error."""
+    """Return the number of lines that begin before a chunk.
+
+    The function reads the file, and must therefore be called only for an error.
+    """
     count = 0
     if chunk.start:
         with open(chunk.path, "rb") as file:

@@ -87,7 +87,7 @@ def find_files(source: Path, layout: str) -> Files:
     """Find Kaggle's train.txt, or 1TB's day_0 … day_23 (also .gz), in a folder or as a single file.
 
     Raises:
-        DataError: There are no such files, or the files do not match the layout.
+        DataError: There are no such files, there is only one day, or the files do not match the layout.
     """
     names = [source] if source.is_file() else sorted(source.iterdir()) if source.is_dir() else []
     days = [p for p in names if re.fullmatch(r"day_\d+(\.gz)?", p.name)]

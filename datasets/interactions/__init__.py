@@ -37,7 +37,8 @@ def prepare(
 
     Options:
         source: Parquet (also a folder), CSV, a text file with a user and its items in each line (S3-Rec), a
-            folder with train, valid and test of these (LightGCN, RecBole), or NAME.train.rating (NCF).
+            folder with train, valid and test in one of these formats (LightGCN, RecBole), or
+            NAME.train.rating (NCF).
         user: Column of users, in Parquet and CSV.
         item: Column of items, or of lists of items in chronological order.
         time: Column of times; default: the file is in chronological order.
@@ -51,8 +52,8 @@ def prepare(
             [attribute, …], …}, as in S3-Rec.
         train_negatives: Number of rows with label 0 in train per interaction: items the user has not met.
         max_length: Maximum number of ids in a history; 0: no histories.
-        rows: Rows of train: one for each interaction, or one for each user and --max-length interactions, for
-            models that learn at every position of a sequence.
+        rows: Rows of train: one for each interaction, or one for every --max-length interactions of a user,
+            for models that learn at every position of a sequence.
         test_rows: Rows of valid and test: one for each held-out interaction, or one for each user with the
             list right_items, as in the evaluation of LightGCN and BARS; requires --negatives 0.
         min_interactions: Remove users and items with fewer interactions until all have this many (k-core).

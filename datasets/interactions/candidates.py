@@ -74,7 +74,7 @@ def _check_enough(users: np.ndarray, count: int, items: int, met: np.ndarray) ->
     if len(unique) and counts.max() + count > items:
         remaining = items - int(counts.max())
         raise DataError(
-            f"cannot draw {count} unmet items per user: one has met all but {remaining} of {items:,}",
+            f"cannot draw {count} unmet items per user: one user has met all but {remaining} of {items:,}",
             where="--negatives, --train-negatives",
             expected=f"{max(remaining, 0)} or fewer",
             do="lower the option",
@@ -88,7 +88,7 @@ def read_candidates(path: Path, builder: InteractionBuilder, columns: Columns) -
 
     Raises:
         ConfigError: The file is not in a known layout.
-        DataError: A line or row is invalid; the error names the file and the line.
+        DataError: The file does not exist, a line or row is invalid, or no user occurs in the source.
     """
     users, items = [], []
     kinds = builder.users.keys.type, builder.items.keys.type

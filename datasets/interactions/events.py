@@ -20,7 +20,7 @@ class Vocabulary:
     """Mapping from keys to ids, to which each call of `ids` adds new keys.
 
     Attributes:
-        keys: Key of each id, with the type of the first values: int64 or string.
+        keys: Key of each id, with the type of the first values: int64 or string. None before the first call.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Interactions:
         user: User id of each interaction, from 0; int32 [n].
         item: Item id of each interaction, from 0; int32 [n].
         time: Time of each interaction, int64 or float64 [n]; None if the source has no times.
-        time_type: Arrow type of the times in files.
+        time_type: Arrow type of the times in files; None if the source has no times.
         users: Key in the source for each user id.
         items: Key in the source for each item id.
         split: TRAIN, VALID or TEST for each interaction, int8 [n]; None if the source has no splits.
@@ -192,7 +192,7 @@ def keep_core(data: Interactions, least: int) -> Interactions:
 
 
 def _renumbered(pairs: Pairs | None, users: np.ndarray, items: np.ndarray) -> Pairs | None:
-    """Return pairs with new ids in place of old ids; pairs with removed ids are dropped."""
+    """Return pairs with new ids, without pairs of removed ids; None if `pairs` is None."""
     if pairs is None:
         return None
     mask = np.isin(pairs.user, users) & np.isin(pairs.item, items)
@@ -205,8 +205,8 @@ def divide(data: Interactions, order: np.ndarray, split_method: str | None, seed
 
     leave-one-out: the last of each user's interactions is test, and the next-to-last is valid. time: the last
     tenth of all interactions is test, and the tenth before is valid. random: the same sizes, drawn with the
-    seed. The source's own splits are kept. If these lack valid, one train interaction of each user with two
-    or more becomes valid: the last if the interactions are in order, else a random one.
+    seed. The source's own splits are kept. If the source has splits but no valid split, one train interaction
+    of each user with two or more becomes valid: the last if the interactions are in order, else a random one.
 
     Args:
         data: All interactions of a source.
@@ -216,8 +216,9 @@ def divide(data: Interactions, order: np.ndarray, split_method: str | None, seed
         lenient: True to put users with fewer than three interactions into train instead of raising an error.
 
     Raises:
-        ConfigError: `split_method` is set although the source has splits, or the source has no order.
-        DataError: With leave-one-out, a user has fewer than three interactions.
+        ConfigError: `split_method` is set although the source has splits, or the source has no order and the
+            method requires an order.
+        DataError: With leave-one-out, a user has fewer than three interactions and `lenient` is False.
     """
     rng = np.random.default_rng([seed, 1])
     if data.split is not None:

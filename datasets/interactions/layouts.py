@@ -104,7 +104,8 @@ def find_splits(source: Path) -> dict[int, list[Path]]:
     or val/. The valid split is optional.
 
     Raises:
-        DataError: The folder contains train without test, or splits of several data sets.
+        DataError: The folder contains splits of several data sets, or train without test. Train alone, as
+            Parquet, is not an error.
     """
     datasets: dict[tuple[str, str], dict[int, list[Path]]] = {}
     for place in sorted(source.iterdir()) if source.is_dir() else ():
@@ -143,7 +144,7 @@ def _ncf_file(source: Path) -> Path | None:
 
 
 def _read_ncf(train: Path, builder: InteractionBuilder) -> dict[str, Any]:
-    """Read all files of a name, including the candidates in NAME.test.negative if this file exists.
+    """Read NAME.*.rating and, if it exists, NAME.test.negative; return attributes of Interactions.
 
     Raises:
         DataError: A line is invalid, or the files disagree.
@@ -226,7 +227,7 @@ def read_ratings(path: Path) -> np.ndarray:
 
 
 def _broken(path: Path, why: str) -> DataError:
-    """Return the error for a file that cannot be parsed, which names the first invalid line."""
+    """Return the error for a file that cannot be parsed. The error names the first invalid line, if any."""
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, 1):

@@ -5,7 +5,8 @@ Rows of train, valid and test:
     label         1: the user met the item; 0: a candidate or a drawn negative
     user, item    ids from 0, in order of appearance in the source
     history       items that the user met before, the most recent last (rows.py defines in which splits); with
-                  --split time and --negatives 0 up to the row itself, as a service would know the history
+                  --split time and --negatives 0, also earlier items of the row's split, because a service
+                  would know them
     history_time  times of the history, if the source has times
     later         number of items that the user met after this one in train; 0 in valid and test
     time          time of the row, if the source has times; a candidate has the time of a row of the same user
@@ -128,7 +129,7 @@ def write_rows(output: Output, data: Interactions, chosen: Choices, sides: Sides
 
     Raises:
         ConfigError: The interactions cannot be divided or removed as chosen.
-        DataError: A user has too few interactions or too few unmet items.
+        DataError: A user has too few interactions, unmet items or candidates, or no interactions remain.
     """
     data = _core(data, chosen.min_interactions)
     order = data.order()
@@ -176,8 +177,8 @@ def _write_keys(folder: Path, name: str, keys: pa.Array, columns: dict[str, pa.A
 def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema:
     """Return the schema of the dataset, in which item and history share a table.
 
-    Rows of whole users are for next-item models. Their schema contains only item, history and `negatives`,
-    which are drawn when rows are read.
+    Rows of whole users are for next-item models. The schema of such rows contains only item, history and
+    `negatives`; the negatives are drawn when rows are read.
     """
     if chosen.rows == "user":
         sequence = {"table": "item", "pooling": "sequence"}
@@ -203,8 +204,8 @@ def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema
 def choose_example_job(folder: Path, chosen: Choices) -> tuple[str, list[str], list[str]]:
     """Return the name of a suitable job below jobs/, overrides, and lines about other suitable jobs.
 
-    If all rows have label 1, models learn to distinguish each row's item from other items, in the batch or
-    drawn. Without candidates, a row's items are ranked among all items.
+    If all rows have label 1, models learn to distinguish each row's item from other items, which are in the
+    batch or are drawn. Without candidates, a row's items are ranked among all items.
 
     Args:
         folder: Folder of the dataset.

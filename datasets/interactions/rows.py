@@ -78,9 +78,10 @@ class Rows:
         with_seen: True to add to rows of valid and test all items that the user met before, regardless of
             `length`.
         with_valid: True to add the interactions of valid to train.
-        rolling: True to extend the histories of valid and test up to each row; not with candidates.
+        rolling: True to extend the histories of valid and test up to each row; cannot be combined with
+            candidates.
         by_user: True to write one row for each user in valid and test, with the list of held-out items,
-            `right_items`; not with candidates or `rolling`.
+            `right_items`; cannot be combined with candidates or `rolling`.
     """
 
     def __init__(
@@ -119,8 +120,8 @@ class Rows:
 
         Args:
             folder: Folder of the split.
-            per_interaction: True to write a row for each interaction; False to write a row for each user and
-                `length` interactions.
+            per_interaction: True to write a row for each interaction; False to write a row for every `length`
+                interactions of a user.
             negatives: Number of rows with label 0 for each row, drawn from items that the user has not met
                 in train.
             advance: Function called with the number of rows with label 1 that have been written.

@@ -46,8 +46,8 @@ class Side:
     Attributes:
         name: Name of the column.
         keys: Distinct keys of users or items.
-        values: Value for each key: an id from 1, a list of ids, or float32; otherwise a description, which is
-            written to items/ only.
+        values: Value for each key: an id (0: unknown), a list of ids, or float32. Other values, such as
+            titles, are written only to items/.
         rows: Number of rows of the feature's table; 0: the feature has no table.
     """
 
@@ -65,7 +65,7 @@ class Side:
         """Return the value of each key; 0, an empty list or null for keys without a value.
 
         Raises:
-            ConfigError: The feature's keys have another type.
+            ConfigError: The feature's keys cannot be converted to the type of `keys`.
         """
         try:
             indices = pc.index_in(keys, value_set=self.keys.cast(keys.type))
@@ -103,7 +103,7 @@ def read_sides(path: Path, key: str) -> list[Side]:
 
     Raises:
         ConfigError: The column is missing, or a feature has an unsupported name or type.
-        DataError: The file cannot be read, or a key is empty or occurs twice.
+        DataError: The file cannot be read, a key is empty or occurs twice, or a number is not finite.
     """
     table = _table(path, key)
     keys = table[key].combine_chunks()

@@ -28,7 +28,7 @@ Batch = tuple[pa.Array, pa.Array, pa.Array | None]
 
 
 def read(files: list[Path], columns: Columns, builder: InteractionBuilder, split: int = TRAIN) -> dict[str, bool]:
-    """Add the interactions in files of one layout, and return the attribute `of_all` of Interactions.
+    """Add the interactions in files of one layout, and return {"of_all": …}, an attribute of Interactions.
 
     Raises:
         ConfigError: A column is missing or has an unsupported type.
@@ -68,7 +68,7 @@ def parquet_batches(path: Path, columns: Columns) -> Iterator[Batch]:
 
 
 def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
-    """Yield the users, items and times in a CSV file (tabs in .tsv and .inter).
+    """Yield the users, items and times in a CSV file. Fields in .tsv and .inter are separated by tabs.
 
     Users and items are read as text; the type of times is inferred.
     """
@@ -94,7 +94,7 @@ def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
 
 
 def text_batches(path: Path, columns: Columns) -> Iterator[Batch]:
-    """Yield (user of each item, items, None), both int64, for about 16 MiB of text at a time.
+    """Yield (users, items, None) for about 16 MiB of text at a time, with the user of each item; int64.
 
     A line with only a user has no items.
 
@@ -203,7 +203,10 @@ def _keys(values: pa.Array, name: str, where: str) -> pa.Array:
 
 
 def _times(values: pa.Array, name: str, where: str) -> pa.Array:
-    """Return whole numbers as int64, other numbers as float64 and dates as timestamps."""
+    """Return whole numbers as int64, other numbers as float64 and dates as timestamps.
+
+    Other types and missing values raise an error.
+    """
     values, kind = _whole(values), values.type
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         values = values.cast(pa.int64() if pa.types.is_integer(kind) else pa.float64())
@@ -232,7 +235,7 @@ def _refuse(empty: pa.Array, name: str, where: str) -> None:
 def _broken(path: Path, divider: str, time: str | None, why: str) -> DataError:
     """Return the error for a CSV file that cannot be parsed.
 
-    The error names the first line with an unexpected number of fields or an invalid time.
+    The error names the first line with an unexpected number of fields or an invalid time, if there is any.
     """
     expected = "the same number of fields in each line" + f", {time}: a number or timestamp" * bool(time)
     try:

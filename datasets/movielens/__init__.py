@@ -35,14 +35,15 @@ def prepare(
 
     Options:
         split: Method that divides rows into train, valid and test.
-        history: Maximum number of liked items before a rating; with leave-one-out, of all items.
+        history: Maximum number of ids in a history: liked items before a rating, or with leave-one-out or
+            --rows user, all earlier items.
         download: Download this set from GroupLens.
         negatives: Number of items drawn for each pair of train, with leave-one-out and the layout of
             NAME.test.negative.
         candidates: Number of items drawn for each user in valid, and in test if the source has no candidates,
             with leave-one-out. 0: all items are ranked.
-        rows: Rows of train with leave-one-out: one for each pair, or one for each user and --history films.
-            With --split time, `user` writes such rows, made from interactions instead of ratings.
+        rows: Rows of train with leave-one-out: one for each pair, or one for every --history films of a user.
+            With --split time, `user` also writes one row for every --history films, from interactions.
         with_valid: Add the interactions of valid to train, for a final run with settings already chosen.
     """
     options = {**locals()}

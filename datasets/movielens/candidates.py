@@ -62,7 +62,7 @@ def read_candidates(folder: Path) -> Candidates:
     """Read the pairs and candidates from a folder with this layout.
 
     Raises:
-        DataError: A file is missing, or a line is invalid; the error names the file and the line.
+        DataError: A file is missing, a line is invalid, or the files disagree.
     """
     negative = sorted(folder.glob(f"*{NEGATIVE}"))[0]
     name = negative.name.removesuffix(NEGATIVE)
@@ -117,7 +117,8 @@ def write_candidates(output: Output, source: Path, negatives: int, seed: int, di
 
     - train: each pair, with `negatives` items drawn from the items that the user has not seen in train, in
       random order.
-    - valid: one pair of each user, which is removed from train, with 99 candidates that the user never saw.
+    - valid: one pair of each user with at least two pairs; the pair is removed from train and written with 99
+      candidates that the user has never seen.
     - test: the given candidates.
     """
     data, rng = read_candidates(source), np.random.default_rng(seed)

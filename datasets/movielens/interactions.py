@@ -119,7 +119,7 @@ def _of_users(users: pd.DataFrame) -> list[Side]:
 
 
 def _of_movies(movies: pd.DataFrame) -> list[Side]:
-    """Return the features of films, of which titles are written to items/ only."""
+    """Return the features of films; titles are written only to items/."""
     movies = movies.drop_duplicates("item")
     keys, years = pa.array(movies["item"].to_numpy()), movies["year"]
     return [

@@ -60,7 +60,8 @@ def read(folder: Path) -> MovieLens:
     """Read the set in a folder.
 
     Raises:
-        DataError: The folder has no known layout, or a file cannot be parsed; the error names the file.
+        DataError: The folder has no known layout, or a file is missing or cannot be parsed; the error names
+            the file.
     """
     for marker, others, reader in LAYOUTS:
         if (folder / marker).is_file():
@@ -196,7 +197,8 @@ def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> 
         md5: Expected checksum; None: the checksum in MD5.
 
     Raises:
-        DataError: There is no connection, or the checksum is wrong (the zip is removed).
+        DataError: The download fails, its checksum is wrong, or the zip lacks the folder of the set. A zip
+            with a wrong checksum is removed.
     """
     target = folder / f"ml-{name}"
     if target.is_dir():

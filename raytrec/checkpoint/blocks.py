@@ -38,10 +38,18 @@ def to_metadata(index: dict) -> Metadata:
 class Target:
     """Destination tensor for a box (a rectangular part) of a chunk.
 
+    Args:
+        chunk: Chunk that contains the box.
+        item: Planned read, which defines the box.
+        tensor: Destination, whose shape must be the box's shape.
+
     Attributes:
         tensor: Tensor of the box's shape.
         begin: First byte of the box in the chunk.
         end: Byte after the last byte of the box in the chunk.
+
+    Raises:
+        CheckpointError: The shape of the tensor differs from that of the box.
     """
 
     def __init__(self, chunk: StoredChunk, item: ReadItem, tensor: torch.Tensor):
@@ -60,7 +68,7 @@ class Target:
         self._memory = memory(self.tensor) if is_contiguous and is_host_contiguous(self.tensor) else None
 
     def memory(self, begin: int, end: int) -> memoryview | None:
-        """Return memory into which bytes [begin, end) of the chunk can be read directly, or None."""
+        """Return the memory for bytes [begin, end) of the chunk; None if they must be copied."""
         if self._memory is None or begin < self.begin or end > self.end:
             return None
         return self._memory[begin - self.begin : end - self.begin]

@@ -36,8 +36,8 @@ class TableConversion:
     Attributes:
         table: New settings of the table.
         note: Line that describes the conversion to the user.
-        source: Row in the checkpoint of each new row, int64 [table.rows]. For -1, the row gets its initial
-            values, and its optimizer state is 0. None: all rows are unchanged.
+        source: Row in the checkpoint of each new row, int64 [table.rows]. A new row with source -1 gets
+            its initial values, and its optimizer state is 0. None: all rows are unchanged.
         ids: Managed ids of the new table: tensor name after ids/TABLE/ → int64 [n].
         about: Entry for the table's managed ids in the index; None without managed ids.
     """
@@ -53,6 +53,9 @@ def to_managed(name: str, table: Table) -> TableConversion:
     """Return the conversion to managed ids, in which ids 0 to rows - 1 keep their rows.
 
     A row is added for ids without a row.
+
+    Raises:
+        SchemaError: The ids of the table are already managed, or are hashed.
     """
     if table.ids:
         raise _conversion_error(name, "its ids are already managed", "a table whose ids are its row numbers")
@@ -76,6 +79,9 @@ def to_hash(name: str, table: Table) -> TableConversion:
     """Return the conversion to hashed ids, in which ids below the number of rows keep their rows.
 
     All other ids, and ids that are text, are hashed to these rows.
+
+    Raises:
+        SchemaError: The ids of the table are managed, or are already hashed.
     """
     if table.ids:
         reason = "the checkpoint does not record whether its ids were text (hashed differently from integers)"
@@ -89,10 +95,14 @@ def to_hash(name: str, table: Table) -> TableConversion:
 
 
 def resize_table(folder: str, index: Mapping[str, Any], name: str, table: Table, rows: int) -> TableConversion:
-    """Return the conversion to a table with another number of rows.
+    """Return the conversion to a table with a different number of rows.
 
     Without managed ids, the first rows are kept. With managed ids, all ids are kept if they fit, else the ids
     seen most often.
+
+    Raises:
+        SchemaError: The table has hashed ids, already has this number of rows, or would have no row for ids.
+        CheckpointError: The managed ids cannot be read.
     """
     if table.out_of_range == "hash":
         raise _conversion_error(
@@ -115,7 +125,7 @@ def resize_table(folder: str, index: Mapping[str, Any], name: str, table: Table,
 def _resize_ids(
     saved: Mapping[str, torch.Tensor], about: Mapping[str, Any], name: str, old: Table, new: Table
 ) -> TableConversion:
-    """Return the conversion of a table with managed ids to another number of rows.
+    """Return the conversion of a table with managed ids to a different number of rows.
 
     Row numbers that exist in the new table do not change; other rows move to rows without an id.
     """

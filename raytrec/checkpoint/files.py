@@ -1,4 +1,4 @@
-"""Locations of checkpoints: one folder per step, which is complete if it contains an index. No torch."""
+"""Locations of checkpoints, without torch: one folder per step, which is complete if it contains an index."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def steps(root: str) -> list[int]:
 def iterate_indexes(
     root: str, find_obstacle: Callable[[dict[str, Any]], str | None]
 ) -> Iterator[tuple[str, dict[str, Any], CheckpointError | None]]:
-    """Yield (folder, index, error if it cannot be used or None) for each checkpoint, newest first.
+    """Yield (folder, index, None), or (folder, {}, error) if unusable, for each checkpoint, newest first.
 
     Args:
         root: Folder of all checkpoints.
@@ -87,7 +87,7 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
     """Return the newest complete checkpoint of a run folder, or the given checkpoint folder, and its index.
 
     Raises:
-        RunError: The folder contains no checkpoint.
+        RunError: The folder contains no checkpoint, or another user's configuration names a server.
         CheckpointError: The checkpoint is damaged, or is not from a training run.
     """
     place = make_absolute(str(place))
@@ -109,7 +109,7 @@ def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
     """Return the checkpoint of a run at a step, and its index.
 
     Raises:
-        RunError: There is no checkpoint of the step.
+        RunError: There is no checkpoint of the step, or another user's configuration names a server.
         CheckpointError: The checkpoint is damaged, or is not from a training run.
     """
     place = make_absolute(str(place))
@@ -130,7 +130,7 @@ def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]
     """Return the checkpoint of a run whose evaluation is best by a metric, and its index.
 
     Raises:
-        RunError: No checkpoint has been evaluated with the metric.
+        RunError: No checkpoint has the metric, or another user's configuration names a server.
     """
     for root in _list_roots(make_absolute(str(place))):
         if best := _select_best(_read_all_abouts(root), 1, by):
@@ -277,7 +277,7 @@ def _is_step(name: str) -> bool:
 def _list_roots(place: str) -> list[str]:
     """Return the folders that may contain a run's checkpoints.
 
-    These are checkpoint.dir of the run's configuration, the default folder in the run folder, and `place`.
+    These are the configuration's checkpoint.dir if set, the default folder in the run folder, and `place`.
 
     Raises:
         RunError: The configuration of another user's run names a server.

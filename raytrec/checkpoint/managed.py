@@ -36,8 +36,8 @@ def gather_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
     """Return the managed ids of all tables, and the index entry that describes them; a collective.
 
     Args:
-        maps: Table → this rank's part of its map. No pipeline may have mapped ids of batches that have not
-            been trained.
+        maps: Table → this rank's part of its map. No pipeline may have mapped ids of batches that the
+            model has not been trained on.
 
     Returns:
         Tensors in host memory, which do not change when training continues, and entries for the index's `about`.
@@ -82,7 +82,7 @@ def allocate_ids(about: Mapping[str, Any], tables: Mapping[str, object]) -> Stat
 
 
 def load_ids(maps: Mapping[str, RowMap], tensors: State, about: Mapping[str, Any], *, new_run: bool = False) -> None:
-    """Load empty maps from the tensors of `allocate_ids`; a collective.
+    """Fill empty maps with the ids in the tensors of `allocate_ids`; a collective.
 
     Args:
         maps: Table → this rank's part of its map.
@@ -166,7 +166,7 @@ def _list_tensor_names(table: str, sizes: Mapping[str, int]) -> list[tuple[list[
 
 
 def _to_columns(prefix: str, entries: KeyEntries, names: tuple[str, ...], sizes: list[int], peers: Peers) -> State:
-    """Return the entries of all ranks, concatenated in rank order: name → int64 [Σ sizes]."""
+    """Return the entries of all ranks in rank order: name → int64 [Σ sizes]; {} if there are none."""
     if not sum(sizes):
         return {}
     columns = {"id": unhash_bits(entries.keys)} | {name: entries.fields[name].long() for name in names}
@@ -185,7 +185,7 @@ def _to_sharded(values: torch.Tensor, sizes: list[int], peers: Peers) -> Sharded
 
 
 def _send_to_owners(names: list[str], tensors: State, device: torch.device) -> KeyEntries:
-    """Return the entries read by any rank that this rank owns; a collective."""
+    """Of the entries read by all ranks, return those that this rank owns; a collective."""
     peers = Peers()
     local = [tensors[name].local_shards() if name in tensors else [] for name in names]
     empty = torch.empty(0, dtype=torch.int64)

@@ -58,7 +58,7 @@ class RawFileWriter:
         size: Number of bytes written.
 
     Raises:
-        OSError: A method has failed to write.
+        OSError: The file cannot be created or written.
         FileExistsError: The file exists, and may belong to a checkpoint.
     """
 
@@ -104,7 +104,7 @@ class RawFileWriter:
             self._sent = self.size
 
     def sync(self) -> None:
-        """Flush the file to disk, so that it survives a power failure."""
+        """Flush a local file to disk, so that it survives a power failure."""
         if self._local:
             os.fsync(self._file.fileno())
             sync_to_disk(self._path.parent)
@@ -177,7 +177,7 @@ class StoredChunk:
         return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
 
     def where(self, folder: str, begin: int = 0, end: int | None = None) -> str:
-        """Return a description, for errors, of the place of bytes [begin, end) of the chunk."""
+        """Describe, for errors, the place of bytes [begin, end) of the chunk, by default of all its bytes."""
         end = self.nbytes if end is None else end
         place = f"bytes {self.start + begin} to {self.start + end - 1}"
         return f"{join_uri(folder, self.file)}, tensor {self.fqn}, {place}"
@@ -264,7 +264,8 @@ def check_files(folder: str, sizes: dict[str, int]) -> None:
         sizes: Size of each file in bytes.
 
     Raises:
-        CheckpointError: A file is missing or has another size, because nodes do not share the folder.
+        CheckpointError: The folder cannot be read, or a file is missing or has a different size because nodes
+            do not share the folder.
     """
     filesystem, path = open_filesystem(folder)
     with convert_write_errors(folder):

@@ -45,16 +45,16 @@ def restore(
 ) -> RestoreResult:
     """Load the newest valid checkpoint into a model; a collective.
 
-    Checkpoints that are incomplete or damaged, or contain NaN or infinity, are skipped.
+    Checkpoints that are incomplete or damaged, contain NaN or infinity, or cannot be resumed are skipped.
 
     Args:
         root: Folder of all checkpoints.
         state: State of the model, which is overwritten.
-        find_obstacle: Function that returns the reason why an index's `about` cannot be resumed from, or None.
+        find_obstacle: Function that returns why a run cannot resume from an index's `about`, or None.
         make_extra_tensors: Function that returns, for the same `about`, further tensors to read.
 
     Raises:
-        CheckpointError: At least one checkpoint is complete, but none of them can be loaded.
+        CheckpointError: At least one checkpoint has a usable index, but none of these can be loaded.
     """
     result, unreadable = RestoreResult(), 0
     for folder, about, reason in _broadcast_checkpoints(root, find_obstacle):
@@ -89,7 +89,8 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
     Args:
         folder: Folder of the checkpoint.
         tensors: Name → destination; the checkpoint must contain every name, with the same shape.
-        rows: Table → number of leading rows to read, which is also the destination's number of rows.
+        rows: Table → number of leading rows to read, which is also the destination's number of rows. Other
+            tables are read as a whole.
 
     Raises:
         CheckpointError: Data is damaged or missing; raised on every rank, and names the place.
@@ -127,7 +128,7 @@ class _FirstRowsReader(ShardReader):
         self._rows = rows
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, with the sizes of these tables reduced to their first rows."""
+        """Return the metadata, in which these tables have only their first rows."""
         metadata = super().read_metadata(*args, **kwargs)
         for name, entry in metadata.state_dict_metadata.items():
             rows = self._rows.get(name.split("/")[1]) if name.startswith("tables/") else None
@@ -144,7 +145,7 @@ class _FirstRowsReader(ShardReader):
 
 
 def _broadcast_checkpoints(root: str, why_not: Callable) -> list[tuple[str, dict, str | None]]:
-    """Return (folder, about, reason why it cannot be used or None) for each checkpoint, newest first.
+    """Return (folder, about, None or the reason why it is unusable) for each checkpoint, newest first.
 
     Rank 0 reads the list, and all ranks receive it.
     """

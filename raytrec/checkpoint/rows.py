@@ -33,7 +33,8 @@ class StoredTable:
         folder: Folder of the checkpoint, a local path or a URI.
         index: Index of the checkpoint, as returned by `read_index`.
         name: Name of the table.
-        kind: "weight", or the name of an optimizer state; state with one value per row has one column.
+        kind: "weight", or the name of an optimizer state; state with one value per row has
+            one column.
         checked: True to verify checksums, which requires reading whole blocks; False if the whole table has
             already been verified.
 
@@ -55,7 +56,9 @@ class StoredTable:
                 f"there is no table '{name}'{format_suggestion(name, names)}", where=folder, expected=expected
             )
         if entry["dtype"] not in NUMPY_DTYPES:
-            raise CheckpointError(f"table {name} has type {entry['dtype']}", expected=", ".join(NUMPY_DTYPES))
+            raise CheckpointError(
+                f"table {name} has the unsupported dtype {entry['dtype']}", expected=", ".join(NUMPY_DTYPES)
+            )
         self.rows, self.dim = _to_rows_and_columns(entry["shape"], 1)
         self._files = ExitStack()
         sources: dict[str, Source] = {}
@@ -169,7 +172,7 @@ class TableWarmStart:
 
 
 def resolve_warm_starts(config: RunConfig, stored_schema: Schema, schema: Schema) -> dict[str, TableWarmStart]:
-    """Return each table's warm start under warm_start.tables, including tables only in the checkpoint.
+    """Return each table's warm start as set in warm_start.tables; includes tables only in the checkpoint.
 
     Raises:
         SchemaError: A table has changed, and warm_start.tables does not allow this change.

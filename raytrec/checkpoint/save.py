@@ -77,6 +77,9 @@ class CheckpointWriter:
         best: Metric that determines which checkpoints are best (checkpoint.keep_best).
         rows: Snapshot that preserves the table rows that training changes during a save; None: whole tables
             are copied.
+
+    Attributes:
+        last_step: Step of the save that was started last; None if none was started.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class CheckpointWriter:
         """Start a save, and return as soon as training may change the tensors.
 
         Args:
-            step: Number of steps of the run that have been trained.
+            step: Number of training steps completed in the run.
             tensors: Live tensors (LogicalState.tensors).
             about: Further state as JSON values, equal on all ranks.
             copied: Further tensors, which no longer change.
@@ -206,7 +209,7 @@ class CheckpointWriter:
         return None
 
     def _make_room(self, tensors: State, notes: list[str]) -> int:
-        """Remove older checkpoints until the new one should fit, and return its size in bytes."""
+        """Remove older checkpoints until the new one is expected to fit, and return its size in bytes."""
         # A replicated tensor is written by one rank only; rank 0 counts it.
         own_tensors = [v for v in tensors.values() if isinstance(v, ShardedTensor) or dist.get_rank() == 0]
         local_bytes = sum(part.nbytes for value in own_tensors for part in list_local_parts(value))
@@ -226,7 +229,7 @@ class CheckpointWriter:
         return free is not None and free < needed + SLACK_BYTES
 
     def _remove_oldest(self, notes: list[str]) -> bool:
-        """Remove the oldest removable checkpoint and return True, or return False; called on rank 0."""
+        """Remove the oldest removable checkpoint, and return True if one was removed; called on rank 0."""
         try:
             self._confirm()
             removed_folder = remove_oldest(self._root, self._config.keep_best, self._best_metric)

@@ -38,7 +38,7 @@ CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all
 
 
 class RowSnapshot:
-    """Snapshot, at the start of a save, of the tables on a CPU that are updated in backward.
+    """Snapshot, at the start of a save, of the tables on a CPU that are updated in the backward pass.
 
     Tables with other kernels are not included, because every step may change all of their rows. Tables on GPUs
     are not included, because they must be copied to host memory anyway.
@@ -118,7 +118,9 @@ class RowSnapshot:
             yield self._read(tensor, first, min(first + count, len(tensor)), buffer)
 
     def preserve_rows(self, table: str, rows: torch.Tensor) -> None:
-        """Preserve the values of rows during a save; call before code other than a training step changes them.
+        """Preserve the values of rows during a save.
+
+        This method must be called before code other than a training step changes the rows.
 
         Args:
             table: Name of the table.

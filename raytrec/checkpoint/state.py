@@ -55,6 +55,8 @@ class LogicalState:
         with_optimizer: True to include optimizer state. Averages of dense weights are always included.
 
     Attributes:
+        tables: Live tables by name.
+        dense: Other live tensors by name: dense layers, their optimizer state, and tables' update counts.
         unbounded: Names of the dense layers' buffers that contain infinity by design, such as masks.
     """
 
@@ -87,7 +89,7 @@ class LogicalState:
         """Return live tensors by name: ShardedTensors for sharded tables, plain tensors for replicated values.
 
         Args:
-            rows: Table → number of leading rows to include; None: all rows of all tables.
+            rows: Table → number of leading rows to include; of tables that are not listed, all rows.
             leave_out: Names of tables to omit.
         """
         for kernel in self._kernels:
@@ -232,9 +234,10 @@ def summarize_over_ranks(local_names: list[str], group: dist.ProcessGroup | None
 
 
 def describe_tensor(name: str) -> str:
-    """Return a tensor's name for the user.
+    """Convert a tensor's name to words for the user.
 
-    For example, `tables/user/sum` becomes "table user's sum", and `dense/top.0.weight/value` "top.0.weight".
+    For example, `tables/user/sum` becomes "table user's sum", and `dense/top.0.weight/value` becomes
+    "top.0.weight".
     """
     part, _, path = name.partition("/")
     item, _, kind = path.rpartition("/")

@@ -2,7 +2,8 @@
 
 Each rank writes its chunks (whole tensors or shards) to one file, ATTEMPT-RANK.bin. A chunk consists of
 little-endian values in row-major order, and starts at a multiple of 64 bytes. The index stores the place of each
-chunk, and a CRC-32 of each of its blocks. Data is read block by block, so memory use does not grow with tables.
+chunk, and a CRC-32 of each of its blocks. Data is read block by block, so memory use does not depend on the
+size of tables.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class ShardWriter(StorageWriter):
         make_folder(self._folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Reject values that are not tensors, and skip empty shards.
+        """Reject values that are not tensors of a supported dtype, and omit empty shards.
 
         An empty shard may start at the same offset as another rank's shard. torch's planner would take both for
         copies of the same shard, and write only one of them.
@@ -181,8 +182,8 @@ class ShardReader(StorageReader):
     Shards may differ from the saved shards. Values are cast if a tensor's dtype differs from the saved dtype.
     Tensors are written in place while blocks are checked, so their content is undefined after an error.
 
-    Memory: `MAX_LOCAL_READS` blocks (`MAX_REMOTE_READS` for object stores) in addition to the tensors, whatever
-    their size.
+    In addition to the tensors, reading requires memory for `MAX_LOCAL_READS` blocks (`MAX_REMOTE_READS` for
+    object stores), regardless of the tensors' size.
 
     Args:
         folder: Local path or URI.
@@ -202,8 +203,9 @@ class ShardReader(StorageReader):
     def read_metadata(self, *args) -> Metadata:
         """Return the metadata of the tensors in the checkpoint; it is empty if the index cannot be read.
 
-        torch's loader replaces an error raised here by an error without its parts. The error is therefore
-        raised later, in `set_up_storage_reader`. Code that does not use the loader must call `read_index`.
+        torch's loader replaces an error raised here with an error that lacks its parts. The error is
+        therefore raised later, in `set_up_storage_reader`. Code that does not use the loader must call
+        `read_index`.
         """
         try:
             index = read_index(self._folder)

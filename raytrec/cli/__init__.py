@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str] | None) -> None:
-    """Run one command; always raises SystemExit."""
+    """Run one command, and raise SystemExit with its exit code."""
     from raytrec.common.errors import RaytrecError
 
     try:

@@ -39,7 +39,7 @@ Changes = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="For example data.on_error=skip or tables.NAME.out_of_range=hash (repeatable).",
+        help="Override, such as data.on_error=skip or tables.NAME.out_of_range=hash (repeatable).",
     ),
 ]
 Checkpoint = Annotated[

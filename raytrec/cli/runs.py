@@ -40,7 +40,10 @@ def train(
     if warm_start and resume:
         raise ConfigError("--warm-start and --resume are mutually exclusive", expected="only one of them")
     if resume_latest and earlier:
-        raise ConfigError("--resume-latest selects the run itself", expected="CONFIG alone, or --resume RUN")
+        raise ConfigError(
+            "--resume-latest cannot be combined with --resume or --warm-start",
+            expected="CONFIG --resume-latest, or --resume RUN",
+        )
     if config is None and earlier is None:
         raise ConfigError(
             "no config was given", expected="raytrec train CONFIG, or raytrec train --warm-start RUN, or --resume RUN"

@@ -22,7 +22,7 @@ def evaluate(
     """Evaluate a run or checkpoint on any Parquet data, with any number of workers.
 
     Options:
-        data: Parquet folder or file; default: the run's data.test.
+        data: Parquet folder or file; default: the run's data.test, else its data.valid.
         batch_size: Global batch size; default: as in training.
     """
     options = {**locals()}
@@ -82,7 +82,8 @@ def index(
         item: Column with the item's key; default: eval.retrieval.item of the run.
         columns (A,B,...): Columns of items to keep (repeatable); default: all.
         faiss (SPEC): Also build a faiss index, such as HNSW32 or 'IVF256,Flat'.
-        queries: Parquet data on which the recall of faiss is measured; default: the run's data.test.
+        queries: Parquet data on which the recall of faiss is measured; default: the run's data.test, else its
+            data.valid.
     """
     options = {**locals()}
     del options["json"]
@@ -109,7 +110,8 @@ def export(
     Options:
         out: Folder to write to: local, s3:// or gs://.
         quantize: Precision of tables; default: fp32. The metrics before and after quantization are printed.
-        data: Parquet data for types, golden rows and metrics; default: the run's data.test.
+        data: Parquet data for types, golden rows and metrics; default: the run's data.test, else its
+            data.valid, else its data.train.
         golden_rows: Number of rows that are exported with their scores; 0: no rows of the data are exported.
         onnx: Also export the dense model as model.onnx.
         mlflow: Log the export as a model of the run's MLflow run.

@@ -80,14 +80,18 @@ class JobRun(Run):
         deadline = monotonic() + JOB_START_TIMEOUT_S
         while not self._folder and self._poll() not in ENDED:
             if monotonic() > deadline:
-                raise RunError(f"the job did not start a run in {JOB_START_TIMEOUT_S} s", where=self.job)
+                raise RunError(f"the job did not start a run within {JOB_START_TIMEOUT_S} s", where=self.job)
             sleep(self.poll_s)
         if not self._folder:
             self._outcome()  # raises an error
         return self._folder
 
     def stop(self) -> None:
-        """Ask the job to save a checkpoint and end."""
+        """Ask the job to save a checkpoint and end.
+
+        Raises:
+            RunError: The job has already ended.
+        """
         if not self._jobs.stop(self.job):
             raise RunError("the job has already ended", where=self.job)
 
@@ -166,7 +170,7 @@ def follow(jobs: Jobs, job: str) -> int:
 
 
 def stop(jobs: Jobs, job: str) -> None:
-    """Ask a job to save a checkpoint and end, wait for it, and print the last lines of its log.
+    """Ask a job to save a checkpoint and end, wait until it has ended, and print the last lines of its log.
 
     Raises:
         RunError: The job has already ended.

@@ -195,10 +195,10 @@ def _check_no_secrets(command: str, runtime_env: dict[str, Any]) -> None:
     texts = {"the command": command, **runtime_env.get("env_vars", {})}
     if names := [name for name, value in texts.items() if hide(value) != value]:
         raise ConfigError(
-            f"the cluster's dashboard would show the password in {', '.join(names)}",
+            f"the cluster's dashboard would show the secret in {', '.join(names)}",
             where=hide(command),
-            expected="addresses without user and password, settings without secrets",
-            do="set credentials in the nodes' environment: roles, ~/.aws/credentials, MLFLOW_TRACKING_…",
+            expected="addresses without a user name and password, and settings without secrets",
+            do="provide the credentials on the nodes instead: roles, ~/.aws/credentials or MLFLOW_TRACKING_… variables",
         )
 
 

@@ -55,7 +55,7 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
 
     Args:
         run: Name or folder of the run.
-        since: File (one of GROWING_FILES) → number of bytes that have been read; default: 0.
+        since: File (one of GROWING_FILES) → number of bytes already read; 0 for files that are not listed.
 
     Returns:
         "lines": file → its new complete lines, up to MAX_ANSWER_BYTES; "since": argument of the next call;

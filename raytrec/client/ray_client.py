@@ -149,7 +149,7 @@ class Connection:
 
     Args:
         address: ray://HOST:PORT of the cluster.
-        places: Files and folders of the user to upload to its processes, in addition to raytrec's code.
+        places: Files and folders of the user that are uploaded to the cluster, in addition to raytrec's code.
     """
 
     def __init__(self, address: str, places: tuple[Path, ...]):

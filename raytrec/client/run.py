@@ -192,7 +192,7 @@ class Run:
         """Wait for the end of the run, and return the content of result.json.
 
         Args:
-            timeout: Limit in seconds; None: no limit.
+            timeout: Maximum time to wait, in seconds; None: no limit.
 
         Raises:
             RunError: The run failed (with its own message), was stopped or interrupted, or is still running.
@@ -258,7 +258,7 @@ class Run:
         return Pictures(self._ask(queries.pictures))
 
     def file(self, name: str) -> str:
-        """Return config.yaml, schema.yaml, plan.json, result.json or error.txt of the run (ray:// only)."""
+        """Return the text of a file in `queries.FILES`, such as config.yaml or error.txt (ray:// only)."""
         return self._ask(queries.file, name).decode()
 
     def tables(self) -> dict[str, list[int]]:
@@ -266,7 +266,7 @@ class Run:
         return self._ask(queries.tables)
 
     def rows(self, table: str, numbers: Sequence[int]) -> np.ndarray:
-        """Return rows of a table (ray:// only): float32 [len(numbers), dim]."""
+        """Return rows of a table in the newest checkpoint (ray:// only): float32 [len(numbers), dim]."""
         return self._ask(queries.rows, table, [int(number) for number in numbers])
 
     def __repr__(self) -> str:

@@ -36,7 +36,7 @@ from raytrec.compat.versions import SUPPORTED_VERSIONS
 ANSWER_TIMEOUT_S = 30.0  # timeout for a busy machine; missing machines are detected earlier
 SCHEME = "ray://"
 STARTUP_TIMEOUT_S = 5.0  # time for a starting cluster to listen
-START_CLUSTER_HINT = "start a cluster with `raytrec head`, or omit the address to start a local Ray"
+START_CLUSTER_HINT = "start a cluster with `raytrec head`, or omit the address to start a local Ray cluster"
 AUTH_MODE_VARIABLE, TOKEN, TOKEN_PATH_VARIABLE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 UNWRITABLE_HOME = "/dev/null"  # a home folder in which files cannot be created
 

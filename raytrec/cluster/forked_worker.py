@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _run_forked(command: list, overrides: dict, place: str) -> bool:
-    """Request a forked worker and wait for its end; return False immediately if none was forked.
+    """Request a forked worker, and return True when it has ended; return False if no worker was forked.
 
     Args:
         command: Command line of the worker.

@@ -219,7 +219,7 @@ def _kill_workers_and_exit(pids: set[int], driver_killed: bool) -> None:
 
 
 def _find_ray_agents(raylet: int) -> list[int]:
-    """Return the processes of a raylet's session whose title is set by Ray."""
+    """Return the ids of the processes in a raylet's session whose titles begin with "ray::"."""
     pids = []
     for name in os.listdir("/proc"):
         with suppress(OSError, ValueError), open(f"/proc/{int(name)}/cmdline", "rb") as file:

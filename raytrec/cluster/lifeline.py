@@ -37,11 +37,11 @@ class RayLost(RunError):
 
 
 class RayMonitor:
-    """Monitor that checks by connections that the raylet and the GCS of this driver are running.
+    """Monitor that connects to the raylet and the GCS of this driver to check that they are running.
 
     Args:
         patience_s: Seconds to wait for a machine that does not answer at all.
-        is_own_ray: True for a local Ray, whose parts do not restart.
+        is_own_ray: True for a local Ray cluster of this process, whose raylet and GCS do not restart.
     """
 
     def __init__(self, patience_s: float, is_own_ray: bool):
@@ -115,7 +115,7 @@ def wait_for(ref: Any, lifeline: RayMonitor, on_poll: Callable[[], None] = lambd
     Args:
         ref: Object reference of the result.
         lifeline: Monitor of this driver's Ray.
-        on_poll: Function called every half second; its exceptions are passed on.
+        on_poll: Function called every half second; exceptions that it raises are not caught.
 
     Raises:
         RayLost: The raylet or the GCS has ended.

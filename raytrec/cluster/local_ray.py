@@ -1,4 +1,4 @@
-"""Private files and processes of a local Ray, and `raytrec head`, a single-node cluster on loopback.
+"""Private files and processes of a local Ray cluster, and `raytrec head`, a single-node cluster on loopback.
 
 Ray 2.60 keeps its sessions in /tmp/ray forever, makes these folders world-writable, and records the most
 recently started cluster there. Its processes belong to the driver's process group. A signal to that group
@@ -37,7 +37,7 @@ LINGER_S = 2.0  # time for Ray's processes to exit by themselves
 
 @contextmanager
 def create_private_folder() -> Iterator[Path]:
-    """Create a folder for a local Ray that only this user can access; remove the folder after the block.
+    """Create a folder for a local Ray cluster that only this user can access; remove it after the block.
 
     The folder is in RAY_TMPDIR, TMPDIR or /tmp, as Ray's own folder would be. Folders left by killed owners are
     removed first.
@@ -51,7 +51,7 @@ def create_private_folder() -> Iterator[Path]:
 
 
 def make_folder() -> tuple[Path, int]:
-    """Return a new private folder and a file descriptor; `sweep` removes the folder once the latter is closed.
+    """Return a new private folder and a file descriptor; once that is closed, `sweep` removes the folder.
 
     Raises:
         RunError: The folder cannot be created.
@@ -69,7 +69,11 @@ def make_folder() -> tuple[Path, int]:
 
 
 def find_base_folder() -> Path:
-    """Return the parent of private folders, whose path is short enough for the Unix sockets inside."""
+    """Return the parent folder of private folders; its path is short enough for the Unix sockets inside.
+
+    Raises:
+        RunError: The path in RAY_TMPDIR is too long.
+    """
     for name in (RAY_TMPDIR_VARIABLE, "TMPDIR"):
         if value := os.environ.get(name):
             base = Path(value).absolute()
@@ -147,7 +151,7 @@ def _remove(folder: Path) -> None:
 def isolate_sessions(
     folder: Path, environment: dict[str, str], on_raylet: Callable[[int], None]
 ) -> Iterator[Callable[[], None]]:
-    """Make a Ray that is started in the block keep its files in a folder and its processes in separate sessions.
+    """Keep files of a Ray cluster started in the block in a folder, and its processes in separate sessions.
 
     Ray's processes still end with this process through the kernel (Ray's PR_SET_PDEATHSIG).
 
@@ -210,7 +214,7 @@ def _members(sessions: set[int]) -> list[int]:
 
 
 def start_head(root: Path, *, port: int, dashboard_port: int, client_port: int, cpus: int | None = None) -> NoReturn:
-    """Replace this process with `ray start --head --block`, which Ctrl-C or SIGTERM ends with its processes.
+    """Replace this process with `ray start --head --block`; Ctrl-C or SIGTERM ends it and its processes.
 
     Args:
         root: RAYTREC_ROOT of the cluster.
@@ -236,7 +240,7 @@ def start_head(root: Path, *, port: int, dashboard_port: int, client_port: int, 
     with socket.create_server(("127.0.0.1", 0)) as probe:  # another Ray may use the default port
         arguments += [f"--dashboard-agent-listen-port={probe.getsockname()[1]}"]
     arguments += [f"--ray-client-server-port={client_port}", *([f"--num-cpus={cpus}"] if cpus else [])]
-    # Workers use any free ports, as with a local Ray; the default ports 10002 to 19999 may be taken.
+    # Workers use any free ports, as with a local Ray cluster; the default ports 10002 to 19999 may be taken.
     arguments += ["--min-worker-port=0", "--max-worker-port=0"]
     os.execve(program, [str(program), *arguments], environment)
 

@@ -2,8 +2,8 @@
 
 Runs then save a checkpoint and leave the node (docs/fault_tolerance.md).
 
-    python -m raytrec.cluster.preemption aws    on a spot machine: waits for EC2's notice, 2 minutes before
-    python -m raytrec.cluster.preemption gcp    the same for GCP, 30 s before
+    python -m raytrec.cluster.preemption aws    on a spot machine: waits for EC2's notice, 2 min in advance
+    python -m raytrec.cluster.preemption gcp    the same for GCP, 30 s in advance
     python -m raytrec.cluster.preemption now    before Kubernetes stops a pod; ends when the node is empty
 
 Ray itself does not watch for these notices. deploy/ and cluster.yaml start this program on every worker that
@@ -75,6 +75,9 @@ def announce_preemption(seconds: float, node: str | None = None, address: str = 
 
     Returns:
         The id of the node.
+
+    Raises:
+        SystemExit: Ray rejected the request.
     """
     import logging
 
@@ -91,7 +94,7 @@ def announce_preemption(seconds: float, node: str | None = None, address: str = 
 
 
 def wait_until_empty(node: str, seconds: float) -> None:
-    """Wait until no CPUs or GPUs of the node are in use, the node is gone, or the seconds have passed."""
+    """Wait until no CPUs or GPUs of the node are in use, the node is gone, or `seconds` have passed."""
     import ray
 
     end = time.monotonic() + seconds
@@ -107,7 +110,10 @@ def wait_until_empty(node: str, seconds: float) -> None:
 
 def main(
     cloud: Annotated[Cloud, typer.Argument(help="Source of the notice to wait for; now: do not wait.")],
-    seconds: Annotated[float | None, typer.Option(help="Seconds from the notice to the termination.")] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Seconds from the notice to the termination; default: 120, 30 (gcp) or 60 (now)."),
+    ] = None,
     node: Annotated[str | None, typer.Option(help="Ray's id of the node; default: this node.")] = None,
     address: Annotated[str, typer.Option(help="Address of the cluster.")] = "auto",
 ) -> None:

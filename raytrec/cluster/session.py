@@ -1,4 +1,4 @@
-"""Start of a local Ray on loopback, and connection to a running cluster."""
+"""Start of a local Ray cluster on loopback, and connection to a running cluster."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def warm_up_early() -> None:
 
 @contextmanager
 def ray_session(address: str | None = None, num_cpus: int | None = None, any_versions: bool = False) -> Iterator[None]:
-    """Connect to Ray, or start a local Ray, for the duration of the block.
+    """Connect to Ray, or start a local Ray cluster, for the duration of the block.
 
-    The first match is used: a Ray to which this process is connected (left running); the cluster at
-    `address`; the cluster whose job this process drives; or a new local Ray. A local Ray listens on loopback
-    only and has no dashboard. Metrics for Prometheus are exported only with RAY_enable_metrics_collection=1.
-    The files of a local Ray are in a private folder, which is removed when the Ray stops at the end of the
-    block.
+    The first match is used: a cluster to which this process is connected (left running); the cluster at
+    `address`; the cluster whose job this process drives; or a new local one. A local cluster listens on
+    loopback only and has no dashboard. Metrics for Prometheus are exported only with
+    RAY_enable_metrics_collection=1. The files of a local cluster are in a private folder, which is removed
+    when the cluster stops at the end of the block.
 
     Args:
         address: Address of a running cluster: 'auto', HOST:PORT or ray://HOST:PORT.
-        num_cpus: Logical CPUs of a new local Ray; default: all CPUs of the machine.
+        num_cpus: Logical CPUs of a new local cluster; default: all CPUs of the machine.
         any_versions: True to skip the check of installed package versions.
 
     Raises:
@@ -110,7 +110,7 @@ def _join_cluster(address: str, source: str) -> Iterator[None]:
 
 @contextmanager
 def _start_local_ray(num_cpus: int | None) -> Iterator[None]:
-    """Start a local Ray for this process alone and stop it at the end of the block."""
+    """Start a local Ray cluster for this process alone, and stop it at the end of the block."""
     stay_on_loopback()
     options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     with (
@@ -135,10 +135,10 @@ def _start_local_ray(num_cpus: int | None) -> Iterator[None]:
 
 @dataclass
 class _RayState:
-    """State of the Ray that this process uses.
+    """State of the Ray cluster that this process uses.
 
     Attributes:
-        is_own: True if this process started the Ray.
+        is_own: True if this process started the cluster.
         stuck: True if ray.shutdown() does not return.
     """
 
@@ -150,17 +150,17 @@ _state = _RayState()
 
 
 def has_local_ray() -> bool:
-    """Return True if ray_session started this process's Ray for this process alone."""
+    """Return True if ray_session has started a Ray cluster for this process alone, and it is running."""
     return _state.is_own
 
 
 def find_log_folder() -> Path | None:
-    """Return the log folder of the Ray that this process started, or None; the folder is removed with that Ray."""
+    """Return the log folder of the local cluster of this process, or None; it is removed with the cluster."""
     return get_logs_folder() if _state.is_own else None
 
 
 def is_stuck() -> bool:
-    """Return True if this process cannot start another Ray because ray.shutdown() does not return."""
+    """Return True if this process cannot start another Ray cluster because ray.shutdown() does not return."""
     return _state.stuck
 
 
@@ -193,7 +193,7 @@ def _shut_down_in_time() -> Iterator[None]:
 
 
 def _require_single_address(addresses: list[str], source: str) -> str:
-    """Return the only address; Ray itself would use any cluster, even another run's local Ray."""
+    """Return the only address; Ray itself would use any cluster, even another run's local cluster."""
     if len(addresses) > 1:
         raise RunError(
             f"there are {len(addresses)} clusters on this machine: {', '.join(sorted(addresses))}",
@@ -226,9 +226,10 @@ def _connect(where: str, **options: Any) -> None:
 
 
 def _is_on_loopback(address: str) -> bool:
-    """Return True if a cluster listens only on loopback, as clusters of `raytrec head` do.
+    """Return True if a cluster listens only on loopback, as clusters started by `raytrec head` do.
 
-    Ray would connect to the machine's own address, and make this driver listen there (see stay_on_loopback).
+    By default, Ray would connect to the machine's own address, and make this driver listen there (see
+    stay_on_loopback).
     """
     try:
         target = resolve_bootstrap_address(address)
@@ -247,7 +248,7 @@ def pin_to_node(node: str) -> dict[str, Any]:
 
 
 def stay_on_loopback() -> None:
-    """Make a local Ray, and gloo and NCCL between its workers, listen on loopback only.
+    """Make a local Ray cluster, and gloo and NCCL between its workers, listen on loopback only.
 
     Ray 2.60 replaces a node address of 127.0.0.1 with the machine's own
     (`services.resolve_ip_for_localhost`), and its servers then listen on all interfaces. A setting that rules

@@ -1,8 +1,8 @@
-"""Warm process with all imports, which forks the workers of a local Ray.
+"""Warm process with all imports, which forks the workers of a local Ray cluster.
 
 Importing torch, TorchRec, FBGEMM and Ray takes 5 s of CPU time. A run starts about ten processes that import
 them, and as many again after a failure. The warm process imports them once, while the driver reads its configuration,
-and lives as long as the driver. Requests use a Unix socket in the private folder of the local Ray
+and lives as long as the driver. Requests use a Unix socket in the private folder of the local cluster
 (local_ray.py).
 """
 
@@ -70,7 +70,7 @@ class WarmProcess:
         self._send({"path": [os.path.abspath(path) for path in sys.path], "modules": list(modules)})
 
     def listen(self, place: Path) -> None:
-        """Queue requests at this address from now on; call once, because the process serves a single Ray."""
+        """Queue requests at this address from now on; call once, as the process serves a single cluster."""
         self.listens = True
         self._listener.bind(str(place))
         self._listener.listen(64)
@@ -121,9 +121,9 @@ def stop_warm_process() -> None:
 
 @contextmanager
 def keep_warm_process(alone: bool) -> Iterator[None]:
-    """Keep a warm process during the block, so that a local Ray started in the block forks its workers.
+    """Keep a warm process during the block, so that a local cluster started in the block forks its workers.
 
-    If not `alone`, the block joins a cluster, whose raylets start their workers themselves.
+    If `alone` is False, the block joins a cluster, whose raylets start their workers themselves.
     """
     import ray
 
@@ -140,7 +140,7 @@ def keep_warm_process(alone: bool) -> Iterator[None]:
 
 @contextmanager
 def fork_workers(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[int], None]]]:
-    """Make a local Ray that is started in the block fork its workers, if there is a warm process.
+    """Make a local Ray cluster that is started in the block fork its workers, if there is a warm process.
 
     `folder` is a private folder for the socket.
 

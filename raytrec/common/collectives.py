@@ -128,7 +128,10 @@ class Peers:
         return list(values.split(of_tables))
 
     def union(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the sorted distinct keys of all ranks, int64, without padding ranks that have few keys."""
+        """Return the sorted distinct keys of all ranks, int64 [n].
+
+        Keys are exchanged without padding, even if ranks have different numbers of keys.
+        """
         own_keys = keys.unique()
         if self.world == 1:
             return own_keys

@@ -1,6 +1,7 @@
-"""JSON documents of raytrec, and messages in the lines of a run folder. No torch.
+"""JSON documents of raytrec, and messages as lines of the files in a run folder.
 
-Both are written from typed objects, and validated by pydantic when they are read.
+Both are written from typed objects, and validated by pydantic when they are read. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _adapter_of: Any = cache(TypeAdapter)
 
 
 def to_json_document(value: Any) -> bytes:
-    """Serialize a dataclass or pydantic model to JSON; NaN becomes null."""
+    """Serialize a dataclass or pydantic model to JSON; NaN and infinity become null."""
     return _adapter_of(type(value)).dump_json(value, indent=2, by_alias=True) + b"\n"
 
 
@@ -56,7 +57,7 @@ def validate_as(values: Any, kind: type[T]) -> T:
 
 
 def find_document(uri: str, kind: type[T], max_document_bytes: int = MAX_JSON_BYTES) -> T | None:
-    """Read a document; return None if the file does not exist or does not contain this type.
+    """Read a document; return None if the file is missing, unreadable, or not of this type.
 
     Args:
         uri: Path or URI of the file.
@@ -103,7 +104,7 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
 
 
 def from_line(file: str, values: Mapping[str, Any]) -> Message:
-    """Convert a line of a file in a run folder to its message, without the fields LEFT_OUT.
+    """Convert a line of a file in a run folder to its message, without the fields in LEFT_OUT.
 
     Fields have their declared types; figures that are not numbers are None.
 
@@ -145,7 +146,7 @@ def _to_number(value: Any) -> float | None:
 
 
 def _clean_table_figures(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures of a table's shards, in which invalid values are None; three keys are not numbers."""
+    """Return the figures of a table's shards, with None for invalid values; three figures are not numbers."""
     figures: dict[str, Any] = {key: _to_number(value) for key, value in values.items()}
     if isinstance(device := values.get("device"), str):
         figures["device"] = device

@@ -209,6 +209,9 @@ def convert_os_errors(what: str, kind: type[RaytrecError] = RunError, **parts: s
         what: Sentence before the reason.
         kind: Class of the error.
         **parts: where, expected and do of the error.
+
+    Raises:
+        RaytrecError: The block has raised an OSError; the error is an instance of `kind`.
     """
     try:
         yield

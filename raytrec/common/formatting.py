@@ -11,7 +11,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def parse_number(value: Any) -> float:
-    """Return a number from a file, or NaN if the value is not a number below MAX_ABSOLUTE_VALUE."""
+    """Return a number from a file, or NaN if it is not one or its magnitude reaches MAX_ABSOLUTE_VALUE."""
     usable = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_ABSOLUTE_VALUE
     return float(value) if usable else nan
 
@@ -27,12 +27,12 @@ def as_list(value: Any) -> list[Any]:
 
 
 def null_nonfinite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy in which NaN and infinity, which JSON cannot represent, are None."""
+    """Return a copy of a mapping in which NaN and infinity, which JSON cannot represent, are None."""
     return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
 
 
 def parse_number_or_zero(value: Any) -> float:
-    """Return a number from a file, or 0 if the value is not a number below MAX_ABSOLUTE_VALUE."""
+    """Return a number from a file, or 0 where `parse_number` returns NaN."""
     return 0.0 if isnan(found := parse_number(value)) else found
 
 

@@ -1,7 +1,7 @@
 """This machine: its GPUs as reported by NVML, installed packages and compilers.
 
 NVML creates no context on GPUs. GPUs are named as in CUDA_VISIBLE_DEVICES. The driver uses this module without
-importing torch, which would take seconds; only workers and the doctor's children call check_gpu.
+importing torch, which would take seconds; only workers and the doctor's child processes call check_gpu.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def get_cuda_handle(device: str) -> Any:
 
 
 def get_smallest_gpu_memory() -> int | None:
-    """Return the usable bytes of the smallest visible GPU; None without GPUs.
+    """Return the usable bytes of the visible GPU with the least memory; None without GPUs.
 
     As in torch's total_memory, memory reserved by the driver is excluded. The result is also None if a GPU is
     divided into MIG instances, because it is not known which instances programs will use.
@@ -123,7 +123,7 @@ FBGEMM_CAPABILITIES = {"1.8.0": _COMMON_CAPABILITIES, "1.9.0": _COMMON_CAPABILIT
 
 
 def check_fbgemm_support(kind: tuple[str, tuple[int, int]], host: str) -> ConfigError | None:
-    """Return the error for a GPU for which the installed FBGEMM has no code, or None if FBGEMM has code.
+    """Return an error if the installed FBGEMM has no code for a GPU; None if it has, or if this is unknown.
 
     Args:
         kind: Name and compute capability of the GPU.
@@ -155,7 +155,7 @@ _RECOVERY_ACTIONS = {
 
 
 def find_needed_recovery(device: str) -> str | None:
-    """Return the recovery that a torch device needs before it is used again; None if not needed or unknown."""
+    """Return the recovery that a torch device needs before its next use; None if none is needed or known."""
 
     def ask(nvml: Any) -> str | None:
         fields = [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
@@ -201,7 +201,10 @@ def get_torch_cuda_version() -> str | None:
 
 
 def get_driver_versions() -> tuple[str, str] | None:
-    """Return the versions of NVIDIA's driver and of the newest CUDA (X.Y) that it supports; None without it."""
+    """Return the versions of NVIDIA's driver and of the newest CUDA (X.Y) that it supports.
+
+    The result is None if there is no driver, or its versions cannot be read.
+    """
 
     def ask(nvml: Any) -> tuple[str, str]:
         cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
@@ -219,7 +222,7 @@ def compute_code_hash() -> str:
 
 
 def check_gpu(host: str) -> None:
-    """Check each GPU that torch sees in this process; called in workers and in the doctor's children.
+    """Check each GPU that torch sees in this process; called in workers and the doctor's child processes.
 
     Args:
         host: Address of this host, for the error.

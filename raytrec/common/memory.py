@@ -35,7 +35,7 @@ def retain_freed_memory() -> bool:
     each of its pages, which costs more than filling the page.
 
     Returns:
-        True if the settings were applied; False if the C library is not glibc.
+        True if the settings were applied; False if the C library is not glibc, or rejects them.
     """
     if not hasattr(_LIBC, "gnu_get_libc_version"):
         return False
@@ -48,7 +48,8 @@ def trim_memory() -> None:
 
     glibc keeps freed memory in each arena, and the threads of each epoch use other arenas. Without this call, a
     process grows by a few MiB per epoch, up to TRIM_THRESHOLD_BYTES per arena. Memory at the top of all arenas
-    except the main arena is not returned, so a process still grows in its first epochs.
+    except the main arena is not returned, so a process still grows in its first epochs. A call within
+    `TRIM_INTERVAL_S` of the previous one has no effect.
     """
     global _trimmed_s
     with _lock:
@@ -72,7 +73,7 @@ def prefetch_pages(address: int, size: int) -> None:
 
 
 def advise_random_access(address: int, size: int) -> None:
-    """Advise the system to read single pages of part of a mapped file, which is accessed at random.
+    """Advise the system to read part of a mapped file page by page, because it is accessed at random.
 
     Args:
         address: Address of the part's first byte.

@@ -130,7 +130,7 @@ class Start(RunEvent):
     """Start of training by a group of workers.
 
     Attributes:
-        total: Number of steps in the whole run, of which `step` have already been trained.
+        total: Number of training steps in the whole run, of which `step` are already complete.
         plan: Description of each table (embeddings.sharding.describe_plan), written to plan.json.
         metrics: Descriptions of training and evaluation figures (metrics.selection.describe_metrics).
     """
@@ -269,7 +269,7 @@ class RankLine(Message):
     """Interval of tracking.every_steps training steps on one rank (docs/monitoring.md).
 
     Attributes:
-        first_step: Number of steps trained before the interval, which has `steps` steps and ends at `step`.
+        first_step: Number of training steps before the interval, which has `steps` steps and ends at `step`.
         seconds: Duration of the interval in seconds.
         phases_s: Seconds spent in each of PHASES.
         first_s: Part of phases_s spent in the group's first step, which includes setup; {} in later lines.

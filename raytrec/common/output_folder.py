@@ -63,8 +63,8 @@ class OutputFolder:
         """Open a stream to a file that appears after the block, and does not appear after an error.
 
         A file on disk is first written under another name. An object appears when its stream is closed. After an
-        error, only the interpreter closes the stream, and the footer then has fewer rows than its metadata
-        states.
+        error, the stream is closed only when the interpreter frees it; the footer of a Parquet file then
+        counts fewer rows than its metadata states.
 
         Args:
             name: Name of the file.
@@ -154,7 +154,7 @@ class ClaimedFolder(OutputFolder):
             ) from None
 
     def claim(self, name: str, kind: type[T]) -> tuple[set[str], T | None]:
-        """Return the names of all files, and the claim written by an earlier command, or None.
+        """Return the names of all files, and the claim of an earlier command, or None if there is none.
 
         Args:
             name: Name of the file that contains the claim.

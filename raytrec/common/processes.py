@@ -61,7 +61,7 @@ def get_owner_name() -> str:
 
 
 def remove_leftovers(folder: str | Path, pattern: str, keep: str | None = None) -> None:
-    """Remove files and folders left by ended processes of this host; errors are ignored.
+    """Remove files and folders left by processes of this host that have ended; errors are ignored.
 
     Args:
         folder: Folder to search.

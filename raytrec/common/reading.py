@@ -1,4 +1,4 @@
-"""Reading files and text from untrusted sources. No torch.
+"""Reading files and text from untrusted sources, without torch.
 
 All YAML and JSON is read through this module: configurations, schemas, run folders, indexes of checkpoints.
 Pipes and devices are refused, because opening a pipe can block forever. Short text that expands to many values
@@ -92,8 +92,9 @@ def parse_yaml(text: str | bytes) -> Any:
     """Parse a YAML text.
 
     Raises:
-        UnreadableError: The text is not valid YAML, repeats a key, has an anchor that contains itself, expands
-            to more than `MAX_VALUES` values, or has more than `MAX_DOCUMENT_DEPTH` levels.
+        UnreadableError: The text is larger than `MAX_YAML_BYTES`, is not valid YAML, repeats a key, has an
+            anchor that contains itself, expands to more than `MAX_VALUES` values, or has more than
+            `MAX_DOCUMENT_DEPTH` levels.
     """
     if len(text) > MAX_YAML_BYTES:
         raise UnreadableError(f"the text is larger than {MAX_YAML_BYTES >> 20} MiB")
@@ -227,8 +228,8 @@ def _format_error_line(error: Exception) -> str:
 def retry_read(uri: str, read: Callable[[], T]) -> T:
     """Read a file, and retry with increasing delays if the storage fails.
 
-    Reading is not retried if the file is missing, is a folder, or may not be read. For a local file, an OSError
-    without errno, by which pyarrow reports malformed content, is not retried either.
+    Reading is not retried if the file is missing or a folder, or if access is denied. For a local file, an
+    OSError without errno, by which pyarrow reports malformed content, is not retried either.
 
     Args:
         uri: Path or URI of the file.
@@ -252,6 +253,6 @@ def retry_read(uri: str, read: Callable[[], T]) -> T:
 def storage_hint(uri: str) -> str:
     """Return the start of an error's `expected` that asks for a reachable store; "" for a local path.
 
-    pyarrow raises the same error if a store does not answer and if content is malformed.
+    pyarrow raises the same error for a store that does not answer and for malformed content.
     """
     return f"reachable storage (after {len(RETRY_DELAYS_S) + 1} failed attempts), and " if "://" in uri else ""

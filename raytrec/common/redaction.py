@@ -106,6 +106,8 @@ def hide_all(value: Any) -> Any:
 def anonymize(text: str, names: Mapping[str, str]) -> str:
     """Replace storage URIs, paths and network addresses in a text with STORAGE, PATH and ADDRESS.
 
+    The names of hosts and users are also replaced.
+
     Args:
         text: Text to anonymize.
         names: Name of a host or user → its replacement.

@@ -81,6 +81,7 @@ def read_bytes(uri: str, max_file_bytes: int = MAX_YAML_BYTES) -> bytes:
     Raises:
         FileNotFoundError: The file does not exist.
         OSError: The file cannot be read; is a pipe, a device or a folder; or is larger than `max_file_bytes`.
+        DataError: As for `open_filesystem`.
     """
     filesystem, path = open_filesystem(uri)
     if filesystem.type_name == "local":
@@ -113,7 +114,7 @@ def read_yaml(uri: str) -> Any:
 
 
 def make_absolute(uri: str, root: str | None = None) -> str:
-    """Return the absolute form of a local path, because workers run in other directories; keep a URI.
+    """Make a local path absolute, because workers run in other directories; return a URI unchanged.
 
     Args:
         uri: Path or URI.

@@ -31,7 +31,7 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 def to_plain_text(text: object) -> str:
-    """Convert an object, such as a name from others, to text without control characters or secrets."""
+    """Convert an object, such as an untrusted name, to text without control characters or secrets."""
     return CONTROL.sub("�", hide(str(text)))
 
 
@@ -86,7 +86,10 @@ class FaultTolerantStream:
 
 @contextmanager
 def tolerate_stream_errors() -> Iterator[None]:
-    """Suppress output errors in the block; afterwards, exit with status 1 if output to stdout was lost."""
+    """Suppress output errors in the block; afterwards, exit with status 1 if output to stdout was lost.
+
+    Output after a reader has closed the pipe does not count as lost.
+    """
     previous = out, err = sys.stdout, sys.stderr
     tolerant = FaultTolerantStream(lambda: out)
     sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", (tolerant, FaultTolerantStream(lambda: err)))

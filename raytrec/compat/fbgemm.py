@@ -14,7 +14,7 @@ from torch import nn
 from raytrec.compat.torchrec_ import iterate_sharded_kernels, list_kernel_tables
 from raytrec.compat.versions import private
 
-# Settings of a fused kernel with a cache: count hits, and lock rows in the cache until their batch is trained.
+# Settings of a fused kernel with a cache: count hits, and lock rows in the cache until their batch's step ends.
 CACHE_SETTINGS = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
 
 
@@ -22,11 +22,14 @@ class ResidentRows(Protocol):
     """In-memory copies of rows of a table that is stored in a file; see embeddings.mapped.HotRowCache."""
 
     def look_up(self, rows: torch.Tensor, *, trains: bool) -> torch.Tensor:
-        """Return the indices at which the kernel finds the given rows."""
+        """Return the indices at which the kernel finds the rows; `trains` states whether they get updated."""
         ...
 
     def take_hit_share(self) -> float | None:
-        """Return the share of lookups since the last call that found their row in memory."""
+        """Return the share of training lookups served from memory since the last call.
+
+        The result is None if there were no such lookups.
+        """
         ...
 
     def flush(self) -> None:
@@ -47,7 +50,10 @@ class ResidentRows(Protocol):
 
 
 def find_resident_rows(kernel: nn.Module) -> ResidentRows | None:
-    """Return the rows in memory of a kernel's only table, or None if the table is not in a file."""
+    """Return the object that keeps rows of a kernel's table in memory, or None if there is no such object.
+
+    Only tables in files can have one.
+    """
     return getattr(find_fused_lookup(kernel), "resident_rows", None)
 
 
@@ -131,7 +137,7 @@ class Cache:
 
 
 def find_row_caches(model: nn.Module) -> dict[str, Cache | ResidentRows]:
-    """Return table → cache or rows in memory of this rank's shard, for tables that have either."""
+    """Return table → cache or in-memory rows of this rank's shard, for tables that have either."""
     caches_by_table: dict[str, Cache | ResidentRows] = {}
     for kernel in iterate_sharded_kernels(model):
         if (rows := find_resident_rows(kernel)) is not None:
@@ -152,7 +158,7 @@ def measure_cache_hits(kernel: nn.Module) -> float | None:
     """Return the share of distinct rows found in a kernel's cache since the last call.
 
     The result is None without a cache, without counting (gather_uvm_cache_stats), or without lookups. For a
-    table in a file, the result is the share of lookups that found their row in memory.
+    table in a file, the result is the share of training lookups that found their row in memory.
     """
     lookup = find_fused_lookup(kernel)
     if (rows := find_resident_rows(kernel)) is not None:
@@ -166,7 +172,9 @@ def measure_cache_hits(kernel: nn.Module) -> float | None:
 
 
 def get_update_count(kernel: nn.Module) -> int:
-    """Return the number of updates counted by a fused Adam kernel; forwards in evaluation count as well.
+    """Return the number of updates counted by a fused Adam kernel.
+
+    Lookups in evaluation also count, except within `exclude_from_update_counts`.
 
     Raises:
         RunError: The kernel's optimizer does not count updates, or is not fused.

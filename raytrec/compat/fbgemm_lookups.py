@@ -32,11 +32,11 @@ class LookupStorage(Protocol):
     share: float
 
     def allocate_zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor:
-        """Return zeros, [count + more], of which the first `count` are mapped to a new file."""
+        """Return a tensor of zeros, [count + more], whose first `count` values are mapped to a new file."""
         ...
 
     def make_hot_rows(self, whole: list[torch.Tensor], rows: int) -> ResidentRows:
-        """Return the rows in memory for a table with `rows` rows."""
+        """Return a cache for a table of `rows` rows; `whole` holds its weights and state with extra rows."""
         ...
 
 
@@ -128,7 +128,7 @@ def _make_buffers(
 ) -> dict[str, torch.Tensor] | None:
     """Allocate the weights and optimizer state of a fused CPU kernel; return None for shards without rows.
 
-    `extra` is the number of additional rows, after the rows of the only table, for rows in memory.
+    `extra` is the number of additional rows, after those of the only table, that hold cached rows in memory.
     """
     sizes = {"value": sum(rows * dim for rows, dim, *_ in specs), "row": sum(rows for rows, *_ in specs)}
     if not sizes["value"]:
@@ -143,7 +143,7 @@ def _make_buffers(
 def _make_lookup_with_extra_rows(
     kind: Callable[..., nn.Module], specs: list[tuple], settings: dict[str, Any], files: LookupStorage, extra: int
 ) -> nn.Module:
-    """Return a lookup of one table with `extra` rows after the table's rows, for rows in memory.
+    """Return a lookup of one table, followed by `extra` rows that hold cached rows in memory.
 
     TorchRec and its optimizers see only the table, through FBGEMM's embedding_specs. The kernel is created
     before embedding_specs is reduced to the table, so the kernel reads and updates all rows.

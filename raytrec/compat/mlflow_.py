@@ -69,7 +69,10 @@ def block_unneeded_packages() -> None:
 
 
 def import_quietly() -> None:
-    """Import MLflow, set up for few retries and little output; the import takes seconds, without calls."""
+    """Import MLflow, set up for few retries and little output.
+
+    The import takes seconds but calls no server.
+    """
     for name, value in CLIENT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name, level in QUIET.items():

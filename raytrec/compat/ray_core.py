@@ -68,7 +68,7 @@ def store_actor_value(value: bytes) -> None:
 
 
 def load_actor_value() -> bytes | None:
-    """Return the value stored by `store_actor_value` for the current actor, or None."""
+    """Return the value stored by `store_actor_value` for the current actor, or None if there is none."""
     from ray.experimental import internal_kv
 
     return internal_kv._internal_kv_get(_make_actor_key())
@@ -97,7 +97,7 @@ def make_gcs_client(address: str) -> Any:
 
 
 def drain(gcs_address: str, node: str, why: str, deadline_ms: int) -> tuple[bool, str]:
-    """Drain a node as if it were preempted; return (True if Ray accepts, else the reason for refusal).
+    """Drain a node as if it were preempted; return (whether Ray accepts, reason for refusal).
 
     `deadline_ms` is a Unix time in milliseconds.
     """
@@ -108,7 +108,7 @@ def drain(gcs_address: str, node: str, why: str, deadline_ms: int) -> tuple[bool
 
 
 def find_head_nodes() -> list[str]:
-    """Return the id of the head node in a list, or [] if the head is not alive."""
+    """Return a list that contains the id of the head node, or [] if the head is not alive."""
     from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 
     return [node["NodeID"] for node in list_alive_nodes() if HEAD_NODE_RESOURCE_NAME in node["Resources"]]
@@ -122,7 +122,9 @@ def measure_system_memory() -> int:
 
 
 def resolve_bootstrap_address(address: str) -> str | None:
-    """Return the HOST:PORT that Ray joins for an address; the machine's own address replaces 127.0.0.1.
+    """Return the HOST:PORT of the cluster that Ray joins for an address, or None for "local".
+
+    The machine's own address replaces 127.0.0.1.
 
     Raises:
         ConnectionError: There is no cluster.
@@ -141,7 +143,7 @@ def get_own_address() -> str:
 
 
 def is_ray_process(pid: int) -> bool:
-    """Return True if the title of a process on this machine is a Ray worker's.
+    """Return True if a process on this machine has the title of a Ray worker.
 
     Raises:
         OSError: The process has exited.
@@ -200,7 +202,7 @@ def get_server_version(client: Any) -> str:
 
 
 def silence_uploads() -> None:
-    """Silence the log lines about the files that are uploaded with a job."""
+    """Silence log lines about files that are uploaded with a job."""
     for logger in (
         "ray.dashboard.modules.job.sdk",
         "ray.dashboard.modules.dashboard_sdk",

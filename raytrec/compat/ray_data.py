@@ -62,8 +62,8 @@ def throttle_executors() -> None:
     """Make the threads that drive Ray Data's executions sleep while there is no work.
 
     In Ray 2.60, such a thread (execution/streaming_executor.py) spins while it holds back the output of its
-    tasks, or has no more tasks. If batches arrive faster than they are trained, the thread spins most of the
-    time. During a step, it then uses all available time of a core, and of the GIL.
+    tasks, or has no more tasks. If batches arrive faster than training consumes them, the thread spins
+    most of the time. During a step, it then uses all available time of a core, and of the GIL.
     """
     from ray.data._internal.execution.streaming_executor import StreamingExecutor
 

@@ -1,4 +1,4 @@
-"""Private names of Ray (2.60.0) for starting a local Ray. Ray is imported by functions only."""
+"""Private names of Ray (2.60.0) for starting a local Ray cluster. Ray is imported by functions only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATE_READ_PREFIXES = ("RAY_AUTH_", "RAY_TRAIN_", "RAY_WARN_BLOCKING_GET_INSIDE_A
 UNCHANGEABLE_VARIABLES = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 # Makes ray.init return without waiting for prestarted workers.
 NO_PRESTART_ENV = {"RAY_prestart_worker_first_driver": "0"}
-# Settings for periodic work in the processes of a Ray that serves one run (ray_config_def.h).
+# Settings for periodic work in the processes of a Ray cluster that serves one run (ray_config_def.h).
 INFREQUENT_WORK_SETTINGS = {
     "enable_metrics_collection": False,  # for a dashboard or Prometheus; half the CPU time of an idle Ray
     "task_events_report_interval_ms": 0,  # 0: never; for lists of tasks
@@ -37,7 +37,7 @@ UNNEEDED_NODE_METHODS = ("start_api_server", "start_monitor", "start_log_monitor
 
 
 def get_loopback_env() -> dict[str, str]:
-    """Return environment variables with which Ray keeps 127.0.0.1 instead of the machine's own address."""
+    """Return environment variables that stop Ray from replacing 127.0.0.1 with the machine's own address."""
     from ray._private import ray_constants
 
     return {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
@@ -65,12 +65,12 @@ def silence_workers() -> None:
 
 
 def make_folder_arguments(folder: Path) -> dict[str, Any]:
-    """Return arguments to ray.init for a local Ray that keeps its files in a folder."""
+    """Return arguments to ray.init for a local Ray cluster that keeps its files in a folder."""
     return {"_temp_dir": str(folder)}
 
 
 def make_idle_arguments() -> dict[str, Any]:
-    """Return arguments to ray.init for a local Ray whose idle processes leave the cores to training.
+    """Return arguments to ray.init for a local Ray cluster whose idle processes leave the cores to training.
 
     Environment variables, such as RAY_enable_metrics_collection=1, take precedence.
     """
@@ -79,7 +79,7 @@ def make_idle_arguments() -> dict[str, Any]:
 
 
 def get_logs_folder() -> Path:
-    """Return the log folder of the local Ray that this process has started."""
+    """Return the log folder of the local Ray cluster that this process has started."""
     import ray
 
     return Path(ray._private.worker._global_node.get_logs_dir_path())
@@ -112,9 +112,9 @@ def replace_popen(
 
 @contextmanager
 def omit_unneeded_processes() -> Iterator[None]:
-    """Make a local Ray that is started in the block omit unneeded processes.
+    """Make a local Ray cluster that is started in the block omit unneeded processes.
 
-    Three processes are omitted, each of which imports Ray for a second, one of them while ray.init waits. The
+    Three processes are omitted. Each imports Ray, which takes a second; ray.init waits for one of them. The
     API server belongs to the dashboard, which is disabled. The autoscaler's monitor is for clusters that grow.
     The log monitor forwards logs to the driver; this forwarding is disabled.
     """
@@ -127,7 +127,7 @@ def omit_unneeded_processes() -> Iterator[None]:
 
 
 def replace_worker_script(script: Path) -> AbstractContextManager[None]:
-    """Make a Ray that is started in the block use this script instead of its setup_worker.py."""
+    """Make a Ray cluster that is started in the block use this script instead of Ray's setup_worker.py."""
     from ray._private import ray_constants
 
     return replace_private(ray_constants, "SETUP_WORKER_FILENAME", str(script), "ray")
@@ -142,7 +142,7 @@ def get_first_job_env(raylet: int) -> dict[str, str]:
 
 
 def draw_actor_class_ids_from(random: Callable[[int], bytes]) -> AbstractContextManager[None]:
-    """Make Ray draw ids of actor classes from `random` in the block, so that its own generator stays unseeded.
+    """Make Ray draw ids of actor classes from `random` in the block, so that Ray's generator stays unseeded.
 
     `random` returns a given number of random bytes.
     """
@@ -166,6 +166,6 @@ def read_token_again() -> None:
 
 
 def _replace(module: Any, name: str, value: Any) -> None:
-    """Set an attribute of a Ray module; raise RunError if Ray has no such name."""
+    """Set an attribute of a Ray module; raise RunError if the module has no such attribute."""
     private(module, name, "ray")
     setattr(module, name, value)

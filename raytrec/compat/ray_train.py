@@ -58,7 +58,7 @@ class ControlledTrainer(DataParallelTrainer):
         self._policies, self._on_start, self._wait, self._owns_ray = policies, on_start, wait, owns_ray
 
     def _initialize_and_run_controller(self, **parts: Any) -> Any:
-        """Run the controller; unlike in Ray's method, waiting can be interrupted if a process of Ray ends."""
+        """Run the controller; unlike Ray's method, stop waiting if a process of Ray ends."""
         try:
             return super()._initialize_and_run_controller(**parts | self._policies)
         except _ControllerStarted as started:
@@ -101,7 +101,7 @@ class OwnClusterCleaner(PlacementGroupCleaner):
     """
 
     def start_monitoring(self) -> bool:
-        """Start to monitor the controller with `is_own_actor_alive`."""
+        """Start monitoring the controller with `is_own_actor_alive`."""
         placement_group_cleaner.is_actor_alive = is_own_actor_alive
         return super().start_monitoring()
 
@@ -131,7 +131,7 @@ def is_own_actor_alive(actor_id: str, timeout: float) -> bool:
 
 
 class NoDatasets(DatasetsCallback):
-    """Callback of a trainer without Ray Data datasets, which starts no actor for datasets.
+    """Callback for a trainer without Ray Data datasets; it starts no actor for datasets.
 
     Workers still receive the driver's Ray Data settings.
     """
@@ -170,7 +170,7 @@ class RequestingPolicy(ScalingPolicy):
         return self.scaling_config._resources_per_worker_not_none
 
     def request_resources(self) -> None:
-        """Renew the request to the autoscaler before it expires, unless the last request is recent."""
+        """Renew the request before it expires, unless it is recent; do nothing without an autoscaler."""
         if not self._has_autoscaler:
             return
         self._maybe_send_resource_request()
@@ -178,7 +178,7 @@ class RequestingPolicy(ScalingPolicy):
             self._request_extra_cpus()
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Send the first request to the autoscaler."""
+        """Send the first request to the autoscaler, if there is one."""
         if not self._has_autoscaler:
             return
         if self._extra_cpus:

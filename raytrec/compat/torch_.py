@@ -34,7 +34,7 @@ MAX_MEMORY_EVENTS = 100_000  # maximum number of recorded allocator events, of a
 def load_archive(archive: BinaryIO) -> torch.export.ExportedProgram:
     """Load the exported program in a .pt2 archive.
 
-    If loading fails, torch.export.load would print a traceback and then try the layouts of older versions.
+    torch.export.load is not used: on failure, it prints a traceback and tries the layouts of older versions.
     """
     from torch.export.pt2_archive._package import load_pt2
 
@@ -118,7 +118,7 @@ def make_sharded_tensor(
 
 
 def list_local_parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
-    """Return this rank's shards of a sharded tensor, or a list of only the tensor if it is not sharded."""
+    """Return this rank's shards of a sharded tensor, or [value] if the tensor is not sharded."""
     return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
 
 
@@ -150,7 +150,7 @@ def multiply_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def call_after_nodes(losses: torch.Tensor, call: Callable[[], object]) -> None:
-    """Call a function in the next backward from `losses`, after all nodes of the graph have run.
+    """Call a function in the next backward pass of `losses`, after all nodes of the graph have run.
 
     Callbacks run in the order in which they were queued. DistributedDataParallel waits for its all-reduces in a
     callback that is queued later, so the function runs before this wait.
@@ -171,7 +171,7 @@ class FixedDtype(nn.Module):
 
 
 def bind_store(address: str) -> None:
-    """Make a TCPStore that this process starts listen only on this address.
+    """Make any TCPStore that this process starts listen only on the given address.
 
     Without a listening socket from the caller, torch/distributed/rendezvous.py listens on all interfaces.
     """
@@ -196,11 +196,11 @@ _untimed_wait: Any = dist.Work.wait
 
 
 def time_waits(timed: Callable[[Callable], Callable]) -> None:
-    """Wrap every wait of this process for other ranks, including waits in TorchRec's autograd functions.
+    """Wrap every wait for other ranks in this process, including waits in TorchRec's autograd functions.
 
     Args:
-        timed: Function that returns a replacement for torch.distributed.Work.wait; it supersedes the replacement
-            by an earlier call.
+        timed: Function that takes the original torch.distributed.Work.wait and returns its replacement. If
+            `time_waits` is called again, the new replacement supersedes the previous one.
     """
     dist.Work.wait = timed(_untimed_wait)
 

@@ -87,7 +87,7 @@ def get_shard_origin(table: ShardedEmbeddingTable) -> tuple[int, int]:
 
 
 def is_pipelined(collection: nn.Module, sparse: Any) -> bool:
-    """Return True if TorchRec's pipeline traces a lookup or has replaced it to exchange ids in advance."""
+    """Return True if TorchRec's pipeline is tracing a lookup, or has replaced it to send ids early."""
     return isinstance(sparse, Proxy) or isinstance(collection.forward, BaseForward)
 
 

@@ -2,7 +2,7 @@
 
 Most of the pipelines' methods are private. The pipelines are idle between steps. Both exchange the next batch's
 ids during the current batch's forward. For tables in host memory with a cache on the GPU, PrefetchPipeline also
-loads the next batch's rows into the cache while the current batch is trained.
+loads the next batch's rows into the cache during the current step.
 """
 
 from __future__ import annotations

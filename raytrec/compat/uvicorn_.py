@@ -49,7 +49,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Start answering the request; raise ValueError, which ends parsing, if the request exceeds a limit."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD_BYTES or len(self.pipeline) >= MAX_PIPELINED:
-            raise ValueError("the request head is too large, or too many requests wait for a response")
+            raise ValueError("the request head is too large, or too many requests are waiting for a response")
         super().on_headers_complete()
         self._without_progress = 0
 
@@ -65,7 +65,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.waiting_since = inf
 
     def on_response_complete(self) -> None:
-        """Start the time limit for reading the answer and sending the next request."""
+        """Start the time limit for reading the answer and sending a request, unless a request is waiting."""
         super().on_response_complete()
         self.waiting_since = inf if self.pipeline else self.loop.time()
 

@@ -41,8 +41,9 @@ def find_wrong_versions() -> RunError | None:
     Packages that are not installed are ignored, because a driver needs only some.
 
     Returns:
-        Error or None. The error names packages with other versions and the nearest supported pair, two builds of
-            FBGEMM in one folder, or a build for another CUDA version than torch's.
+        None if all versions are supported, otherwise an error. The error names unsupported versions and the
+            nearest supported pair, two builds of FBGEMM in one folder, or a build of FBGEMM for a different
+            CUDA version than torch's.
     """
     versions = {
         name: version for name in (*SUPPORTED_VERSIONS, *PAIRED_PACKAGES) if (version := get_installed_version(name))
@@ -76,7 +77,7 @@ def find_wrong_versions() -> RunError | None:
 
 
 def _find_wrong_build(versions: dict[str, str], where: str) -> RunError | None:
-    """Return the error for builds of FBGEMM that torch cannot load although the releases match, or None."""
+    """Return the error for a build of FBGEMM that does not match torch's build, or None if it matches."""
     cuda, build = versions.get("fbgemm-gpu"), "fbgemm-gpu-cpu"
     release = (cuda or "").partition("+")[0]
     if cuda and build in versions:

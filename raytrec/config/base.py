@@ -58,7 +58,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True, validate_default=True, allow_inf_nan=False)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield the fields with secrets hidden, because they reach logs, tracebacks and Ray's dashboard."""
+        """Yield the fields with secrets hidden, because reprs reach logs, tracebacks and Ray's dashboard."""
         for name, value in super().__repr_args__():
             yield name, hide_all({name: value})[name]
 
@@ -71,7 +71,7 @@ def build_section_union(
     Args:
         sections: Value of the key → section class.
         key: Name of the discriminating key, such as "name".
-        user_code_key: Entry of `sections` for user-defined code, which is selected by a path such as
+        user_code_key: Key of `sections` for user-defined code, which is selected by a path such as
             module:Class.
         error_type_name: Type of the pydantic error for an unknown value.
         default: Value assumed for a mapping without the key.
@@ -95,8 +95,8 @@ def read_settings(uri: str, what: str, missing: RaytrecError) -> Any:
 
     Args:
         uri: Path or URI of the file.
-        what: Kind of file named in errors, such as "config".
-        missing: Error to raise if the file does not exist; other errors have its type.
+        what: Kind of the file, named in errors, such as "config".
+        missing: Error to raise if the file does not exist; other errors are of the same type.
 
     Raises:
         RaytrecError: The file does not exist, cannot be read, or is not YAML.

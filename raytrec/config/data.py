@@ -17,7 +17,7 @@ RUN_NAME_PATTERN = re.compile(r"\w[\w .,:+=@()-]{0,149}")
 
 
 def to_run_name(text: str) -> str:
-    """Return a text as a valid run name."""
+    """Return a valid run name derived from a text."""
     name = re.sub(r"[^\w .,:+=@()-]", "_", text)[:100]
     return name if RUN_NAME_PATTERN.fullmatch(name) else f"_{name}"
 

@@ -117,7 +117,7 @@ def _get_table_rows(transform: Sample, schema: Schema) -> int:
             raise ConfigError(
                 f"ids are drawn for table {table}, but its ids are managed: arbitrary numbers or text",
                 where=where,
-                expected="vocabulary: FILE, a text file or Parquet of the ids to draw from",
+                expected="vocabulary: FILE, a text or Parquet file of the ids to draw from",
                 do="write the ids to a file, one per line; or set rows if the ids are 0 to rows - 1",
             )
     return min(schema.tables[table].rows for table in tables)
@@ -126,8 +126,8 @@ def _get_table_rows(transform: Sample, schema: Schema) -> int:
 def select_needed_transforms(transforms: tuple[Transform, ...], columns: list[str]) -> tuple[Transform, ...]:
     """Return the transforms on which `columns` depend, reduced to the needed columns.
 
-    The inputs of each output of a user-defined function are unknown. The function is kept if it writes a
-    needed column, or if it does not name its outputs.
+    The inputs on which each output of a user-defined function depends are unknown. The function is kept as a
+    whole if it writes a needed column, or if it does not name its outputs.
     """
     needed, selected = set(columns), []
     for transform in reversed(transforms):

@@ -123,7 +123,7 @@ class RunConfig(Section):
         return self.model_dump(by_alias=True, mode="json", exclude_defaults=True)
 
     def with_overrides(self, overrides: Overrides) -> RunConfig:
-        """Return a copy with overrides applied. A different model does not inherit the defaults of this one."""
+        """Return a copy with overrides applied; if they change the model, the new model's defaults apply."""
         return load_config(self.get_changed_values(), overrides)
 
 
@@ -140,7 +140,8 @@ def load_config(
         source: Path of a YAML file (local, s3:// or gs://), or the values of a configuration.
         overrides: `section.key=value` strings, whose values are YAML (`train.epochs=3`, `model={name: mf}`),
             or a mapping of such keys (overrides.py).
-        elsewhere: Origin of values that may not be the user's own (trust.py). A URI is always such an origin.
+        elsewhere: Origin of values that may not be the user's own (trust.py); default: for a file, the result
+            of `find_origin`, which treats every URI as such an origin.
         allow_code: Allow values from elsewhere to name code and servers.
 
     Raises:

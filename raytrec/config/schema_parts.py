@@ -23,7 +23,7 @@ RESERVED_TABLE_NAMES = frozenset(
 
 
 def to_table_name(text: str) -> str:
-    """Return a text as a valid table name."""
+    """Return a valid table name derived from a text."""
     name = text.replace(".", "_")
     return f"{name}_table" if name in RESERVED_TABLE_NAMES else name
 
@@ -35,7 +35,7 @@ class SchemaPart(BaseModel):
 
 
 class ManagedIds(SchemaPart):
-    """Rules by which ids get a row of a table and lose it when all rows are taken or the id expires."""
+    """Rules by which an id gets a row of a table, and loses it when all rows are taken or the id expires."""
 
     admit_after: PositiveInt = 1
     """Number of occurrences after which an id gets a row; the row is assigned in the step that reaches this
@@ -48,7 +48,7 @@ class ManagedIds(SchemaPart):
     """Number of steps without an occurrence after which an id loses its row, possibly up to an eighth later;
     default: ids do not expire."""
     fallback_rows: PositiveInt = 1
-    """Number of rows at the end of the table shared by ids without a dedicated row. A hash of the id
+    """Number of rows at the end of the table that ids without a dedicated row share. A hash of the id
     selects the row."""
 
 

@@ -74,7 +74,8 @@ class CheckpointSection(Section):
     checkpoint is then saved at each evaluation."""
     best_metric: str | None = None
     """Metric that keep_best compares: a metric of the task, or TASK.METRIC if there are several tasks.
-    Default: the first training metric that should be low or high (ne with binary cross-entropy)."""
+    Default: the first training metric for which either lower or higher values are better (ne with binary
+    cross-entropy)."""
     async_save: bool = True
     """Write while training continues, from a copy in host memory. Tables on CPUs that are updated in the
     backward pass are not copied; their rows are set aside before they change. false: training waits."""

@@ -195,7 +195,7 @@ class Decay(OnColumns):
     half_life: PositiveFloat
     """Half-life, in the unit of the column, such as days."""
     floor: Annotated[NonNegativeFloat, Field(le=1)] = 0.0
-    """Limit of the weight for large x."""
+    """Value that the result approaches for large x."""
 
 
 class Cast(OnColumns):
@@ -210,7 +210,7 @@ class Cast(OnColumns):
 
 
 class DropNull(OnColumns):
-    """Removal of nulls inside lists, which become shorter. Their lists of weights do not; see fill_null."""
+    """Removal of nulls from lists, which become shorter, unlike the lists of their weights; see fill_null."""
 
     do: Literal["drop_null"]
 

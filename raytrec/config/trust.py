@@ -119,7 +119,8 @@ def find_origin(place: str) -> str | None:
 def find_checkpoint_origin(folder: str, values: dict[str, Any]) -> str | None:
     """Return the origin of a checkpoint's configuration, or None if the configuration is trusted.
 
-    A configuration is trusted if the run's config.yaml is this user's and names all of its code and servers.
+    The configuration is trusted if the run's config.yaml belongs to this user, and names all code and servers
+    that the checkpoint's configuration names.
 
     Args:
         folder: Folder or URI of the checkpoint.

@@ -61,9 +61,9 @@ class Assembler:
             missing from the form's schema are empty or 0. Default: the features of a model that reads no
             sequence id by id.
         pin_memory: True to allocate page-locked memory, from which a GPU copies asynchronously.
-        part: (rank, number of ranks) of the built parts of global batches. Together, all ranks' parts contain
-            every id of the features in ResolvedReadPlan.full_vocabulary_features. None: these features have
-            no ids.
+        part: (rank, number of ranks), which selects this rank's part of each global batch. Together, the
+            parts of all ranks contain every id of the features in ResolvedReadPlan.full_vocabulary_features.
+            None: these features have no ids.
     """
 
     def __init__(
@@ -119,7 +119,10 @@ class Assembler:
         )
 
     def _candidate_tensors(self, batch: JoinedRows) -> dict[str, torch.Tensor | None]:
-        """Return the tensors of candidates: requests, labels, dense_of_candidates and task_weights."""
+        """Return the tensors of candidates: requests, labels, dense_of_candidates and task_weights.
+
+        task_weights is None if no task weights rows.
+        """
         rows, widths = batch.rows, self._form.of_candidates
         counts = batch.lengths(f"ids.{self._candidate_feature}") if rows else np.zeros(0, np.int32)
         count = int(counts.sum())
@@ -136,7 +139,10 @@ class Assembler:
         return tensors
 
     def _matrix(self, name: str, batch: JoinedRows, padded_rows: int) -> torch.Tensor | None:
-        """Return a matrix of all rows, padded with 0; all 0 if the rows do not contain the matrix."""
+        """Return a matrix of all rows, padded with 0; all 0 if the rows do not contain the matrix.
+
+        The result is None if the Batch has no such matrix.
+        """
         if self._matrices[name] is None:
             return None
         width, dtype = self._matrices[name]
@@ -169,7 +175,10 @@ class Assembler:
         return tensor, tensor.numpy()
 
     def _sum_change_counts(self, batch: JoinedRows) -> torch.Tensor | None:
-        """Return the sum of the id counts stored in the batch's rows, int64 [2, sparse features read]."""
+        """Return the number of ids brought into range and of all ids, int64 [2, sparse features read].
+
+        The counts are sums over the batch's rows. The result is None if no table accepts out-of-range ids.
+        """
         if not self._form.accepts_out_of_range_ids:
             return None
         read = len(self._form.schema.sparse)

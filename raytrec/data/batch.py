@@ -22,7 +22,7 @@ class NewRows(NamedTuple):
         rows: Table rows, int64 [n].
         ids: New id of each row, int64 [n].
         places: Row range [start, stop) of each shard on this rank → positions in `rows` of the shard's rows,
-            int64 [m].
+            int64 [m]. None: the positions have not been computed.
     """
 
     rows: torch.Tensor
@@ -44,7 +44,7 @@ class Batch(Pipelineable):
         labels: Labels, float32 [B, number of labels]; rows without a label have a value the loss accepts.
         weights: 1 for a row, 0 for padding, float32 [B]. Padding has empty bags and 0 for all other values.
         global_rows: Number of rows of the global batch over all ranks, without padding.
-        step: Step of the run or, in an evaluation, of the evaluation, from 0.
+        step: Index of the step in the run or, for an evaluation, in the evaluation; the first step is 0.
         changed: Number of ids brought into range (clamped or hashed) and number of all ids, int64 [2, sparse
             features]. Counts of a decoded table are in the batch that contains its first row (canonical.py).
             None if no table accepts out-of-range ids.
@@ -58,12 +58,13 @@ class Batch(Pipelineable):
         side_features: Sequence that is read id by id and has n side features → float64 [N, n], in the order
             of the sequence's ids in `sparse`; None if there is no such sequence.
         new_rows: Managed table → rows to which this batch has assigned ids, on the device of the id maps; the
-            same on all ranks. `sparse` contains the ids of managed tables as read if None, otherwise their
-            table rows.
+            same on all ranks. If None, `sparse` contains the ids of managed tables as read; otherwise, it
+            contains the table rows of these ids.
         requests: Row of each candidate, ascending, int64 [N], if rows are requests (schema.candidates); None:
             each row is one example. With requests, `labels` and `task_weights` have shape [N, ...] and
             `dense` is 0 in candidate columns; `weights` and `keys` still have one entry per row.
-        dense_of_candidates: Dense columns of the candidates, float32 [N, columns], in the schema's order.
+        dense_of_candidates: Dense columns of the candidates, float32 [N, columns], in the schema's order;
+            None: each row is one example.
         lengths: Lengths of `sparse`, int32 [sparse features · B], always on the host so that sizes can be
             computed without waiting for the device. Default: the lengths of `sparse` if `sparse` is on the
             host, else None.
@@ -94,7 +95,7 @@ class Batch(Pipelineable):
         return self._map_tensors(lambda part: part.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of the batch allocated until a CUDA stream has read its tensors."""
+        """Keep the memory of the batch allocated until a CUDA stream has read the batch's tensors."""
         parts = [*self._device_tensors().values(), *(self.side_features or {}).values()]
         for new in (self.new_rows or {}).values():
             parts += [new.rows, new.ids, *(new.places or {}).values()]

@@ -102,7 +102,7 @@ class CandidatePlace(Place):
 
 
 def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> tuple[pa.Table, CandidatePlace]:
-    """Return task columns and candidates' dense columns with one row per candidate, and their place.
+    """Return task columns and candidates' dense columns with one row per candidate, and the rows' place.
 
     Values of a request are repeated for each of its candidates.
 
@@ -125,7 +125,7 @@ def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> 
             raise DataError(
                 f"column '{name}' contains a null instead of a list",
                 where=place.of(name, row),
-                expected="a list with one value per candidate, or an empty list without candidates",
+                expected="a list with one value per candidate; an empty list if there are no candidates",
                 do="correct the data; or skip such rows: data.on_error=skip",
             )
         ends, values = unnest(array)
@@ -136,7 +136,7 @@ def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> 
                 f"column '{name}' has {length} values, but column '{first}' has {other_length}",
                 where=place.of(name, row),
                 expected="one value for each candidate of the row",
-                do=f"correct the data, or candidates: [{format_yaml_scalar(first)}, "
+                do=f"correct the data, or change candidates: [{format_yaml_scalar(first)}, "
                 f"{format_yaml_scalar(name)}, …] in schema.yaml",
             )
         flat[name] = values
@@ -195,7 +195,8 @@ def build_canonical_table(
         weights_of_tasks: n weights for each task; empty if no task weights rows.
         keys: n group keys for each key column.
         reserved: Reserved columns, in the order of the plan.
-        side_features_of: Feature → float64 [offsets[n], number of side features].
+        side_features_of: Feature → float64 [offsets[n], number of side features]; None: no feature has side
+            features.
         candidates: (offsets int32 [n + 1] from 0, dense columns of candidates); None: rows are examples. With
             candidates, each label and each task has offsets[n] values.
     """

@@ -213,10 +213,13 @@ LabelValues = tuple[np.ndarray, np.ndarray | None]
 
 
 def read_label(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place: Place) -> LabelValues:
-    """Return a label. Rows without the label get the value nearest to 0 that the losses of its tasks allow.
+    """Return the values of a label, and a mask of the rows that have the label (LabelValues).
+
+    In rows without the label, the value is the one nearest to 0 that the losses of the label's tasks allow.
 
     Raises:
-        DataError: A value is outside the range of the losses, or is null and nulls are not skipped.
+        DataError: A value is infinite, outside the range of the losses, or not a whole number although a loss
+            requires whole numbers; or a value is null or NaN, and such rows are not skipped.
     """
     allowed = form.plan.label_range(name)
     if form.plan.skips_nulls(name):
@@ -258,7 +261,7 @@ def task_weights(
         place: Place of the first row.
 
     Raises:
-        DataError: A mask is neither 0 nor 1, or a weight is not a finite number ≥ 0.
+        DataError: A mask is not 0, 1, null or NaN; or a weight is not a finite number ≥ 0.
     """
     ones = np.ones(table.num_rows, np.float32)
 

@@ -117,7 +117,10 @@ def fingerprint(contents: Iterable[FileIdentity] | None) -> str:
 
 
 def list_differences(before: list[FileIdentity], after: list[FileIdentity]) -> list[str]:
-    """Return the differences between two lists of identities, one line for each changed file."""
+    """Return the differences between two lists of identities: a line for each file removed, added or changed.
+
+    If only the order of the files differs, the result is a single line that describes this difference.
+    """
     was, now = (_by_name(contents) for contents in (before, after))
     lines = [f"{was[key].name}: removed" for key in was if key not in now]
     lines += [f"{now[key].name}: added" for key in now if key not in was]

@@ -83,7 +83,7 @@ def read_footer(uri: str) -> pq.FileMetaData:
     """Return the metadata of a Parquet file.
 
     Raises:
-        DataError: The file is truncated, empty, encrypted or not Parquet.
+        DataError: The file cannot be read, is encrypted, or is not a complete Parquet file.
     """
 
     def read() -> pq.FileMetaData:
@@ -134,7 +134,8 @@ class FooterStatistics:
     def list_exclusions(self) -> dict[str, list[set[str]]]:
         """Return task → for each nonempty row group, the reasons why none of its rows count.
 
-        The set of reasons is empty if some rows of the row group may count.
+        The set of reasons is empty if some rows of the row group may count. The result is empty if all rows
+        have weight 1 in every task.
         """
         return {
             task.name: self._find_exclusions(task) for task in self._form.plan.tasks if self._form.plan.has_task_weights
@@ -226,7 +227,10 @@ def _is_all_null(chunk: pq.ColumnChunkMetaData) -> bool:
 
 
 def _stays_below(chunk: pq.ColumnChunkMetaData, bound: float, reaches: bool) -> bool:
-    """Return True if all values are null, below `bound`, or, with `reaches` False, equal to it."""
+    """Return True if the statistics show that each value is null or below `bound`.
+
+    If `reaches` is False, values equal to `bound` are also accepted.
+    """
     if _is_all_null(chunk):
         return True
     _, greatest = _bounds(chunk) or (None, math.inf)

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import DataError
+from raytrec.common.formatting import format_count
 from raytrec.config.features import set_draw_rows
 from raytrec.data.arrow import empty_table, is_list, plain, select_schema
 from raytrec.data.footers import FooterStatistics, explain_empty_tasks, read_footer
@@ -66,7 +67,7 @@ class RowGroup:
         path: Path or URI of the file, as accepted by `storage.open_filesystem`.
         index: Index of the row group in its file.
         rows: Number of rows that the dataset reads from the row group.
-        split: Subset of the rows that the dataset reads; None: all rows.
+        split: Subset of the row group's rows that the dataset reads; None: all rows.
     """
 
     path: str
@@ -135,10 +136,10 @@ def scan(
     """Read the footers of Parquet folders or files, and check every file's columns against the plan.
 
     Args:
-        places: Folders (searched recursively; names that begin with `_` or `.` are skipped) or files.
+        places: Folders (searched recursively, without hidden files and folders; see list_files) or files.
         plan: Read plan of the run.
         key: Config key that names the folders, for messages.
-        between: First and last partition to read.
+        between: First and last partition to read; default: all partitions.
         declared: Additional columns that must exist and have a type that can be reserved.
         skip: True to skip files that are damaged or whose columns do not fit the plan.
 
@@ -181,7 +182,7 @@ def scan(
             "the dataset has no rows",
             where=f"{key}={join_folder_names(places)}",
             expected=f"at least one row in {listing}"
-            + (f"; {len(left_out)} files are skipped: {left_out[0].what}" if left_out else ""),
+            + (f"; skipped: {format_count(len(left_out), 'file')} ({left_out[0].what})" if left_out else ""),
         )
     lists = frozenset().union(*(facts.lists for facts in files))
     accused = tuple(g for facts in files for g in facts.groups if not skip and g.index in facts.accused)
@@ -252,7 +253,7 @@ def _unify_types(
 
     Returns:
         Column → type; columns that are read from folder names; file → error, for files that are incompatible
-        with the preceding files.
+        with other files.
     """
     from_folders = frozenset().union(*(file.from_folders for file in files))
     types: dict[str, pa.DataType] = {}

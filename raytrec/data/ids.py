@@ -147,7 +147,7 @@ def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.nda
 
 
 def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> np.ndarray:
-    """Return ids in [0, table.rows) by the table's out_of_range policy; managed ids are only cast to int64.
+    """Bring ids into [0, table.rows) as table.out_of_range requires; managed ids are only cast to int64.
 
     Args:
         ids: Ids of any integer type.
@@ -237,10 +237,10 @@ def hash_text_bits(flat: pa.Array) -> np.ndarray:
 def compute_group_keys(array: pa.Array) -> np.ndarray:
     """Return the group key of each value, int64 [n]; equal values have equal keys.
 
-    Integers are their own keys (uint64 with the same bits). Booleans have keys 1 and 0; dates and times, the
-    integer in their unit. Text (as UTF-8) and bytes are hashed by SipHash, decimals as text. Floats are
-    hashed by splitmix64 of their bits, where all NaN are equal and -0.0 equals 0.0. The probability of a
-    collision among n hashed values is about n² / 2⁶⁵, e.g. 3e-8 for a million values.
+    Integers are their own keys (uint64 with the same bits). Booleans have keys 1 and 0. The key of a date or
+    time is its integer value in its unit. Text (as UTF-8), bytes and decimals (as text) are hashed by
+    SipHash. Floats are hashed by splitmix64 of their bits, where all NaN are equal and -0.0 equals 0.0. The
+    probability of a collision among n hashed values is about n² / 2⁶⁵, e.g. 3e-8 for a million values.
 
     Raises:
         TypeError: The type of the array is not supported.
@@ -256,7 +256,7 @@ def compute_group_keys(array: pa.Array) -> np.ndarray:
 
 
 def compute_row_keys(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return the group keys of each row over several columns of values or lists; nulls have no key.
+    """Return the group keys of each row over several columns of values or lists; a null row has no key.
 
     Args:
         columns: Columns of equal length.

@@ -69,8 +69,9 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
         between: First and last partition.
 
     Raises:
-        DataError: A folder does not exist, contains no Parquet files or belongs to a table format, or a file
-            is listed twice.
+        DataError: A folder does not exist, cannot be listed, contains no Parquet files, has no file between
+            the partitions, or belongs to a table format; an entry named *.parquet is not a readable file; or
+            a file is listed twice.
     """
     files, left_out = [], defaultdict[str, list[str]](list)
     for place in to_folder_list(places):

@@ -16,7 +16,7 @@ import numpy as np
 
 from raytrec.data.fragments import Dataset, Split
 
-PAGE_ROWS = 20_000  # rows per page in files by Spark and Arrow; reads that start at a page are fastest
+PAGE_ROWS = 20_000  # rows per page in files from Spark and Arrow; reads that start at a page are fastest
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Order:
         return high * batch // self.lanes - low * batch // self.lanes
 
     def shares(self, rows: int, step: int, rank: int, world: int) -> list[tuple[int, int]]:
-        """Return (lane, number of rows that the rank takes from the lane at a step) for each of its lanes.
+        """Return (lane, number of rows taken from the lane at a step) for each lane of a rank.
 
         File order (shuffle: none) has lane 0 only.
         """

@@ -84,7 +84,8 @@ def select_partitions(paths: list[str], root: str, between: PartitionBounds, uri
         uri: Path or URI of the dataset's folder, for messages.
 
     Raises:
-        DataError: The keys of a bound differ from those in the folder names, or no file is in the range.
+        DataError: A bound is not of the form key=value, the keys of a bound differ from those in the folder
+            names, or no file is in the range.
     """
     first, last = (compute_path_key(_check_bound(bound)) if bound else [] for bound in between)
     chosen = []
@@ -105,7 +106,7 @@ def select_partitions(paths: list[str], root: str, between: PartitionBounds, uri
         raise DataError(
             f"no partition exists between {between[0] or 'the first'} and {between[1] or 'the last'}",
             where=f"data.partitions, {uri}",
-            expected=f"a range with some of the {len(paths)} files, such as {paths[0].removeprefix(root)}",
+            expected=f"a range that contains some of the {len(paths)} files, such as {paths[0].removeprefix(root)}",
         )
     return chosen
 

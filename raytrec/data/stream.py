@@ -92,7 +92,7 @@ class Stream:
 
         Args:
             count: Number of epochs.
-            first_step: Number of already trained steps, counted over all epochs; their batches are skipped.
+            first_step: Number of steps already completed, counted over all epochs; their batches are skipped.
         """
         epoch, start_step = divmod(first_step, self.order.steps(self.dataset.rows))
         return self._chain(self.batches(epoch, start_step) if epoch < count else None, epoch, count)
@@ -100,7 +100,7 @@ class Stream:
     def _chain(self, current: PrefetchIterator | None, epoch: int, count: int) -> Iterator[Batch]:
         """Yield the batches of all epochs; an epoch is read as soon as the previous one has been read.
 
-        An epoch is read long before all its batches are trained.
+        All rows of an epoch have been read long before the model is trained on its last batch.
         """
         next_epoch = None
         try:
@@ -245,14 +245,15 @@ class PrefetchIterator:
 def choose_read_options(readers: int, read_on: str = "auto") -> dict[str, Any]:
     """Return the Ray options for one read task.
 
-    If a cluster has nodes with and without GPUs, the CPUs of GPU nodes are primarily reserved for training. A
-    node without GPUs is drawn at random, weighted by number of CPUs because tasks request none. If the node
-    no longer exists, Ray chooses another node. Ray also places tasks beyond the CPUs of these nodes and tasks
-    on other clusters, preferably on this node.
+    If a cluster has nodes with and without GPUs, the CPUs of GPU nodes are primarily reserved for training.
+    The task is assigned to a node without GPUs, drawn at random. The nodes are weighted by their number of
+    CPUs, because tasks request none. If the node no longer exists, Ray chooses another node. If there are
+    more readers than CPUs on these nodes, Ray places the excess tasks itself, preferably on this node. On
+    other clusters, Ray places all tasks in this way.
 
     Args:
         readers: Total number of readers over all ranks.
-        read_on: Value of data.read_on.
+        read_on: Value of data.read_on; with gpu_nodes, Ray places all tasks; with cpu_nodes, none.
     """
     nodes = {} if read_on == "gpu_nodes" else _count_nodes(int(monotonic() / NODE_POLL_INTERVAL_S))
     share = 1.0 if read_on == "cpu_nodes" else sum(nodes.values()) / readers

@@ -117,7 +117,10 @@ def _with_columns(table: pa.Table, names: list[str], columns: list[pa.Array]) ->
 
 
 def _cast_null_array(array: pa.Array, transform: t.Transform) -> pa.Array:
-    """Return an array; an array of type null (from a file without any value) is cast for the transform."""
+    """Return an array, cast to a type that the transform accepts if the array has type null.
+
+    A column has type null in a file that contains no value of it.
+    """
     if not pa.types.is_null(value_type(array.type)):
         return array
     kind = pa.int64()
@@ -159,7 +162,8 @@ def sample(spec: Sample, table: pa.Table, draw: Draw, vocabulary_values: pa.Arra
     """Draw `count` ids for each row from [0, rows) or a vocabulary, except the ids in columns `exclude`.
 
     Draws are independent, so an id may be drawn twice. Excluded ids that are out of range or not in the
-    vocabulary are ignored. A row that excludes all ids gets no ids.
+    vocabulary are ignored. A row that excludes all ids gets no ids. Evaluations draw no ids unless
+    `in_evaluations` is set. With `count: all`, the lists are empty, because Assembler adds the ids.
 
     Args:
         spec: Settings of the transform.

@@ -140,7 +140,7 @@ def read_cumulative_shares(uri: str, column: str, power: float) -> np.ndarray:
     table = pq.read_table(path, columns=[column], filesystem=filesystem)
     counts = to_plain_array(table.column(0)).cast(pa.float64()).to_numpy(zero_copy_only=False)
     if not (counts >= 0).all() or not 0 < counts.sum() < np.inf:
-        raise ValueError(f"column {column} of {uri} must have numbers ≥ 0 with a positive sum, and no nulls")
+        raise ValueError(f"column {column} of {uri} must have numbers ≥ 0 with a positive, finite sum, and no nulls")
     chances = np.where(counts > 0, counts, 1) ** power * (counts > 0)
     parts = np.ceil(chances / chances.sum() * 2**40).astype(np.int64)
     return np.concatenate([[0], np.cumsum(parts)])
@@ -208,7 +208,7 @@ def compute_age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Arra
         until: End time for each value; None: `spec.until`.
 
     Raises:
-        TypeError: No end time is given, or the lengths of `until` and `array` differ.
+        TypeError: `array` contains times, but no end time is given or `until` has a different length.
     """
     if types.is_duration(array.type):
         return _to_unit(_to_seconds(array), spec)
@@ -235,7 +235,7 @@ def _to_seconds(array: pa.Array) -> pa.Array:
 
 
 def to_timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
-    """Convert timestamps, dates, ISO text or numbers to timestamps; times without a zone are taken as UTC.
+    """Convert timestamps, dates, ISO text or numbers to timestamps; times without a zone are treated as UTC.
 
     Args:
         array: Times of any of these types.

@@ -130,7 +130,7 @@ def _check_number(kind: pa.DataType, column: str, role: str, uri: str) -> None:
 def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
     """Return advice on how to convert a column to numbers."""
     if is_text(kind) and role == "label":
-        return f"{_format_transform('binarize', column, 'positive: […]')} with the texts that mean 1"
+        return f"{_format_transform('binarize', column, 'positive: […]')}, listing the texts that mean 1"
     if is_text(kind):
         return (
             f"list the column under sparse with a table that sets out_of_range: hash; for numbers as text, "

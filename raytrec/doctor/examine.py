@@ -134,7 +134,7 @@ def diagnose(config: RunConfig | None, address: str | None, storage: list[str]) 
 
 
 def _find_existing_folder(place: str) -> str:
-    """Return the nearest existing folder above a place that a run will create; URIs have no folders."""
+    """Return the nearest existing folder at or above a place that a run creates; return URIs unchanged."""
     if "://" in place:
         return place
     return str(next(path for path in (Path(place), *Path(place).parents) if path.is_dir()))
@@ -209,7 +209,7 @@ def anonymize_examination(examination: Examination) -> Examination:
 
 
 def to_json_values(examination: Examination) -> dict[str, Any]:
-    """Return the numbers of failures and warnings, the hosts, and a row for each diagnosis."""
+    """Return the numbers of failures and warnings, hosts, raytrec's version, and a row per diagnosis."""
     rows = [
         asdict(each) | {"finding": to_plain_text(each.finding), "do": to_plain_text(each.do)}
         for each in examination.diagnoses

@@ -102,10 +102,12 @@ def diagnose_error(error: Exception) -> Diagnosis:
 
 
 def call_within(limit_s: float, function: Callable[[], Any]) -> Any:
-    """Call a function, and return its result. A function that hangs is abandoned in its thread.
+    """Call a function in a thread, and return its result or raise its exception.
+
+    A function that hangs is abandoned in its thread.
 
     Raises:
-        TimeoutError: The function has not returned in time. Exceptions of the function are raised again.
+        TimeoutError: The function has not returned in time.
     """
     answer: Future[Any] = Future()
 
@@ -259,7 +261,7 @@ def check_clusters() -> Diagnoses:
         host, _, port = (address := note.read_text().strip()).rpartition(":")
         if not listens(host, int(port)):
             what = f"{note} names the cluster {address}, but no process listens there"
-            yield Diagnosis(WARNING, what, f"run ray stop; rm {note}, which sets the address `auto`")
+            yield Diagnosis(WARNING, what, f"run ray stop, and remove {note}, from which the address `auto` is read")
     if len(ports) > 1:
         what = f"{len(ports)} Ray clusters run on this host (GCS at ports {', '.join(sorted(ports))})"
         do = "end the clusters that are not needed (`ray stop` ends all), or use HOST:PORT instead of `auto`"

@@ -103,7 +103,7 @@ def listen(address: str, keep: bool = True) -> int:
 
 
 def find_connection_errors(places: list[tuple[str, int]], limit_s: float = PORT_CONNECT_TIMEOUT_S) -> list[str]:
-    """Return the reason why a connection to each place fails; empty if the connection is accepted."""
+    """Return, for each place, the reason why a connection fails, or "" if the connection is accepted."""
 
     def connect(place: tuple[str, int]) -> str:
         try:
@@ -195,7 +195,7 @@ def time_all_reduce_in_child(*arguments: Any) -> dict[str, Any]:
 
 
 def check_all_reduce(nodes: ThisHost) -> Diagnoses:
-    """Time an all-reduce of 16 MiB over all nodes that connect and can import torch.
+    """Time an all-reduce of 16 MiB over all nodes that can import torch, if all of them can connect.
 
     If the all-reduce fails, the smallest failing groups of nodes are named, and the other nodes are timed.
     """

@@ -183,7 +183,7 @@ def describe_packages() -> dict[str, str]:
 def check_same_packages(nodes: ThisHost) -> Diagnoses:
     """Check that Python, raytrec and its packages are equal on all nodes.
 
-    The packages include Ray, torch, TorchRec and FBGEMM. Python is compared to its patch number.
+    The packages include Ray, torch, TorchRec and FBGEMM. Versions of Python must agree in the patch number.
     """
     answers = nodes.ask(describe_packages)
     by_host = {name: dist for name, dist in zip(nodes.names, answers, strict=True) if isinstance(dist, dict)}

@@ -80,7 +80,7 @@ class CheckResult:
 
 
 def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = None) -> CheckResult:
-    """Compare a configuration's sharded training with a plain torch.nn process.
+    """Compare a configuration's sharded training with plain torch.nn modules in a single process.
 
     The comparison covers the forward pass, gradients, weights and optimizer state. Schema, plan, kernels,
     optimizers and collectives are those of the run, on the configured cluster and number of workers. Tables

@@ -62,7 +62,7 @@ class RunConsole:
 
         Args:
             text: Description of the activity.
-            always: True to print a line without a terminal even if the last line is recent.
+            always: True to print the line, where there is no terminal, even soon after the last line.
         """
         self._progress.update(self._task, figures=to_plain_text(text))
         self._plain(text, always)
@@ -166,10 +166,10 @@ class Result:
     Attributes:
         metrics: Figures by name; `name` is the title of the table. For a run, the content of result.json:
             eval.NAME of each metric (eval.TASK.NAME with several tasks), metrics (labels of the metrics, and
-            which values are better), eval.rows, train.rows, bound.by and further figures on the use of time
-            (report.findings), train.steps, train.samples_per_s, train.checks_passed, train.checks_failed,
-            world_size, seconds, name, mlflow_run_id (None without MLflow), and code, the user's code in the
-            run as module:name, if any.
+            whether lower or higher values are better), eval.rows, train.rows, bound.by and further figures on
+            the use of time (report.findings), train.steps, train.samples_per_s, train.checks_passed,
+            train.checks_failed, world_size, seconds, name, mlflow_run_id (None without MLflow), and code, the
+            user's code in the run as module:name, if any.
         path: Run folder, checkpoint of an evaluation, or folder that the command has written.
         next_steps: Lines that name files and commands.
         pairs: Rows of the table; default: the figures of a run.

@@ -78,7 +78,7 @@ class RankState:
 
     @property
     def behind(self) -> tuple[int, int, bool, float, int]:
-        """Return a sort key that puts the rank that is most behind first; the GPU decides between equal hosts."""
+        """Return a sort key by which the slowest rank comes first; the progress of GPUs breaks ties."""
         step, phase = self.unfinished or (inf, "")
         place = list(GPU_PHASE_TEXTS).index(phase) if phase in GPU_PHASE_TEXTS else len(GPU_PHASE_TEXTS)
         return self.step, self.ticks, self.waiting, step, place
@@ -175,7 +175,7 @@ class Coordinator:
     # Commands.
 
     async def ask(self, command: int, reason: str) -> None:
-        """Send a command to all ranks, unless an equal or larger one has been sent."""
+        """Send a command to all ranks, unless the same or a higher command has been sent."""
         if command > self._command:
             self._command = Command(command)
             self._report_event("asked", command=self._command.name, reason=reason)
@@ -185,7 +185,7 @@ class Coordinator:
         return max((m.step for m in self._members.values()), default=0)
 
     async def waiting(self, room: int, least: int) -> None:
-        """Report that there are not enough nodes to continue."""
+        """Report that there is room for only `room` workers, fewer than the minimum, `least`."""
         self._report_event("waiting", cause=f"there is room for {room} workers; waiting for {least}")
 
     # Failures.

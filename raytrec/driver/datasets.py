@@ -225,8 +225,8 @@ def open_dataset(
         config: Configuration of the run.
         schema: Schema of the run.
         places: Parquet files or folders.
-        key: Configuration key of the dataset; data.train lacks columns that only evaluations read.
-        held_out: True to add these columns to data.train, because some rows are held out for evaluations.
+        key: Configuration key of the dataset. Columns that only evaluations read are not read for data.train.
+        held_out: True to read these columns for data.train as well, as rows are held out for evaluations.
 
     Raises:
         ConfigError: A task is invalid, or a column by which rows are grouped is not reserved.
@@ -251,7 +251,7 @@ def open_dataset(
 
 
 def check_usable_rows(dataset: Dataset, *, to_train: bool = False) -> None:
-    """Check in the footers that a dataset has usable rows: in training for each task, else for any task.
+    """Check in the footers that rows are usable: in training for each task, otherwise for at least one.
 
     Raises:
         DataError: No row is usable.

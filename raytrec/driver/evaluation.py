@@ -200,6 +200,10 @@ def resolve_checkpoint(
         checkpoint: Step, "best" or "newest" of a run; default: the newest.
         changes: Overrides as in `load_evaluation_config`.
         allow_code: True if the configuration may name code (trust.py).
+
+    Raises:
+        ConfigError: `checkpoint` has another value, or as in `load_evaluation_config`.
+        RunError: There is no such checkpoint.
     """
     is_step = str(checkpoint).isdecimal()
     if not is_step and checkpoint not in (None, "newest", "best"):
@@ -224,8 +228,8 @@ def convert(
     """Write a checkpoint in which tables have another kind or size.
 
     Weights and optimizer state of the remaining rows are kept bit for bit. The new checkpoint can be used for
-    a new run (`--warm-start`), evaluations and predictions. The memory needed is a few blocks, 8 bytes for
-    each row of a table that changes, and 32 for each of its managed ids.
+    a new run (`--warm-start`), evaluations and predictions. Memory is needed for a few blocks, plus 8
+    bytes for each row of a table that changes and 32 bytes for each of its managed ids.
 
     Args:
         place: Run folder or checkpoint folder, which is not changed.

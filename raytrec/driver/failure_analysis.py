@@ -129,7 +129,8 @@ def to_raytrec_error(error: Exception, config: RunConfig, sentence: str) -> Rayt
 def write_traceback(error: Exception, config: RunConfig) -> str:
     """Write the traceback to error.txt, and return a sentence that names the file.
 
-    The last lines that a local Ray wrote to stderr are appended, because its logs are removed when it stops.
+    The last lines that a local Ray cluster wrote to stderr are appended, because its logs are removed when
+    the cluster stops.
     """
     path, logs = Path(config.run.dir) / "error.txt", find_log_folder()
     try:

@@ -77,7 +77,7 @@ def _place(items: Dataset, column: str, row: int) -> str:
 
 
 def check_item_types(section: RetrievalSection, items: Dataset, dataset: Dataset) -> None:
-    """Check by the footers that rows name items by text if and only if the items' key is text.
+    """Check in the footers that rows name items by text if and only if the items' key is text.
 
     Raises:
         DataError: A column is text and the key is not, or vice versa.
@@ -107,7 +107,7 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
         dataset: Dataset for whose rows the items are ranked.
 
     Raises:
-        DataError: A column names items by another column than the key.
+        DataError: A column names items by a column other than the key.
     """
     read = cache(partial(read_keys, items))
     schema = dataset.form.schema

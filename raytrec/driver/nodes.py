@@ -119,11 +119,11 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
         console: Console that shows notes.
 
     Raises:
-        ConfigError: The workers and their readers need more GPUs or CPUs than the cluster has, and no
-            autoscaler could start more: Ray would wait forever. Or the cluster has an autoscaler and no GPUs
-            now, and scaling.device is not set. Or scaling.device is cuda, and the packages of a node with
-            GPUs are for CPUs. Or FBGEMM has no code for any of the GPUs. Or train.compile is graphs, and
-            training is on CPUs.
+        ConfigError: The workers and their readers need more GPUs or CPUs than the cluster has, and there is
+            no autoscaler, so that Ray would wait forever; scaling.device is auto, and the cluster has an
+            autoscaler but currently no GPUs; scaling.device is cuda, but the packages of a node with GPUs are
+            built for CPUs; FBGEMM supports none of the GPUs; or train.compile is graphs, but training runs on
+            CPUs.
     """
     scaling, grows = config.scaling, has_autoscaler()
     if grows and not nodes and scaling.device == "auto":
@@ -197,7 +197,7 @@ def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
 
 
 def reads_on_cpu_nodes(config: RunConfig, device: str) -> bool:
-    """Return True if nodes without GPUs read all rows for GPU workers, or an autoscaler can start them."""
+    """Return True if nodes without GPUs read all rows for GPU workers, or if an autoscaler can start them."""
     if device != "cuda" or config.data.read_on != "auto":
         return device == "cuda" and config.data.read_on == "cpu_nodes"
     return (
@@ -214,6 +214,9 @@ def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: lis
         device: cpu or cuda.
         nodes: Nodes with GPUs.
         console: Console that shows warnings.
+
+    Raises:
+        ConfigError: A constraint cannot be met.
     """
     min_workers, max_workers, local = config.scaling.min_workers, config.scaling.max_workers, is_local()
     memory = int(config.plan.memory_gib * GIB) if config.plan.memory_gib else None

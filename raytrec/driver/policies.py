@@ -83,7 +83,7 @@ class _GpuReservation:
 
 
 class GroupFailurePolicy(FailurePolicy):
-    """FailurePolicy that restarts a group after deaths and exceptions, `max_failures` times.
+    """FailurePolicy that restarts a group after at most `max_failures` deaths and exceptions.
 
     RaytrecErrors end the run at once. Lost nodes and requested restarts are not counted. The same
     exception at the same step, twice in a row, ends the run as well, because it would recur. Numbers in its

@@ -175,8 +175,8 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
         largest = max(sizes, key=sizes.get)
         table = schema.tables[largest]
         raise ConfigError(
-            f"the tables need {required / GIB:,.1f} GiB with the state of {names}, but this machine has "
-            f"{memory / GIB:,.1f} GiB",
+            f"the tables need {required / GIB:,.1f} GiB including the optimizer state of {names}, but this "
+            f"machine has {memory / GIB:,.1f} GiB",
             where=f"schema.yaml, tables; the largest is {largest}: {table.rows:,} rows × {table.dim}",
             expected="tables that fit in memory",
             do="reduce rows (out_of_range: hash maps any id into range) or dim; train on a cluster; or store "
@@ -243,7 +243,7 @@ def plan(
     """Predict memory and time of a configuration on machines, from its schema and without its data.
 
     Args:
-        source: Config file or its values; data.schema, or schema.yaml above data.train, must exist.
+        source: Config file or its values; data.schema, or schema.yaml next to data.train, must exist.
         overrides: `section.key=value` strings.
         on: Machines, separated by commas: 2x8xh100-sxm,4x48gib (machines.parse_cluster); any: as many of
             every known machine as needed; default without prices: as many GPUs, or workers on CPU, as

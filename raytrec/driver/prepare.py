@@ -101,6 +101,10 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
     """Return a copy of a configuration with names, folders and stores filled in.
 
     Every path becomes absolute, because workers run in other working directories.
+
+    Raises:
+        ConfigError: run.dir is a URI.
+        RunError: There is no checkpoint in warm_start.from.
     """
     config = config.model_copy(deep=True)
     run, data, tracking = config.run, config.data, config.tracking
@@ -157,7 +161,7 @@ def write_marked_file(file: Path, text: str) -> None:
 
 
 def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
-    """Prepare the folder of a new run, without the records of an earlier start that left no checkpoint.
+    """Prepare the folder of a new run; remove the records of an earlier start that left no checkpoint.
 
     Raises:
         RunError: The folder contains a finished run or checkpoints, or cannot be written.

@@ -86,7 +86,7 @@ class Watch:
                 self.receive(message)
 
     def failed(self, cause: str, again: bool) -> None:
-        """Record that all workers have ended, because no coordinator is left to report the failure."""
+        """Record a failure that ended all workers and the coordinator, which therefore cannot report it."""
         self.receive(messages.Event(event="failed", details={"cause": cause, "rank": None, "again": again}))
 
     def receive(self, message: Message) -> None:
@@ -151,8 +151,8 @@ class Record:
             unsaved: Error that prevented the model from being saved; None if it was saved.
 
         Returns:
-            Error that prevented result.json from being written, in which case the run can be resumed; None on
-                success.
+            Error that prevented the model or result.json from being written, in which case the run can be
+                resumed; None on success.
         """
         figures = {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
         self._append(messages.Result(step=metrics["train.steps"], unix_s=time(), figures=figures))

@@ -233,7 +233,7 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
 
     Raises:
         ConfigError, SchemaError: The checkpoint differs in a way that warm_start.tables and warm_start.dense do
-            not allow, or other optimizers have its state.
+            not allow, or its optimizer state belongs to other optimizers.
     """
     about = find(config.warm_start.from_)[1]["about"]
     old_config, old_schema = load_config(about["config"], allow_code=True), parse_stored_schema(about)

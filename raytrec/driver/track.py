@@ -92,15 +92,15 @@ class DeliveryProcess:
         return self.run_id
 
     def close(self, status: str, patience_s: float = DELIVERY_TIMEOUT_S) -> str | None:
-        """Let the process write the remaining records, and wait for its end. Ctrl-C ends the wait as well.
+        """Let the process write the remaining records, and wait until it exits. Ctrl-C also ends the wait.
 
         Args:
             status: FINISHED, FAILED or KILLED.
-            patience_s: Limit of the wait in seconds.
+            patience_s: Maximum time to wait, in seconds.
 
         Returns:
-            None, or a sentence that states which records MLflow lacks and how to deliver them. An error that `check`
-                has raised is not repeated.
+            None, or a sentence that states which records MLflow lacks and how to deliver them. Also None if
+                the store could not be opened, because `check` raises that error.
         """
         if self._process is None:
             return None
@@ -173,7 +173,7 @@ def track(run: str | Path, allow_code: bool = False, follow: bool = False) -> Ru
         Configuration of the run.
 
     Raises:
-        RunError: There is no run, the run is being trained, or MLflow does not take all records.
+        RunError: There is no run, the run is being trained, or MLflow does not accept all records.
         ConfigError: tracking.enabled is false, or the store cannot be opened.
     """
     from raytrec.tracking import delivery

@@ -45,7 +45,7 @@ class TableConstraint:
         ranks: Ranks that must hold the table, in the order of its shards, or None if the planner chooses.
         kernel: Compute kernel, or None if the planner chooses.
         dtype: Dtype of the weights: fp32 or fp16.
-        group: Index of the table's plan.colocate group, or None.
+        group: Index of the table's plan.colocate group, or None if it is in no group.
     """
 
     sharding: tuple[str, ...]
@@ -228,14 +228,17 @@ def measure_free_disk(config: RunConfig) -> int:
 
 
 def advise_disk_space(config: RunConfig) -> str:
-    """Return advice for a disk too full for table files, with the resume command if a run has begun."""
+    """Return advice for a disk that is too full for table files; if a run has begun, how to resume it."""
     do, run = "make room, or set plan.mmap_dir to a folder on another disk", Path(config.run.dir or "")
     begun = config.run.dir and (run / "config.yaml").is_file()
     return f"{do}; then resume the run: raytrec train --resume {quote_for_shell(make_relative(run))}" if begun else do
 
 
 def find_memory_filesystem(folder: Path) -> str | None:
-    """Return the type of a folder's file system if it keeps files in memory, else None (Linux only)."""
+    """Return the type of a folder's file system if it keeps files in memory, else None.
+
+    Detection requires Linux; the result is None on other systems.
+    """
     device = os.stat(folder).st_dev
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()

@@ -48,7 +48,7 @@ class MappedFileFactory:
         self._config, self._folder, self.share = config, find_mmap_folder(config), share
 
     def make_hot_rows(self, whole: list[torch.Tensor], rows: int) -> HotRowCache:
-        """Return a HotRowCache for a shard with these tensors and this number of rows."""
+        """Return a HotRowCache of these tensors for a shard with this number of rows."""
         return HotRowCache(whole, rows)
 
     def allocate_zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor:
@@ -163,7 +163,10 @@ class HotRowCache:
         return torch.where(places >= 0, places.to(rows.dtype) + self._rows, rows)
 
     def take_hit_share(self) -> float | None:
-        """Return the share of training lookups served from memory since the last call; None without lookups."""
+        """Return the share of training lookups served from memory since the last call.
+
+        The result is None if there were no such lookups.
+        """
         share = self._hits / self._lookups if self._lookups else None
         self._lookups = self._hits = 0
         return share

@@ -34,7 +34,7 @@ def _make_settings(config: EmbeddingOptim | DenseOptim) -> dict:
 
 
 def mark_fused(collections: Iterable[Collection], optimizers: Mapping[str, EmbeddingOptim], device: str) -> None:
-    """Mark tables for updates during backward if the device has a kernel for it; call before sharding.
+    """Mark tables for updates during backward if the device has a kernel for them; call before sharding.
 
     TorchRec (1.8.0, group_tables) then puts tables with the same collection, optimizer and learning rate into
     one kernel.
@@ -241,7 +241,7 @@ class DenseAverage(OptimizerWrapper):
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """Replace the dense weights with their averages within the `with` block."""
+        """Replace the dense weights with their averages in the block; before the first step, do nothing."""
         if not self.count:
             yield
             return
@@ -259,5 +259,5 @@ class DenseAverage(OptimizerWrapper):
 
 
 def find_dense_average(optimizer: KeyedOptimizer) -> DenseAverage | None:
-    """Return the DenseAverage among an optimizer's wrappers, or None."""
+    """Return the DenseAverage among an optimizer's wrappers, or None if there is none."""
     return next((layer for layer in iterate_wrappers(optimizer) if isinstance(layer, DenseAverage)), None)

@@ -30,7 +30,7 @@ def make_embedding_bags(
     constraints: Mapping[str, TableConstraint] | None = None,
     excluded_tables: Mapping[str, object] | None = None,
 ) -> EmbeddingBagCollection | None:
-    """Return a collection of the tables that produce sums of bags, on the meta device, to be sharded.
+    """Return an unsharded collection, on the meta device, of tables that produce sums of bags; None if empty.
 
     Every table is declared SUM, because TorchRec's sharded mean is wrong or differs under several sharding types.
     `pooling.DenseInputBuilder` computes the means.
@@ -38,7 +38,7 @@ def make_embedding_bags(
     Args:
         schema: Schema of the run.
         constraints: Constraint of every table, which states its dtype; default: fp32 for all tables.
-        excluded_tables: Tables to exclude. If no table remains, None is returned.
+        excluded_tables: Tables to exclude.
     """
     features_of: dict[str, list[str]] = {table: [] for table in schema.tables if table not in (excluded_tables or {})}
     for feature, spec in schema.sparse.items():
@@ -123,7 +123,7 @@ class PooledEmbeddings(FixedDtype):
         schema: Schema with the features, their pooling and their tables.
         constraints: Constraint of every table; default: all fp32. The dtypes are fixed, so `.to(dtype)`,
             `.half()`, `.bfloat16()` and the like raise RunError: a cast would separate the weights that are
-            read from those that are trained.
+            read from those that are updated.
         sequences: Maximum number of ids for each feature that is read id by id (config.features); default:
             none, so that sequences are mean-pooled.
 

@@ -25,7 +25,7 @@ Codecs = dict[str, QuantizedCommCodecs]
 
 
 class ScaledCodec(QuantizedCommCodec):
-    """FBGEMM's codec for one direction of collectives (plan.qcomms), with another scale and group size.
+    """FBGEMM's codec for one direction of collectives (plan.qcomms), with a custom scale and group size.
 
     FBGEMM divides by its own scale before values leave fp16, so small gradients are lost despite the scale.
     FBGEMM's groups of 32 int8 values match the shapes of few batches and tables.

@@ -46,7 +46,7 @@ class Shard:
     cache: Cache | ResidentRows | None = None
 
     def read(self, rows: torch.Tensor | slice) -> torch.Tensor:
-        """Return the current values of rows, an int64 [n] or a slice relative to the shard's first row."""
+        """Return the current values of `rows`, int64 [n] or a slice, relative to the shard's first row."""
         if self.cache is not None:
             if isinstance(rows, slice):
                 rows = torch.arange(*rows.indices(len(self.values)), device=self.values.device)
@@ -92,7 +92,7 @@ class ShardedValues:
             first_only: If True, rank 0 gets the rows and the other ranks get None.
 
         Raises:
-            RunError: The rows are outside the table.
+            RunError: The rows are not a range within the table with step 1.
         """
         rows = self._check_rows(range(self.shape[0]) if rows is None else rows)
         receives = dist.get_rank() == 0 or not first_only

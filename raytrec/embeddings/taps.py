@@ -172,9 +172,9 @@ class Lookup:
         tables: Table of each key.
         replicated: True if the tables are data-parallel.
         received: Number of ids looked up for each key in training since the start, int64 [keys].
-        ids: Ids looked up in the probed step, as rows of this rank's shards.
+        ids: Ids looked up in the probed step, as rows of this rank's shards; None without a probed step.
         gradient: Gradient of the output in the probed step, before clipping: float [B, Σ columns], or [N,
-            columns] if the lookup returns one vector per id.
+            columns] if the lookup returns one vector per id; None without a probed step.
     """
 
     kernel: nn.Module
@@ -186,7 +186,7 @@ class Lookup:
     gradient: torch.Tensor | None = None
 
     def gradients(self) -> list[Part]:
-        """Return the shard, the ids and the bags' gradients for each key of the probed step."""
+        """Return (shard, ids, bags' gradients) for each key of the probed step; [] without a probed step."""
         if self.gradient is None or self.ids is None:
             return []
         return list(split_lookup(self.kernel, self.ids, self.gradient))
@@ -221,7 +221,7 @@ class Taps:
             distinct id of a table is sent once, only distinct ids count, for any one of the table's features.
         rows: Number of rows in this rank's batches that are not padding, int64 scalar.
         is_probing: Set to True before a step to keep that step's values.
-        input: Inputs of the dense layers in the probed step.
+        input: Inputs of the dense layers in the probed step; None without a probed step.
     """
 
     def __init__(self, model: DistributedModelParallel, head: nn.Module, features: list[str]):

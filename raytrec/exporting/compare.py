@@ -40,7 +40,7 @@ from raytrec.worker.evaluate import evaluate
 def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Part]]:
     """Return the dataset's first rows as stored in its files, and their locations.
 
-    Even without rows, the table has the types of the columns.
+    If there are no rows, the table still has the types of the columns.
     """
     columns, parts = dataset.form.columns, []
     for group in dataset.groups:
@@ -63,7 +63,7 @@ def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Par
 def score_golden_rows(
     trained: TrainedModel, dataset: Dataset, parts: list[Part], precision: PrecisionName
 ) -> dict[str, pa.Array]:
-    """Return score column → scores of rows by the trainer's model, with tables rounded to a precision."""
+    """Return score column → the trained model's scores of rows, with tables rounded to a precision."""
     names = list_score_columns(trained.objective.tasks)
     kinds = [pa.float32() if t.outputs == 1 else pa.list_(pa.float32()) for t in trained.objective.tasks]
     if not parts:
@@ -116,8 +116,8 @@ def compare_precisions(
         console: Console for progress and warnings.
 
     Returns:
-        Metric → precision → value; empty, with a warning, if columns required by metrics, such as labels, are
-        missing.
+        Metric → precision → value (None if undefined); empty, with a warning, if columns required by metrics,
+        such as labels, are missing.
 
     Raises:
         DataError: The schema forbids a value in a row.

@@ -87,7 +87,8 @@ def export(
     Raises:
         RunError: There is no checkpoint, the scores of the exported model differ from the run's, the run is
             not in MLflow, or another process is writing to `out`.
-        ConfigError: `out` contains other files, or the model cannot be exported.
+        ConfigError: `out` contains other files, the model cannot be exported, or `embed` is set without
+            `mlflow` or with an `out` that is not local.
         DataError: The data does not fit the schema.
 
     Example:

@@ -43,13 +43,14 @@ class ExportFolder:
         self.folder, self.claim = folder, claim
 
     def complete(self) -> Manifest | None:
-        """Return the manifest if the export is complete; otherwise claim the folder and find complete files.
+        """Return the manifest if the export is complete; otherwise claim the folder and return None.
 
-        Files of the same request from another checkpoint are deleted, because the run may have removed this
-        checkpoint.
+        Complete files of the same export are added to the claim. Files of the same request from another
+        checkpoint are deleted, because the run may have removed that checkpoint.
 
         Raises:
             ConfigError: The folder contains other files.
+            RunError: The folder cannot be read or written.
         """
         with _report_write_errors(self.folder.uri):
             if MANIFEST_FILE in self.folder.list_names():

@@ -147,9 +147,9 @@ def _describe_model(export: str, manifest: Manifest) -> dict[str, Any]:
 
 @contextmanager
 def _use_store(uri: str) -> Iterator[None]:
-    """Make MLflow's functions write to a store within the block, and restore sys.path afterwards.
+    """Make MLflow's functions write to a store for the duration of the block, and restore sys.path.
 
-    When MLflow tries a model, it adds the model's folders to sys.path.
+    When MLflow tests a model, it adds the model's folders to sys.path.
     """
     import mlflow
 
@@ -190,7 +190,7 @@ def make_signature(golden: pa.Table, scores: Collection[str]) -> Any:
 
 
 def _remove_time_zones(rows: pa.Table) -> pa.Table:
-    """Return rows with timestamps without a time zone (in UTC), as required by MLflow."""
+    """Return the rows with time zones removed from timestamps, whose values are in UTC, for MLflow."""
     kinds = [f.with_type(pa.timestamp(f.type.unit)) if types.is_timestamp(f.type) else f for f in rows.schema]
     return rows.cast(pa.schema(kinds))
 

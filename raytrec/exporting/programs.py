@@ -117,7 +117,7 @@ def _find_model_line(error: Exception) -> str:
 
 
 def _detect_read_inputs(program: ExportedProgram) -> Iterator[bool]:
-    """Yield, for each user input, True if its values are read, False if at most its number of rows is."""
+    """Yield, for each user input, True if its values are read; reading its number of rows does not count."""
     program.graph.eliminate_dead_code()
     read = {
         node.name: any(user.target is not torch.ops.aten.sym_size.int for user in node.users)

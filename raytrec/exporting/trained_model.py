@@ -56,7 +56,7 @@ class TrainedModel:
 
     @contextmanager
     def lookups(self, precision: PrecisionName, checked: bool = True) -> Iterator[Lookups]:
-        """Provide lookups in the checkpoint's tables within a block, with rows rounded as in the export.
+        """Provide lookups in the checkpoint's tables for the duration of the block, rounded as in the export.
 
         Args:
             precision: Precision to which rows are rounded.

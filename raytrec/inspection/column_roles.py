@@ -37,7 +37,7 @@ class Finding:
     transforms: list[dict] = field(default_factory=list)
 
     def add_transform(self, do: str, **settings) -> Finding:
-        """Add a transform of the column, and return the finding."""
+        """Add a transform for the column, and return the finding."""
         self.transforms.append({"do": do, "columns": [self.stats.name], **settings})
         return self
 
@@ -156,7 +156,7 @@ def fill_weights(f: Finding) -> None:
 
 
 def _label(s: ColumnStats, why: str) -> Finding:
-    """Return the finding for a label, with a transform that converts values outside [0, 1] to 0 and 1."""
+    """Return the finding for a label, with a transform to 0 and 1 if values are outside [0, 1] or text."""
     f = Finding(s, "label", why)
     fits = s.values and not s.is_list and s.base in ("integer", "float", "bool", "decimal", "text")
     if s.trouble or not fits:
@@ -244,7 +244,7 @@ def _has_id_name(s: ColumnStats) -> str | None:
 
 
 def is_ordinal(s: ColumnStats) -> bool:
-    """Return True for numbers such as an age, of which the nearest known one can replace an unseen one."""
+    """Return True for numbers such as ages, whose unseen values can be replaced by the nearest known one."""
     return s.distinct <= MAX_CODE_VALUES and not s.is_list and not _has_id_name(s)
 
 

@@ -119,7 +119,7 @@ def _read_columns(
         columns: Statistics of each column; changed in place.
         chosen: Part of the data → (path, index of the row group, rows) for the row groups to read.
         footers: Part of the data → path → footer.
-        kinds: Key of folder names that is a column → its type.
+        kinds: Key of key=value folders that is a column → its type.
         labels: Possible labels, with which other columns are compared.
 
     Raises:

@@ -224,7 +224,7 @@ class ColumnStats:
     def scale(self) -> Scale:
         """Return the scale that maps the numbers to mean 0 and variance 1.
 
-        Logarithms are used for numbers beyond LOG_SCALE_DEVIATIONS, or a deviation too large for a schema.
+        Logarithms are used if numbers exceed LOG_SCALE_DEVIATIONS or the deviation exceeds MAX_AMOUNT.
         """
         count, apart, squares, logs, log_squares = self.moments
         nulls = "mean" if self.count_missing() else "error"
@@ -270,7 +270,7 @@ def to_comparable(array, base: str, mixed: bool):
 
 
 def pair_with_labels(column: ColumnStats, data: Mapping[str, pa.ChunkedArray], labels: Sequence[ColumnStats]) -> None:
-    """Add a row group's pairs of values and label values; pairs that are not unique become None.
+    """Add a row group's pairs of values and label values; `pairs` becomes None if pairs are not unique.
 
     Args:
         column: Column whose values are paired; its `pairs` are changed.

@@ -106,7 +106,7 @@ def _format_paths(paths: list[str]) -> str:
 
 
 def _unify_types(types: list) -> tuple[str, bool, bool]:
-    """Return (base, True for lists, True if values must be cast) for the types of a column in all files."""
+    """Return the common base type of a column, whether it is a list, and whether values must be cast."""
     kinds = [_base_type(kind) for kind in types]
     bases = {base for base, _ in kinds} - {"null"}
     is_list = any(listed for _, listed in kinds)
@@ -120,7 +120,7 @@ def _unify_types(types: list) -> tuple[str, bool, bool]:
 
 
 def _base_type(kind) -> tuple[str, bool]:
-    """Return (base, True for a list) for an Arrow type."""
+    """Return the base type of an Arrow type or of its list elements, and whether the type is a list."""
     value, listed = value_type(kind), is_list(plain(kind))
     tests = {
         "integer": t.is_integer,

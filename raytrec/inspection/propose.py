@@ -65,21 +65,22 @@ def inspect(
     Args:
         uri: Folder or file; local, s3:// or gs://. In a folder with train/, valid/ and test/, train/ is
             inspected, and the other folders are read for ids, nulls and types. A folder train/ next to such
-            folders is treated alike.
+            folders is treated in the same way.
         dim: Width of the tables.
-        labels: Columns to predict; default: columns with usual names of labels.
+        labels: Columns to predict; default: columns with a name that is usual for labels.
         reserve_columns: Columns, also from key=value folders, to keep with their rows instead of using them
             as features.
         max_rows: Approximate number of rows to read per part, in row groups spread over the files; None: all.
 
     Raises:
         DataError: The path is empty, or contains no Parquet files or rows.
-        SchemaError: No label or no feature is recognized, or a column to predict or reserve is missing.
+        SchemaError: No label or no feature is recognized, or a column to predict or reserve is missing or
+            unsuitable.
         ConfigError: `max_rows` is less than one.
     """
     if not uri.strip():
         raise DataError(
-            "the path of the data is empty", where="raytrec inspect", expected="a folder or file of Parquet"
+            "the path of the data is empty", where="raytrec inspect", expected="a Parquet file or a folder of them"
         )
     if max_rows is not None and max_rows < 1:
         raise ConfigError(f"cannot read {max_rows} rows", where="--rows", expected="1 or more")
@@ -146,7 +147,7 @@ def _check_has_label(findings: list[Finding], uri: str) -> None:
 
 
 def _skip_copies(findings: list[Finding]) -> None:
-    """Change features that copy a label to skipped columns."""
+    """Skip features that copy a label."""
     labels = [f.stats.name for f in findings if f.kind == "label"]
     for f in findings:
         if f.kind in ("dense", "sparse") and (label := _find_copied_label(f.stats, labels)):
@@ -170,7 +171,7 @@ def _could_be_rating(s: ColumnStats) -> bool:
 
 
 def _pair_weights(findings: list[Finding]) -> None:
-    """Change lists of floats named after a list of ids to its weights, and keep nulls in that list."""
+    """Turn each list of floats named after a list of ids into the weights of the ids; keep null ids."""
     lists = {f.stats.name: f for f in findings if f.kind == "sparse" and f.stats.is_list}
     for f in findings:
         name = f.stats.name

@@ -100,7 +100,7 @@ class Inspection:
             overwrite: If True, replace an existing file.
 
         Raises:
-            ConfigError: The file exists or cannot be written.
+            ConfigError: The file exists and `overwrite` is False, or the file cannot be written.
         """
         if out is not None:
             check_output_path(out, overwrite)
@@ -162,13 +162,14 @@ def check_output_path(out: str, overwrite: bool) -> None:
     """Check that a schema can be written to a path, before any data is read.
 
     Raises:
-        ConfigError: The path is a folder, its folder does not exist, or the file exists.
+        ConfigError: The path is a folder, its folder does not exist, or the file exists and `overwrite` is
+            False.
     """
     path = Path(out)
     if path.is_dir():
         raise ConfigError("the output path is a folder", where=out, expected="a file: --out schema.yaml")
     if not path.parent.is_dir():
-        raise ConfigError("the folder does not exist", where=str(path.parent), do="create it or fix --out")
+        raise ConfigError("the folder does not exist", where=str(path.parent), do="create it, or correct --out")
     if path.exists() and not overwrite:
         raise ConfigError("the file exists", where=out, do="choose another --out, or replace it with --force")
 
@@ -202,7 +203,7 @@ def _nulls_text(s: ColumnStats) -> str:
 
 
 def format_bag_lengths(s: ColumnStats) -> str:
-    """Return the minimum, maximum, mean and 95th percentile of bag lengths, and the share of empty bags."""
+    """Return the range, mean, 95th percentile and share of zeros of bag lengths as text; "" without ids."""
     if not s.is_list or not s.lengths.sum():
         return ""
     counts, lengths = s.lengths, np.flatnonzero(s.lengths)

@@ -105,7 +105,7 @@ def _explain_sharing(f: Finding, owner: Finding, is_distinctive: bool) -> str | 
 
 
 def _is_distinctive(s: ColumnStats) -> bool:
-    """Return True for text and integers with gaps, whose common values cannot be due to chance."""
+    """Return True for at least ten texts or integers with gaps, whose common values are not due to chance."""
     fills = s.lowest >= 0 and s.highest < MAX_ID_RANGE_FACTOR * s.distinct
     return (s.base == "text" or not fills) and s.distinct >= 10
 
@@ -126,7 +126,7 @@ def make_table_name(column: str, taken: set[str]) -> str:
 
 
 def estimate_containment(inner: ColumnStats, outer: ColumnStats) -> float:
-    """Return the share of a column's distinct values in another column, estimated from hashes."""
+    """Return the share of a column's distinct values that another column contains, estimated from hashes."""
     bounds = [s.hashes[-1] for s in (inner, outer) if len(s.hashes) >= MAX_KEPT_HASHES]
     inside, outside = (s.hashes[s.hashes <= min(bounds)] if bounds else s.hashes for s in (inner, outer))
     first = inside[:MAX_EXACT_VALUES]  # a few values are enough to reject most pairs of columns

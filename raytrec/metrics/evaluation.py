@@ -62,7 +62,10 @@ class TaskRows:
             store.add(rows)
 
     def figures(self, peers: Peers, device: torch.device) -> tuple[dict[str, float | None], dict]:
-        """Return values by key, and curves (worker.evaluate.Curves), equal on all ranks; a collective."""
+        """Return values by key (None if undefined), and curves, both equal on all ranks; a collective.
+
+        For the form of the curves, see worker.evaluate.Curves.
+        """
         figures: dict[str, float | None] = {}
         curves: dict[str, dict[str, Any]] = {}
         if self._scores:

@@ -29,7 +29,7 @@ class FullRanking:
     Args:
         selection: Metrics of the run, whose settings name the columns to read.
         device: Device of the model.
-        cells: Number of queries × items per block; default: depends on the GPU's free memory.
+        cells: Number of queries × items per block; default: the result of `choose_block_cells`.
     """
 
     def __init__(self, selection: Selection, device: torch.device, cells: int | None = None):
@@ -244,7 +244,7 @@ class Items:
 
 
 def choose_block_cells(device: torch.device) -> int:
-    """Return the number of queries × items per block that the free memory of a device allows."""
+    """Return the number of queries × items per block that a GPU's free memory allows; a constant on CPU."""
     if device.type != "cuda":
         return DEFAULT_BLOCK_CELLS
     return min(MAX_BLOCK_CELLS, max(DEFAULT_BLOCK_CELLS, torch.cuda.mem_get_info(device)[0] // FREE_BYTES_PER_CELL))

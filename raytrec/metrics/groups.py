@@ -105,7 +105,7 @@ def compute_group_auc(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the AUC of each group, float64 [G], and a mask of the groups with both classes, bool [G].
 
-    Ties count half.
+    Ties count half. The AUC of a group without both classes is 0 and has no meaning.
 
     Args:
         of_N: Group of each row, as in Groups; rows are sorted by group and descending prediction.

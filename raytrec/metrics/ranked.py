@@ -37,7 +37,7 @@ class WeightedRows:
 def mark_run_starts(*columns_N: torch.Tensor) -> torch.Tensor:
     """Return a mask of rows that differ from the previous row in any column, bool [N].
 
-    The first row is always True.
+    The mask is always True for the first row.
     """
     starts = torch.ones_like(columns_N[0], dtype=torch.bool)
     starts[1:] = torch.stack([column[1:] != column[:-1] for column in columns_N]).any(0)
@@ -55,7 +55,7 @@ def sum_equal_rows(
         sums: Columns [N] that are summed.
 
     Returns:
-        The columns of `equal` and of `sums`, [D] each.
+        The columns of `equal` and of `sums`, with one entry for each of D runs of equal rows, [D] each.
     """
     values = [column[order_N] for column in equal]
     starts = mark_run_starts(*values)
@@ -123,7 +123,7 @@ class RankedRows:
 
     @classmethod
     def sort(cls, ties: Ties, peers: Peers, binary: bool = True) -> RankedRows:
-        """Sort the ties of all ranks into parts of about equal size, and return this rank's; a collective.
+        """Sort all ranks' ties into parts of about equal size, and return this rank's part; a collective.
 
         `binary` is True if all labels of this rank are 0 or 1.
         """
@@ -191,7 +191,7 @@ class BoundedRows:
             self._bin_rows()
 
     def _bin_rows(self) -> None:
-        """Move the rows of `_concatenate_rows` to the bins."""
+        """Move the stored rows (`_concatenate_rows`) to the bins."""
         raise NotImplementedError
 
     def _concatenate_rows(self) -> list[torch.Tensor]:

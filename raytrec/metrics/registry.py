@@ -226,12 +226,12 @@ def metric(
             raise ConfigError(
                 f"'{name}' is not a valid metric name",
                 where=where,
-                expected="lower-case letters, digits and _, except " + ", ".join(sorted(RESERVED)),
+                expected="a name of lower-case letters, digits and _ that is not one of " + ", ".join(sorted(RESERVED)),
             )
         if better not in DIRECTIONS:
             raise ConfigError(f"{better!r} is not a direction", where=where, expected=", ".join(map(str, DIRECTIONS)))
         if not FORMAT.fullmatch(format):
-            raise ConfigError(f"{format!r} is not a format", where=where, expected='a text such as "{:.4f}"')
+            raise ConfigError(f"{format!r} is not a format", where=where, expected='a format string such as "{:.4f}"')
         if not issubclass(cls, KINDS):
             raise ConfigError(f"{cls} is not a metric", where=where, expected=f"a subclass of {KIND_NAMES}")
         cls.name, cls.better, cls.format, cls.at_k = name, better, format, at_k

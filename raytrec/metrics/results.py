@@ -95,7 +95,7 @@ def _list_metric_counts(figure: MetricDisplay) -> dict[str, tuple[str, str, str]
 
 
 def as_text(value: Any, form: str) -> str:
-    """Return a value in a given format; values that are not numbers are converted with str."""
+    """Return a value in a given format; "–" for None. Values that are not numbers are converted with str."""
     if value is None:
         return "–"
     return str(value) if isnan(parse_number(value)) else form.format(value)

@@ -46,9 +46,11 @@ class MetricDisplay:
     """Display properties of a task's metric, usable even if the metric's code cannot be imported.
 
     Attributes:
-        key: Key in messages and files: the metric's name, or TASK.NAME if the run has several tasks.
-        title: Title in result tables (registry.Metric), prefixed with the task's name.
-        label: Short name for lines and axes, prefixed with the task's name.
+        key: Key in messages and files: the metric's name, or TASK.NAME if the run has several tasks;
+            retrieval.NAME for metrics of full rankings.
+        title: Title in result tables (registry.Metric). The title and the label begin with the part of the
+            key before the name, if any.
+        label: Short name for lines and axes.
         better: Direction of better values; None if no direction is better.
         format: Format string of values.
         sums: True if the metric is also computed during training, not only in evaluations.

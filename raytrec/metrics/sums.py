@@ -82,7 +82,7 @@ class MetricSums:
         self._resumed = dict(total) if dist.get_rank() == 0 else {}
 
     def reduce(self) -> dict[str, float]:
-        """Return and reset `figures`; a collective, for whose result the host waits."""
+        """Return the result of `figures` and reset the sums; a collective for whose result the host waits."""
         return self.figures(self.take().cpu())
 
     def take(self) -> torch.Tensor:
@@ -100,9 +100,10 @@ class MetricSums:
             taken: Result of `take`, in host memory.
 
         Returns:
-            rows; each SumMetric of each task and its counts; counted_rows of tasks in which rows can be
-            excluded; and in training, the mean loss of steps, and each task's loss if there are several
-            tasks. Steps are weighted by rows. Metrics and losses are NaN if undefined or if no row counts.
+            rows; the value and counts of each SumMetric of each task; counted_rows of each task in which rows
+            can be excluded; and in training, the mean loss over steps, and that of each task if there are
+            several tasks. Steps are weighted by rows. Metrics and losses are NaN if they are undefined or if
+            all rows are excluded.
         """
         sums = dict(zip(self._names, taken, strict=True))
         figures: dict[str, float] = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}

@@ -95,7 +95,7 @@ def _build_checked_model(cls: type, schema: Schema, config: ModelSection, kwargs
             config.name,
             f"its constructor does not accept (schema, config): {error}",
             "def __init__(self, schema, config), where config.options has model.options; optionally with "
-            "outputs, the number of columns of logits of the tasks",
+            "outputs, the total number of the tasks' logit columns",
         ) from None
     if config.retrieves and (missing := [tower for tower in ("query", "item") if not hasattr(cls, tower)]):
         raise _contract_error(

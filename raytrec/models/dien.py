@@ -31,7 +31,7 @@ class DIEN(nn.Module):
         a_t = softmax over t of h_t W e_a
         the encoding is the last state of AUGRU(h_t, a_t); 0 for an empty sequence
     With negatives n_1 … n_T, one per id, the model's own loss for a row is
-        −α · Σ over t from 1 to T − 1 of ln σ(⟨h_t, e_{t+1}⟩) + ln(1 − σ(⟨h_t, n_{t+1}⟩))
+        −α · Σ over t from 1 to T − 1 of [ln σ(⟨h_t, e_{t+1}⟩) + ln(1 − σ(⟨h_t, n_{t+1}⟩))]
     The negatives of a row are in the order of its ids; terms for ids without a negative are omitted.
     The MLP's activations are PReLU (see DIN in target_attention.py).
 
@@ -122,10 +122,10 @@ class InterestEvolution(nn.Module):
 
 
 def compute_auxiliary_loss(states_BLD: torch.Tensor, sequence: Sequence, negatives: Sequence) -> torch.Tensor:
-    """Return Σ −ln σ(⟨h, e⟩) − ln(1 − σ(⟨h, n⟩)) over all ids except the oldest, float32 [B].
+    """Return −Σ [ln σ(⟨h, e⟩) + ln(1 − σ(⟨h, n⟩))] over all ids except the oldest, float32 [B].
 
-    h is the state before the id, e the id's vector, and n the vector of its negative. All inputs are ordered
-    from most recent to oldest.
+    h is the state before the id, e the id's vector, and n the vector of the id's negative. Ids without a
+    negative are omitted. All inputs are ordered from most recent to oldest.
     """
     length = min(states_BLD.shape[1], negatives.vectors.shape[1] + 1) - 1
     before_BLD = states_BLD[:, 1 : length + 1]

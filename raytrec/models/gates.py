@@ -78,8 +78,8 @@ class MaskNet(nn.Module):
     """Mask blocks over normalized embeddings, arranged in parallel or in series, followed by an MLP.
 
     V is the concatenation of a row's F vectors, [F·D]. N contains the layer norms of these vectors, each with
-    a separate gain and bias. Parallel blocks all read N, and the MLP reads their concatenated outputs. In a
-    series, the first block reads N, every other block reads the output of the previous block, and the MLP
+    a separate gain and bias. Parallel blocks all read N, and the MLP reads their concatenated outputs. Of
+    blocks in series, the first reads N, every other block reads the output of the previous block, and the MLP
     reads the last output. The mask of every block is computed from V.
 
     Args:

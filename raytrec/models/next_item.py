@@ -27,9 +27,9 @@ class NextItem(nn.Module, ABC):
     score = ⟨state after the most recent item, item⟩ ÷ temperature; both vectors are scaled to length 1 with
     `normalize`. A row without a history has the state 0 and therefore the score 0 for every item.
 
-    The model's own loss is a sum over all items of the history except the oldest, and the row's item. Each
-    item is predicted from the preceding items and compared with the row's negatives. The sum is divided by
-    max_length, so all positions of all rows have the same weight.
+    The model's own loss is a sum over the row's item and all items of the history except the oldest. Each
+    item is predicted from the preceding items and compared with the row's negatives (with share_negatives,
+    those of the global batch). The sum is divided by max_length, so all positions have the same weight.
 
     Args:
         schema: Schema with a history and an item feature that share a table of dim D; other features are not
@@ -214,10 +214,10 @@ class HSTU(NextItem):
         a_ij = silu(⟨q_i, k_j⟩ + r_{i−j} + s_{bucket(t_i − t_j)}) ÷ max_length   for j ≤ i, else 0
         x ← x + W₂ · d(u ⊙ N(Σ_j a_ij v_j))
 
-    r contains a learned bias for each distance. s contains one for each of 128 logarithmic buckets of the
-    time between two items (only with model.time). Weights do not add up to 1, so the number of relevant items
-    matters as well. The state is the last layer's x. For arguments and errors, see NextItem. ConfigError is
-    also raised if the heads do not divide the width or the column of times is missing.
+    r contains a learned bias for each distance. With model.time, s contains a learned bias for each of 128
+    logarithmic buckets of the time between two items. Weights do not add up to 1, so the number of relevant
+    items matters as well. The state is the last layer's x. For arguments and errors, see NextItem.
+    ConfigError is also raised if the heads do not divide the width or the column of times is missing.
     """
 
     def __init__(self, schema: Schema, config: HstuSection, outputs: int = 1, vectors: bool = False):
@@ -243,7 +243,7 @@ class HSTU(NextItem):
 
 
 def choose_time_bucket(between: torch.Tensor) -> torch.Tensor:
-    """Return the bucket of each time difference, in the unit of the column: float [...] → int64 [...]."""
+    """Return buckets of time differences in seconds or a numeric column's unit: float [...] → int64 [...]."""
     return (between.clamp(min=1).log() / LOG_BUCKET_RATIO).long().clamp(max=NUM_TIME_BUCKETS - 1)
 
 

@@ -137,8 +137,8 @@ class MatrixFactorization(nn.Module):
     """score = ⟨p, q⟩ + b_user + b_item + b for embeddings (p, b_user) and (q, b_item), with a learned b.
 
     Rendle et al. 2020, arXiv:2005.09683. The items of a user are ordered by ⟨p, q⟩ + b_item, so query = (p,
-    1) and item = (q, b_item). b_user and b are included in the logits, and in the model's own loss if it is
-    bce. For a feature with several ids, the sum or mean of their embeddings is used.
+    1) and item = (q, b_item). b_user and b are included in the logits, and in the model's own loss if that
+    loss is bce. For a feature with several ids, the sum or mean of their embeddings is used.
 
     Args:
         schema: Schema with a user and an item feature of the same dim; other features are not read.

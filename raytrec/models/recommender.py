@@ -142,12 +142,12 @@ def _find_request_features(model: ModelSection, schema: Schema) -> set[str]:
 
 
 def compile_dense(model: nn.Module, call: ModelCall, device: torch.device, graph_rows: int | None = None) -> None:
-    """Compile a dense model in place; compilation takes place in the first forward. Parameters keep their names.
+    """Compile a dense model in place, in its first forward pass. Parameters keep their names.
 
     Training and evaluation are compiled separately, each in its first step. Without CUDA graphs, sizes are
     dynamic, so a smaller batch does not recompile the model. With CUDA graphs, batches of other sizes run
     uncompiled. Each replay overwrites the previous output, so logits are copied. Gradients need no copy: they
-    have been used before the next replay, and TorchRec's optimizers release them before a forward.
+    have been used before the next replay, and TorchRec's optimizers release them before a forward pass.
 
     Args:
         model: Dense model.

@@ -84,10 +84,10 @@ class TargetAttention(nn.Module):
     """Layer that averages a sequence's vectors, weighted by their relevance to a target.
 
     The score of id k with vector e_k for a target t is s_k = MLP(e_k, t, e_k − t, e_k ⊙ t) + r_k, where r_k
-    is a learned bias for its recency. The output is Σ σ(s_k) · e_k ÷ n over the n ids present, and 0 for an
-    empty sequence. As in DIN, weights do not add up to 1, so a sequence that is more relevant to the target
-    has a larger output. With softmax, whose gradients add up to 0, the gradient of a bias common to all
-    scores would consist of rounding errors. The MLP's activations are sigmoids, as in DIN's code.
+    is a learned bias for the id's recency. The output is Σ σ(s_k) · e_k ÷ n over the n ids present, and 0 for
+    an empty sequence. As in DIN, weights do not add up to 1, so a sequence that is more relevant to the
+    target has a larger output. With softmax, whose gradients add up to 0, the gradient of a bias common to
+    all scores would consist of rounding errors. The MLP's activations are sigmoids, as in DIN's code.
 
     Args:
         dim: Width of the vectors.

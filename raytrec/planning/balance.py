@@ -47,7 +47,10 @@ class PlanBalancer:
         )
 
     def choose(self) -> list[ShardingOption]:
-        """Return the sharding options of all tables, with ranks, in the plan with about the best score.
+        """Return the sharding options of all tables, with ranks, in a plan with nearly the best score.
+
+        Of the plans whose scores are within SCORE_TOLERANCE of the best, the one whose fullest rank uses the
+        smallest share of its memory is chosen.
 
         Raises:
             DoesNotFitError: No plan fits into the memory of the ranks.
@@ -73,7 +76,7 @@ class PlanBalancer:
         return options
 
     def _iterate_starts(self) -> Iterator[tuple[set[str], float | None]]:
-        """Yield (kinds, largest), as in `_build`, of plans to build: all types, each type alone, by memory."""
+        """Yield `_build` arguments (kinds, largest): all types, each type alone, then all types by memory."""
         kinds = {way.option.sharding_type for ways in self._space.table_options.values() for way in ways}
         yield from ((kinds, largest) for largest in MAX_SHARD_SHARES)
         if len(kinds) > 1:
@@ -112,7 +115,7 @@ class PlanBalancer:
         return self._space.rate(plan)
 
     def _get_share(self, ways: Sequence[TableOption]) -> float:
-        """Return a table's share of the memory tier it fills most, with its smallest sharding option."""
+        """Return the share of the memory tier that a table fills most, under its smallest sharding option."""
         least = min((way.needs.sum(0) for way in ways), key=sum)
         return float((least / np.maximum(1.0, self._space.room.sum(0))).max())
 
@@ -158,11 +161,14 @@ class PlanBalancer:
         return float(self._space.get_used_shares(free_bytes, list(ranks)).max()), self._space.mean(way)
 
     def _estimate_finish_s(self, busy: np.ndarray, way: TableOption, ranks: Sequence[int]) -> float:
-        """Return the finish time of a table's slowest rank plus the mean time of the table."""
+        """Return the seconds after which a table's slowest rank finishes, plus the table's mean time."""
         return float((busy[list(ranks)] + way.shard_seconds).max()) + way.rank_seconds + self._space.mean(way)
 
     def _refine(self, plan: PartialPlan) -> PartialPlan:
-        """Relieve the slowest ranks until no change shortens the predicted step, and return the plan."""
+        """Relieve the slowest ranks while changes improve the score, and return the plan.
+
+        At most MAX_CHANGES_PER_PLAN changes are tried.
+        """
         remaining_changes = MAX_CHANGES_PER_PLAN
         while remaining_changes > 0:
             changes = (
@@ -194,10 +200,10 @@ class PlanBalancer:
         return False
 
     def _changes(self, plan: PartialPlan, slow: int) -> Iterator[tuple[float, PlanChange]]:
-        """Yield (approximate seconds of the slowest rank after it, change) for changes that relieve a rank.
+        """Yield (approximate seconds of the slowest rank, change) for changes that relieve the rank `slow`.
 
-        A change moves a table to other ranks, gives it another sharding option, or swaps two whole tables
-        between this rank and a less busy one.
+        The seconds are those after the change. A change moves a table to other ranks, gives it another
+        sharding option, or swaps two whole tables between this rank and a less busy one.
         """
         movable = {name: placement for name, placement in plan.of.items() if not self._space.is_fixed(name)}
         on_slow = {name: placement for name, placement in movable.items() if slow in placement[1]}

@@ -95,7 +95,7 @@ class OperatorCounter(EveryOperator):
         return out
 
     def record_live_bytes(self) -> None:
-        """Record the bytes of live tensors, which are the activations between forward and backward."""
+        """Record the bytes of live tensors; between forward and backward, these are the activations."""
         self.recorded_bytes = self._alive
 
     def _record_storage(self, storage: torch.UntypedStorage) -> None:
@@ -123,7 +123,7 @@ def _iterate_tensors(value: Any) -> Any:
 
 
 def _count_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's stored values; a value that is expanded counts once."""
+    """Return the bytes of a tensor's stored values; an expanded value counts once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, stride in sizes if stride) * tensor.element_size()
 

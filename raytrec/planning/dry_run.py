@@ -175,7 +175,7 @@ class ClusterEstimator:
     def find_smallest_cluster(
         self, make_cluster: Callable[[int], Cluster], min_hosts: int = 1
     ) -> ClusterEstimate | None:
-        """Return the prediction for the smallest number of hosts on which the run fits, or None.
+        """Return the prediction for the fewest hosts on which the run fits, or None if none is found.
 
         The number of hosts is doubled, starting from `min_hosts`, and then bisected. `make_cluster` returns
         the cluster with a given number of hosts.
@@ -214,7 +214,7 @@ class ClusterEstimator:
         return sum(size.device for size in sizes.values()) / GIB, share * memory * cluster.world
 
     def choose_clusters(self, machines: list[Machine], prices: Mapping[str, float]) -> list[ClusterEstimate]:
-        """Return the smallest fitting cluster of each machine, sorted by number of GPUs, then by price.
+        """Return the smallest fitting clusters, one per machine, sorted by number of GPUs, then by price.
 
         `prices` maps the names of machines to their prices per hour.
         """
@@ -226,7 +226,7 @@ class ClusterEstimator:
 
 
 def compute_hourly_price(estimate: ClusterEstimate, prices: Mapping[str, float]) -> float | None:
-    """Return the price per hour of a prediction's cluster, or None if unknown."""
+    """Return the price per hour of a prediction's cluster, or None if the price is unknown."""
     machine = estimate.cluster.machine
     price = prices.get(machine.name) if machine else None
     return None if price is None else estimate.cluster.hosts * price
@@ -245,11 +245,11 @@ def dry_run(
 ) -> list[PlannedTable]:
     """Return the plan that a run on a cluster's GPUs or CPU workers (scaling.device) would use.
 
-    As in a run, 15 % of each GPU is reserved for dense layers and activations. The shapes of the `dense`
+    As in a run, 15 % of GPU memory is reserved for dense layers and activations. The shapes of the `dense`
     weights are used to compare plans.
 
     Raises:
-        ConfigError: Tables do not fit, or constraints cannot be met.
+        ConfigError: Tables do not fit, constraints cannot be met, or the cluster has no hosts or no GPUs.
     """
     from raytrec.embeddings.optim import mark_fused
     from raytrec.embeddings.pooling import PooledEmbeddings
@@ -283,7 +283,7 @@ def dry_run(
 
 @contextmanager
 def _set_ranks_per_host(ranks: int) -> Iterator[None]:
-    """Set the environment variable from which TorchRec reads the ranks per host (plan.agree_on_hosts).
+    """Set the variable from which TorchRec reads the ranks per host (plan.agree_on_hosts) in the block.
 
     TorchRec's warnings about the hypothetical topology and dense layers are silenced.
     """

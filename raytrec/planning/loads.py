@@ -248,7 +248,7 @@ def _estimate_distinct_rows(draws: float, rows: int, statistics: Statistics | No
 def estimate_hit_share(rows: float, statistics: Statistics | None) -> float:
     """Return the share of lookups that go to the `rows` hottest rows of a table.
 
-    Between two powers of ten, the share grows with the logarithm of the number of rows.
+    Between two powers of ten, it grows with the logarithm of `rows`. Without statistics: DEFAULT_HIT_SHARE.
     """
     if statistics is None or not statistics.hottest:
         return DEFAULT_HIT_SHARE
@@ -266,7 +266,8 @@ def compute_recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schem
     """Return the mean number of ids per row of the global batch, by table, over all recorded steps.
 
     Copies of a replicated table count once. Ranks that are not recorded (messages.select_recorded_ranks) are
-    assumed to look up as many ids as the others. On GPUs, an id looked up once per batch counts once.
+    assumed to look up as many ids as the others. If ranks send only distinct ids (for tables read id by id,
+    on GPUs), repeated ids in a rank's batch count once.
     """
     sums: dict[str, tuple[float, float]] = {}  # table → ids looked up; rows held × steps
     for line in lines:
@@ -285,8 +286,8 @@ def compute_recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schem
 def replace_lengths(config: RunConfig, schema: Schema, lengths: Mapping[str, float]) -> Schema:
     """Return the schema with mean lengths that match each table's ids per row (compute_recorded_lengths).
 
-    The number is divided among a table's features in the previous proportion. The frequencies of ids are
-    unchanged.
+    A table's number is divided among its features in the same proportion as before. The frequencies of ids
+    are unchanged.
     """
     features, statistics = resolve_features(schema, config.model), {}
     expected, by_table = estimate_ids_per_row(schema, features), group_lengths_by_table(schema, features)

@@ -24,7 +24,7 @@ class Gpu(NamedTuple):
         memory: Memory bandwidth in 10⁹ bytes/s.
         intra_host: Bandwidth of the links to other GPUs in the host in one direction, in 10⁹ bytes/s.
         pcie: Bandwidth of the link to the host in one direction, in 10⁹ bytes/s.
-        linked: Number of GPUs connected by links as within a host, if they span hosts; otherwise 0.
+        linked: Number of GPUs connected by the links to other GPUs if these links span hosts; otherwise 0.
     """
 
     memory_gib: float
@@ -138,8 +138,8 @@ class Cluster(NamedTuple):
         hosts: Number of hosts.
         gpus: Number of GPUs per host, or of workers on CPU.
         memory_gib: GiB of memory per GPU or worker.
-        host_memory_gib: GiB of main memory per host; default: twice the memory of its GPUs.
-        disk_gib: GiB of disk per host; default: enough for any table.
+        host_memory_gib: GiB of main memory per host.
+        disk_gib: GiB of disk per host.
         machine: Machine type of the hosts; None if the hosts are described by the other fields alone.
     """
 
@@ -154,7 +154,10 @@ class Cluster(NamedTuple):
     def from_sizes(
         cls, hosts: int, gpus: int, memory_gib: float, host_gib: float | None = None, disk_gib: float | None = None
     ) -> Cluster:
-        """Return a cluster of hosts that are described by their sizes alone."""
+        """Return a cluster of hosts that are described by their sizes alone.
+
+        By default, a host has twice the memory of its GPUs, and a disk that is large enough for any table.
+        """
         return cls(hosts, gpus, memory_gib, host_gib or 2 * memory_gib * gpus, disk_gib or DEFAULT_DISK_GIB)
 
     @classmethod
@@ -191,7 +194,8 @@ def parse_cluster(text: str) -> Cluster:
     disk. The last two sizes are optional.
 
     Raises:
-        ConfigError: The text has another format, or there is no machine with this name.
+        ConfigError: The text has another format, the number of machines is 0, or there is no machine with
+            this name.
     """
     count_match = re.fullmatch(r"\s*(\d+)x(\d+x.+)", text)
     count, name = (int(count_match[1]), count_match[2]) if count_match else (1, text)
@@ -216,12 +220,12 @@ def group_linked_ranks(hosts: int, gpus: int, names: Collection[str]) -> tuple[i
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """Return the data sheet of the GPU with a name as reported by its driver, or None if unknown."""
+    """Return the data sheet of a GPU, given the name that its driver reports; None for unknown GPUs."""
     return GPUS.get(name.removeprefix("NVIDIA "))
 
 
 def find_network_bandwidth(name: str) -> float:
-    """Return a network bandwidth per GPU, in 10⁹ bytes/s, for use if the GPU's hosts are unknown.
+    """Return the network bandwidth per GPU, in 10⁹ bytes/s, to assume if the GPU's hosts are unknown.
 
     The result is the highest value of all machines with this GPU, or 0 if there is no such machine.
     """

@@ -84,7 +84,7 @@ def estimate_parts(table: Table, dtype: str, optimizer: str, kernel: str | None 
 
 
 def add_footprints(sizes: Iterable[Footprint]) -> Footprint:
-    """Return the sum of at least one footprint."""
+    """Return the sum of one or more footprints."""
     return Footprint(*map(sum, zip(*sizes, strict=True)))
 
 
@@ -212,7 +212,7 @@ def estimate_host_table_bytes(
 
 
 def estimate_copy_bytes(config: RunConfig, schema: Schema, constraints: Constraints, world: int) -> tuple[float, float]:
-    """Return the bytes of main memory per GPU rank for checkpoint copies of tables and for rows read ahead.
+    """Return two sizes in bytes of main memory per GPU rank: checkpoint copies of tables, rows read ahead.
 
     Checkpoints are written from the copies, which are page-locked.
     """
@@ -226,7 +226,8 @@ def move_to_files(constraints: Constraints, schema: Schema, config: RunConfig, m
     `memory` is the number of bytes for tables on all ranks together. A table moves only if
     plan.compute_kernels allows files and no setting of the table forbids them. Tables with the fewest lookups
     per row move first, because lookups in files are slow. At first, only as many tables move as needed for
-    the rest to fit into memory. If no plan exists for the rest, twice as many are moved.
+    the rest to fit into memory. Each further result moves twice as many. If plan.compute_kernels does not
+    contain fused, all movable tables move at once.
     """
     optimizers, features = (resolve_optimizers(config, schema), Counter(f.table for f in schema.sparse.values()))
     movable = [

@@ -52,7 +52,8 @@ class PartialPlan:
         of: Table → sharding option and the ranks of its shards.
         room: Remaining bytes of each rank in (GPU, host, disk), float64 [ranks, 3].
         loads: Loads of the tables in the plan.
-        busy: Approximate busy seconds of each rank, float64 [ranks]; as predicted after `PlacementSpace.rate`.
+        busy: Approximate busy seconds of each rank, float64 [ranks]; `PlacementSpace.rate` replaces them with
+            the predicted ones.
         score: Score of the plan; lower is better.
     """
 
@@ -165,7 +166,11 @@ class PlacementSpace:
         return float(way.shard_seconds.sum()) / self.world + way.rank_seconds
 
     def place(self, way: TableOption, busy: np.ndarray, room: np.ndarray) -> tuple[int, ...]:
-        """Return the least busy ranks with room for a table, one rank per shard; () if there is no room."""
+        """Return the ranks for a table's shards, one rank per shard; () if there is no room.
+
+        These are all ranks for ALL_RANK_SHARDING_TYPES, the configured ranks of a pinned table, or else the
+        least busy ranks that have room.
+        """
         count, kind = len(way.option.shards), way.option.sharding_type
         pinned = self.constraints[way.option.name].ranks
         if kind in ALL_RANK_SHARDING_TYPES:

@@ -78,7 +78,11 @@ class Plans:
 
 
 def print_plans(plans: Plans) -> None:
-    """Print the plan if there is a single cluster, all clusters' memory and time, and any memory shortages."""
+    """Print the memory and time of all clusters, and any memory shortages.
+
+    The plan is also printed if there is a single cluster, and the names of the smallest and the cheapest
+    cluster if clusters were chosen.
+    """
     console = open_console()
     estimates = plans.on or plans.chosen
     if len(estimates) == 1 and estimates[0].tables:
@@ -176,7 +180,7 @@ def _format_time(plans: Plans, estimates: list[ClusterEstimate]) -> Table:
 
 
 def _describe_problems(estimate: ClusterEstimate) -> list[str]:
-    """Return lines that state why a prediction does not fit, and changes that would make the run fit."""
+    """Return lines that state why the run does not fit, and changes that would make it fit; [] if it fits."""
     name, lines = estimate.name, []
     if estimate.refusal:
         lines.append(f"{name} does not fit: {estimate.refusal.what}; expected {estimate.refusal.expected}")
@@ -196,10 +200,11 @@ def _describe_problems(estimate: ClusterEstimate) -> list[str]:
 
 
 def draw(plans: Plans, path: str | Path) -> None:
-    """Write a picture, .svg or .png, of the shards on the first cluster with a plan, tables × ranks.
+    """Draw the shards on the first cluster that has a plan, tables × ranks, and write an .svg or .png file.
 
     Raises:
         ConfigError: The file has another extension, or there is no plan.
+        RunError: The file cannot be written.
     """
     from raytrec.report.figures import style, tables
     from raytrec.report.report import convert_write_errors

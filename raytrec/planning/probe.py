@@ -37,13 +37,13 @@ Lookup = tuple[str, int, int, int]  # update type, followed by one of LOOKUP_SHA
 
 
 def list_lookups(device: str) -> list[Lookup]:
-    """Return the lookups to measure on a device, in every shape: each optimizer with a kernel, and dense."""
+    """Return the lookups to measure on a device: optimizers with a kernel, and dense, in each shape."""
     update_types = [name for name, optimizer in OPTIMIZERS.parts.items() if device in optimizer.devices]
     return [(update_type, *shape) for update_type in (*update_types, DENSE) for shape in LOOKUP_SHAPES]
 
 
 def take_samples(rank: int, world: int, folder: str, limit_s: float) -> dict[str, Any]:
-    """Take the samples of one rank, one in each round, and return them.
+    """Take the samples of one rank and return {"samples": one sample per round}.
 
     Args:
         rank: Rank of this process.
@@ -215,7 +215,7 @@ class RateProbe:
         self._large.zero_grad()
 
     def _time_min(self, call: Callable[[], object], times: int = 8) -> float:
-        """Return the minimum device seconds of a call."""
+        """Return the minimum seconds that a call takes: CPU seconds on CPU, elapsed seconds on a GPU."""
         clock = process_time if self._device.type == "cpu" else perf_counter
         return min(self._time_calls(call, times, clock) for _ in range(3))
 
@@ -233,7 +233,7 @@ class RateProbe:
             torch.cuda.synchronize()
 
     def _time_collective(self, kind: str, size: int, clock: Callable[[], float]) -> float:
-        """Return the seconds of a collective of `size` values."""
+        """Return the seconds that a collective of `size` values takes."""
         part_size = size // self._world
         whole, part = (torch.ones(n, device=self._device) for n in (part_size * self._world, part_size))
         output = torch.empty_like(whole)

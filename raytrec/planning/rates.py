@@ -29,7 +29,7 @@ SORT_BYTES_PER_ID = 4 * (2 * 12 + 8) + 16
 
 
 class LookupRates(NamedTuple):
-    """Time that table lookups take, forward and update, for one update type.
+    """Time taken by table lookups, in the forward pass and the update, for one update type.
 
     Attributes:
         byte_s: Seconds per byte read or written.
@@ -159,8 +159,8 @@ class Rates:
         """Return rates of CPU ranks, accurate to an order of magnitude.
 
         The rates were measured with two ranks of one core each (benchmarks/results/plan.json). Hosts are
-        assumed to have as many cores as this one and to be connected by 10 Gb/s. On such hosts, sums over
-        three and four ranks have about (ranks − 1)² times the latency.
+        assumed to have as many cores as this machine and to be connected by 10 Gb/s. On such hosts, sums over
+        three or four ranks have about (ranks − 1)² times the latency of sums over two.
         """
         rings = (world - 1) ** 2
         fused = {name: LookupRates(*of.cpu_lookup) for name, of in OPTIMIZERS.parts.items() if of.cpu_lookup}

@@ -1,7 +1,7 @@
 """Search for a plan: TorchRec enumerates options and estimates their storage, and PlanBalancer chooses.
 
 The number of options grows neither with tables × tables nor with tables × ranks. Storage is estimated once
-per shard size. With many tables and ranks, only the tables that need to be split across all ranks may be
+per shard size. With many tables and ranks, only the tables that need it may be split across all ranks
 (docs/scaling.md).
 """
 
@@ -272,7 +272,7 @@ class CorrectedEnumerator(EmbeddingEnumerator):
         self._on_disk = on_disk
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """Estimate the storage of all shards, including optimizer state that TorchRec omits."""
+        """Estimate the storage of all shards, including the optimizer state that TorchRec does not count."""
         estimate_once_per_size(sharding_options, super().populate_estimates)
         for option in sharding_options:
             if option.name in self._fused:

@@ -40,7 +40,7 @@ class MemoryUse:
     parts: Mapping[tuple[str, str], np.ndarray]
 
     def of(self, tier: str) -> np.ndarray:
-        """Return the bytes of all parts of a tier, float64 [ranks]."""
+        """Return the total bytes of all parts of a tier, float64 [ranks]."""
         found = [size for (place, _), size in self.parts.items() if place == tier]
         return np.sum(found, axis=0) if found else np.zeros(len(next(iter(self.parts.values()))))
 
@@ -57,7 +57,8 @@ def estimate_memory(
         The kernel creates the gradients of all tables at once, and then a copy for each table.
     activations: Peak memory of the dense layers (dense_work) for B rows.
     exchange buffers: Pooled lookup results and their gradients; received results for B rows and their
-        gradients; on GPUs, 40 bytes per id that the update sorts; on CPU, GLOO_COPIES of sums over ranks.
+        gradients; on GPUs, 40 bytes per id that the update sorts; on CPU, GLOO_COPIES copies of the sums over
+        ranks.
     pipeline batches: Three batches of B rows (ids 8 bytes, bags 4, dense columns and labels 4), and the ids
         received from other ranks for two batches.
     checkpoint copies, with checkpoint.async_save: On GPUs, the dense layers and all tables, in device or host
@@ -156,7 +157,7 @@ def estimate_step_time(
     gpus: int,
     cpus: float = 0.0,
 ) -> StepTime:
-    """Return the predicted time of a step.
+    """Return the predicted time of a step, which is computed as follows.
 
     lookup = bytes touched ÷ random-access rate + ids × time per id + shards × time per shard + bytes of dense
         updates ÷ memory rate + bytes of host memory ÷ host link + rows of files × time per row.

@@ -58,9 +58,10 @@ def validate_constraints(
         host_share: Bytes of main memory for each rank with a GPU; None if unknown.
 
     Raises:
-        ConfigError: A rank does not exist, a sharding type does not support the optimizer or kernel, or no
-            rank can hold a group; the error names the table. Also raised if main memory cannot hold the
-            checkpoint copies.
+        ConfigError: A constraint of a table cannot be met, for example because a rank does not exist, a
+            sharding type does not support the optimizer or kernel, or no rank can hold a group; the error
+            names the table. Also raised if int8 in plan.qcomms has no effect, or if main memory cannot hold
+            the checkpoint copies.
     """
     constraints, optimizers = resolve_constraints(config, schema), resolve_optimizers(config, schema)
     if device == "cuda" and {*config.plan.compute_kernels} == {MMAP_KERNEL}:
@@ -229,7 +230,9 @@ def _check_room(
     memory: int | None,
     host_share: int | None,
 ) -> None:
-    """Check that tables that must share a rank, and checkpoint copies, fit; the search checks other tables.
+    """Check that tables that must share a rank fit, and that checkpoint copies fit.
+
+    The search checks the other tables.
 
     Raises:
         ConfigError: Tables that must share a rank, or checkpoint copies, do not fit into memory.

@@ -101,7 +101,7 @@ class CarriedColumns:
 
 
 def _unwrap_dictionary(kind: pa.DataType) -> pa.DataType:
-    """Return the value type of a dictionary type, which all parts of a file can share; others are unchanged."""
+    """Return a dictionary type's value type, which all parts of a file can share; keep any other type."""
     return _unwrap_dictionary(kind.value_type) if pa.types.is_dictionary(kind) else kind
 
 

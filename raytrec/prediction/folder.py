@@ -179,7 +179,7 @@ class Counts:
 
     @classmethod
     def from_footer(cls, footer: pq.FileMetaData, binding: str) -> Counts | None:
-        """Return the counts stored in a file's metadata; None if its predictions do not match."""
+        """Return the counts in a file's metadata; None if missing or if binding or rows do not match."""
         try:
             values = parse_json((footer.metadata or {})[COUNTS_KEY])
             if values["of"] != binding or values["rows"] != footer.num_rows:
@@ -203,7 +203,7 @@ class PredictionFolder(ClaimedFolder):
 
     @contextmanager
     def open_parquet_writer(self, name: str, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-        """Open a Parquet file for writing within a block; the file is only created if the block succeeds."""
+        """Open a Parquet file for the duration of the block; it is only created if the block succeeds."""
         with (
             self.stream(name, f"{PARTS_FOLDER}/{uuid4().hex}") as stream,
             pq.ParquetWriter(stream, schema, compression="zstd", write_page_checksum=True) as writer,
@@ -232,7 +232,7 @@ class PredictionFolder(ClaimedFolder):
 
 
 def claim_prediction_folder(folder: PredictionFolder, manifest: Manifest) -> set[str]:
-    """Claim a folder for predictions, or check that it contains the same ones; return its file names.
+    """Claim a folder, or check that it contains the same predictions; return its file names.
 
     Raises:
         ConfigError: The folder contains something else.

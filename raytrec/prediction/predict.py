@@ -95,7 +95,8 @@ def predict(
         allow_code: True to allow the configuration to name code (raytrec/config/trust.py).
 
     Raises:
-        RunError: There is no checkpoint, or workers failed more often than scaling.max_failures.
+        RunError: There is no checkpoint, `out` cannot be read or written, or workers failed more often than
+            scaling.max_failures.
         ConfigError: `out` contains something else, a setting is wrong, or the model has no vectors.
         DataError: The input is missing, damaged or does not fit the schema.
 
@@ -167,7 +168,7 @@ def list_score_columns(tasks: Sequence[Task]) -> list[str]:
 def _open_input(
     data: str, config: RunConfig, schema: Schema, tower: TowerName | None
 ) -> tuple[Dataset, dict[str, int]]:
-    """Return the dataset without labels, and readable file → number of rows."""
+    """Return the dataset without labels, and the number of rows in each readable file."""
     part = select_tower_schema(config, schema, tower, "--vectors") if tower else schema
     dataset = open_inputs(config, part, data)
     check_suspect_groups(dataset)

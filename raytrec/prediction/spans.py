@@ -3,8 +3,8 @@
 A file is cut into spans of whole row groups (large row groups are cut into pieces). A span is written as a
 whole, and repeated as a whole after a failure. Spans are assigned to the ranks once, whether or not they are
 already done, and a batch never contains rows of two spans. A row is therefore always at the same position of
-the same batch on the same rank. With the same number of ranks, its score is bitwise identical, regardless of
-interruptions.
+the same batch on the same rank. With the same number of ranks, the score of a row is bitwise identical,
+regardless of interruptions.
 """
 
 from __future__ import annotations

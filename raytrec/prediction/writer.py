@@ -101,6 +101,9 @@ def join_parts(task: PredictionTask, spans: list[Span], tick: Callable[[], None]
         task: Input and output of the predictions.
         spans: All spans of one file, in order; all parts must have been written.
         tick: Function called after each part, to report progress.
+
+    Raises:
+        RunError: A part is damaged or has changed, or the file cannot be written.
     """
     folder, counts, binding = PredictionFolder(task.out), Counts(), task.manifest.binding
     with _report_write_errors(task):

@@ -56,7 +56,7 @@ MAX_RATIO_ERROR = 0.1  # distance of a ratio from 1 above which the metric is re
 # A model overfits if evaluation NE ÷ mean training NE of the last windows exceeds this ratio.
 OVERFIT_NE_RATIO, OVERFIT_WINDOWS = 1.2, 5
 MAX_FINDINGS_PER_KIND = 5
-BAD_EVENT_TEXTS = {"failed": "a failure", "hang": "a hang", "not saved": "a checkpoint was not saved"}
+BAD_EVENT_TEXTS = {"failed": "a failure", "hang": "a hang", "not saved": "a failed save"}
 
 
 def findings(run: RunFolder) -> list[str]:
@@ -92,7 +92,7 @@ def _model(run: RunFolder) -> list[str]:
 
 
 def _list_values(run: RunFolder, key: str) -> list[float]:
-    """Return a metric's values: the result's first, the last evaluation's last."""
+    """Return a metric's defined values: that of the result, then those of the evaluations in order."""
     measured = [line.figure(key) for line in run.figures(Eval, Final)]
     return [value for value in (parse_number(run.result.get(EVAL_PREFIX + key)), *measured) if not isnan(value)]
 
@@ -155,7 +155,7 @@ def _shorten(sentences: list[str], noun: str) -> list[str]:
 
 
 def find_straggler(lines: list[RankLine]) -> str | None:
-    """Return a sentence that names a rank whose own work takes much longer than the others', and the phase.
+    """Return a sentence that names a rank with far more own time than the others, and the phase responsible.
 
     Return None if there is no such rank, or if the interval is shorter than MIN_INTERVAL_S.
     """

@@ -59,6 +59,9 @@ def build(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list
 
     Returns:
         Path of the page, and paths of the figures.
+
+    Raises:
+        RunError: A file cannot be written.
     """
     run = RunFolder.read(folder)
     return write_report(run, draw(run), Path(out or folder))
@@ -130,7 +133,7 @@ class BackgroundRenderer:
             self._thread.start()
 
     def confirm(self) -> None:
-        """Record if the files are unchanged since `begin`; call this before the result is written."""
+        """Record whether the files are unchanged since `begin`; call this before the result is written."""
         self._confirmed = self._sizes is not None and self._file_sizes() == self._sizes
 
     def write(self) -> tuple[Path, list[Path]]:

@@ -18,8 +18,8 @@ class Group:
     """Group of workers and its interval in the timeline.
 
     Attributes:
-        begin_s: Start of the group, in seconds of the run.
-        end_s: End of the group, in seconds of the run.
+        begin_s: Start of the group, in seconds since the start of the run, without the pauses cut out.
+        end_s: End of the group, in seconds as in `begin_s`.
         workers: Number of workers.
         resumed_after_s: Seconds without a driver before the group if they are cut out of the timeline, else
             None.
@@ -36,11 +36,11 @@ class Mark:
     """Event in the timeline of a run.
 
     Attributes:
-        at_s: Time of the event, in seconds of the run.
+        at_s: Time of the event, in seconds as in `Group.begin_s`.
         kind: Kind of the event.
         text: Error, cause or reason; may be empty.
         step: Step of the event, or None.
-        bad: True if the event cost work.
+        bad: True for failures, hangs and failed saves.
     """
 
     at_s: float
@@ -57,7 +57,7 @@ class RunTimeline:
     Attributes:
         groups: Groups of workers.
         marks: Events other than starts.
-        progress: (second of the run, step) pairs; steps can decrease after a failure.
+        progress: (seconds as in `Group.begin_s`, step) pairs; steps can decrease after a failure.
     """
 
     groups: list[Group]
@@ -130,7 +130,7 @@ def _make_times_monotonic(
 
 
 class _Clock:
-    """Clock that converts Unix times to seconds of the run, without long pauses between drivers."""
+    """Clock that converts Unix times to seconds since the start, without long pauses between drivers."""
 
     def __init__(self, begin: float):
         self._begin = begin

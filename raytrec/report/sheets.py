@@ -39,7 +39,7 @@ def bounds(run: RunFolder) -> DataTable:
 
 
 def ranks(run: RunFolder) -> DataTable | None:
-    """Return a table with one row for each rank of the last group of workers, or None without ranks."""
+    """Return a table with a row for each rank of the last group of workers; None if there are no lines."""
     lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
     total = sum(line.added("lookup_bytes") for line in lines)
     return _build_slice_table(_build_rank_row(line, total) for line in lines) if lines else None

@@ -62,8 +62,8 @@ def index(
         item: Column that identifies an item; default: eval.retrieval.item of the run, or else "item".
         columns: Item columns to store in the index; default: all.
         faiss: Specification for faiss.index_factory, such as HNSW32; default: exact search only.
-        queries: Parquet with query rows for measuring the recall of faiss, with the columns of the query
-            tower's features; default: the run's data.test, else its data.valid, if readable.
+        queries: Parquet file or folder with query rows for measuring the recall of faiss, with the columns of
+            the query tower's features; default: the run's data.test, else its data.valid, if readable.
         workers: As in `predict`.
         checkpoint: As in `predict`.
         overrides: As in `predict`.
@@ -76,8 +76,8 @@ def index(
             seconds and the counts of `predict`.
 
     Raises:
-        ConfigError: faiss is not installed or rejects the specification, or the model has no query and item
-            vectors.
+        ConfigError: faiss is not installed or rejects the specification, the model has no query and item
+            vectors, or the name of an item column is reserved.
         RunError, DataError: As in `predict`; or an item lacks a key, or two items have the same key.
 
     Example:
@@ -201,7 +201,7 @@ def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
 
 
 def _measure_recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:
-    """Return, for each k, the share of the exact top k items in the top k of faiss, and about the queries."""
+    """Return, for each k, the share of the exact top k that faiss finds; and the queries' number and URI."""
     metrics: dict[str, Any] = {}
     for k in [k for k in RECALL_CUTOFFS if k <= len(index)] or [len(index)]:
         exact, approximate = (index.nearest(queries, k, exact=e)[0] for e in (True, False))

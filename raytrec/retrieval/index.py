@@ -85,7 +85,8 @@ class Index:
             item columns, and score. Rows are sorted by query, then by descending score.
 
         Raises:
-            ConfigError: k is not positive, or vectors have the wrong width, or keys the wrong type.
+            ConfigError: k is not a positive integer, the vectors have the wrong width, or `leave_out` does
+                not have one entry for each query or contains keys of the wrong type.
         """
         queries = self._check_queries(vectors, k)
         excluded_keys = [None] * len(queries) if leave_out is None else leave_out
@@ -197,7 +198,7 @@ def _read_index(uri: str, about: dict[str, Any]) -> Index:
     if len(vectors) != about.get("index.items", len(vectors)):
         raise ValueError(f"{ITEMS} has {len(vectors):,} vectors, but {MANIFEST} lists {about['index.items']}")
     if about["item"] not in items.column_names:
-        raise LookupError(f"column '{about['item']}' is missing in {ITEMS}")
+        raise LookupError(f"column '{about['item']}' is missing from {ITEMS}")
     if not about.get("faiss"):
         return Index(items, vectors, about["item"], about)
     filesystem, path = open_filesystem(join_uri(uri, FAISS_FILE))
@@ -212,9 +213,9 @@ def _read_index(uri: str, about: dict[str, Any]) -> Index:
 
 
 def read_vectors(uri: str) -> tuple[pa.Table, np.ndarray]:
-    """Return the vectors in a folder of Parquet files as float32 [N, D], preceded by a table of other columns.
+    """Return a table of the columns in a folder of Parquet files, and its vectors as float32 [N, D].
 
-    Rows that `predict` could not read have no vector and are skipped.
+    The table excludes the vector column. Rows that `predict` could not read have no vector and are skipped.
     """
     table = pa.concat_tables([read_verified(file) for file in list_files(uri, "vectors").files])
     table = table.filter(table[VECTOR].is_valid())

@@ -40,7 +40,7 @@ class Input(Section):
 
     Attributes:
         kind: dense: float32 [B, width], the dense columns in the schema's order. bag: float32
-            [B, width], the pooled embedding of a feature. Of a sequence feature, most recent id first:
+            [B, width], the pooled embedding of a feature. For a sequence feature, most recent id first:
             vectors, float32 [B, length, width]; present, bool [B, length], True for positions with an id;
             side_features, float64 [B, length, width].
     """

@@ -47,7 +47,7 @@ REFUSED_OPTIONS = {"circular", "trunc"}
 
 
 class DisallowedContent(ValueError):
-    """Part of an archive that `raytrec export` does not write."""
+    """Error for a part of an archive that `raytrec export` does not write."""
 
 
 def is_operator(target: str) -> bool:
@@ -64,8 +64,8 @@ def check_arguments(target: Any, inputs: Any) -> None:
         inputs: Arguments as stored in an archive.
 
     Raises:
-        DisallowedContent: The operator writes to a given tensor, or an argument has a kind or value for which
-            torch does not check the operator.
+        DisallowedContent: The operator writes to an argument, an argument is unknown, or an argument has a
+            kind or value that torch does not check.
     """
     if not isinstance(target, str) or not target.startswith("torch.ops.aten.") or not is_operator(target):
         return
@@ -83,7 +83,7 @@ def check_arguments(target: Any, inputs: Any) -> None:
 
 
 def add_size_checks(program: torch.nn.Module) -> None:
-    """Check at each call the sizes of operators that read outside of tensors whose sizes do not fit together."""
+    """Make a program check sizes at each call of operators that could read outside of their tensors."""
     for module in program.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:

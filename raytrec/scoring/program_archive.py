@@ -68,7 +68,7 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
         inputs: Number of tensors that the program takes.
 
     Raises:
-        RunError: The file is damaged, takes another number of tensors, or contains something that
+        RunError: The file is damaged, takes a different number of tensors, or contains something that
             `raytrec export` does not write.
     """
     try:

@@ -177,8 +177,8 @@ class Scorer:
         """Return a user and candidates, in any form that `predict` accepts, as tables for `rank`.
 
         Raises:
-            DataError: The user is not a single row with some of the model's columns, candidates repeat a
-                user's column, or a value does not fit its column.
+            DataError: The user is not a single row with some, but not all, of the model's columns; candidates
+                repeat a column of the user; or a value does not fit its column.
         """
         if isinstance(user, Mapping):
             user = to_table(user, pa.schema([field for field in self.columns if field.name in user]))

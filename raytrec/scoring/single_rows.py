@@ -170,6 +170,6 @@ class _ProgramRewriter:
         if not shape or not isinstance(shape[0], torch.SymInt):
             return value.new
         if shape[0].node.expr != self._symbol:
-            raise _UnsupportedProgram("a tensor with another number of rows")
+            raise _UnsupportedProgram("a tensor with a different number of rows")
         sizes = [self._rows, *[-1] * (len(shape) - 1)]
         return self._graph.call_function(aten.expand.default, (value.new, sizes))

@@ -122,7 +122,7 @@ class Service:
         """Return the body of a request.
 
         Raises:
-            RefusedRequest: The body is too large, or all bodies being received together are.
+            RefusedRequest: The body is too large, or the total size of all bodies being received is.
         """
         body, limits = bytearray(), self.limits
         try:

@@ -41,7 +41,7 @@ class Limits:
 
 
 class RefusedRequest(Exception):
-    """Request that is answered with an HTTP status and an error instead of predictions."""
+    """Exception for a request that is answered with an HTTP status and an error instead of predictions."""
 
     def __init__(self, status: int, error: RaytrecError, **headers: str):
         super().__init__(str(error))
@@ -49,7 +49,7 @@ class RefusedRequest(Exception):
 
     @property
     def body(self) -> bytes:
-        """Return the body of the answer: JSON with the parts error, where, expected and do that are known."""
+        """Return the body of the answer: JSON with error, where, expected and do, without empty parts."""
         parts = {"error" if name == "what" else name: text for name, text in self.error.parts.items()}
         return to_json({name: text for name, text in parts.items() if text})
 

@@ -101,7 +101,7 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
 
     Raises:
         ConfigError: Neither or both of `uri` and `rollback` are set.
-        RunError: The service refuses the export and keeps its version.
+        RunError: The service refuses the export and keeps its version, or does not respond.
     """
     if (uri is None) != rollback:
         raise ConfigError(

@@ -181,12 +181,15 @@ class Coordinator:
             uri: URI of the export; None: the previous export.
 
         Raises:
-            RunError: The export cannot be used, and all replicas keep their version.
+            RunError: There is no previous export, another promotion is in progress, or the export cannot be
+                used and all replicas keep their version.
         """
         if not uri and self._previous:
             uri = self._previous.uri
         if not uri:
-            raise RunError("there is no previous version", where="--rollback", expected="a promotion")
+            raise RunError(
+                "there is no previous version", where="--rollback", expected="a promotion before the rollback"
+            )
         if self._busy.locked():
             raise RunError("another promotion is in progress", where=uri, do="wait until that promotion ends")
         async with self._busy:

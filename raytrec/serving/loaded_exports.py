@@ -70,7 +70,7 @@ class LoadedExports:
         """Answer with the prepared export.
 
         Raises:
-            RunError: The prepared export has another version.
+            RunError: No export is prepared, or the prepared export has another version.
         """
         with self._lock:
             if self.version != version:

@@ -28,7 +28,7 @@ LENGTH_BOUNDS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256])  # upper bounds 
 
 @dataclass(frozen=True)
 class ColumnDifference:
-    """Difference between a column of the log and of the training data by one measure.
+    """Difference between a column in the log and in the training data, according to one measure.
 
     Attributes:
         column: Name of a dense column, feature or score.
@@ -48,7 +48,7 @@ class ColumnDifference:
 
     @property
     def differs(self) -> bool:
-        """True if psi is at least moderate and cannot be explained by chance."""
+        """Return True if psi is at least moderate and cannot be explained by chance."""
         return self.psi > max(MODERATE_PSI, self.chance)
 
 
@@ -85,7 +85,7 @@ class Skew:
             console.print(self._tabulate_columns(rows))
 
     def _tabulate_columns(self, rows: str) -> Table:
-        """Return a table of all measures that differ, and the measure with the largest psi of other columns."""
+        """Return a table of all measures that differ and of the largest psi of each other column."""
         table = Table("", "column", "measure", "psi", "log", "training", title_justify="left")
         for column in table.columns:  # narrow terminals wrap names and figures
             column.no_wrap, column.overflow = column.header in ("", "psi"), "fold"

@@ -61,7 +61,7 @@ class RowSample:
 
     @property
     def independent_values(self) -> int:
-        """Number of values of a column that are surely independent: requests, or rows of training data."""
+        """Return the number of values that are certainly independent: requests, or training data rows."""
         return self.requests or self.rows
 
 
@@ -107,6 +107,9 @@ def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: 
         groups: Row groups to sample from.
         rows: Approximate number of rows.
         logged: True if the rows are from a log, which also contains scores and request ids.
+
+    Raises:
+        DataError: A row is invalid; the error names the file.
     """
     reader, names = scorer.reader, [task.column for task in scorer.manifest.tasks]
     schema, transforms = reader.form.schema, reader.form.plan.transforms

@@ -62,9 +62,9 @@ class Objective:
         tasks: Tasks, at least one.
         world: Number of ranks; 1 if the whole batch is in one process.
         keys: Columns of a batch's keys (task.key_columns); default: the columns of the tasks.
-        own_loss: True if the model outputs a loss itself (models/__init__.py). The model's loss is added with
-            the weights that rows have in the task with loss from_model. Without such a task, every row has
-            weight 1.
+        own_loss: True if the model outputs a loss itself (models/__init__.py). The model's loss for a row is
+            multiplied by the row's label and weight in the task with loss from_model. Without such a task,
+            every row has the factor 1.
         l2_factors: Feature → factor of its vectors' squared norm (ModelSection.lookup_l2).
     """
 
@@ -98,6 +98,8 @@ class Objective:
         self, logits: torch.Tensor, batch: Batch, looked_up: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
         """Return task → the task's part of the scalar (`total`) on which a rank calls backward.
+
+        Losses that belong to no task are under MODEL_LOSS_KEY.
 
         This is a collective if a loss compares rows of the global batch, or if rows are requests with
         candidates.

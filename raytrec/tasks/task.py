@@ -207,7 +207,7 @@ def check_model_learns(tasks: Sequence[Task], model: ModelSection) -> None:
             raise ConfigError(
                 f"the task uses loss: from_model, but task {later_tasks[0]} follows it",
                 where=f"tasks[{places[0]}]",
-                expected=f"the last task with logits, because {model.name} trains on its last score",
+                expected=f"loss: from_model in the last task with logits, because {model.name} uses its last score",
                 do="move the task to the end of tasks",
             )
 

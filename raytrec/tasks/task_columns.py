@@ -42,8 +42,8 @@ def build_read_plan(
         schema: Schema of the run.
         transforms: data.transforms.
         slices: Columns whose values split an evaluation.
-        retrieval: Section eval.retrieval, for a dataset whose right items are ranked among all items; None:
-            no items are ranked.
+        retrieval: Section eval.retrieval, for a dataset whose rows have right items to rank among all items;
+            None: no items are ranked.
     """
     ranked = (retrieval.right_column, *retrieval.seen) if retrieval else ()
     key = "right_items" if retrieval and retrieval.right_items else "item"
@@ -78,7 +78,7 @@ def whole_labels(tasks: Sequence[Task]) -> frozenset[str]:
 
 
 def label_ranges(tasks: Sequence[Task], schema: Schema) -> dict[str, tuple[float, float] | None]:
-    """Return label → (smallest, largest) value that all its tasks allow, or None for any finite number."""
+    """Return label → (smallest, largest) value that all tasks of the label allow; None: any finite number."""
     ranges: dict[str, tuple[float, float] | None] = dict.fromkeys(schema.labels)
     for task in tasks:
         common, allowed = ranges[task.label], task.loss.label_range
@@ -126,15 +126,16 @@ def check_frequency_columns(tasks: Sequence[Task], types: Mapping[str, pa.DataTy
                 f"item frequency column '{column}' has type {types[column]}",
                 where=f"{uri}, column {column}",
                 expected="whole numbers",
-                do=f"add to data.transforms: {{do: cast, columns: [{column}], to: int64}}; or use another",
+                do=f"add to data.transforms: {{do: cast, columns: [{column}], to: int64}}; or use another column",
             )
 
 
 def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float, ...]:
     """Return the log-odds of the label 1 for each column of logits; 0 for tasks without log-odds.
 
-    Rows are weighted as in the tasks' losses, by mask, sample weight and positive_weight. Only columns with
-    labels, masks and weights are read.
+    The log-odds are also 0 if only positives or only negatives are found. Rows are weighted as in the tasks'
+    losses, by mask, sample weight and positive_weight. Only columns with labels, masks and weights are read,
+    from about MAX_LABELS_READ rows.
 
     Returns:
         One number for each column; empty if a task reads vectors, or rows are requests with candidates.

@@ -206,7 +206,7 @@ class Delivery:
 
 @contextmanager
 def hold_delivery_lock(folder: Path) -> Iterator[None]:
-    """Hold the delivery lock of a run folder within a block, after waiting for other processes.
+    """Hold the delivery lock of a run folder for the duration of the block; wait for other processes.
 
     On file systems without locks, or if the lock file cannot be created, the block runs without a lock.
     """

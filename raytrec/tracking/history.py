@@ -25,9 +25,9 @@ LOAD_KEYS = ("lookups", "lookup_bytes")  # table statistics that are summed over
 class Restarts:
     """Detector of the first line of each worker group.
 
-    A line belongs to a new group if its attempt differs, or if its interval begins before the end of the
-    rank's previous interval. The run then went back to the beginning of this interval, and all later steps
-    are trained again, possibly by fewer ranks.
+    A line belongs to a new group if its attempt differs from that of the previous line, or if its interval
+    begins before the end of the rank's previous interval. The run then went back to the beginning of this
+    interval, and all later steps are trained again, possibly by fewer ranks.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class StepBuffer:
 
 
 class IntervalBuffer:
-    """Buffer of a run's current lines; beyond MAX_INTERVALS steps, neighboring intervals are summed."""
+    """Buffer of a run's lines without superseded ones; beyond MAX_INTERVALS steps, neighbors are summed."""
 
     def __init__(self) -> None:
         self._steps: dict[int, dict[int, RankLine]] = {}
@@ -100,7 +100,9 @@ class IntervalBuffer:
 
 
 def sum_intervals(lines: list[RankLine]) -> RankLine:
-    """Sum a rank's seconds, steps, phases and lookups over intervals; other values are from the last line.
+    """Sum a rank's seconds, steps, phases and lookups over intervals.
+
+    `first_step` is from the first line, and all other values are from the last line.
 
     Args:
         lines: Lines of one rank, ordered by step.
@@ -154,7 +156,7 @@ class History:
             self.events.append(message)
 
     def figures(self, *kinds: type[Measured]) -> list[Measured]:
-        """Return the messages of these kinds in metrics.jsonl (messages.Train, Eval, Final, …), by step."""
+        """Return the messages of the given kinds (messages.Train, Eval, Final, …), ordered by step."""
         lines = [line for kind in kinds for line in self._metrics.get(kind.KIND, [])]
         return sorted(lines, key=lambda line: line.step)
 

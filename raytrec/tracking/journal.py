@@ -45,7 +45,7 @@ class Journal:
 
     Args:
         folder: Run folder.
-        notify: Function called once when the folder cannot be written and once when it can be written again.
+        notify: Function called with a message when the folder cannot be written, and when it can be again.
     """
 
     def __init__(self, folder: Path, notify: Callable[[str], None]):

@@ -107,8 +107,9 @@ def to_rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
 
     Returns:
         watch/rank/R/…: load, memory, and milliseconds per step for each phase; watch/table/NAME/…: statistics
-        of a table over all ranks (aggregate.combine_shards); watch/rank/R/table/NAME/…: statistics of a
-        rank's shards; system/rank_R/…: see `system_metrics`.
+        of a table over all ranks (aggregate.combine_shards), for up to MAX_TABLES tables;
+        watch/rank/R/table/NAME/…: statistics of a rank's shards, if there are at most MAX_RANK_TABLES of
+        these; system/rank_R/…: see `system_metrics`.
     """
     out: dict[str, float | None] = {}
     table_bytes: dict[str, float] = {}
@@ -158,8 +159,8 @@ def collect_run_tags() -> dict[str, str]:
 
     Returns:
         version.PACKAGE, version.python; mlflow.source.git.commit and mlflow.source.git.dirty of the working
-        directory if it is a git checkout; mlflow.user, mlflow.source.name; with Ray: cluster.nodes,
-        cluster.cpus, cluster.gpus, cluster.gpu_types (such as '8 x H200').
+        directory if it is a git checkout; mlflow.user, mlflow.source.name, mlflow.source.type; with Ray:
+        cluster.nodes, cluster.cpus, cluster.gpus, cluster.gpu_types (such as '8 x H200').
     """
     versions = {"python": platform.python_version(), **get_installed_versions("mlflow")}
     tags = {f"version.{name}": text for name, text in versions.items()}

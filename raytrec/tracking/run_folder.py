@@ -57,7 +57,7 @@ def read_lines(path: Path, since: int = 0) -> Iterator[Line]:
 
 
 def decode(file: str, data: bytes | str) -> Message | None:
-    """Return the message of a line; None if the line is incomplete because a driver died.
+    """Return the message of a line; None if it is not valid JSON, such as the last line of a dead driver.
 
     Raises:
         ValueError: The line is valid JSON but not a message of this file.
@@ -189,7 +189,7 @@ class RunFolder(History):
 
     @cached_property
     def files(self) -> list[str]:
-        """Return, for each dataset, a text on how many files were read and why others were left out."""
+        """Return, for each dataset, a text that states how many files were read and why others were not."""
         listed = as_dict((find_document(str(self.path / DATA), dict[str, Any]) or {}).get(FILES_KEY))
         return [f"{name}: {as_dict(values).get('text')}" for name, values in listed.items()]
 

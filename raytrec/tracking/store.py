@@ -28,8 +28,8 @@ class Store:
         config: Configuration with the address of the store and the names of run, experiment and parent; a
             missing experiment or parent is created.
         folder: Run folder; for an sqlite store, it determines the artifact folder (`choose_artifact_folder`).
-        key: Key of the run, stored in a tag, by which the run is found if the store did not answer when it
-            was created.
+        key: Key of the run, stored in a tag, by which the run is found if the store did not answer its
+            creation.
         previous_run_id: Id of a run to continue; if it does not exist in the store, a new run is created.
 
     Attributes:
@@ -105,6 +105,8 @@ class Store:
     def join_parent(self) -> None:
         """Make the run a child of the oldest run with the parent's name, which is created if missing.
 
+        The method does nothing if tracking.parent_run is not set.
+
         Runs that start at the same time may each create a parent. Therefore the delivery calls this method
         again at the end of the run, which then joins the oldest parent and deletes the younger parent that it
         created.
@@ -142,7 +144,7 @@ class Store:
                     f"the experiment {self._experiment} is deleted in MLflow",
                     where=f"tracking.experiment={self._experiment}, tracking.uri={hide(self.uri)}",
                     expected="an experiment that is not deleted, or a new name",
-                    do="set another tracking.experiment, or restore it with MLFLOW_TRACKING_URI set: "
+                    do="set another tracking.experiment, or restore this one with MLFLOW_TRACKING_URI set: "
                     f"mlflow experiments restore --experiment-id {experiment.experiment_id}",
                 )
             return experiment.experiment_id
@@ -209,7 +211,7 @@ def choose_artifact_folder(uri: str, folder: Path) -> Path:
 
 @contextmanager
 def _initialize_sqlite_file(uri: str) -> Iterator[None]:
-    """Check the database file early, and allow only one process at a time to initialize it in a block.
+    """Check the database file early, and hold a lock for its initialization for the duration of the block.
 
     MLflow 3.17 tries for 100 s to open a file that is not a database. Processes that concurrently create the
     tables of a new database fail, because the constructor (SqlAlchemyStore.__init__) takes no lock. The lock

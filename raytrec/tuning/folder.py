@@ -102,7 +102,7 @@ def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s
 
     Raises:
         RunError: There is no search, the search cannot be read, or a process is still running it.
-        ConfigError: The search names code that is not allowed.
+        ConfigError: The search names code that is not allowed, or `trials` is below the old number.
     """
     read_settings(folder)  # checked first, because taking the lock creates the folder
     with hold_run_lock(folder, patience_s, RunConsole(folder.name).note):
@@ -112,7 +112,7 @@ def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s
         raise ConfigError(
             f"--trials {trials} is less than the {len(records)} trials of the search",
             where=str(folder),
-            do="increase it, or omit --trials",
+            do="increase --trials, or omit it",
         )
     config = load_config(folder / SEARCH_CONFIG, allow_code=allow_code)
     config.run.dir = str(folder)  # the folder may have been moved

@@ -44,9 +44,9 @@ LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 class SuccessiveHalving:
     """Asynchronous successive halving (Li et al., MLSys 2020, https://arxiv.org/abs/1810.05934).
 
-    The age of a trial is its number of trained rows, so batch sizes may differ between trials. At grace,
-    grace×factor, grace×factor², … rows, a trial's loss is compared with those of other trials at the same
-    age. A trial falls behind if it is not among the best 1 / factor.
+    The age of a trial is the number of rows it has processed, so batch sizes may differ between trials. At
+    grace, grace×factor, grace×factor², … rows, a trial's loss is compared with those of other trials at the
+    same age. A trial falls behind if it is not among the best 1 / factor.
     """
 
     def __init__(self, search: Search):

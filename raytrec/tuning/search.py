@@ -121,7 +121,7 @@ class Trial:
         return {key: value for key, value in result.items() if key.startswith(EVAL_PREFIX)}
 
     def rows(self, step: int) -> int:
-        """Return the number of rows trained up to a step, which is the trial's age at this step."""
+        """Return the number of rows processed up to a step, which is the trial's age at this step."""
         return step * self.config.data.global_batch_size
 
     def read_evaluations(self, key: str) -> None:
@@ -192,7 +192,7 @@ class Search:
 
     @property
     def best(self) -> Trial | None:
-        """Return the best finished trial; if there is none, the best stopped trial, or None."""
+        """Return the best finished trial with a value, else the best such stopped trial, else None."""
         able = (trial for trial in self.ranked if trial.state in ENDED_STATES and not isnan(trial.value))
         return next(able, None)
 

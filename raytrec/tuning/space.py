@@ -73,7 +73,7 @@ class Draw:
 
     @property
     def listed(self) -> tuple[Any, ...] | range | None:
-        """Return all possible values; None if they are too many or continuous."""
+        """Return all possible values; None if there are too many or the distribution is continuous."""
         if self.kind == "choice":
             return self.values
         low, high = self.values

@@ -67,6 +67,9 @@ def build_step(
         fill: True to initialize the tables; False if a checkpoint is read next.
         steps: Number of steps in the whole run; 0 if nothing is trained.
         objective: Class that turns the model's logits into losses and outputs.
+
+    Raises:
+        RunError: TorchRec's gradient division is disabled in this process.
     """
     if not comm_ops.get_gradient_division():
         raise RunError(
@@ -179,6 +182,9 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
         schema: Schema of the data.
         log_odds: Bias of each logit column, for models whose last layer is a Linear named logit; empty to
             keep the drawn values.
+
+    Raises:
+        RunError: The checkpoint of warm_start.from contains NaN or infinity.
     """
     fill_tables(step.model, config.run.seed)
     logit_layer = getattr(step.head.model, "logit", None)

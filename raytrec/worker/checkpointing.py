@@ -76,7 +76,7 @@ class CheckpointManager:
 
         Raises:
             Restart, Stopped: The group is to be restarted or stopped; the state has been saved.
-            RunError: A loss was not finite.
+            RunError: A loss was not finite; see also `save`.
         """
         step, command = self._progress.step, self._context.heartbeat.command
         is_due = monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
@@ -113,7 +113,7 @@ class CheckpointManager:
             self.save(again=True)
 
     def save(self, *, wait: bool = False, again: bool = False) -> Saved | None:
-        """Start to save a checkpoint of this step unless one exists.
+        """Start saving a checkpoint of this step unless one exists.
 
         Args:
             wait: True to wait until the checkpoint has been committed.
@@ -123,7 +123,8 @@ class CheckpointManager:
             Outcome of the save, if `wait` is True and a save was in progress; else None.
 
         Raises:
-            RunError: A loss up to this step was not finite, so the state must not be saved.
+            RunError: A loss up to this step was not finite, or checks.finite is set to stop and the state in
+                the previous save was not finite.
         """
         heartbeat, step = self._context.heartbeat, self._progress.step
         decision = self._consensus.finish()
@@ -148,7 +149,8 @@ class CheckpointManager:
     def roll_back(self, step: int) -> None:
         """Restore the weights of an earlier step, if its checkpoint still exists.
 
-        The counts of the run are not restored, because they determine which rows have been trained.
+        The counts of the run are not restored, because they determine which rows the run has trained on. If
+        the checkpoint no longer exists, the last weights are kept, with a warning.
         """
         self._context.enter_phase(f"restoring the weights of step {step}", "restore")
         self.save(wait=True)
@@ -177,7 +179,7 @@ class CheckpointManager:
             self._saver.close()
 
     def find_unsaved_error(self) -> ErrorParts | None:
-        """Return the error (RaytrecError.parts) because of which the model is not saved; None if it is saved.
+        """Return the parts of the error that prevented saving the model; None if the model is saved.
 
         If `finish` has failed, it is called once more, because disk space may have been freed.
         """
@@ -259,7 +261,7 @@ class CheckpointManager:
             return None
 
     def _raise_if_nonfinite(self, decision: Decision) -> None:
-        """Raise RunError for the first step whose loss was not finite on any rank."""
+        """Raise RunError, for the first such step, if a loss was not finite on some rank."""
         if decision.bad is None:
             return
         if decision.through < decision.bad:  # another rank may find an earlier step

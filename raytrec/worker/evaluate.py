@@ -55,12 +55,14 @@ def evaluate(
 
     Returns:
         Figures and curves. The figures are the same on every rank: rows, skipped_rows (data.on_error), and
-        each metric with its counts by key, None if undefined. With `items`, they include retrieval.METRIC and
-        its counts; with eval.slices, slices: task → column → `summarize`. The curves are only returned on
-        rank 0: key of the curve → its points and the key of its metric; None if there are none.
+        each metric (None or NaN if undefined) with its counts. With `items`, they include retrieval.METRIC
+        and its counts; with eval.slices, they include slices: task → column → Slices.figures. The curves are
+        only returned on rank 0: key of the curve → its points and the key of its metric; None if there are
+        none.
 
     Raises:
-        RunError: The ranks together read more or fewer rows than the dataset contains.
+        RunError: The ranks together read more rows than the dataset contains, or they read fewer although
+                data.on_error does not allow rows to be skipped.
     """
     sums, rows_by_task = (MetricSums(selection, device), {task: TaskRows(selection, task) for task in selection.of})
     collectors = [HostRowCollector(task, rows) for task, rows in rows_by_task.items() if rows.needed]
@@ -112,7 +114,7 @@ class HostRowCollector:
         self._pending: deque[tuple[AsyncHostCopy, AsyncHostCopy | None]] = deque()
 
     def add(self, outputs: StepOutputs) -> None:
-        """Start to copy the rows of a batch."""
+        """Start copying the rows of a batch."""
         output = outputs[self._task]
         logits = output.logits.unsqueeze(1) if output.logits.dim() == 1 else output.logits
         values = torch.cat([logits, torch.stack([output.labels, output.weights], 1)], dim=1)
@@ -137,7 +139,7 @@ class HostRowCollector:
 
 
 def can_shrink(step: Step) -> bool:
-    """Return True if the model has weights to scale (`shrunk`), and train.ema keeps no average of weights."""
+    """Return True if the model has weights that can be scaled (`shrunk`), and train.ema is not set."""
     return getattr(step.head.model, "shrunk", None) is not None and find_dense_average(step.optimizer) is None
 
 
@@ -146,7 +148,7 @@ def evaluate_shrunk(
 ) -> tuple[dict[str, Any], Curves | None, float]:
     """Evaluate the model with its deep part scaled by the factor that predicts held-out rows best.
 
-    A collective. The model's weights `shrunk` are multiplied by each of SHRINK_FACTORS and restored
+    A collective. The model's `shrunk` weights are multiplied by each of SHRINK_FACTORS and restored
     afterwards. Factors are compared by the default metric of early stopping (ne with binary cross-entropy).
     Ties are resolved in favor of the largest factor.
 
@@ -173,6 +175,6 @@ def evaluate_shrunk(
 
 
 def shrink(step: Step, factor: float) -> None:
-    """Multiply the model's weights `shrunk` by a factor."""
+    """Multiply the model's `shrunk` weights by a factor."""
     with torch.no_grad():
         step.head.model.shrunk.mul_(factor)

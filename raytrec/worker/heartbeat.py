@@ -15,7 +15,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.messages import HEARTBEAT_INTERVAL_S, Command
 
 T = TypeVar("T")
-REPLY_TIMEOUT_S = 10.0  # timeout for answers of the coordinator
+REPLY_TIMEOUT_S = 10.0  # timeout for replies from the coordinator
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # folder of the package raytrec; a checkout may have any name
 # A thread with a frame in one of these files is waiting for other ranks.
 WAITING_FILE_PARTS = ("torch/distributed/", "torchrec/distributed/", "torch/autograd/graph.py")
@@ -52,7 +52,7 @@ class Heartbeat:
         self._thread.start()
 
     def watch_device(self, unfinished: Callable[[], tuple[int, str] | None]) -> None:
-        """Include the progress of the device in all further reports.
+        """Include the device's first unfinished step in later reports, if the rank has made no progress.
 
         Args:
             unfinished: Function that returns the first step that this rank's GPU has not finished, and its

@@ -81,7 +81,7 @@ class LossMonitor:
         self._status = LossStatus(0, None)
 
     def add(self, step: int, loss: torch.Tensor) -> None:
-        """Start to check the loss of the next step."""
+        """Start checking the loss of the next step."""
         if not self._pending:
             self._status = self._status._replace(through=step - 1)
         self._pending.append((step, AsyncHostCopy(~torch.isfinite(loss))))
@@ -219,7 +219,9 @@ def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int, sequen
 
 
 def _values(batch: Batch, values: torch.Tensor) -> list:
-    """Return the value of each row except padding or, if rows are requests, a list of candidates' values.
+    """Return the value of each row or, if rows are requests, the list of its candidates' values.
+
+    Padding rows are omitted.
 
     Args:
         batch: Batch that defines padding (weights) and requests.

@@ -71,10 +71,10 @@ class ObserverList(Observer):
 
 
 class RankRecorder(Observer):
-    """Observer that reports a line for this rank every tracking.every_steps steps and at the last step.
+    """Observer that reports a line for this rank every tracking.every_steps steps and when training may end.
 
     The line contains the time spent in each phase, the machine's load, and statistics of this rank's shards
-    (docs/monitoring.md). In larger groups, only messages.MAX_RECORDED_RANKS ranks report.
+    (docs/monitoring.md). At most messages.MAX_RECORDED_RANKS ranks report.
     """
 
     def __init__(self, run: RankRun, statistics: Statistics):
@@ -190,7 +190,7 @@ class CheckRunner(Observer):
 
 
 class ProbeScheduler(Observer):
-    """Observer that enables recording in the taps for steps to be probed by other observers."""
+    """Observer that enables recording in the taps for the steps that other observers probe."""
 
     def __init__(self, run: RankRun, taps: Taps, wanting: list[RankRecorder | CheckRunner]):
         self._run, self._taps, self._observers = run, taps, wanting
@@ -210,7 +210,7 @@ class ProbeScheduler(Observer):
 
 
 class StepProfiler(Observer):
-    """Observer that profiles the steps of train.profile and writes to profile/ in the run folder.
+    """Observer that profiles the steps in train.profile and writes to profile/ in the run folder.
 
     rank-R.json.gz is a trace of operators, kernels and collectives for Perfetto or chrome://tracing; on GPUs,
     rank-R.pickle is the allocator's history for pytorch.org/memory_viz. If the folder is not shared by all

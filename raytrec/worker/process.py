@@ -22,9 +22,10 @@ DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,N
 
 
 def prepare_process(train: TrainSection) -> None:
-    """Set the environment variables that libraries read at initialization.
+    """Skip unprofiled records in torch and, with train.deterministic, set variables for cuBLAS and NCCL.
 
-    Call before the first collective on a GPU. Variables that are already set in the environment are kept.
+    Call before the first collective on a GPU, because the libraries read these environment variables at
+    initialization. Variables that are already set in the environment are kept.
     """
     skip_unprofiled_records()
     if train.deterministic:
@@ -90,7 +91,7 @@ class SystemMonitor:
             self._gpu.close()
 
     def _measure_network(self) -> tuple[float, float] | None:
-        """Return the bytes per second sent and received since the last call."""
+        """Return the bytes per second sent and received since the last call; None at the first call."""
         counters = [c for name, c in psutil.net_io_counters(pernic=True).items() if name not in ("lo", "lo0")]
         now = (monotonic(), sum(c.bytes_sent for c in counters), sum(c.bytes_recv for c in counters))
         previous, self._previous = self._previous, now

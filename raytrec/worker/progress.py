@@ -31,8 +31,8 @@ class Stopwatch:
     """Stopwatch for training that excludes pauses and the first step, which initializes everything.
 
     Attributes:
-        seconds: Seconds of training over all restarts.
-        rows: Number of rows trained in these seconds, over all restarts.
+        seconds: Training time in seconds, over all restarts.
+        rows: Number of rows processed during this time.
     """
 
     def __init__(self):
@@ -58,7 +58,7 @@ class Stopwatch:
 
     @property
     def rows_per_s(self) -> float | None:
-        """Return the number of rows trained per second; None before the end of the second step."""
+        """Return the number of rows processed per second; None until a step has been timed."""
         return self.rows / self.seconds if self.seconds else None
 
 
@@ -67,16 +67,17 @@ class Progress:
     """Counts of a run since its first start, over all restarts.
 
     Attributes:
-        step: Number of trained steps, which, with the steps per epoch, determines the rows that remain.
+        step: Number of completed steps; with the steps per epoch, it determines the rows that remain.
         rows: Number of rows in these steps, including unreadable rows.
         trained: Number of rows with a loss in the windows reported so far.
         nan_steps: Number of steps skipped because their loss was not finite (train.on_nan: skip).
         window: Sums for the metrics since the end of the last window.
-        clock: Stopwatch with the seconds and rows of training.
+        clock: Stopwatch that measures the training time and counts the rows processed in it.
         reported: Figures of the most recent window whose sums have been read.
         evaluation: Step and figures of the last evaluation during training (train.eval_every_steps).
         early_stopping: Best figure so far, its step, and the number of evaluations since that step.
-        deep_share: Factor of the deep part, chosen on held-out rows at the end (worker.evaluate), else None.
+        deep_share: Factor by which the deep part was scaled at the end, chosen on held-out rows
+            (worker.evaluate.evaluate_shrunk); None if the deep part was not scaled.
     """
 
     window: MetricSums
@@ -103,7 +104,7 @@ class Progress:
         return null_nonfinite(self.evaluation) if self.evaluated else None
 
     def count(self, rows: int, outputs: StepOutputs) -> None:
-        """Count a trained step with `rows` rows over all ranks."""
+        """Count one training step that processed `rows` rows across all ranks."""
         self.step, self.rows = self.step + 1, self.rows + rows
         self.nan_steps += outputs.skipped
         self.window.add(outputs)
@@ -242,7 +243,7 @@ class EarlyStopping:
     def after_evaluation(self) -> None:
         """Update the history with the evaluation of this step; a collective.
 
-        All ranks use the figure of rank 0, because some metrics are computed only there.
+        All ranks use the figure of rank 0, so that they make the same decision.
         """
         if self._figure is None:
             return
@@ -256,7 +257,7 @@ class EarlyStopping:
             history["since"] = history.get("since", 0) + 1
 
     def report(self, context: WorkerContext) -> None:
-        """Report that training ended early, and the training figures since the last report."""
+        """Report an early end of training, if any, and the training figures since the last report."""
         if self._figure is None or not self.over:
             return
         step = self._progress.step

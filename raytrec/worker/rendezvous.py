@@ -104,8 +104,8 @@ def prepare_gpu() -> None:
     """Configure torch's allocator and NCCL's log before their initialization, and check the worker's GPU.
 
     Raises:
-        GpuFailedError: `check_gpu` failed; the id of this node is added to the error.
-        ConfigError: `check_gpu` raised the error.
+        GpuFailedError: The GPU has failed; the id of this node is added to the error.
+        ConfigError: torch or FBGEMM cannot use the GPU; see `check_gpu`.
     """
     import ray
 

@@ -80,7 +80,7 @@ class Statistics:
             lookup.kernel.register_forward_hook(self._before_update(lookup))
 
     def add(self, changed: torch.Tensor | None) -> None:
-        """Add a batch's counts of all ids and of ids clamped or hashed into range (Batch.changed)."""
+        """Add a batch's counts of ids clamped or hashed into range and of all ids (Batch.changed)."""
         if changed is not None:
             self._changed += changed
 

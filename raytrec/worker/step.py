@@ -233,8 +233,8 @@ def _pipeline(
 ) -> TrainPipelineSparseDist:
     """Return TorchRec's pipeline, which exchanges the ids of the next batch during the forward pass.
 
-    With managed ids, rows are assigned to the batch after the next one only after this batch's forward has
-    been launched. The host waits for these rows; in the other order, the GPU would be idle meanwhile.
+    With managed ids, rows are assigned to the batch after the next one only after the current batch's forward
+    pass has been launched. The host waits for these rows; in the other order, the GPU would be idle.
 
     Args:
         model: Sharded model.

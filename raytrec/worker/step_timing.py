@@ -124,7 +124,7 @@ class PhaseTimer:
         return event
 
     def _add_intervals(self, wait: bool) -> None:
-        """Add the intervals whose CUDA events have completed to the phases' seconds.
+        """Add the duration of each interval whose CUDA events have completed to its phase.
 
         Args:
             wait: True to wait for all events.
@@ -137,7 +137,7 @@ class PhaseTimer:
 
 
 def time_lookups(kernels: Iterable[nn.Module], phases: PhaseTimer) -> None:
-    """Count the time of kernels in lookups and in backward as the phase "tables".
+    """Count the time that kernels spend in lookups and in the backward pass as the phase "tables".
 
     Args:
         kernels: Modules that map features to pooled embeddings; see compat.torchrec_.iterate_sharded_kernels.

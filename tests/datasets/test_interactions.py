@@ -448,7 +448,7 @@ GOOD = "user,item,time\n" + "".join(f"{u},{i},{10 * u + i}\n" for u in range(4) 
         ("x.csv", GOOD + "7,1,\n", ["--time", "time"], "time is empty"),
         ("x.csv", GOOD + "7,1,7\n", [], "1 users have fewer than 3 interactions; the first, '7', has 1"),
         ("x.csv", GOOD, ["--min-interactions", 9], "no users and items with at least 9"),
-        ("x.csv", GOOD, ["--negatives", 9], "one has met all but 0 of 5"),
+        ("x.csv", GOOD, ["--negatives", 9], "one user has met all but 0 of 5"),
         ("x.csv", GOOD, ["--rows", "user", "--max-length", 0], "--rows user --max-length 0"),
         ("x.csv", "user,item\n", [], "the source contains no interactions"),
         ("x.csv", "", [], "cannot parse the file"),

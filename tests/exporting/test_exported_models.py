@@ -1,7 +1,6 @@
 """The export of every model, loaded or served over HTTP, gives the scores of the trained step."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -79,7 +78,7 @@ def iterate_user_columns(name, model, table):
 def own_models(tmp_path, monkeypatch):
     (tmp_path / "own_models.py").write_text(CUSTOM_MODELS_SOURCE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "own_models", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))  # for the processes of ranks
 
 
 @pytest.mark.parametrize(

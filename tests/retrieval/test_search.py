@@ -145,7 +145,7 @@ def test_index_without_a_file_or_column_is_refused(folder):
     table = pq.read_table(folder / "items/part-0.parquet")
     for changed, words in (
         (table.drop(["vector"]), "vector"),
-        (table.drop(["item"]), "column 'item' is missing in items"),
+        (table.drop(["item"]), "column 'item' is missing from items"),
         (table.slice(0, 20), "items has 20 vectors, but index.json lists 50"),
         (table.set_column(2, "vector", pa.array(range(51))), "list"),
         (table.set_column(2, "vector", pa.array([[0.0] * (1 + i % 2) for i in range(51)])), "reshape"),

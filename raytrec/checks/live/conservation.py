@@ -15,10 +15,10 @@ MAX_SHOWN_RANKS = 8  # maximum number of ranks whose counts are listed
 
 @dataclass(frozen=True)
 class IdCounts:
-    """Counts on one rank since the start of training (embeddings.taps).
+    """Counts on one rank; ids and rows are counted since the taps were created (embeddings.taps).
 
     Attributes:
-        step: Number of trained steps.
+        step: Number of training steps completed.
         batch_step: Step of the last batch, counted from 0; None if unknown.
         sent: Feature → number of ids in the rank's part of the batches.
         looked_up: Feature → number of ids that the rank's kernels looked up.
@@ -33,13 +33,13 @@ class IdCounts:
 
     @property
     def is_behind(self) -> bool:
-        """True if the last batch does not belong to the last step."""
+        """True if the last batch belongs to a step other than the last; False if its step is unknown."""
         return self.batch_step is not None and self.batch_step != self.step - 1
 
 
 @check("conservation")
 class Conservation(Check):
-    """Check that kernels looked up exactly as many ids as the batches contain."""
+    """Check that no id or row of the batches is lost or duplicated, and that ranks are at the same step."""
 
     moments = frozenset({STEP, CHECKPOINT})
     do = (
@@ -48,7 +48,7 @@ class Conservation(Check):
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, which names lost ids, lost rows, and ranks at another step; a collective."""
+        """Return the outcome, which names lost ids and rows, and ranks at a different step; a collective."""
         counts, peers = self._counts(position), self.run.peers
         features = list(self.run.schema.sparse)
         received = [counts.looked_up.get(feature, 0) for feature in features]
@@ -75,11 +75,11 @@ class Conservation(Check):
         return IdCounts(position.step, position.batch_step, sent, looked_up, int(taps.rows))
 
     def _has_copy_mismatch(self, feature: str, counts: IdCounts) -> bool:
-        """Return True if the number of ids looked up in a rank's copy of a table differs from its batches' ids."""
+        """Return True if a rank looked up too many or too few ids in its copy of a replicated table."""
         return self._collect_weight(feature).replicated and counts.looked_up.get(feature, 0) != counts.sent[feature]
 
     def _has_lost_ids(self, feature: str, sent: int, received: int) -> bool:
-        """Return True unless the ids of all ranks were looked up once per column shard of their table."""
+        """Return True if a sharded table's ids were not all looked up exactly once per column shard."""
         weight = self._collect_weight(feature)
         return not weight.replicated and received != sent * self._count_row_parts(feature)
 
@@ -108,11 +108,11 @@ class Conservation(Check):
 
 
 def _describe_step_mismatches(of_ranks: list[IdCounts]) -> list[str]:
-    """Describe the ranks that are at another step or have trained the batch of another step."""
+    """Describe the ranks that are at a different step, or whose last batch belongs to a different step."""
     problems = []
     steps = [counts.step for counts in of_ranks]
     if odd := find_deviating_ranks(steps):
-        problems.append(f"{format_ranks(odd)} trained {steps[odd[0]]} steps, unlike the other ranks")
+        problems.append(f"{format_ranks(odd)} completed {steps[odd[0]]} steps, unlike the other ranks")
     for rank, counts in enumerate(of_ranks):
         if counts.is_behind:
             problems.append(f"rank {rank} trained the batch of step {counts.batch_step} at step {counts.step - 1}")

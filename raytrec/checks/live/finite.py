@@ -12,14 +12,15 @@ from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import Shard
 from raytrec.embeddings.taps import Lookup
 
-SAMPLED_ROWS_PER_SHARD = 4096  # rows checked at an evaluation per shard, and per key of a probed step
+SAMPLED_ROWS_PER_SHARD = 4096  # maximum number of rows checked per shard, and per key of a probed step
 
 
 @check("finite")
 class Finite(Check):
-    """Check of all dense layers, and at every evaluation of a different part of each shard.
+    """Check that no weight or optimizer state is NaN or infinite.
 
-    Saving a checkpoint checks every value (`checkpoint.save`).
+    Every evaluation reads all dense layers, and a different part of each shard of a table. Every value is
+    checked before a checkpoint is saved (`checkpoint.save`).
     """
 
     do = (
@@ -42,7 +43,10 @@ class Finite(Check):
 
     @torch.no_grad()
     def sizes(self, probed: bool) -> dict[str, float]:
-        """Return max |value| of this rank's weights and optimizer state by name; NaN if a value is not finite."""
+        """Return max |value| by name for this rank's dense layers and a sample of its table rows.
+
+        Optimizer state is included. The maximum is NaN if a value is not finite.
+        """
         weights = sample_weights(self.run, self._turn, probed)
         state = [
             (f"table {table.name}'s {kind}", sample(shard, self._turn))
@@ -56,9 +60,10 @@ class Finite(Check):
 
 
 def sample_weights(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, values) for dense layers, and for some rows of this rank's shards.
+    """Return pairs (name, values) of the dense layers, and of some rows of this rank's shards.
 
     The rows differ from turn to turn. After a probed step, some of the rows that the step looked up are added.
+    Buffers that contain infinity by design are omitted.
     """
     looked_up = _sample_looked_up_rows(run.taps.lookups) if probed else {}
     named = []
@@ -77,7 +82,10 @@ def sample(shard: Shard, turn: int) -> torch.Tensor:
 
 
 def compute_max_magnitudes(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
-    """Return max |value| by name; NaN if a value is NaN or infinite."""
+    """Return max |value| by name; NaN if a value is NaN or infinite.
+
+    Tensors with the same name are combined. Tensors that are empty or not floating-point are omitted.
+    """
     floats = [(name, t) for name, t in tensors if t.numel() and t.is_floating_point()]
     # On a CPU, aminmax is many times faster than torch.linalg.vector_norm(t, inf), and also propagates NaN.
     sizes = read_flat_values([torch.stack(t.aminmax()).float().abs().amax() for _, t in floats]) if floats else []

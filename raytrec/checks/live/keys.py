@@ -49,7 +49,8 @@ def compute_bag_factors(
 def compute_slots(key: KeyLookups, length: int | None) -> torch.Tensor:
     """Return the slot of each id's vector in the flattened output, int64 [N].
 
-    The slot is the number of the id's bag. For sequences, each bag has `length` slots, one per position.
+    If `length` is None, the slot is the number of the id's bag. For sequences, each bag has `length` slots,
+    one per position.
     """
     if length is None:
         return key.bag
@@ -70,10 +71,10 @@ def select_bags(
     longest: bool = True,
     sequence: int | None = None,
 ) -> Bags:
-    """Select the `first` bags of a feature and the longest, except bags of more than `LONGEST_BAG` ids.
+    """Select the `first` bags of a feature and the longest bag, ignoring bags of more than `LONGEST_BAG` ids.
 
     Args:
-        key: Ids of the feature.
+        key: Ids and bags of the feature.
         first: Numbers of the first bags, int64 [n].
         mean: True if bags are averaged.
         device: Device of the result.

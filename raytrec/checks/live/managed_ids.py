@@ -11,7 +11,10 @@ from raytrec.embeddings.managed.row_map import describe_audit_errors, is_one_to_
 
 @check("managed_ids")
 class ManagedIdsCheck(Check):
-    """Check of the number of ids, and of the sum of their rows' hashes, over all ranks."""
+    """Check that ids and rows are mapped one to one.
+
+    The number of ids over all ranks, and the sum of their rows' hashes, are compared with the expected values.
+    """
 
     moments = frozenset({STEP, CHECKPOINT})
     do = (

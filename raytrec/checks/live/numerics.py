@@ -32,7 +32,7 @@ class Sizes:
     Attributes:
         values: max |value| of weights by name.
         squares: Squared norm of the gradient by name; empty unless the step was probed.
-        ratios: Metric → (ratio that should be 1, its number of positives); None if unknown.
+        ratios: Metric → (ratio that should be 1, its number of positives); either is None if unknown.
     """
 
     values: dict[str, float]
@@ -66,7 +66,7 @@ class Numerics(Check):
 
         Args:
             local_sizes: Magnitudes on this rank.
-            step: Number of trained steps.
+            step: Number of training steps completed.
         """
         values, squares = self._reduce_over_ranks(local_sizes)
         # Only the norm over dense layers and all tables is judged, because the norm of a single part can grow a
@@ -124,7 +124,11 @@ class Numerics(Check):
         return (dict(zip(mine.values, values, strict=True)), dict(zip([*dense, *parts], squares, strict=True)))
 
     def _measure_growth(self, name: str, size: float, floor: float) -> float:
-        """Return the ratio of a magnitude to its usual value; 0 if it has none, or is not finite."""
+        """Return the ratio of a magnitude to its usual value, and record the magnitude for later calls.
+
+        The usual value is the median over earlier calls, or `floor` if that is larger. The ratio is 0 if
+        there are too few earlier values, or if the magnitude is 0 or not finite.
+        """
         earlier = self._earlier[name]
         usual = max(median(earlier), floor) if len(earlier) >= WARMUP_EVALUATIONS else None
         if not size or not isfinite(size):
@@ -147,7 +151,10 @@ class Numerics(Check):
 
 
 def _describe_drift(ratios: dict[str, tuple[float | None, float | None]]) -> Iterator[str]:
-    """Yield a description of each ratio of predicted to actual rates that deviates by more than chance."""
+    """Yield a description of each ratio of predicted to actual rates that is out of bounds.
+
+    Deviations that chance can explain are ignored.
+    """
     for key, (ratio, positives) in ratios.items():
         if ratio is None or not positives:
             continue

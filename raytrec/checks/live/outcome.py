@@ -30,7 +30,7 @@ class Position:
     """Position of this rank in the run when a check is evaluated.
 
     Attributes:
-        step: Number of trained steps.
+        step: Number of training steps completed.
         batch_step: Step of this rank's last batch, counted from 0; None if unknown.
         expected_rows: Number of rows over all ranks in the batches trained since the taps were created; None
             if rows may be skipped.
@@ -89,7 +89,8 @@ class Check:
 
     Attributes:
         name: Name in the configuration (`checks.NAME`: off, warn or stop) and in records.
-        moments: Moments of evaluation: START, STEP (after a probed step), CHECKPOINT (before it is written).
+        moments: Moments of evaluation: START, STEP (after a probed step) and CHECKPOINT (before a checkpoint
+            is written).
         probes: True if the check requires probed steps (embeddings.taps).
         do: Advice for the user after a failure.
     """
@@ -125,7 +126,15 @@ class Check:
     def outcome(
         self, step: int, problems: list[str], good: str, figure: float | None = None, limit: float | None = None
     ) -> Outcome:
-        """Return the check's outcome, which has failed if there are problems; its text contains the first three."""
+        """Return the check's outcome, a failure if there are problems.
+
+        Args:
+            step: Number of training steps completed.
+            problems: Descriptions of problems; the outcome's text consists of the first three.
+            good: Text of the outcome if there are no problems.
+            figure: Measured value; None if the check measures no value.
+            limit: Largest value that passes; None if there is no limit.
+        """
         more_text = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         text = "; ".join(problems[:3]) + more_text if problems else good
         values = null_nonfinite({"figure": figure, "limit": limit})
@@ -142,7 +151,7 @@ def format_ranks(numbers: list[int]) -> str:
 
 
 def group_by_rarity(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
-    """Return (name, ranks that reported it, in words) for each name, names from the fewest ranks first.
+    """Return (name, text that lists the ranks that reported it); names on the fewest ranks come first.
 
     An error that begins on one rank soon spreads to all ranks, so the names reported by the fewest ranks are
     closest to the cause.

@@ -1,9 +1,9 @@
 """parity: embeddings and gradients equal those of a single process.
 
-Before a step, a few bags of its batch are pooled in plain torch, from rows that are located only by the map of
-shards. The result is compared with the inputs of the dense layers. After the step, the gradient of these rows
-is computed from its definition over the batches of all ranks, and compared with the gradient that reached the
-kernels.
+Before a step, a few bags of its batch are pooled in plain torch. Their rows are located only through the map
+of shards. The result is compared with the inputs of the dense layers. After the step, the gradient of these
+rows is computed from its definition over the batches of all ranks, and compared with the gradient that
+reached the kernels.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Parity(Check):
 
     @torch.no_grad()
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Compare the probed step with the expected embeddings and gradients; a collective."""
+        """Return the outcome of comparing the probed step with the expected values; a collective."""
         run, peers = self.run, self.run.peers
         pooled = run.taps.input.pooled
         # Feature → error of its pooled embeddings; table → (error, rank that holds the largest error).
@@ -117,7 +117,7 @@ class Parity(Check):
         return [text for text, (error, limit) in zip(texts, errors, strict=True) if error > limit]
 
     def _reset_new_rows(self, values: dict[str, torch.Tensor], batch: Batch) -> None:
-        """Replace the values of rows that the batch assigns to new ids by the initial values of these ids."""
+        """Set the values of rows that the batch assigns to new ids to the initial values of these ids."""
         for name, (rows, ids, _) in (batch.new_rows or {}).items():
             compared, table = self._rows[name], self.run.tables[name]
             positions = torch.searchsorted(compared, rows)
@@ -127,9 +127,10 @@ class Parity(Check):
             values[name][positions[matches]] = initial.to(table.dtype).float()
 
     def _bags(self, batch: Batch) -> dict[str, Bags]:
-        """Return a few bags of each feature: those of the first rows, and the longest within `LONGEST_BAG`.
+        """Return a few bags of each feature: those of the first rows, and the longest.
 
-        On ranks that do not compare bags at this turn, there are no bags.
+        Bags of more than `LONGEST_BAG` ids are omitted. On ranks whose turn it is not to compare bags, no
+        bags are returned.
         """
         is_turn = is_comparing(dist.get_rank(), dist.get_world_size(), self._turn)
         self._turn += 1
@@ -211,7 +212,7 @@ class Parity(Check):
     def _add_expected_gradients(
         self, rows: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], size: dict[str, torch.Tensor]
     ) -> None:
-        """Add this rank's contributions to the gradients of `rows`, and their magnitudes to `size`."""
+        """Add this rank's contributions to gradients to `expected`, and their magnitudes to `size`."""
         recorded, features = self.run.taps.input, self.run.schema.sparse
         for feature, key in self._keys(recorded.batch):
             gradient, table = recorded.gradient.get(feature), features[feature].table
@@ -237,7 +238,7 @@ class Parity(Check):
 
 
 def _bound_roundings(run: CheckedRun) -> tuple[dict[str, Rounding], dict[str, Rounding]]:
-    """Return bounds on the rounding by plan.qcomms, table → bound, for embeddings and for gradients."""
+    """Return table → bound on the rounding by plan.qcomms, for embeddings and for gradients."""
     qcomms = run.config.plan.qcomms
     forward = dict.fromkeys(run.tables, Rounding(0.0, 0.0))
     backward = dict(forward)
@@ -268,8 +269,8 @@ def find_largest_error(got: torch.Tensor, expected: torch.Tensor, sizes: torch.T
         sizes: Sum of the magnitudes of each row's terms, float32 [R].
 
     Returns:
-        (error, row, column), where error is |got − expected| ÷ size, or infinite if only one value is NaN;
-            (0, 0, 0) without rows.
+        (error, row, column), where error is |got − expected| ÷ size, or infinite if only one value is NaN.
+        Without rows, (0, 0, 0).
     """
     if not got.numel():
         return 0.0, 0, 0

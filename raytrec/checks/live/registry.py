@@ -9,7 +9,8 @@ To add a check, add a file to this folder, and a setting to config/training.py:
         def evaluate(self, position, probed):
             ...
 
-A user's check needs only its file: `checks.custom: {module:Class: stop}`. A run evaluates checks as follows:
+A user's check needs only its own file, and the setting `checks.custom: {module:Class: stop}`. A run evaluates
+checks as follows:
 
     checks = LiveChecks(CheckedRun(config, schema, state.tables, state.dense, taps, device))
     outcomes = checks.evaluate(START, Position(0, about={"config": …, "versions": …}))
@@ -72,7 +73,7 @@ class EnabledCheck:
 
 
 def list_builtin_checks() -> list[type[Check]]:
-    """Return raytrec's checks in the order of their settings; a check that can explain others comes first."""
+    """Return raytrec's checks in the order of their settings; those that explain other failures come first."""
     settings = list(ChecksSection.model_fields)
     return [CHECKS.parts[name] for name in sorted(CHECKS.parts, key=settings.index)]
 
@@ -81,7 +82,8 @@ def select_enabled_checks(config: RunConfig) -> dict[str, EnabledCheck]:
     """Return the enabled checks by name: raytrec's checks, then custom checks (checks.custom).
 
     Raises:
-        ConfigError: A custom check does not exist, is not a Check class, or has the name of another check.
+        ConfigError: A custom check does not exist, is not a class with @check(NAME) that is derived from
+            Check, or has the name of another check.
     """
     chosen = {
         c.name: EnabledCheck(c, getattr(config.checks, c.name), f"checks.{c.name}=warn") for c in list_builtin_checks()
@@ -108,7 +110,7 @@ def select_enabled_checks(config: RunConfig) -> dict[str, EnabledCheck]:
 
 
 class LiveChecks:
-    """Enabled checks that apply to a run. Every method is a collective.
+    """Enabled checks that apply to a run; `prepare` and `evaluate` are collectives.
 
     Args:
         run: Run to check.

@@ -19,7 +19,7 @@ HASH_MULTIPLIER = 6364136223846793005  # Knuth's 64-bit multiplier
 
 @check("replicas")
 class Replicas(Check):
-    """Check that compares hashes of dense layers, data-parallel tables and the optimizer state of both."""
+    """Check that compares hashes of dense layers, data-parallel tables and optimizer state between ranks."""
 
     do = (
         "resume from the last checkpoint: raytrec train --resume RUN; if the same rank fails again, inspect "

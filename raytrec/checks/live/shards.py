@@ -88,7 +88,7 @@ def _find_gaps(parts: ShardedValues) -> Iterator[str]:
 
 
 def _find_misfits(parts: ShardedValues) -> Iterator[str]:
-    """Yield descriptions of this rank's shards whose tensor is missing, or has another shape or dtype."""
+    """Yield descriptions of this rank's shards whose tensor is missing, or has a different shape or dtype."""
     own_rank = dist.get_rank()
     for shard in parts.shards:
         if shard.rank != own_rank or not len(shard.rows):

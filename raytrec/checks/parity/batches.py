@@ -17,7 +17,7 @@ from raytrec.tasks.task import Task, key_columns
 from raytrec.tasks.task_columns import label_ranges, whole_labels
 
 START_OF_2026_S = 1_767_225_600.0  # 2026-01-01 00:00 UTC as Unix time
-MAX_UNBOUNDED_LABEL = 5.0  # largest label for losses without an upper bound
+MAX_UNBOUNDED_LABEL = 5.0  # largest magnitude of labels without a bound
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def make_random_batches(
 ) -> list[GlobalBatch]:
     """Return `count` random batches of `rows` rows each.
 
-    Bags have 0 to 4 ids, which may repeat, and include the first and last id of every table. If a feature has
-    weights, they are in [0, 2).
+    Each bag has 0 to 4 ids, which may repeat. The ids of each feature in a batch begin with the last and the
+    first id of its table. If a feature has weights, they are in [0, 2).
 
     Args:
         schema: Schema of the run.
@@ -87,8 +87,8 @@ def make_random_batches(
         count: Number of batches.
         seed: Seed for the random values.
         tasks: Tasks, which determine labels: the lowest or highest accepted value (0 or 1 if any number is
-            accepted), or any class. If tasks mask or weight rows, a third of the rows has weight 0 in each
-            task, and the others have weights in (0, 2). If tasks group rows, each group has a few rows.
+            accepted), or any class. If tasks mask or weight rows, about a third of the rows have weight 0 in
+            each task, and the others have weights in (0, 2). If tasks group rows, each group has a few rows.
     """
     ranges, classes = label_ranges(tasks, schema), whole_labels(tasks)
     bounds_L = [ranges[label] or (0.0, 1.0) for label in schema.labels]
@@ -131,7 +131,8 @@ def compute_row_bounds(rows: int, world: int, balance: str) -> list[int]:
     Args:
         rows: Number of rows in a global batch.
         world: Number of ranks.
-        balance: equal (up to rounding), unequal (rank r has r + 1 shares), or empty (rank 0 has no rows).
+        balance: equal (up to rounding), unequal (rank r has r + 1 shares), or empty (rank 0 has no rows,
+            unless it is the only rank).
     """
     shares = {
         "equal": [1] * world,
@@ -144,7 +145,9 @@ def compute_row_bounds(rows: int, world: int, balance: str) -> list[int]:
 def make_local_batch(
     batch: GlobalBatch, schema: Schema, bounds: list[int], rank: int, features: Features | None = None
 ) -> Batch:
-    """Return a rank's part as training reads it, padded with empty rows of weight 0 to the largest part.
+    """Return a rank's part of a global batch, in the form in which training reads it.
+
+    The part is padded with empty rows of weight 0 to the size of the largest part.
 
     Args:
         batch: The global batch.
@@ -191,8 +194,8 @@ def count_later_ids(bag: torch.Tensor) -> torch.Tensor:
 def _order_recent_first(bag: torch.Tensor, length: int | None) -> torch.Tensor:
     """Return the indices of a feature's ids in the order of training batches, int64 [n].
 
-    A sequence that is read id by id has its `length` most recent ids, last first. Other features, for which
-    `length` is None, have all ids in their order.
+    A sequence that is read id by id has its `length` most recent ids, the last one first. Other features, for
+    which `length` is None, have all ids in their order.
     """
     if length is None:
         return torch.arange(len(bag))

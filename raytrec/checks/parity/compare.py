@@ -66,7 +66,7 @@ class Finding:
     limit: float
 
     def record(self) -> dict:
-        """Return the finding as JSON values; an error that is not finite becomes None."""
+        """Return the finding, and whether it passed, as JSON values; NaN and infinity become None."""
         values = asdict(self) | {"passed": self.error <= self.limit}
         return null_nonfinite(values)
 
@@ -108,10 +108,10 @@ def compare(
     balance: str = "unequal",
     seed: int = 0,
 ) -> list[Finding]:
-    """Compare a forward pass, a gradient and `steps` steps of a sharded run with one process; a collective.
+    """Compare a sharded run's forward pass, gradient and `steps` steps with one process; a collective.
 
     Args:
-        build: worker.build.build_step.
+        build: Function that builds the training step: worker.build.build_step.
         config: Configuration whose plan, optimizers, clipping and tasks are checked. The comparison uses fp32
             regardless of train.matmul and plan.qcomms, because a lower precision would hide errors.
         schema: Schema with tables small enough for one process.
@@ -184,9 +184,9 @@ def _compare_steps(
 ) -> list[Finding]:
     """Compare weights and optimizer state after all steps, with the optimizers of the configuration.
 
-    If a table is fp16, every step is compared, the worst step counts, and the reference then copies the sharded
-    run's weights. Otherwise two correct runs whose gradients differ in the last bit could round a weight to
-    different neighbors, and later steps would amplify this difference.
+    If a table is fp16, every step is compared, and the worst step counts. After each comparison, the
+    reference copies the sharded run's weights. Without this copy, two correct runs whose gradients differ in
+    the last bit could round a weight to different neighbors, and later steps would amplify this difference.
     """
     config = config.model_copy(deep=True)
     config.optim.schedule = config.optim.schedule.resolve_decay_steps(len(choices))
@@ -243,10 +243,11 @@ def _make_optimizers(run: ShardedRun, single: Reference) -> dict[str, torch.opti
 def _measure_sizes(
     run: ShardedRun, single: Reference, start: dict[str, torch.Tensor], batch: GlobalBatch
 ) -> dict[str, float]:
-    """Return the smallest divisor of errors of weights, by name.
+    """Return, by name, the smallest divisor for errors in the weights of each table and dense parameter.
 
-    The divisor is the largest initial magnitude or, if larger, the largest change caused by a single row.
-    Contributions of rows may always cancel: a loss over pairs does not change a bias that all scores share.
+    The divisor is the largest initial magnitude. For a dense parameter, it is at least the largest change
+    that a single row causes. Contributions of rows may cancel in every step: for example, a loss over pairs
+    does not change a bias that all scores share.
     """
     sizes = {name: float(values.abs().max()) for name, values in start.items()}
     dense = dict(single.model.named_parameters())

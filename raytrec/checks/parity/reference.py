@@ -1,8 +1,9 @@
 """Single-process computation in plain torch: the definition that every sharded run must match.
 
-The dense model is the sharded run's; tables and losses are independent implementations. Pooling and losses
-(losses.py) follow their formulas. Tables are ordinary parameters, updated by their optimizers' definitions
-(embeddings/optimizers). Dense layers use torch.optim, and gradients are clipped as in a plain training loop.
+The dense model has the same code as the sharded run's; tables and losses are implemented independently.
+Pooling and losses (losses.py) follow their formulas. Tables are ordinary parameters, updated as their
+optimizers define (embeddings/optimizers). Dense layers use torch.optim, and gradients are clipped as in a
+plain training loop.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Reference(nn.Module):
     tables to the nearest values of their dtypes.
 
     Args:
-        schema: Features, their pooling and their tables.
+        schema: Schema, which defines features, their pooling and their tables.
         tables: Table → weights, [rows, dim]; copied.
         model: Dense model with forward(dense, pooled) → logits; not copied.
         sequences: Feature that the model reads id by id, last id first → maximum number of ids.
@@ -115,7 +116,7 @@ class Reference(nn.Module):
         return padded.index_put((bag[is_recent], places[is_recent]), ids[is_recent])
 
     def loss(self, logits: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
-        """Return the loss of a global batch."""
+        """Return the loss of a global batch, including the L2 regularization of looked-up rows."""
         loss = compute_loss(self.objective.tasks, logits, batch, own_loss=self.objective.own_loss)
         for feature, factor in self.objective.l2_factors.items():
             ids, bag, _ = batch.bags[feature]
@@ -204,7 +205,7 @@ def train(
 
 @torch.no_grad()
 def measure_kink_margins(reference: Reference, batches: list[GlobalBatch]) -> list[float]:
-    """Return each batch's distance from the nearest kink of an activation; inf without such activations.
+    """Return each batch's distance from the nearest kink of an activation; inf if no activation has a kink.
 
     The distance is the smallest |input| of an activation with a kink at 0, relative to its largest |input|. At
     0, the gradient is ambiguous, and rounding selects one of two values.

@@ -31,7 +31,7 @@ class ShardedRun:
     """Sharded model for comparisons. `train`, `pooled`, `weights` and `state` are collectives.
 
     Args:
-        build: worker.build.build_step.
+        build: Function that builds the training step: worker.build.build_step.
         config: Configuration of the run.
         schema: Schema of the run.
         device: Device of this rank.
@@ -89,7 +89,9 @@ class ShardedRun:
         return whole
 
     def _sort_by_id(self, table: str, values: torch.Tensor | None, without_row: torch.Tensor) -> torch.Tensor | None:
-        """Return a managed table's values sorted by id, followed by the fallback rows.
+        """Return a managed table's values sorted by id, followed by the fallback rows; a collective.
+
+        The result is None if `values` is None.
 
         Args:
             table: Name of the table.
@@ -117,7 +119,7 @@ class ShardedRun:
         return out
 
     def reference(self) -> Reference | None:
-        """Return a reference with the weights of the last call to `weights` on rank 0; None elsewhere."""
+        """Return a reference with the weights that `weights` last returned on rank 0; None on other ranks."""
         if dist.get_rank():
             return None
         objective = Objective.of(self.config, self.schema)
@@ -133,7 +135,7 @@ class ShardedRun:
 
     @torch.no_grad()
     def copy_weights_to(self, single_process: Reference) -> None:
-        """Copy the weights of the last call to `weights` to the reference."""
+        """Copy the weights that `weights` last returned to the reference."""
         for name, parameter in self.list_parameters(single_process).items():
             parameter.copy_(self._read[name])
 

@@ -31,8 +31,8 @@ class PythonSection(ModelSection):
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options that the class reads."""
     max_length: Lengths | None = None
-    """Maximum number of most recent ids that the model reads id by id from each sequence feature; or feature:
-    number, for these features only. Default: sequences are averaged."""
+    """Maximum number of most recent ids that the model reads id by id from each sequence feature; or a
+    mapping {feature: number} for these features only. Default: sequences are averaged."""
     gives_loss: bool = False
     """True if an additional column after the outputs contains the model's own loss."""
 

@@ -39,8 +39,9 @@ class ModelSection(Section):
     name: str
     """Name of the model."""
     lookup_l2: NonNegativeFloat | dict[str, NonNegativeFloat] = 0.0
-    """Factor λ of an L2 penalty, one for all tables, or table: λ. Each row's loss includes λ ÷ 2 · ‖v‖² for
-    every vector v that the row looks up. Unlike with weight_decay, an id is penalized once per lookup."""
+    """Factor λ of an L2 penalty for all tables, or a mapping {table: λ}. Each row's loss includes
+    λ ÷ 2 · ‖v‖² for every vector v that the row looks up. Unlike with weight_decay, an id is penalized once
+    per lookup."""
 
     @property
     def own_loss(self) -> bool:
@@ -99,7 +100,7 @@ class ModelSection(Section):
     def check(self, schema: Schema) -> None:
         """Check that the model can be built for a schema.
 
-        Called before a run starts and when the model is built.
+        This method is called before a run starts and when the model is built.
 
         Raises:
             ConfigError: The model cannot be built for this schema.

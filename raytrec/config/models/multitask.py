@@ -104,7 +104,7 @@ class ESMMSection(ModelSection):
             )
         if wide := [name for name, columns in tasks.items() if columns != 1]:
             raise ConfigError(
-                f"the loss of task {wide[0]} has {tasks[wide[0]]} columns, but esmm returns one log-odds",
+                f"the loss of task {wide[0]} reads {tasks[wide[0]]} columns of logits, but esmm returns one",
                 where="tasks",
                 expected="loss: bce, or another loss of a probability",
             )

@@ -51,7 +51,7 @@ class DcnSection(ModelSection):
             raise ConfigError(
                 f"model.bottom_mlp is {self.bottom_mlp}, but the schema has no dense columns",
                 where="model.bottom_mlp",
-                expected="[] without dense columns",
+                expected="[] if the schema has no dense columns",
                 do="set model.bottom_mlp=[]",
             )
 
@@ -102,7 +102,7 @@ class WideDeepSection(ModelSection):
     dropout: Dropout = 0.0
     """Dropout in the MLP during training."""
     deep_dropout: Dropout = 0.0
-    """Share of training rows whose logit comes only from the linear part. Above 0, held-out rows
+    """Share of training rows whose logit comes only from the linear part. If above 0, held-out rows
     (data.valid or data.holdout) determine after training how much of the deep part is kept."""
     slope_rate: PositiveFloat = 1.0
     """Factor on the learning rate of the dense columns' weights in the linear part."""

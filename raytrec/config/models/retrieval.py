@@ -31,7 +31,7 @@ class SampledSection(ModelSection):
     data.transforms. Enables the model's own loss (tasks: [{loss: from_model}]); default: no loss of its
     own."""
     max_negatives: SmallCount = 100
-    """Maximum number of ids of `negatives` per row; missing ids are padded."""
+    """Maximum number of ids of `negatives` per row; shorter lists are padded."""
     loss: Literal["softmax", "bce", "bpr"] = "softmax"
     """Loss over an item and its negatives. softmax: cross-entropy of the softmax over all of them. bce:
     binary cross-entropy of each. bpr: pairwise loss that favors higher scores of the item than of each
@@ -52,7 +52,7 @@ class SampledSection(ModelSection):
         return self.negatives is not None
 
     def sequence_lengths(self, schema: Schema) -> dict[str, int]:
-        """Return negatives → maximum number of ids, because negatives are read id by id."""
+        """Return negatives → maximum number of ids, as negatives are read id by id; empty if none are set."""
         return {} if self.negatives is None else {self.negatives: self.max_negatives}
 
     def check_negatives(self, schema: Schema, item: str) -> None:
@@ -199,8 +199,8 @@ class NcfSection(PairSection):
             raise ConfigError(
                 f"gmf_dim is {products}, but {self.user} has dim {dims[0]} and {self.item} has dim {dims[1]}",
                 where="schema.yaml, tables; model.gmf_dim",
-                expected=f"a dim of at least {products} for both, for the products",
-                do="change the tables' dims, or set model.gmf_dim",
+                expected=f"a dim of at least {products} (model.gmf_dim) for both tables",
+                do="increase the tables' dims, or lower model.gmf_dim",
             )
         return products, dims[0] - products, dims[1] - products
 

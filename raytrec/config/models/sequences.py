@@ -121,8 +121,8 @@ class DienSection(TargetedSection):
 
     name: Literal["dien"]
     negatives: str | None = None
-    """Feature whose ids are compared with the ids of a sequence, one with each, such as a column written by
-    do: sample in data.transforms. Enables the auxiliary loss; default: no auxiliary loss."""
+    """Feature whose ids are compared one to one with the ids of a sequence, such as a column written by do:
+    sample in data.transforms. Enables the auxiliary loss; default: no auxiliary loss."""
     auxiliary_weight: PositiveFloat = 1.0
     """Factor of the auxiliary loss."""
     top_mlp: Sizes = Field([200, 80])
@@ -154,7 +154,7 @@ class DienSection(TargetedSection):
             raise ConfigError(
                 f"'{self.negatives}' looks up table {table}, but no sequence does",
                 where="model.negatives",
-                expected="a feature of a sequence's table, because its ids are compared with the negatives",
+                expected="a feature that looks up the same table as a sequence, because their ids are compared",
                 do=f"set the table of {self.negatives} to the table of {self.sequences(schema)[0]}",
             )
 
@@ -242,7 +242,7 @@ class NextItemSection(SampledSection):
         self.check_negatives(schema, self.item)
 
     def check_heads(self, schema: Schema, width: int | None = None) -> None:
-        """Check that the number of heads divides model.width, or the dim of the items' table by default.
+        """Check that model.heads divides `width`, or the dim of the items' table if `width` is None.
 
         Raises:
             ConfigError: The width is not a multiple of the number of heads.
@@ -291,7 +291,7 @@ class HstuSection(NextItemSection):
             self.find_time_index(schema)
 
     def find_time_index(self, schema: Schema) -> int | None:
-        """Return the index of the time column among the history's side features, or None if none is set."""
+        """Return the index of model.time among the history's side features, or None if model.time is null."""
         if self.time is None:
             return None
         return find_side_feature(schema, self.history, self.time, "model.time")

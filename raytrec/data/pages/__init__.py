@@ -254,7 +254,10 @@ class SparseFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        """Return bytes from the current position up to the end of the piece; b"" outside of all pieces."""
+        """Return at most `size` bytes from the current position within a piece; b"" outside of all pieces.
+
+        If `size` is negative, all bytes up to the end of the piece are returned.
+        """
         place = bisect_right(self._starts, self._at) - 1
         if place < 0:
             return b""

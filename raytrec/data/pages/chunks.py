@@ -95,13 +95,15 @@ class PageIndex:
         kind, body = header[TYPE], header[COMPRESSED]
         room = self._end - self._at - size
         if not 0 <= body <= room + MAX_UNCOUNTED_BYTES:  # pyarrow would allocate memory of the claimed size
-            raise DamagedPageError(f"a page of column {self._name} claims {body:,} of {room:,} bytes left")
+            raise DamagedPageError(f"a page of column {self._name} claims {body:,} bytes, but {room:,} are left")
         if body > room:
             raise ValueError("the column chunk ends within a page")
         if fields := header.get(DATA_HEADERS.get(kind, 0)):
             values, rows, begins_row = fields[VALUES], fields[VALUES], True
             if not 0 <= values <= self._left:
-                raise DamagedPageError(f"a page of column {self._name} claims {values:,} of {self._left:,} values left")
+                raise DamagedPageError(
+                    f"a page of column {self._name} claims {values:,} values, but {self._left:,} are left"
+                )
             if self._depth:
                 rows, begins_row = self._count_page_rows(read_at, self._at + size, header, values)
             if begins_row:
@@ -217,7 +219,7 @@ def read_struct(data: bytes, at: int = 0, depth: int = 0) -> tuple[dict[int, Any
 
     Raises:
         TruncatedDataError: The bytes end within the struct.
-        ValueError: The bytes are not a struct.
+        ValueError: The bytes are not a valid struct.
     """
     if depth > MAX_NESTING_DEPTH:
         raise ValueError("structs are nested too deeply for a Parquet header")

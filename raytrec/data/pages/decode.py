@@ -74,8 +74,8 @@ def decode_columns(
         first: Index of the first row in the row group.
         rows: Number of rows.
         names: Names of the columns.
-        folders: Column → type, for columns read from folder names (ResolvedReadPlan.folders); None: no
-            columns.
+        folders: Column → type, for columns read from folder names (ResolvedReadPlan.folders); None: all
+            columns are in the file.
 
     Raises:
         DataError: The file is damaged or has changed, or the storage fails. The error names the file and row
@@ -94,7 +94,7 @@ def _decode(path: str, group: int, first: int, rows: int, columns: list[str]) ->
     try:
         table = retry_read(path, partial(_read, path, group, first, rows, columns))
         if table.num_rows < rows:
-            raise IndexError(f"the pages hold fewer than {first + rows:,} rows, but the footer has more")
+            raise IndexError(f"the pages hold fewer than {first + rows:,} rows, but the footer claims more")
     except (DamagedPageError, pa.ArrowException, OSError, IndexError, KeyError, ValueError, RecursionError) as error:
         raise DataError(
             f"cannot decode the row group: {get_first_line(error)}",

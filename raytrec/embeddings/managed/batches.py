@@ -138,7 +138,7 @@ class ManagedBatches:
 
     All methods except `reset_new_rows` are collectives, as is the constructor. A pipeline fetches batches a
     few steps ahead, and their ids get rows at that time. A row must keep the previous id's values until all
-    earlier steps have been trained. The values are replaced when the model is called with the batch that
+    earlier steps have finished. The values are replaced when the model is called with the batch that
     reassigned the row.
 
     Args:
@@ -150,7 +150,7 @@ class ManagedBatches:
 
     Attributes:
         maps: This rank's part of the map of each managed table.
-        steps: Number of steps whose ids have been mapped; a pipeline may be ahead of the trained steps.
+        steps: Number of steps whose ids have been mapped; a pipeline maps ids before earlier steps end.
         on_write: Function (table, rows) called before rows of a shard are written; the rows, int64 [n],
             are relative to the shard's first row.
     """
@@ -179,6 +179,9 @@ class ManagedBatches:
         Args:
             batch: Batch of this rank.
             step: Step of the run, from 0.
+
+        Raises:
+            RunError: The ids of the batch have already been replaced.
         """
         if batch.new_rows is not None:
             raise RunError("the ids of this batch have already been replaced by rows", where=f"step {step}")

@@ -61,8 +61,8 @@ def compute_admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: 
 def count_rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
     """Return the number of ids that lose their rows at a step with too few free rows.
 
-    With lru, the missing rows are freed, plus some in advance. With lfu, at most 1/64 of the rows are
-    reassigned per step; otherwise, a batch with many new ids would take rows from frequent ids.
+    With lru, the missing rows are freed, plus some in advance. With lfu, only 1/64 of the rows (at least one)
+    are freed per step; otherwise, a batch with many new ids would take rows from frequent ids.
 
     Args:
         eviction: Eviction policy.
@@ -76,7 +76,7 @@ def count_rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
 
 
 def find_expiry_step(ttl_steps: int | None, step: int) -> int | None:
-    """Return the step such that ids last seen before it expire now, or None if no ids expire at this step.
+    """Return the step s such that ids last seen before s expire now, or None if no ids expire now.
 
     Args:
         ttl_steps: Number of steps for which an id may remain unseen; None: unlimited.
@@ -150,7 +150,7 @@ def find_lowest_keys(
 def _find_thresholds(
     tables: torch.Tensor, scores: torch.Tensor, counts: list[int], lows: list[int], highs: list[int], peers: Peers
 ) -> tuple[list[int], list[int]]:
-    """Return the score of the last key to take and the number of keys with it to take, for each table.
+    """Return each table's score of the last key to take, and the number of keys with this score to take.
 
     Args:
         tables: Table number of each key, int64 [n], ascending.

@@ -172,7 +172,7 @@ class RowMaps:
             self.waiting.remove(self._to_table_numbers(counts)[which], self._spread_over_tables(counts, sizes), slots)
 
     def _evict(self, requested: Sequence[int], step: int) -> None:
-        """Free rows of tables with too few free rows, including some for later steps."""
+        """Free rows of tables that evict ids and have too few free rows, including some for later steps."""
         counts = {
             table: count_rows_to_free(self.policies[table].eviction, missing, self.capacities[table])
             for table, missing in self._count_missing_rows(requested).items()
@@ -232,7 +232,7 @@ class RowMaps:
         sightings: torch.Tensor,
         candidates_WT: list[list[int]],
     ) -> tuple[torch.Tensor, list[list[int]]]:
-        """Return the indices of candidates to admit, and counts per rank and table; a collective."""
+        """Return the indices of candidates to admit, and their number per rank and table; a collective."""
         shortages = self._count_missing_rows(_sum_over_ranks(candidates_WT))
         if not shortages:
             return torch.arange(len(candidates), device=self.device), candidates_WT

@@ -81,7 +81,7 @@ class TableOptimizer(ABC):
         lr: float,
         eps: float,
     ) -> None:
-        """Apply one update in place, as the optimizer is defined.
+        """Apply one update in place, following the definition of the optimizer.
 
         The parity check compares kernels and `torch_class` with this method.
 

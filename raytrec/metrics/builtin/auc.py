@@ -75,7 +75,10 @@ class AUC(RankedMetric):
 
     @classmethod
     def bound(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return half of the share of pairs within a bin: in the exact order, such a pair counts 0 or 1."""
+        """Return half of the share of pairs within a bin.
+
+        Such a pair counts half, whereas it counts 0 or 1 in the exact order.
+        """
         return sums["tied"] / (sums["positive"] * sums["negative"])
 
 

@@ -1,7 +1,7 @@
 """Sequences packed without padding between ids.
 
-Operations on groups of rows are excluded from train.compile (torch.compiler.disable). Their lengths change
-with every step, and each change would recompile them.
+Operations on groups of rows are excluded from train.compile (torch.compiler.disable). The lengths of groups
+change with every step, and each change would recompile these operations.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PackedSequences:
         present: True at positions with an id, which are the first positions of each row, most recent first;
             bool [B, L].
         lengths: Number of ids in each row, int [B], on the host, from which all sizes are computed; default:
-            read from the device, which blocks.
+            read from the device, for which the host waits.
 
     Attributes:
         recency: Number of more recent ids in the same row, int64 [N].

@@ -125,8 +125,8 @@ class Queries(nn.Module):
 
     Attributes:
         count: Number of query vectors.
-        own_loss_index: Index of the vector for the model's own loss: that of the last output or, without
-            outputs, of the losses that compare rows.
+        own_loss_index: Index of the vector for the model's own loss: the vector of the last output or,
+            without outputs, the vector for losses that compare rows.
     """
 
     def __init__(self, outputs: int, vectors: bool, width: int):

@@ -36,7 +36,7 @@ def curves(run: History) -> Figure | None:
 
 @style.styled
 def ratios(run: History) -> Figure | None:
-    """Draw metrics whose target is 1 over steps, such as the sum of predictions ÷ the sum of labels."""
+    """Draw, over steps, the metrics whose target is 1, such as the sum of predictions ÷ the sum of labels."""
     return _draw_over_steps(run, [each for each in _measured(run) if each.is_ratio], right=1)
 
 
@@ -147,7 +147,7 @@ def _has_line(run: History, key: str, kinds: Iterable[type[Measured]]) -> bool:
 
 
 def _draw_over_steps(run: History, metrics: list[Metric], right: float | None = None) -> Figure | None:
-    """Draw a panel for each metric with at least two points, and a horizontal line at `right`."""
+    """Draw a panel for each metric with at least two points, and a horizontal line at `right` if given."""
     plotted = [metric for metric in metrics if _has_line(run, metric.key, STYLES)]
     if not plotted:
         return None
@@ -206,7 +206,7 @@ def _find_last_curves(run: History, name: str, keys: tuple[str, str]) -> tuple[M
 
     Returns:
         The evaluation, and for each task a dict of the two lists, a `name` for the legend, and the recorded
-            curve as `written`.
+        curve as `written`.
     """
     for evaluation in reversed(run.figures(Eval, Final)):
         task_curves = []

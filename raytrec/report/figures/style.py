@@ -1,4 +1,4 @@
-"""Common style of all figures, and their conversion to PNG and SVG. Without pyplot, there is no global state.
+"""Common style of all figures, and their conversion to PNG and SVG, without pyplot and its global state.
 
 Figures are legible on a page 360 pixels wide, and fit side by side on a wide page.
 """
@@ -175,7 +175,7 @@ def to_standalone_svg(svg: str) -> str:
 
 
 def thin_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the x and y values of a line, averaged over neighbors to at most MAX_LINE_POINTS points."""
+    """Return x and y values of a line; beyond MAX_LINE_POINTS points, y values of neighbors are averaged."""
     size = -(-len(xs) // MAX_LINE_POINTS)
     if size <= 1:
         return list(xs), list(ys)

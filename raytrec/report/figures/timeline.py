@@ -32,7 +32,7 @@ EVENT_STYLES = {  # kind of event → label, color, marker
 
 @style.styled
 def draw_elastic_timeline(run: RunFolder) -> Figure | None:
-    """Draw the number of workers over time and, below it, steps and events; failures reduce the step."""
+    """Draw the number of workers over time and, below it, steps, which decrease on failures, and events."""
     record = build_timeline(run)
     if not record.groups:
         return None
@@ -136,7 +136,7 @@ def _make_checks_title(checks: list[Outcome], failed: list[Outcome]) -> str:
 
 @style.styled
 def draw_throughput(run: RunFolder) -> Figure | None:
-    """Draw the rows per second that all ranks together train, over steps."""
+    """Draw the training throughput of all ranks together, in rows per second, over steps."""
     steps, rates = points(run, Train, "rows_per_s")
     if len(steps) < 2:
         return None
@@ -154,7 +154,7 @@ def draw_throughput(run: RunFolder) -> Figure | None:
 
 @style.styled
 def draw_phase_totals(run: RunFolder) -> Figure | None:
-    """Draw the milliseconds of each phase per step, as a bar for each rank of the last group of workers."""
+    """Draw the milliseconds of each phase per step, as bars for up to MAX_BARS ranks of the last group."""
     ranks = [line for line in sum_over_time(skip_warmup(run.ranks)) if line.steps]
     if not ranks:
         return None
@@ -179,7 +179,7 @@ def draw_phase_totals(run: RunFolder) -> Figure | None:
 
 @style.styled
 def draw_phases_over_steps(run: RunFolder) -> Figure | None:
-    """Draw the milliseconds of each phase per step, over steps, in a panel for each rank."""
+    """Draw the milliseconds of each phase per step, over steps, in panels for up to MAX_PANELS ranks."""
     ranks = [line for line in sum_over_time(run.ranks) if line.steps]
     if not ranks:
         return None

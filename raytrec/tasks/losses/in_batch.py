@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 class BayesianPersonalizedRanking(BatchLoss):
     """Bayesian personalized ranking: mean of −ln sigmoid(s − s') over the group's rows with a lower label.
 
-    The mean is weighted by the weights of these other rows. If there are none, the loss is 0. Rows of the
-    global batch with the same value of the task's `group` form a group; without `group`, the global batch is
-    one group. Rows in different batches are not compared. Source: Rendle et al. 2009, arXiv:1205.2618.
-    Predictions are scores of which only the order is meaningful.
+    s is the row's score, and s' is the score of the other row. The mean is weighted by the weights of the
+    other rows. If there are none, the loss is 0. Rows of the global batch with the same value of the task's
+    `group` form a group; without `group`, the global batch is one group. Rows in different batches are not
+    compared. Source: Rendle et al. 2009, arXiv:1205.2618. Predictions are scores of which only the order is
+    meaningful.
     """
 
     metrics = ("auc",)
@@ -43,10 +44,11 @@ class InBatchSoftmax(BatchLoss):
 
     The softmax is over the items of all rows of the global batch with a weight > 0. Rows with label 0 have no
     loss, but their items are negatives for other rows. If the task sets `item`, other rows with the same item
-    are excluded. If the task sets `item_frequency`, its logarithm is subtracted from the scores of every
-    item, but not from predictions. Frequent items occur in more batches and would otherwise be penalized
-    (log-Q correction; Yi et al. 2019, https://doi.org/10.1145/3298689.3346996). Counts below 1 are replaced
-    with 1. The model must output vectors, as two_tower does. A row's score is the dot product of its vectors.
+    are excluded. If the task sets `item_frequency`, the logarithm of an item's frequency is subtracted from
+    the item's scores, but not from predictions. Frequent items occur in more batches and would otherwise be
+    penalized (log-Q correction; Yi et al. 2019, https://doi.org/10.1145/3298689.3346996). Counts below 1 are
+    replaced with 1. The model must output vectors, as two_tower does. A row's score is the dot product of its
+    vectors.
 
     Args:
         temperature: Divisor of scores, > 0.
