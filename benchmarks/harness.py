@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: turns of sides, tables, results and documents.
+"""Shared parts of the benchmarks: alternating measurements, tables, results and documents.
 
 A benchmark is a script with a command and the options `Rounds` and `Smallest`. Its sides take turns, either in
 one process (`take_turns`) or as groups of ranks (`Ranks`), which run `SCRIPT side RANK WORLD STORE` and answer

@@ -35,7 +35,7 @@ def table(rows: int, seed: int, ids: np.ndarray) -> pa.Table:
 
 
 def prepare(folder: Path, steps: int) -> int:
-    """Write data for `steps` steps in EPOCHS epochs with a small last batch; return the number of rows."""
+    """Write data for `steps` steps in EPOCHS epochs with a partial last batch; return the number of rows."""
     rows = steps // EPOCHS * BATCH - BATCH // 3
     for name, count, ids in (
         ("train", rows, np.arange(rows)),

@@ -2,8 +2,8 @@
 
     python benchmarks/smoke.py [--only train,parity]
 
-The smallest forms have one fault, few cases and little data, and write nothing into benchmarks/results or the
-repository. If a target fails, the exit code is 1 and the end of the target's output is printed.
+The smallest forms run few cases on little data, inject few faults, and write nothing into benchmarks/results
+or the repository. If a target fails, the exit code is 1 and the end of the target's output is printed.
 """
 
 from __future__ import annotations

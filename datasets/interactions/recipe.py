@@ -177,8 +177,8 @@ def _write_keys(folder: Path, name: str, keys: pa.Array, columns: dict[str, pa.A
 def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema:
     """Return the schema of the dataset, in which item and history share a table.
 
-    Rows of whole users are for next-item models. The schema of such rows contains only item, history and
-    `negatives`; the negatives are drawn when rows are read.
+    With one row per user (for next-item models), the schema contains only item, history and `negatives`;
+    the negatives are drawn when rows are read.
     """
     if chosen.rows == "user":
         sequence = {"table": "item", "pooling": "sequence"}

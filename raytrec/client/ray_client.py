@@ -97,7 +97,7 @@ class ClientRun(Run):
         """Wait until the run has started, and ask it to save a checkpoint and end."""
         while self._poll() == "starting":
             sleep(self.poll_s)
-        self._call_cluster(queries.stop)
+        self._ask(queries.stop)
 
     def _read(self) -> None:
         ended = self._result is None or self._connection.is_done(self._result)
@@ -122,7 +122,7 @@ class ClientRun(Run):
     def _take_news(self) -> str:
         """Read all new data, and return the state of the run folder."""
         while True:
-            news = self._call_cluster(queries.news, self._since)
+            news = self._ask(queries.news, self._since)
             self.log += strip_messages(news["lines"].pop(LOG_FILE))
             for file, text in news["lines"].items():
                 for line in text.splitlines():
@@ -140,7 +140,7 @@ class ClientRun(Run):
         driver = self._connection.actor(queries.Driver)
         return self._connection.ask(driver.command, name, self._folder, places, options, timeout=None)
 
-    def _call_cluster(self, question: Callable[..., Any], *arguments: Any) -> Any:
+    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
         return self._connection.call(question, self._folder, *arguments)
 
 

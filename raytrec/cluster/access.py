@@ -116,7 +116,7 @@ def _require_token_file(create: bool, local_only: bool) -> None:
     if not is_readable:
         raise RunError(
             "the token of the Ray cluster is missing",
-            where=f"{TOKEN} is not set, and {file} does not exist",
+            where=f"{TOKEN} is not set, and {file} is missing or unreadable",
             expected="the token of the cluster, available from its owner",
             do=f"store it in {file} (chmod 600), or set {TOKEN_PATH_VARIABLE}=FILE; "
             "if your own cluster requires no token, "

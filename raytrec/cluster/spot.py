@@ -64,7 +64,7 @@ class SpotFirst(NodeProvider):
 
     @staticmethod
     def on_demand(node_config: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the configuration of the same machine on demand, or None if it is not a spot machine."""
+        """Return the configuration of an equal on-demand machine, or None if the given one is not a spot machine."""
         raise NotImplementedError
 
 

@@ -248,7 +248,7 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
                     f"the optimizer of {part} is {name}, but the checkpoint has the state of {old[part]}",
                     where=f"warm_start.from={config.warm_start.from_}",
                     expected="the checkpoint's optimizers",
-                    do="set warm_start.optimizer=false, or the checkpoint's optimizers",
+                    do="set warm_start.optimizer=false, or use the checkpoint's optimizers",
                 )
     return lines
 

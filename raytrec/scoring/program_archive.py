@@ -113,7 +113,7 @@ def sanitize_archive(content: bytes) -> bytes:
         raise DisallowedContent("pickled sample inputs")
     for name, value in FIXED_ENTRIES.items():
         if (parts.setdefault(name, _pop_entry(entries, name))) != value:
-            raise DisallowedContent(f"an entry {name} other than {value.decode()}")
+            raise DisallowedContent(f"an entry {name} with a value other than {value.decode()}")
     if unknown := sorted(set(entries) - WRITTEN_BY_TORCH):
         raise DisallowedContent(f"the unexpected entry {unknown[0]!r}")
     buffer = io.BytesIO()

@@ -69,7 +69,7 @@ class Skew:
     def show(self) -> None:
         """Print the names of the differences, followed by tables, to stdout."""
         metrics, console = self.metrics, open_console()
-        console.print(to_plain_text(f"differs      {', '.join(metrics['differs']) or 'nothing'}"), soft_wrap=True)
+        console.print(to_plain_text(f"differences  {', '.join(metrics['differs']) or 'none'}"), soft_wrap=True)
         rows = f"{metrics['rows']:,} rows of {format_count(metrics['requests'], 'request')}"
         console.print(to_bold_text(metrics["name"]), soft_wrap=True)
         for version, count in metrics["other_versions"].items():

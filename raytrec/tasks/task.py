@@ -240,10 +240,10 @@ def check_options(section: TaskSection, loss: Loss, where: str) -> None:
         )
     if section.item_frequency is not None and not (isinstance(loss, BatchLoss) and loss.reads_counts):
         raise ConfigError(
-            f"item_frequency is {section.item_frequency}, but {section.loss} compares no items of a batch",
+            f"item_frequency is {section.item_frequency}, but {section.loss} does not compare items of a batch",
             where=f"{where}.item_frequency",
             expected="in_batch_softmax, which corrects for the frequency of items in batches",
-            do="remove item_frequency, or use this loss",
+            do="remove item_frequency, or use in_batch_softmax",
         )
     if isinstance(loss, BatchLoss) and loss.needs_column and getattr(section, loss.by or "", None) is None:
         raise ConfigError(

@@ -105,8 +105,8 @@ class Step:
         managed: Maps of managed ids; None if no table has managed ids.
 
     Attributes:
-        trained: Number of steps for which the model has been trained. Learning rates and, with seed and rank,
-            dropout depend only on this number, so a restored run continues exactly.
+        trained: Number of steps for which the model has been trained. Learning rates depend only on this
+            number, and dropout on this number, seed and rank, so a restored run continues exactly.
         drain_every: Number of steps between drains of the pipeline (only with managed ids); None: no regular
             drains.
         phases: Training time by phase; measured if tracking.every_steps is set.

@@ -1,5 +1,6 @@
 """Test remote runs without a cluster: metrics, the log of a job, and notebook output."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 
 from raytrec.client.job_run import JobApi, JobRun
 from raytrec.client.notebook import Page, Pictures, render_curves, render_progress
+from raytrec.client.ray_client import ClientRun
 from raytrec.client.run import Run
 from raytrec.common.errors import RunError
 from raytrec.common.messages import Eval, Start, Train
@@ -182,6 +184,13 @@ def test_job_api_lists_jobs_as_runs(monkeypatch):
     with pytest.raises(RunError, match="there is no job 'mine'") as error:
         api.run("mine")
     assert "mine-1" in error.value.expected
+
+
+@pytest.mark.parametrize("kind", [JobRun, ClientRun])
+def test_runs_define_all_operations_that_the_base_class_leaves_open(kind):
+    functions = {name: value for name, value in vars(Run).items() if inspect.isfunction(value)}
+    missing = {name for name, value in functions.items() if "NotImplementedError" in value.__code__.co_names}
+    assert "_ask" in missing and missing <= vars(kind).keys()
 
 
 def test_client_modules_import_neither_torch_nor_ray():

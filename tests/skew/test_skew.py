@@ -139,7 +139,7 @@ def test_skew_shows_the_verdict_first_in_80_columns(
     )
     found.show()
     lines = narrow_output()
-    assert lines[0] == f"differs      {', '.join(found.metrics['differs'])}" and lines[1] == loaded_export.version
+    assert lines[0] == f"differences  {', '.join(found.metrics['differs'])}" and lines[1] == loaded_export.version
     rows = [line for line in lines if line.startswith("│ differs │")]
     assert len(rows) == len(found.metrics["differs"]) > 0
     first = found.measures[0]
@@ -165,7 +165,7 @@ def test_skew_lists_other_versions_without_comparison(two_exports, loaded_export
     assert found.metrics["other_versions"] == {other.version: 60} and found.metrics["rows"] == 100
     found.show()
     shown = capsys.readouterr().out
-    assert f"60 rows of {other.version}" in shown and "differs      nothing" in shown and "psi" in shown
+    assert f"60 rows of {other.version}" in shown and "differences  none" in shown and "psi" in shown
     with pytest.raises(RunError, match="contains no rows of this export") as caught:
         skew(str(tmp_path / "more"), two_exports[0])
     assert other.version in caught.value.expected

@@ -110,7 +110,7 @@ MASK_CYCLE = [{"name": "a", "label": "clicked", "mask": "b"}, {"name": "b", "lab
             SCHEMA,
             ["compares rows by the task's group, but group is not set", "tasks[0].group"],
         ),
-        ([{"item_frequency": "often"}], SCHEMA, ["item_frequency is often, but bce compares no items"]),
+        ([{"item_frequency": "often"}], SCHEMA, ["item_frequency is often, but bce does not compare items"]),
         ([{"loss": "bpr", "item_frequency": "often"}], SCHEMA, ["tasks[0].item_frequency"]),
     ],
 )

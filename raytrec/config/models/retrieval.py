@@ -52,7 +52,7 @@ class SampledSection(ModelSection):
         return self.negatives is not None
 
     def sequence_lengths(self, schema: Schema) -> dict[str, int]:
-        """Return negatives → maximum number of ids, as negatives are read id by id; empty if none are set."""
+        """Return {negatives: max_negatives}, because negatives are read id by id; {} if `negatives` is not set."""
         return {} if self.negatives is None else {self.negatives: self.max_negatives}
 
     def check_negatives(self, schema: Schema, item: str) -> None:
