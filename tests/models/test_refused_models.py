@@ -118,7 +118,7 @@ ESMM = {"click": "clicked", "conversion": "bought"}
         ("esmm", ESMM | {"conversion": "clicked"}, ["clicked", "bought"], "are both clicked"),
         ("esmm", ESMM, ["clicked"], r"(?s)'bought'.*model\.conversion"),
         ("esmm", ESMM, ["clicked", "bought", "y"], "not for y"),
-        ("esmm", ESMM | {"conversion": "kind"}, ["clicked", "kind"], "kind has 3 columns"),
+        ("esmm", ESMM | {"conversion": "kind"}, ["clicked", "kind"], "kind reads 3 columns"),
         ("dbmtl", {"relations": {"bougt": ["clicked"]}}, ["clicked", "bought"], "did you mean 'bought'"),
         ("dbmtl", {"relations": {"bought": ["clik"]}}, ["clicked", "bought"], r"(?s)'clicked'.*relations\.bought"),
         ("dbmtl", {"relations": {"bought": ["clicked"], "clicked": ["bought"]}}, ["clicked", "bought"], "cycle"),
