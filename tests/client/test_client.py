@@ -386,7 +386,7 @@ def test_client_reports_mismatched_ray_version(head, tmp_path):
     assert got["error"].startswith("this version of raytrec does not support ray 2.59.0\n")
     assert "expected: ray 2.60.0" in got["error"] and len(got["error"].splitlines()) <= 4
     older = "from raytrec.cluster import access; from raytrec.compat import versions\n"  # an older raytrec
-    older += "access.RAY = '2.59.0'; versions.OTHERS['ray'] = ('2.59.0',)\n"
+    older += "access.RAY = '2.59.0'; versions.SUPPORTED_VERSIONS['ray'] = ('2.59.0',)\n"
     got = light.run_notebook_program(older + CONNECT_PROGRAM, env, head.client)
     assert "Ray 2.59.0 on the cluster, as here" in got["error"], got["error"]
     assert len(got["error"].splitlines()) <= 4
