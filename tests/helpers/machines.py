@@ -12,8 +12,8 @@ class LocalMachineProvider(FakeMultiNodeProvider):
 
     def non_terminated_nodes(self, tag_filters: dict[str, str]) -> list[str]:
         with self.lock:
-            for name in [name for name, known in self._count_nodes.items() if _has_died(known)]:
-                self._terminate_node(self._count_nodes.pop(name))  # its agents and workers
+            for name in [name for name, known in self._nodes.items() if _has_died(known)]:
+                self._terminate_node(self._nodes.pop(name))  # its agents and workers
         return super().non_terminated_nodes(tag_filters)
 
 
