@@ -86,10 +86,15 @@ def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: 
     else:
         x, is_present = read_number_column(column, name, place, dtype=np.float64), None
     x = signed_log(x) if scale.log else x
-    with np.errstate(over="ignore"):
-        x = ((x - scale.mean) / scale.std).astype(np.float32)
+    x = standardize(x, scale.mean, scale.std)
     check_finite(x, name, place)
     return x if is_present is None else np.where(is_present, x, np.float32(0))
+
+
+def standardize(values: np.ndarray, mean: float | np.ndarray, std: float | np.ndarray) -> np.ndarray:
+    """Return (x − mean) ÷ std of each number in float64, as float32; infinite if too large."""
+    with np.errstate(over="ignore"):
+        return ((values - mean) / std).astype(np.float32)
 
 
 def signed_log(values: np.ndarray) -> np.ndarray:

@@ -32,6 +32,7 @@ split_with_sizes sqrt square squeeze stack std sub sum sym_size t tan tanh thres
 tril triu true_divide trunc type_as unbind unflatten unsqueeze var var_mean view view_as where xlogy zeros
 zeros_like
 """
+OPERATOR_NAMES = frozenset(OPERATORS.split())
 SIZES = "add sub mul floordiv truediv mod neg eq ne lt le gt ge and_ or_ getitem"  # on tensor sizes
 OTHER_OPERATORS = {
     *("torch.ops.higher_order.wrap_with_autocast", "torch.ops.higher_order.wrap_with_set_grad_enabled"),
@@ -53,7 +54,7 @@ class DisallowedContent(ValueError):
 def is_operator(target: str) -> bool:
     """Return True if a program may call this operator."""
     name = (OPERATOR_PATTERN.fullmatch(target) or ("", ""))[1]
-    return target in OTHER_OPERATORS or (name in OPERATORS.split() and is_dispatched(target))
+    return target in OTHER_OPERATORS or (name in OPERATOR_NAMES and is_dispatched(target))
 
 
 def check_arguments(target: Any, inputs: Any) -> None:

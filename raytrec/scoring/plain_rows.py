@@ -1,7 +1,7 @@
 """Plain rows of requests: numbers and ids without nulls, read with one call for all columns.
 
-`PlainRowReader` reads only values about which no question arises. All other rows, such as rows with nulls,
-text or invalid values, are read or refused by `RowReader`, which alone defines the meaning of a value.
+`PlainRowReader` reads only values that need no conversion and violate no rule. All other rows, such as rows
+with nulls, text or invalid values, are read or refused by `RowReader`, which defines what a value means.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.data.arrow import is_list, plain, unnest
-from raytrec.data.column_conversion import FIRST_INEXACT_INTEGER, signed_log
+from raytrec.data.column_conversion import FIRST_INEXACT_INTEGER, signed_log, standardize
 from raytrec.data.read_plans import NO_MANAGED_ID
 from raytrec.data.row_slices import Chunk, Rows
 from raytrec.scoring.request_rows import RowReader
@@ -43,15 +43,12 @@ class PlainRowReader:
         self._ids = list(dict.fromkeys(columns[name] for name in form.singles))
         self._lists = list(dict.fromkeys(columns[name] for name in form.bags))
         special = form.plan.transforms or schema.candidates or schema.has_weights or form.features_with_side_features
-        if (
-            special
-            or not types
-            or not (
-                all(types[name] in (int, float) for name in self._dense)
-                and all(types[name] is int for name in self._ids)
-                and all(types[name] == list[int] for name in self._lists)
-            )
-        ):
+        is_plain = (
+            all(types[name] in (int, float) for name in self._dense)
+            and all(types[name] is int for name in self._ids)
+            and all(types[name] == list[int] for name in self._lists)
+        )
+        if special or not types or not is_plain:
             raise ValueError("the rows of this model are not plain")
         self._form = form
         self._single_places = [self._ids.index(columns[name]) for name in form.singles]
@@ -65,8 +62,8 @@ class PlainRowReader:
         self._bag_limits = [np.uint64(limits[name]) for name in form.bags]
         scales = [schema.scale.get(name) for name in self._dense]
         self._is_log = np.array([scale is not None and scale.log for scale in scales], bool)
-        self._means = np.array([scale.mean if scale else 0.0 for scale in scales])
-        self._stds = np.array([scale.std if scale else 1.0 for scale in scales])
+        self._means = np.array([[scale.mean if scale else 0.0] for scale in scales])
+        self._stds = np.array([[scale.std if scale else 1.0] for scale in scales])
         self._make_decoders(types)
 
     def _make_decoders(self, types: Mapping[str, Any]) -> None:
@@ -193,9 +190,7 @@ class PlainRowReader:
         if self._is_log.any():
             numbers_DB = numbers_DB.copy()
             numbers_DB[self._is_log] = signed_log(numbers_DB[self._is_log])
-        scaled_DB = (numbers_DB - self._means[:, None]) / self._stds[:, None]
-        with np.errstate(over="ignore"):
-            scaled_DB = scaled_DB.astype(np.float32)
+        scaled_DB = standardize(numbers_DB, self._means, self._stds)
         return scaled_DB if np.isfinite(scaled_DB).all() else None
 
     def _mark_managed(self, ids: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,20 +63,18 @@ class Query:
         program: Program of the model: predict, or a tower.
         rows: Rows, which are `Rows` if they are plain; with a user, the candidates.
         user: The user's single row, whose columns the candidates do not repeat; None: rows are complete.
-        body: Body of a request with plain rows.
+        read_original: Function that returns plain rows as the client sent them, for the log.
     """
 
     scorer: Scorer
     program: ProgramName
     rows: pa.Table | ObjectRows | Rows
     user: pa.Table | None = None
-    body: pa.Table | bytes | None = None
+    read_original: Callable[[], pa.Table | ObjectRows] | None = None
 
     def to_table(self) -> pa.Table:
         """Return the rows as a table with the columns of the request."""
-        if isinstance(self.body, bytes):
-            return concat_rows([_decode_json(self.body, self.scorer, self.program, Limits())[0]])
-        return concat_rows([self.rows if self.body is None else self.body])
+        return concat_rows([self.read_original() if self.read_original else self.rows])
 
     def score(self, parts: Sequence[pa.Table | ObjectRows | Rows]) -> list[np.ndarray]:
         """Return the scores of rows of this query, or of queries to the same program, as Scorer.score does.
@@ -108,7 +106,13 @@ def decode_request(content_type: str, body: bytes, scorer: Scorer, program: Prog
         sizes = limits.rows, limits.ids
         plain = plain_reader.read_json(body, *sizes) if rows is None else plain_reader.read_table(rows, *sizes)
         if plain is not None:
-            return Query(scorer, program, plain, body=body if rows is None else rows)
+            table = rows  # None for JSON, which is decoded again only if the request is logged
+            return Query(
+                scorer,
+                program,
+                plain,
+                read_original=lambda: _decode_json(body, scorer, program, limits)[0] if table is None else table,
+            )
     if rows is None:
         rows, user = _decode_json(body, scorer, program, limits)
     _check_count(rows, limits)
