@@ -44,9 +44,9 @@ class PlainRowReader:
         self._lists = list(dict.fromkeys(columns[name] for name in form.bags))
         special = form.plan.transforms or schema.candidates or schema.has_weights or form.features_with_side_features
         is_plain = (
-            all(types[name] in (int, float) for name in self._dense)
-            and all(types[name] is int for name in self._ids)
-            and all(types[name] == list[int] for name in self._lists)
+            all(types.get(name) in (int, float) for name in self._dense)
+            and all(types.get(name) is int for name in self._ids)
+            and all(types.get(name) == list[int] for name in self._lists)
         )
         if special or not types or not is_plain:
             raise ValueError("the rows of this model are not plain")

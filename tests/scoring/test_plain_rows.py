@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from raytrec.common.errors import RaytrecError
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
+from raytrec.config.transforms import Age
 from raytrec.data.assembler import Assembler
 from raytrec.scoring.plain_rows import PlainRowReader, make_plain_reader
 from raytrec.scoring.request_rows import RowReader, to_table
@@ -189,3 +190,13 @@ def test_models_with_transforms_or_weights_have_no_plain_rows():
     )
     columns = pa.schema([("a", pa.list_(pa.int64())), ("w", pa.list_(pa.float64()))])
     assert make_plain_reader(RowReader(weighted, (), ("a",), columns)) is None
+
+
+def test_models_with_computed_columns_have_no_plain_rows():
+    features = {"sparse": {"a": {"table": "a"}}, "tables": {"a": {"rows": 3, "dim": 4}}}
+    schema = Schema.parse({"labels": ["y"], "dense": ["days"], **features}, "x")
+    age = Age.model_validate(
+        {"do": "age", "columns": ["seen"], "until": "2026-11-01", "unit": "days", "into": ["days"]}
+    )
+    columns = pa.schema([("seen", pa.timestamp("s", "UTC")), ("a", pa.int64())])
+    assert make_plain_reader(RowReader(schema, (age,), (), columns)) is None
