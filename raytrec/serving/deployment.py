@@ -21,7 +21,7 @@ from starlette.responses import Response
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.app import Listener, Service, json_response
+from raytrec.serving.app import Service, json_response
 from raytrec.serving.bodies import JSON, RefusedRequest, check_type
 from raytrec.serving.coordinator import (
     FOLLOW_INTERVAL_S,
@@ -31,6 +31,7 @@ from raytrec.serving.coordinator import (
     ReplicaCommand,
     ReplicaState,
 )
+from raytrec.serving.listener import Listener
 from raytrec.serving.loaded_exports import execute_command, get_containing_folder, load_either, resolve_export
 from raytrec.serving.openapi import Endpoint
 from raytrec.serving.options import TOKEN, ServiceOptions

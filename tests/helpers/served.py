@@ -7,8 +7,9 @@ import urllib.request
 import numpy as np
 import pyarrow as pa
 
-from raytrec.serving.app import Listener, Service
+from raytrec.serving.app import Service
 from raytrec.serving.bodies import ARROW, JSON
+from raytrec.serving.listener import Listener
 from raytrec.serving.loaded_exports import LoadedExports
 
 TOKEN = "a token"

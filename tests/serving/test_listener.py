@@ -11,7 +11,7 @@ import pytest
 from waiting import wait_for
 
 from raytrec.cluster.local_ray import check_ports
-from raytrec.serving.app import Listener
+from raytrec.serving.listener import Listener
 
 LIMITS_MODULE_PREFIX = "raytrec.compat.uvicorn_."
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
