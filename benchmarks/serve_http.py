@@ -31,8 +31,7 @@ from raytrec.serving.bodies import ARROW, JSON
 
 ROWS, BODIES, CLIENTS, START_S, TOLERANCE = 32, 60, (1, 10, 50), 180, 1e-5
 DENSE, SPARSE = [f"I{i}" for i in range(1, 14)], [f"C{i}" for i in range(1, 27)]
-# Side → service, path, form of its bodies.
-SIDES = {
+SIDES = {  # side → service, path, form of its bodies
     "ray": ("ray", "/predict", "tensors"),
     "pydantic": ("fastapi", "/pydantic", "tensors"),
     "orjson": ("fastapi", "/orjson", "tensors"),
@@ -46,10 +45,8 @@ SIDES = {
 PEERS = ("pydantic", "orjson", "stacked")
 MARK = "BENCH_SERVE_PORT"  # environment variable that marks the processes of a service
 OIP_LENGTH = "Inference-Header-Content-Length"
-HEADER = (
-    *("variant", "clients", "requests/s", "p50 ms", "p99 ms", "CPU-µs/request", "answering process"),
-    *(f"requests/s × {peer}" for peer in PEERS),
-)
+FIGURES = "requests/s", "p50 ms", "p99 ms", "CPU-µs/request", "answering process"
+HEADER = ("variant", "clients", *FIGURES, *(f"× {peer}" for peer in PEERS))
 
 
 def write_weights(export: str, file: str) -> None:
@@ -100,7 +97,10 @@ def _running(words: list[str], side: dict[str, Any], environment: dict[str, str]
             yield
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            for pid in _find_processes(side["port"])["pids"]:  # did not end
+                os.kill(pid, signal.SIGKILL)
 
 
 def _free_ports(count: int) -> list[int]:
@@ -131,7 +131,7 @@ def _write_bodies(data: pa.Table) -> dict[str, dict[str, Any]]:
             ("binary", "application/octet-stream", head + dense.tobytes() + ids.tobytes()),
         ):
             by_form.setdefault((form, kind), []).append(body)
-    forms: dict[str, dict[str, Any]] = {}
+    forms = {}
     for (form, kind), bodies in by_form.items():
         Path(form).write_bytes(pickle.dumps(bodies))
         forms[form] = {"headers": {"Content-Type": kind, "Accept": kind}, "bodies": str(Path(form).absolute())}
