@@ -37,7 +37,7 @@ def local_export(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["s3", "gs"])
 def bucket(request):
-    with getattr(object_stores, request.param)() as uri:
+    with {"s3": object_stores.run_s3_store, "gs": object_stores.run_gcs_store}[request.param]() as uri:
         yield uri
 
 
