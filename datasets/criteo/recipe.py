@@ -72,7 +72,7 @@ def write(
 
 @dataclass(frozen=True)
 class Files:
-    """Source files.
+    """Files of the source that are converted, and their division into splits.
 
     Attributes:
         all: All files in order.
