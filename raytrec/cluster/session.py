@@ -198,7 +198,7 @@ def _require_single_address(addresses: list[str], source: str) -> str:
         raise RunError(
             f"there are {len(addresses)} clusters on this machine: {', '.join(sorted(addresses))}",
             where=source,
-            expected="the address of one of them",
+            expected="scaling.address=HOST:PORT of one of them",
         )
     return addresses[0]
 

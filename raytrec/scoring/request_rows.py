@@ -235,6 +235,8 @@ def _describe_type(kind: pa.DataType) -> str:
         return "a whole number below 2⁶³" if kind == pa.int64() else f"a whole number ({kind})"
     if types.is_floating(kind):
         return "a number"
+    if types.is_timestamp(kind):
+        return f"ISO 8601 {'with' if kind.tz else 'without'} an offset, as 2026-05-31T12:00:00{'Z' if kind.tz else ''}"
     if types.is_temporal(kind):
         return f"a time in ISO 8601 ({kind})"
     return {pa.bool_(): "true or false", pa.string(): "text"}.get(kind, str(kind))

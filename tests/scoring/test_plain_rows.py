@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytrec.common.errors import RaytrecError
+from raytrec.common.errors import DataError, RaytrecError
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Age
@@ -190,6 +190,21 @@ def test_models_with_transforms_or_weights_have_no_plain_rows():
     )
     columns = pa.schema([("a", pa.list_(pa.int64())), ("w", pa.list_(pa.float64()))])
     assert make_plain_reader(RowReader(weighted, (), ("a",), columns)) is None
+
+
+@pytest.mark.parametrize(
+    "zone, text, expected",
+    [
+        ("UTC", "2026-05-31T12:00:00", "ISO 8601 with an offset, as 2026-05-31T12:00:00Z"),
+        (None, "2026-05-31T12:00:00Z", "ISO 8601 without an offset, as 2026-05-31T12:00:00"),
+    ],
+)
+def test_invalid_times_state_if_an_offset_is_needed(zone, text, expected):
+    columns = pa.schema([("seen", pa.timestamp("s", zone))])
+    with pytest.raises(DataError) as error:
+        to_table({"seen": text}, columns)
+    assert expected in error.value.expected
+    assert len(to_table({"seen": expected.rpartition(" ")[2]}, columns)) == 1
 
 
 def test_models_with_computed_columns_have_no_plain_rows():
