@@ -155,7 +155,10 @@ def has_local_ray() -> bool:
 
 
 def find_log_folder() -> Path | None:
-    """Return the log folder of the local cluster of this process, or None; it is removed with the cluster."""
+    """Return the log folder of the local cluster of this process, or None if this process started no cluster.
+
+    The folder is removed with the cluster.
+    """
     return get_logs_folder() if _state.is_own else None
 
 
