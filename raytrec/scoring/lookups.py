@@ -205,26 +205,24 @@ class Lookups:
 
     def __call__(self, rows: AssembledTensors, needed_features: Collection[str]) -> Tensors:
         """Return the inputs of `needed_features`, with B rows each, and the dense columns."""
-        bags, inputs = rows.bags, {("dense", ""): rows.dense}
-        lengths_FB = bags.lengths.view(-1, bags.rows)
+        bags, side_features = rows.bags, rows.side_features or {}
+        inputs: Tensors = {("dense", ""): rows.dense}
+        lengths_FB = bags.lengths.view(len(bags.keys), bags.rows)
         has_one_id = (lengths_FB.numpy() == 1).all(1).tolist()
         groups, others = self._group(tuple(has_one_id), tuple(needed_features))
         is_one_lookup = not others and not self._ids and [len(g.places) * bags.rows for g in groups] == [len(bags.ids)]
         ids = () if is_one_lookup else bags.ids.split(bags.counts)
         for group in groups:
-            rows_N = (
-                bags.ids
-                if is_one_lookup
-                else torch.cat([self.find_table_rows(self._specs[p][1].table, ids[p]) for p in group.places])
-            )
+            parts = (self.find_table_rows(self._specs[place][1].table, ids[place]) for place in group.places)
+            rows_N = bags.ids if is_one_lookup else torch.cat([*parts])
             rows_fB = rows_N.view(len(group.places), bags.rows) + group.first_rows_f1
             vectors_ND = group.stack.vectors(rows_fB.flatten())
             vectors_fBD = vectors_ND.view(*rows_fB.shape, vectors_ND.shape[1])
             inputs |= zip(group.inputs, vectors_fBD.unbind(), strict=True)
-        weights = [None] * len(bags.keys) if bags.weights is None else bags.weights.split(bags.counts)
+        weights = [None] * len(bags.counts) if bags.weights is None else bags.weights.split(bags.counts)
         for place in others:
-            side = (rows.side_features or {}).get(bags.keys[place])
-            inputs |= self._look_up_feature(place, ids[place], lengths_FB[place], weights[place], side)
+            values = ids[place], lengths_FB[place], weights[place], side_features.get(bags.keys[place])
+            inputs |= self._look_up_feature(place, *values)
         return inputs
 
     def _group_features(

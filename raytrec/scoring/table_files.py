@@ -75,6 +75,7 @@ def _open_stack(folder: Path, entry: StackEntry, rows: int, dim: int) -> RowStac
             parts.append((folder / name, ALIGNMENT, size))
         content = map_files(parts)
     except OSError as error:
-        raise RunError(f"{entry.files} cannot be mapped: {error.strerror or error}", where=str(folder)) from None
+        what = f"{', '.join(entry.files)} cannot be mapped: {error.strerror or error}"
+        raise RunError(what, where=str(folder)) from None
     advise_random_access(ctypes.addressof(content), len(content))
     return RowStack(torch.frombuffer(content, dtype=precision.dtype).view(rows, -1), precision)

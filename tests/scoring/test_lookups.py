@@ -122,7 +122,7 @@ def draw_rows(draw, features):
 
 
 def look_up_one_by_one(features, stored, ids, precision, rows, needed):
-    """Return the inputs of each feature, read from a table of its own."""
+    """Return the inputs of each feature, each read from a separate table."""
     bags, inputs = rows.bags, {("dense", ""): rows.dense}
     weights = [None] * len(bags.keys) if bags.weights is None else bags.weights.split(bags.counts)
     parts = zip(bags.keys, bags.ids.split(bags.counts), bags.lengths.view(len(bags.keys), -1), weights, strict=True)
