@@ -18,17 +18,18 @@ from torchrec.distributed.types import ShardingPlan
 
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import format_bytes
-from raytrec.common.memory import is_page_resident, prefetch_pages, unmap_file
+from raytrec.common.memory import unmap_file
 from raytrec.compat.fbgemm_lookups import map_table
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.constraints import MMAP_KERNEL, advise_disk_space, find_memory_filesystem, find_mmap_folder
 from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.embeddings.pooling import Collection, find_table_modules
+from raytrec.embeddings.row_pages import prefetch_rows
 
 ADMISSION_SIGHTINGS = 3  # if lower, rarely used rows displace others; if higher, the slots fill more slowly
 MIN_CLOCK_WINDOW = 4096  # minimum number of slots that the hand inspects at once
-SAMPLED_PAGES = 32  # at least this many pages are sampled (if there are as many), and fewer than twice as many
+SAMPLED_ROWS = 32
 BLOCK_ROWS = 65_536  # rows written back at once
 # Bytes of memory per place, in addition to its row, and per row of the table.
 BYTES_PER_PLACE, ROW_BYTES = 10, 4
@@ -270,21 +271,4 @@ class HotRowCache:
 
     def _prefetch_pages(self, rows: torch.Tensor) -> None:
         for values in self._tensors:
-            _prefetch_table_pages(values, rows)
-
-
-def _prefetch_table_pages(values: torch.Tensor, rows: torch.Tensor) -> None:
-    """Prefetch the pages of these rows unless a sample shows that they are already in memory.
-
-    Without prefetching, each page fault blocks.
-    """
-    starts, width = values.data_ptr() + rows * values[0].nbytes, values[0].nbytes
-    pages = (torch.cat([starts, starts + (width - 1)]) // mmap.PAGESIZE).unique()
-    sample = pages[:: max(1, len(pages) // SAMPLED_PAGES)].tolist()
-    if all(is_page_resident(page * mmap.PAGESIZE) for page in sample):
-        return
-    is_first = torch.ones(len(pages) + 1, dtype=torch.bool)
-    is_first[1:-1] = pages.diff() > 1
-    run_starts = is_first.nonzero().squeeze(1)
-    for page, count in zip(pages[run_starts[:-1]].tolist(), run_starts.diff().tolist(), strict=True):
-        prefetch_pages(page * mmap.PAGESIZE, count * mmap.PAGESIZE)
+            prefetch_rows(values, rows, SAMPLED_ROWS)

@@ -18,16 +18,16 @@ from pyarrow import fs
 
 from raytrec.common.errors import ConfigError, RunError, get_first_line
 from raytrec.common.formatting import format_bytes
-from raytrec.common.memory import advise_random_access
 from raytrec.common.processes import get_owner_name, remove_leftovers
 from raytrec.common.storage import make_absolute, open_filesystem
 from raytrec.config.transforms import Python
 from raytrec.embeddings.hashing import ids_to_keys
-from raytrec.scoring.lookups import PRECISIONS, BlockTable, IdRows, Lookups
-from raytrec.scoring.manifest import GOLDEN, MANIFEST_FILE, Manifest, TableEntry, read_manifest
+from raytrec.scoring.lookups import IdRows, Lookups
+from raytrec.scoring.manifest import GOLDEN, MANIFEST_FILE, Manifest, read_manifest
 from raytrec.scoring.program_archive import load_program
 from raytrec.scoring.request_rows import widen_type
 from raytrec.scoring.scorer import Scorer
+from raytrec.scoring.table_files import open_tables
 
 COPY_PREFIX = "raytrec-export-"  # prefix of temporary folders
 
@@ -94,7 +94,7 @@ def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
 
 
 def _list_table_names(manifest: Manifest) -> set[str]:
-    return {name for table in manifest.tables.values() for name in table.files}
+    return {name for stack in manifest.stacks for name in stack.files}
 
 
 def _copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Path, bool]:
@@ -176,10 +176,7 @@ def open_export(folder: Path, manifest: Manifest) -> Scorer:
     vocabularies = [_resolve_vocabulary(each, folder) for each in manifest.transforms]
     manifest = manifest.model_copy(update={"transforms": vocabularies})
     programs = {name: load_program(folder / each.file, len(each.inputs)) for name, each in manifest.programs.items()}
-    shapes = manifest.data_schema.tables
-    tables = {
-        name: open_table(folder, each, shapes[name].rows, shapes[name].dim) for name, each in manifest.tables.items()
-    }
+    tables = open_tables(folder, manifest)
     ids = {name: _read_ids(folder / file, manifest, name) for name, file in manifest.ids.items()}
     with pa.memory_map(str(folder / GOLDEN)) as file:
         golden = pa.ipc.open_file(file).read_all()
@@ -195,36 +192,13 @@ def _resolve_vocabulary(transform: Any, folder: Path) -> Any:
     return transform.model_copy(update={"vocabulary": str(folder / name)}) if name else transform
 
 
-def open_table(folder: Path, entry: TableEntry, rows: int, dim: int) -> BlockTable:
-    """Return a table whose files are mapped into memory.
-
-    Raises:
-        RunError: A file cannot be read, or contains a tensor of another shape or dtype.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    precision, blocks = PRECISIONS[entry.precision], []
-    for number, name in enumerate(entry.files):
-        shape = min(entry.block_rows, rows - number * entry.block_rows), precision.width(dim)
-        try:
-            with safe_open(folder / name, framework="pt") as file:
-                block = file.get_tensor("rows")
-        except (OSError, SafetensorError) as error:
-            raise RunError(f"{name} cannot be read: {error}", where=str(folder)) from None
-        if (block.shape, block.dtype) != (shape, precision.dtype):
-            raise RunError(
-                f"{name} contains a tensor {block.dtype} {list(block.shape)}",
-                where=str(folder),
-                expected=f"{precision.dtype} {list(shape)}",
-            )
-        advise_random_access(block.data_ptr(), block.nbytes)
-        blocks.append(block)
-    return BlockTable(blocks, entry.block_rows, precision)
-
-
 def _read_ids(file: Path, manifest: Manifest, table: str) -> IdRows:
     schema, parquet = manifest.data_schema.tables[table], pq.ParquetFile(file)
     if parquet.metadata.num_rows > schema.rows:
         raise RunError(f"table {table} has more ids than its {schema.rows:,} rows", where=str(file))
     ids, rows = (torch.from_numpy(values.to_numpy().copy()) for values in parquet.read(["id", "row"]))
+    if rows.dtype != torch.int64 or not ((rows >= 0) & (rows < schema.rows)).all():  # rows of another table
+        raise RunError(
+            f"an id has a row that is not in table {table}", where=str(file), expected=f"0 to {schema.rows - 1:,}"
+        )
     return IdRows(schema, ids_to_keys(ids), rows)

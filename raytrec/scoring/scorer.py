@@ -264,7 +264,8 @@ class Scorer:
         if not count:
             raise DataError("there are no rows", where=ROWS_PLACE, expected="at least one row")
         rows = self._assembler(reader).assemble(pieces, count)
-        return self.lookups(rows, reader.form.schema.sparse)
+        with torch.inference_mode():
+            return self.lookups(rows, reader.form.schema.sparse)
 
     def as_table(self, predictions: Sequence[np.ndarray]) -> pa.Table:
         """Return the predictions of all tasks as columns."""
