@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
+import subprocess
+import sys
 import tempfile
 import weakref
-from collections.abc import Collection
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ import pyarrow.parquet as pq
 import torch
 from pyarrow import fs
 
-from raytrec.common.errors import ConfigError, RunError, get_first_line
+from raytrec.common import file_hashes
+from raytrec.common.errors import ConfigError, RunError, get_first_line, get_last_line
 from raytrec.common.formatting import format_bytes
 from raytrec.common.processes import get_owner_name, remove_leftovers
 from raytrec.common.storage import make_absolute, open_filesystem
@@ -30,9 +34,11 @@ from raytrec.scoring.scorer import Scorer
 from raytrec.scoring.table_files import open_tables
 
 COPY_PREFIX = "raytrec-export-"  # prefix of temporary folders
+# Time limit of checksums in a child process, which gets little time if all processors are busy.
+CHILD_BASE_S, CHILD_BYTES_PER_S = 300.0, 20e6
 
 
-def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = False) -> Scorer:
+def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = False, background: bool = False) -> Scorer:
     """Load a model written by `raytrec export`. Neither Ray, TorchRec nor a run is needed.
 
     Tables are mapped into memory; rows that have been looked up stay in memory while there is room.
@@ -42,6 +48,8 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
             space is freed when the process ends or the model is no longer used.
         check_tables: True to also compare the checksums of tables, which reads all of their files.
         allow_code: True to import the code that transforms of the export name (module:name).
+        background: True if this process answers requests meanwhile: a child process at low priority compares
+            checksums.
 
     Raises:
         RunError: There is no export, it is damaged, or its golden rows get different scores here.
@@ -58,7 +66,7 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
     refuse_code(manifest, place, allow_code)
     with ExitStack() as copies:
         folder, copied = _copy_to_disk(place, manifest, copies)
-        check_files(folder, manifest, check_tables, place)
+        check_files(folder, manifest, check_tables, place, background)
         try:
             scorer = open_export(folder, manifest)
             scorer.check()
@@ -136,7 +144,7 @@ def _copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Pa
     return folder, True
 
 
-def check_files(folder: Path, manifest: Manifest, tables: bool, where: str) -> None:
+def check_files(folder: Path, manifest: Manifest, tables: bool, where: str, background: bool = False) -> None:
     """Compare the sizes and checksums of all files with the manifest.
 
     Args:
@@ -144,15 +152,18 @@ def check_files(folder: Path, manifest: Manifest, tables: bool, where: str) -> N
         manifest: Manifest of the export.
         tables: True to also compare the checksums of tables; their sizes are always compared.
         where: Location of the export in error messages.
+        background: True to compute checksums in a child process at low priority.
 
     Raises:
-        RunError: A file is missing or differs.
+        RunError: A file is missing or differs, or the child process failed.
     """
-    lazy: Collection[str] = () if tables else _list_table_names(manifest)
+    lazy = set() if tables else _list_table_names(manifest)
+    sums = hash_in_child(folder, manifest.files.keys() - lazy, where) if background else {}
     for name, entry in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
-            intact = size == entry.bytes and (name in lazy or compute_sha256(folder / name) == entry.sha256)
+            checksum = entry.sha256 if name in lazy else sums.get(name) or compute_sha256(folder / name)
+            intact = (size, checksum) == (entry.bytes, entry.sha256)
             damage = f"{name} differs from the exported file"
         except OSError as error:
             intact, damage = False, f"{name} cannot be read: {error.strerror or error}"
@@ -169,6 +180,30 @@ def compute_sha256(file: Path) -> str:
     """Return the checksum of a file's content."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def hash_in_child(folder: Path, files: Iterable[str], where: str) -> dict[str, str]:
+    """Return the checksums of files by name, computed in a child process at low priority.
+
+    Args:
+        folder: Local folder of the export.
+        files: Names of the files.
+        where: Location of the export in error messages.
+
+    Raises:
+        RunError: A file cannot be read, or the child process cannot start, was killed or exceeded its time limit.
+    """
+    try:
+        limit_s = CHILD_BASE_S + sum((folder / name).stat().st_size for name in files) / CHILD_BYTES_PER_S
+        command, names = [sys.executable, "-I", "-S", file_hashes.__file__, str(folder)], json.dumps([*files])
+        run = subprocess.run(command, input=names, capture_output=True, check=True, text=True, timeout=limit_s)
+        return json.loads(run.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        # The text of an error of subprocess is: Command '…' died with <Signals.SIGKILL: 9>.
+        reason = get_last_line(getattr(error, "stderr", None) or "", str(error).rpartition("' ")[2])
+        what = f"the checksums of the export cannot be computed: {reason}"
+        expected = "readable files, and idle processors and free memory on this host"
+        raise RunError(what, where=where, expected=expected, do="check the files, then retry") from None
 
 
 def open_export(folder: Path, manifest: Manifest) -> Scorer:

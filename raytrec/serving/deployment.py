@@ -54,13 +54,14 @@ class Replica:
 
         prepare_replica()
         torch.set_num_threads(1)
-        gc.freeze()  # collections in LoadedExports then skip imported objects and take tens of milliseconds
         self._coordinator = ray.get_actor(get_coordinator_name(service_options.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
         current, previous = ray.get(self._coordinator.exports.remote())
         versions, failed = load_either(current, previous, service_options.allow_code)
         if failed:
             ray.get(self._coordinator.fall_back.remote(current, failed))
+        gc.collect()
+        gc.freeze()  # later collections, which interrupt scoring, skip imported modules and the code of programs
         endpoints = [
             Endpoint("POST", "/promote", self._promote, "Promote the export at uri; {}: the previous one."),
             Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
