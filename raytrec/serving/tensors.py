@@ -1,0 +1,164 @@
+"""Tensors of inference requests, in JSON or in binary, and the table of rows that they describe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from struct import error as StructError
+from struct import unpack_from
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import types
+from pydantic import BaseModel, ConfigDict, Field
+
+from raytrec.common.errors import DataError, get_first_line
+from raytrec.data.arrow import is_list, value_type
+from raytrec.scoring.matrices import ROWS_PLACE
+from raytrec.scoring.request_rows import to_array
+from raytrec.serving.bodies import RefusedRequest
+
+LENGTHS = ".lengths"  # suffix of the tensor with the lengths of the lists in another tensor
+ARROW_TYPES = {"BOOL": pa.bool_(), "FP16": pa.float16(), "FP32": pa.float32(), "FP64": pa.float64()}
+ARROW_TYPES |= {
+    f"{kind}{bits}": pa.type_for_alias(f"{kind.lower()}{bits}") for kind in ("INT", "UINT") for bits in (8, 16, 32, 64)
+}
+ARROW_TYPES |= {"BYTES": pa.string()}
+DATATYPES = {kind: name for name, kind in ARROW_TYPES.items()}
+
+
+class Message(BaseModel):
+    """JSON object of the protocol; additional keys are ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Parameters(Message):
+    """Parameters of a request, an input or an output; additional ones are ignored."""
+
+    binary_data_size: int | None = Field(None, ge=0)
+    binary_data: bool | None = None
+    binary_data_output: bool = False
+
+
+class InputTensor(Message):
+    """Description of an input tensor, and the values unless they are in binary."""
+
+    name: str
+    shape: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, max_length=2)
+    datatype: str
+    parameters: Parameters = Parameters()
+    data: list[Any] | None = None
+
+
+class Tensor(NamedTuple):
+    """Values of a tensor in row-major order, and one or two dimensions."""
+
+    values: pa.Array
+    shape: list[int]
+
+
+def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.Schema) -> dict[str, Tensor]:
+    """Return the tensors of a request by name.
+
+    Args:
+        inputs: Descriptions of the tensors.
+        binary: Binary values of the tensors, one tensor after the other.
+        columns: Columns of the model's data.
+
+    Raises:
+        DataError: The values of a tensor do not match its description, or a name occurs twice.
+    """
+    tensors: dict[str, Tensor] = {}
+    # Times are text, as in JSON.
+    times = {each.name: kind for each in columns if types.is_temporal(kind := value_type(each.type))}
+    for entry in inputs:
+        size = entry.parameters.binary_data_size
+        try:
+            if entry.name in tensors:
+                raise ValueError("the name occurs twice")
+            if entry.datatype not in ARROW_TYPES:
+                raise ValueError(f"the datatype '{entry.datatype}' is not one of {', '.join(ARROW_TYPES)}")
+            if (size is None) == (entry.data is None) or (size or 0) > len(binary):
+                raise ValueError("the body does not contain the values once, as data or as binary_data_size bytes")
+            kind = ARROW_TYPES[entry.datatype]
+            kind = times.get(entry.name, kind) if kind == pa.string() else kind
+            # A copy of binary values is aligned for NumPy and Arrow.
+            parts = _flatten(entry.data, entry.shape) if size is None else bytes(binary[:size])
+            values = _from_bytes(parts, kind) if isinstance(parts, bytes) else to_array(parts, kind)
+            if len(values) != math.prod(entry.shape) or values.null_count:
+                raise ValueError(f"there are {len(values) - values.null_count:,} values")
+        except (pa.ArrowException, OverflowError, TypeError, ValueError, StructError) as error:
+            what, expected = get_first_line(error), f"values for {entry.shape} of type {entry.datatype}"
+            raise DataError(what, where=f"input {entry.name}", expected=expected) from None
+        tensors[entry.name], binary = Tensor(values, entry.shape), binary[size or 0 :]
+    if len(binary):
+        raise DataError(f"{len(binary):,} bytes follow the tensors", where="the body", expected="no other bytes")
+    return tensors
+
+
+def _flatten(data: list[Any], shape: list[int]) -> list[Any]:
+    """Return the values of a tensor, which may be flat or nested; other lists remain and are no valid values."""
+    is_nested = len(shape) == 2 and all(isinstance(row, list) and len(row) == shape[1] for row in data)
+    return list(chain.from_iterable(data)) if is_nested else data
+
+
+def _from_bytes(data: bytes, kind: pa.DataType) -> pa.Array:
+    """Return little-endian numbers, or texts that each follow their length, as an array."""
+    if kind == pa.bool_():
+        return pa.array(np.frombuffer(data, np.uint8).astype(bool))
+    if not types.is_string(kind) and not types.is_temporal(kind):
+        return pa.array(np.frombuffer(data, kind.to_pandas_dtype()))
+    texts, place = [], 0
+    while place < len(data):
+        start, place = place + 4, place + 4 + unpack_from("<I", data, place)[0]
+        texts.append(data[start:place].decode())
+    if place > len(data):
+        raise ValueError("the last text is incomplete")
+    return to_array(texts, kind)
+
+
+def to_table(tensors: Mapping[str, Tensor], columns: pa.Schema, max_rows: int) -> pa.Table:
+    """Return rows with a column for each tensor.
+
+    A tensor [B], or [B, 1] unless the model's column has lists, becomes a column of values, and a tensor
+    [B, L] a column of lists. With a tensor NAME.lengths, integers [B], the tensor NAME contains the values of
+    lists of these lengths, [N].
+
+    Args:
+        tensors: Tensors by name.
+        columns: Columns of the model's data.
+        max_rows: Maximum number of rows.
+
+    Raises:
+        RefusedRequest: A tensor has too many rows.
+        DataError: The numbers of rows differ, or lengths do not match the values.
+    """
+    arrays, listed = {}, {each.name for each in columns if is_list(each.type)}
+    for name, (values, shape) in tensors.items():
+        if name.endswith(LENGTHS) and name not in columns.names:
+            continue
+        lengths, where = tensors.get(name + LENGTHS), f"input {name}"
+        if lengths and name + LENGTHS not in columns.names:
+            lengths_B = lengths.values.to_numpy(zero_copy_only=False)
+            is_valid = types.is_integer(lengths.values.type) and bool(
+                ((lengths_B >= 0) & (lengths_B <= len(values))).all()
+            )
+            if not is_valid or lengths_B.sum() != len(values):
+                expected = f"integers with the sum {len(values):,}"
+                raise DataError("the lengths do not match the values", where=where + LENGTHS, expected=expected)
+        elif shape[0] > max_rows:
+            error = DataError(f"there are {shape[0]:,} rows", where=where, expected=f"at most {max_rows:,} rows")
+            raise RefusedRequest(413, error)
+        elif len(shape) == 1 or (shape[1] == 1 and name not in listed):
+            arrays[name] = values
+            continue
+        else:
+            lengths_B = np.full(shape[0], shape[1])
+        offsets = np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int32)
+        arrays[name] = pa.ListArray.from_arrays(offsets, values)
+    if len({len(array) for array in arrays.values()}) > 1:
+        raise DataError("the inputs have different numbers of rows", where=ROWS_PLACE, expected="equal numbers")
+    return pa.table(arrays)
