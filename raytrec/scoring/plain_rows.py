@@ -127,19 +127,15 @@ class PlainRowReader:
         """
         if not 0 < len(table) <= max_rows:
             return None
-        lists = []
-        for name in self._lists:
-            array = _get_column(table, name)
-            if array is None or not is_list(array.type):
-                return None
-            offsets, flat = unnest(array)
-            if not _is_integer(flat):
-                return None
-            lists.append((np.diff(offsets), flat.to_numpy().astype(np.int64)))
         numbers_DB = self._read_matrix(table, DENSE, self._dense, np.float64, _is_number)
         ids_SB = self._read_matrix(table, IDS, self._ids, np.int64, _is_integer)
-        if numbers_DB is None or ids_SB is None:
+        columns = [_get_column(table, name) for name in self._lists]
+        if numbers_DB is None or ids_SB is None or any(each is None or not is_list(each.type) for each in columns):
             return None
+        bags = list(map(unnest, columns))
+        if not all(_is_integer(flat) for _, flat in bags):
+            return None
+        lists = [(np.diff(offsets), flat.to_numpy().astype(np.int64)) for offsets, flat in bags]
         return self.to_rows(numbers_DB, ids_SB, lists, max_ids)
 
     def _read_matrix(

@@ -13,12 +13,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from raytrec import __version__
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError, SchemaError
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.batching import Batcher, make_busy_refusal
 from raytrec.serving.bodies import JSON, Limits, Query, RefusedRequest, decode_request, encode_response, json_response
-from raytrec.serving.inference_protocol import InferenceEndpoints, match_path
+from raytrec.serving.inference_protocol import MODEL_TEMPLATES, decode_inference, describe_tensors, match_path
 from raytrec.serving.loaded_exports import LoadedExports
 from raytrec.serving.openapi import Endpoint, describe, make_example_text, make_page
 from raytrec.serving.replica_metrics import ReplicaMetrics
@@ -49,7 +50,7 @@ class Service:
         extra_endpoints: Sequence[Endpoint] = (),
         name: str | None = None,
     ):
-        self.versions, self.limits, self._token, self._reading = versions, limits, token, 0
+        self.versions, self.limits, self._token, self._reading, self._name = versions, limits, token, 0, name
         self.figures = ReplicaMetrics()
         self.batcher = Batcher(observe=self.figures.batch_rows.observe)
         self.request_log: RequestLog | None = None
@@ -63,9 +64,17 @@ class Service:
             Endpoint("GET", "/-/healthz", self._healthz, "Health check for KubeRay.", True),
             Endpoint("GET", "/openapi.json", self._openapi, "This document."),
             Endpoint("GET", "/example", self._example, "Example request body for /predict."),
-            *InferenceEndpoints(name, limits, self.read, self._score).make_endpoints(),
+            Endpoint("GET", "/v2", self._server, "Name, version and extensions of the server."),
+            Endpoint("GET", "/v2/health/live", self._live, "Liveness of the server.", True),
+            Endpoint("GET", "/v2/health/ready", self._live, "Readiness of the server.", True),
             *extra_endpoints,
         ]
+        for path in MODEL_TEMPLATES:
+            self.endpoints += [
+                Endpoint("GET", path, self._model_tensors, "Input and output tensors of the model."),
+                Endpoint("GET", f"{path}/ready", self._model_ready, "Readiness of the model."),
+                Endpoint("POST", f"{path}/infer", self._infer, "Predictions for rows in tensors."),
+            ]
         self._table = {(each.method, each.path): each for each in self.endpoints}
         self._open = {each.path for each in self.endpoints if each.is_open}
 
@@ -161,6 +170,36 @@ class Service:
             logged = self.request_log.offer(request.url.path, query, scores)
             headers |= {"X-Request-Id": logged} if logged else {}
         return scores, headers
+
+    async def _infer(self, request: Request, scorer: Scorer) -> Response:
+        name = self._check_model(request, scorer)
+        inference = decode_inference(request.headers, await self.read(request), scorer, self.limits)
+        return inference.encode(name, *await self._score(request, inference.query))
+
+    def _check_model(self, request: Request, scorer: Scorer) -> str:
+        """Return the model's name in a path of the Open Inference Protocol.
+
+        Raises:
+            RefusedRequest: The name or the version is not that of the current model.
+        """
+        (name, version), run = request.path_params.values(), scorer.manifest.source.run
+        for value, known in ((name, [self._name or run, run]), (version or scorer.version, [scorer.version])):
+            if value not in known:
+                expected = " or ".join(dict.fromkeys(known))
+                raise RefusedRequest(404, DataError(f"'{value}' not found", where="the path", expected=expected))
+        return name
+
+    async def _model_tensors(self, request: Request, scorer: Scorer) -> Response:
+        return json_response({"name": self._check_model(request, scorer)} | describe_tensors(scorer))
+
+    async def _model_ready(self, request: Request, scorer: Scorer) -> Response:
+        return json_response({"name": self._check_model(request, scorer), "ready": True})
+
+    async def _server(self, request: Request, scorer: Scorer) -> Response:
+        return json_response({"name": "raytrec", "version": __version__, "extensions": ["binary_tensor_data"]})
+
+    async def _live(self, request: Request, scorer: Scorer) -> Response:
+        return json_response({"live": True})
 
     async def _health(self, request: Request, scorer: Scorer) -> Response:
         return json_response({"version": scorer.version})

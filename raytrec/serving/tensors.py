@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from struct import error as StructError
 from struct import unpack_from
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from raytrec.common.errors import DataError, get_first_line
 from raytrec.data.arrow import is_list, value_type
-from raytrec.scoring.matrices import ROWS_PLACE
+from raytrec.scoring.matrices import DENSE, IDS, ROWS_PLACE
 from raytrec.scoring.request_rows import to_array
 from raytrec.serving.bodies import RefusedRequest
 
@@ -47,17 +47,13 @@ class InputTensor(Message):
     """Description of an input tensor, and the values unless they are in binary."""
 
     name: str
-    shape: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, max_length=2)
+    shape: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1, max_length=2)
     datatype: str
     parameters: Parameters = Parameters()
     data: list[Any] | None = None
 
 
-class Tensor(NamedTuple):
-    """Values of a tensor in row-major order, and one or two dimensions."""
-
-    values: pa.Array
-    shape: list[int]
+Tensor = tuple[pa.Array, list[int]]  # values in row-major order, and the one or two dimensions
 
 
 def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.Schema) -> dict[str, Tensor]:
@@ -93,7 +89,7 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
         except (pa.ArrowException, OverflowError, TypeError, ValueError, StructError) as error:
             what, expected = get_first_line(error), f"values for {entry.shape} of type {entry.datatype}"
             raise DataError(what, where=f"input {entry.name}", expected=expected) from None
-        tensors[entry.name], binary = Tensor(values, entry.shape), binary[size or 0 :]
+        tensors[entry.name], binary = (values, entry.shape), binary[size or 0 :]
     if len(binary):
         raise DataError(f"{len(binary):,} bytes follow the tensors", where="the body", expected="no other bytes")
     return tensors
@@ -121,7 +117,7 @@ def _from_bytes(data: bytes, kind: pa.DataType) -> pa.Array:
 
 
 def to_table(tensors: Mapping[str, Tensor], columns: pa.Schema, max_rows: int) -> pa.Table:
-    """Return rows with a column for each tensor.
+    """Return rows with a column for each tensor that has the name of a column or of a matrix.
 
     A tensor [B], or [B, 1] unless the model's column has lists, becomes a column of values, and a tensor
     [B, L] a column of lists. With a tensor NAME.lengths, integers [B], the tensor NAME contains the values of
@@ -138,25 +134,21 @@ def to_table(tensors: Mapping[str, Tensor], columns: pa.Schema, max_rows: int) -
     """
     arrays, listed = {}, {each.name for each in columns if is_list(each.type)}
     for name, (values, shape) in tensors.items():
-        if name.endswith(LENGTHS) and name not in columns.names:
+        if name not in columns.names and name not in (DENSE, IDS):
             continue
-        lengths, where = tensors.get(name + LENGTHS), f"input {name}"
-        if lengths and name + LENGTHS not in columns.names:
-            lengths_B = lengths.values.to_numpy(zero_copy_only=False)
-            is_valid = types.is_integer(lengths.values.type) and bool(
-                ((lengths_B >= 0) & (lengths_B <= len(values))).all()
-            )
-            if not is_valid or lengths_B.sum() != len(values):
-                expected = f"integers with the sum {len(values):,}"
-                raise DataError("the lengths do not match the values", where=where + LENGTHS, expected=expected)
-        elif shape[0] > max_rows:
-            error = DataError(f"there are {shape[0]:,} rows", where=where, expected=f"at most {max_rows:,} rows")
-            raise RefusedRequest(413, error)
-        elif len(shape) == 1 or (shape[1] == 1 and name not in listed):
+        counts = None if name + LENGTHS in columns.names else tensors.get(name + LENGTHS, (None,))[0]
+        if counts is None and shape[0] > max_rows:
+            what, expected = f"there are {shape[0]:,} rows", f"at most {max_rows:,} rows"
+            raise RefusedRequest(413, DataError(what, where=f"input {name}", expected=expected))
+        if counts is None and (len(shape) == 1 or (shape[1] == 1 and name not in listed)):
             arrays[name] = values
             continue
-        else:
-            lengths_B = np.full(shape[0], shape[1])
+        lengths_B = np.full(shape[0], shape[-1]) if counts is None else counts.to_numpy(zero_copy_only=False)
+        size = len(values)
+        is_valid = lengths_B.dtype.kind in "iu" and ((lengths_B >= 0) & (lengths_B <= size)).all()
+        if not is_valid or lengths_B.sum() != size:
+            expected = f"integers with the sum {size:,}"
+            raise DataError("the lengths do not match the values", where=f"input {name}{LENGTHS}", expected=expected)
         offsets = np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int32)
         arrays[name] = pa.ListArray.from_arrays(offsets, values)
     if len({len(array) for array in arrays.values()}) > 1:
