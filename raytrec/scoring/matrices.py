@@ -12,7 +12,7 @@ import pyarrow as pa
 from pyarrow import types
 
 from raytrec.common.errors import DataError
-from raytrec.data.arrow import to_plain_array, unnest
+from raytrec.data.arrow import plain_array, to_plain_array, unnest
 
 DENSE, IDS = "dense", "ids"
 ROWS_PLACE = "the rows"
@@ -49,10 +49,13 @@ def read_matrix(table: pa.Table, name: str, columns: Sequence[str]) -> pa.Array 
     Raises:
         DataError: A row does not have one value for each column.
     """
-    names = table.column_names
-    if names.count(name) != 1 or not columns or not set(names).isdisjoint(columns):
+    place = table.schema.get_field_index(name) if columns else -1
+    if place < 0 or not set(columns).isdisjoint(table.schema.names):
         return None
-    offsets, flat = unnest(to_plain_array(table.column(name)))
+    array = to_plain_array(table.column(place))
+    if types.is_fixed_size_list(array.type) and array.type.list_size == len(columns) and not array.null_count:
+        return plain_array(array.flatten())
+    offsets, flat = unnest(array)
     wrong = np.diff(offsets) != len(columns)
     if wrong.any():
         row = int(wrong.argmax())
@@ -62,6 +65,23 @@ def read_matrix(table: pa.Table, name: str, columns: Sequence[str]) -> pa.Array 
             expected=f"{len(columns)} values: {', '.join(columns)}",
         )
     return flat
+
+
+def read_matrices(table: pa.Table, matrices: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
+    """Return the values of each matrix, [B, columns]; {} if there are other columns or no rows.
+
+    Args:
+        table: Rows of a request.
+        matrices: Result of `list_matrix_columns`.
+
+    Raises:
+        DataError: A row does not have one value for each column.
+    """
+    if not len(table) or table.num_columns > len(matrices) or not matrices.keys() >= set(table.schema.names):
+        return {}
+    flat = {name: read_matrix(table, name, columns) for name, columns in matrices.items() if columns}
+    arrays = {name: array.to_numpy(zero_copy_only=False) for name, array in flat.items() if array is not None}
+    return {name: array.reshape(len(table), -1) for name, array in arrays.items()}
 
 
 def split_matrices(table: pa.Table, matrices: Mapping[str, Sequence[str]]) -> pa.Table:

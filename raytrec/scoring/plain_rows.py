@@ -6,7 +6,7 @@ with nulls, text or invalid values, are read or refused by `RowReader`, which de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from types import GenericAlias
 from typing import Any
@@ -18,7 +18,7 @@ from raytrec.data.arrow import is_list, plain, unnest
 from raytrec.data.column_conversion import FIRST_INEXACT_INTEGER, signed_log, standardize
 from raytrec.data.read_plans import NO_MANAGED_ID
 from raytrec.data.row_slices import Chunk, Rows
-from raytrec.scoring.matrices import DENSE, IDS, read_matrix
+from raytrec.scoring.matrices import DENSE, IDS
 from raytrec.scoring.request_rows import RowReader
 
 PYTHON_TYPES: Mapping[pa.DataType, Any] = {pa.int64(): int, pa.float64(): float, pa.list_(pa.int64()): list[int]}
@@ -51,7 +51,7 @@ class PlainRowReader:
         )
         if special or not types or not is_plain:
             raise ValueError("the rows of this model are not plain")
-        self._form, self._has_matrices = form, bool(reader.matrices)
+        self._form = form
         self._single_places = [self._ids.index(columns[name]) for name in form.singles]
         self._bag_places = [self._lists.index(columns[name]) for name in form.bags]
         # As unsigned numbers, negative ids are larger than all others. Any number is a managed id.
@@ -120,38 +120,44 @@ class PlainRowReader:
         return self.to_rows(numbers, single, lists, max_ids)
 
     def read_table(self, table: pa.Table, max_rows: int, max_ids: int) -> Rows | None:
-        """Return the rows of a table, which may contain matrices, or None if they are not plain.
-
-        Raises:
-            DataError: A row of a matrix does not have one value for each column.
-        """
-        if not 0 < len(table) <= max_rows:
+        """Return the rows of a table, or None if they are not plain."""
+        count, names = len(table), table.column_names
+        if not 0 < count <= max_rows:
             return None
-        numbers_DB = self._read_matrix(table, DENSE, self._dense, np.float64, _is_number)
-        ids_SB = self._read_matrix(table, IDS, self._ids, np.int64, _is_integer)
-        columns = [_get_column(table, name) for name in self._lists]
-        if numbers_DB is None or ids_SB is None or any(each is None or not is_list(each.type) for each in columns):
-            return None
-        bags = list(map(unnest, columns))
-        if not all(_is_integer(flat) for _, flat in bags):
-            return None
-        lists = [(np.diff(offsets), flat.to_numpy().astype(np.int64)) for offsets, flat in bags]
-        return self.to_rows(numbers_DB, ids_SB, lists, max_ids)
-
-    def _read_matrix(
-        self, table: pa.Table, name: str, columns: list[str], dtype: type, is_plain: Callable[[pa.Array], bool]
-    ) -> np.ndarray | None:
-        """Return the values of columns, [columns, B], from a matrix or from a column each; None: not plain."""
-        flat = read_matrix(table, name, columns) if self._has_matrices else None
-        if flat is not None:
-            return flat.to_numpy().astype(dtype).reshape(len(table), -1).T if is_plain(flat) else None
-        values = np.empty((len(columns), len(table)), dtype)
-        for place, column in enumerate(columns):
-            array = _get_column(table, column)
-            if array is None or not is_plain(array):
+        arrays = []
+        for name in (*self._dense, *self._ids, *self._lists):
+            column = table.column(name) if names.count(name) == 1 else None
+            if column is None or column.null_count or column.num_chunks != 1:
                 return None
-            values[place] = array.to_numpy()
-        return values
+            arrays.append(column.chunk(0))
+        dense, ids = len(self._dense), len(self._dense) + len(self._ids)
+        numbers, single = np.empty((dense, count)), np.empty((len(self._ids), count), np.int64)
+        lists = []
+        for place, array in enumerate(arrays):
+            kind = plain(array.type)
+            if place < dense and (pa.types.is_integer(kind) or pa.types.is_floating(kind)) and kind == array.type:
+                numbers[place] = array.to_numpy()
+            elif dense <= place < ids and pa.types.is_integer(kind) and kind == array.type and kind != pa.uint64():
+                single[place - dense] = array.to_numpy()
+            elif place >= ids and is_list(kind) and kind == array.type:
+                offsets, flat = unnest(array)
+                if flat.null_count or not pa.types.is_integer(flat.type) or flat.type == pa.uint64():
+                    return None
+                lists.append((np.diff(offsets), flat.to_numpy().astype(np.int64)))
+            else:
+                return None
+        return self.to_rows(numbers, single, lists, max_ids)
+
+    def read_matrices(self, matrices: Mapping[str, np.ndarray], max_rows: int, max_ids: int) -> Rows | None:
+        """Return the rows of matrices [B, columns], or None if they are not plain or columns are missing."""
+        empty = np.empty((max(map(len, matrices.values()), default=0), 0), np.int64)
+        dense_BD, ids_BS = matrices.get(DENSE, empty), matrices.get(IDS, empty)
+        shapes = (len(empty), len(self._dense)), (len(empty), len(self._ids))
+        if self._lists or not 0 < len(empty) <= max_rows or (dense_BD.shape, ids_BS.shape) != shapes:
+            return None
+        if dense_BD.dtype.kind not in "iuf" or ids_BS.dtype.kind != "i":
+            return None
+        return self.to_rows(dense_BD.T.astype(np.float64), ids_BS.T.astype(np.int64), [], max_ids)
 
     def to_rows(
         self, numbers_DB: np.ndarray, ids_SB: np.ndarray, lists: Sequence[tuple[np.ndarray, np.ndarray]], max_ids: int
@@ -202,23 +208,6 @@ class PlainRowReader:
     def _mark_managed(self, ids: np.ndarray) -> np.ndarray:
         """Replace the number that marks a missing managed id."""
         return np.maximum(ids, NO_MANAGED_ID + 1) if self._form.schema.managed else ids
-
-
-def _get_column(table: pa.Table, name: str) -> pa.Array | None:
-    """Return a column of a plain type without nulls that has a single chunk; None for other columns."""
-    place = table.schema.get_field_index(name)  # -1 also for a name of several columns
-    column = table.column(place) if place >= 0 else None
-    if column is None or column.null_count or column.num_chunks != 1 or column.type != plain(column.type):
-        return None
-    return column.chunk(0)
-
-
-def _is_integer(array: pa.Array) -> bool:
-    return not array.null_count and pa.types.is_integer(array.type) and array.type != pa.uint64()
-
-
-def _is_number(array: pa.Array) -> bool:
-    return not array.null_count and (pa.types.is_integer(array.type) or pa.types.is_floating(array.type))
 
 
 def make_plain_reader(reader: RowReader) -> PlainRowReader | None:

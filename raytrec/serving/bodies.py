@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from raytrec.common.errors import DataError, RaytrecError, get_first_line
 from raytrec.data.arrow import is_list
 from raytrec.data.row_slices import Rows
 from raytrec.scoring.manifest import ProgramName
-from raytrec.scoring.matrices import DENSE, IDS, split_matrices
+from raytrec.scoring.matrices import DENSE, IDS, read_matrices, split_matrices
 from raytrec.scoring.request_rows import ROWS_PLACE, ObjectRows, concat_rows, to_array
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.arrow_bodies import ExpansionLimitError, read_stream
@@ -103,7 +103,9 @@ def decode_request(content_type: str, body: bytes, scorer: Scorer, program: Prog
         DataError: A value does not fit its column.
     """
     if check_type(content_type, JSON, ARROW) == ARROW:
-        return make_table_query(_decode_arrow(body, scorer.columns, limits), scorer, program, limits)
+        table = _decode_arrow(body, scorer.columns, limits)
+        matrices = read_matrices(table, scorer.get_reader(program).matrices)
+        return make_query(matrices, lambda: table, scorer, program, limits)
     plain_reader = scorer.get_plain_reader(program)
     plain = plain_reader and plain_reader.read_json(body, limits.rows, limits.ids)
     if plain is not None:  # decoded again only if the request is logged
@@ -116,20 +118,34 @@ def decode_request(content_type: str, body: bytes, scorer: Scorer, program: Prog
     return Query(scorer, program, rows, user)
 
 
-def make_table_query(table: pa.Table, scorer: Scorer, program: ProgramName, limits: Limits) -> Query:
-    """Return the query of the rows of a table, which may contain matrices.
+def make_query(
+    matrices: Mapping[str, np.ndarray],
+    make_table: Callable[[], pa.Table],
+    scorer: Scorer,
+    program: ProgramName,
+    limits: Limits,
+) -> Query:
+    """Return the query of rows in matrices or, if these are not plain rows, in a table.
+
+    Args:
+        matrices: Matrices with all columns of the rows, [B, columns]; {}: the rows have other columns.
+        make_table: Function that returns the same rows as a table, which may contain matrices.
+        scorer: Model that answers.
+        program: Program of the model.
+        limits: Limits of requests.
 
     Raises:
         RefusedRequest: The rows exceed a limit.
         DataError: A row of a matrix does not have one value for each column.
     """
-    plain_reader = scorer.get_plain_reader(program)
-    plain = plain_reader and plain_reader.read_table(table, limits.rows, limits.ids)
-    matrices = scorer.get_reader(program).matrices
+    plain_reader, columns = scorer.get_plain_reader(program), scorer.get_reader(program).matrices
+    plain = plain_reader and plain_reader.read_matrices(matrices, limits.rows, limits.ids)
+    if plain is None:
+        _check_count(table := make_table(), limits)
+        table = split_matrices(table, columns)
+        plain = plain_reader and plain_reader.read_table(table, limits.rows, limits.ids)
     if plain is not None:
-        return Query(scorer, program, plain, read_original=lambda: split_matrices(table, matrices))
-    _check_count(table, limits)
-    table = split_matrices(table, matrices)
+        return Query(scorer, program, plain, read_original=lambda: split_matrices(make_table(), columns))
     _check_lists(table, limits)
     return Query(scorer, program, table)
 

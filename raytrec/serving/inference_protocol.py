@@ -19,9 +19,9 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from raytrec.common.errors import DataError
-from raytrec.data.arrow import list_element_type
+from raytrec.data.arrow import is_list, value_type
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.bodies import JSON, Limits, Query, check_object_count, check_type, make_table_query
+from raytrec.serving.bodies import JSON, Limits, Query, check_object_count, check_type, make_query
 from raytrec.serving.tensors import DATATYPES, InputTensor, Message, Parameters, read_tensors, to_table
 
 BINARY, HEADER_LENGTH = "application/octet-stream", "Inference-Header-Content-Length"
@@ -90,18 +90,19 @@ def match_path(path: str) -> tuple[str, dict[str, str | None]]:
 
 def describe_tensors(scorer: Scorer) -> dict[str, Any]:
     """Return the model's version and its tensors; `matrix` is the tensor that may contain a column instead."""
-    matrices = {column: name for name, columns in scorer.reader.matrices.items() for column in columns}
+    matrices = {column: {"matrix": name} for name, columns in scorer.reader.matrices.items() for column in columns}
     inputs: list[dict[str, Any]] = []
     for field in scorer.reader.columns:
-        element = list_element_type(field.type)
-        shape = [-1] if element is None else [-1, -1]
-        inputs.append({"name": field.name, "datatype": DATATYPES.get(element or field.type, "BYTES"), "shape": shape})
-        if field.name in matrices:
-            inputs[-1]["parameters"] = {"matrix": matrices[field.name]}
-    outputs = [
-        {"name": task.column, "datatype": "FP32", "shape": [-1] if task.classes == 1 else [-1, task.classes]}
-        for task in scorer.manifest.tasks
-    ]
+        tensor = {
+            "name": field.name,
+            "shape": [-1] * (1 + is_list(field.type)),
+            "parameters": matrices.get(field.name, {}),
+        }
+        inputs.append(tensor | {"datatype": DATATYPES.get(value_type(field.type), "BYTES")})
+    outputs: list[dict[str, Any]] = []
+    for task in scorer.manifest.tasks:
+        shape = [-1] if task.classes == 1 else [-1, task.classes]
+        outputs.append({"name": task.column, "datatype": "FP32", "shape": shape})
     return {"versions": [scorer.version], "platform": "raytrec_export", "inputs": inputs, "outputs": outputs}
 
 
@@ -137,6 +138,8 @@ def decode_inference(headers: Headers, body: bytes, scorer: Scorer, limits: Limi
         what, expected = "an output is unknown or requested twice", f"some of {', '.join(names)}"
         raise DataError(what, where="outputs", expected=expected)
     tensors = read_tensors(message.inputs, memoryview(body)[size:], scorer.columns)
-    query = make_table_query(to_table(tensors, scorer.columns, limits.rows), scorer, "predict", limits)
+    is_all = tensors.keys() <= scorer.reader.matrices.keys()
+    matrices = {name: np.asarray(values).reshape(shape) for name, (values, shape) in tensors.items() if is_all}
+    query = make_query(matrices, lambda: to_table(tensors, scorer.columns), scorer, "predict", limits)
     outputs = {name: is_binary if own is None else own for name, own in requested.items()}
     return Inference(query, message.id, outputs)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from struct import error as StructError
-from struct import unpack_from
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,14 +16,11 @@ from raytrec.common.errors import DataError, get_first_line
 from raytrec.data.arrow import is_list, value_type
 from raytrec.scoring.matrices import DENSE, IDS, ROWS_PLACE
 from raytrec.scoring.request_rows import to_array
-from raytrec.serving.bodies import RefusedRequest
 
 LENGTHS = ".lengths"  # suffix of the tensor with the lengths of the lists in another tensor
-ARROW_TYPES = {"BOOL": pa.bool_(), "FP16": pa.float16(), "FP32": pa.float32(), "FP64": pa.float64()}
-ARROW_TYPES |= {
-    f"{kind}{bits}": pa.type_for_alias(f"{kind.lower()}{bits}") for kind in ("INT", "UINT") for bits in (8, 16, 32, 64)
-}
-ARROW_TYPES |= {"BYTES": pa.string()}
+INTEGERS = [f"{sign}INT{bits}" for sign in ("", "U") for bits in (8, 16, 32, 64)]
+ARROW_TYPES = {name: pa.type_for_alias(name.lower()) for name in ("BOOL", *INTEGERS)}
+ARROW_TYPES |= {"FP16": pa.float16(), "FP32": pa.float32(), "FP64": pa.float64(), "BYTES": pa.string()}
 DATATYPES = {kind: name for name, kind in ARROW_TYPES.items()}
 
 
@@ -53,7 +48,7 @@ class InputTensor(Message):
     data: list[Any] | None = None
 
 
-Tensor = tuple[pa.Array, list[int]]  # values in row-major order, and the one or two dimensions
+Tensor = tuple[np.ndarray | pa.Array, list[int]]  # values in row-major order, and the one or two dimensions
 
 
 def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.Schema) -> dict[str, Tensor]:
@@ -68,8 +63,6 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
         DataError: The values of a tensor do not match its description, or a name occurs twice.
     """
     tensors: dict[str, Tensor] = {}
-    # Times are text, as in JSON.
-    times = {each.name: kind for each in columns if types.is_temporal(kind := value_type(each.type))}
     for entry in inputs:
         size = entry.parameters.binary_data_size
         try:
@@ -79,14 +72,16 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
                 raise ValueError(f"the datatype '{entry.datatype}' is not one of {', '.join(ARROW_TYPES)}")
             if (size is None) == (entry.data is None) or (size or 0) > len(binary):
                 raise ValueError("the body does not contain the values once, as data or as binary_data_size bytes")
-            kind = ARROW_TYPES[entry.datatype]
-            kind = times.get(entry.name, kind) if kind == pa.string() else kind
+            kind, place = ARROW_TYPES[entry.datatype], columns.get_field_index(entry.name)
+            if entry.datatype == "BYTES" and place >= 0:  # times are text, as in JSON
+                kind = element if types.is_temporal(element := value_type(columns.field(place).type)) else kind
             # A copy of binary values is aligned for NumPy and Arrow.
             parts = _flatten(entry.data, entry.shape) if size is None else bytes(binary[:size])
             values = _from_bytes(parts, kind) if isinstance(parts, bytes) else to_array(parts, kind)
-            if len(values) != math.prod(entry.shape) or values.null_count:
-                raise ValueError(f"there are {len(values) - values.null_count:,} values")
-        except (pa.ArrowException, OverflowError, TypeError, ValueError, StructError) as error:
+            nulls = values.null_count if isinstance(values, pa.Array) else 0
+            if nulls or len(values) != math.prod(entry.shape):
+                raise ValueError(f"there are {len(values) - nulls:,} values")
+        except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
             what, expected = get_first_line(error), f"values for {entry.shape} of type {entry.datatype}"
             raise DataError(what, where=f"input {entry.name}", expected=expected) from None
         tensors[entry.name], binary = (values, entry.shape), binary[size or 0 :]
@@ -101,56 +96,51 @@ def _flatten(data: list[Any], shape: list[int]) -> list[Any]:
     return list(chain.from_iterable(data)) if is_nested else data
 
 
-def _from_bytes(data: bytes, kind: pa.DataType) -> pa.Array:
+def _from_bytes(data: bytes, kind: pa.DataType) -> np.ndarray | pa.Array:
     """Return little-endian numbers, or texts that each follow their length, as an array."""
     if kind == pa.bool_():
-        return pa.array(np.frombuffer(data, np.uint8).astype(bool))
+        return np.frombuffer(data, np.uint8).astype(bool)
     if not types.is_string(kind) and not types.is_temporal(kind):
-        return pa.array(np.frombuffer(data, kind.to_pandas_dtype()))
+        return np.frombuffer(data, kind.to_pandas_dtype())
     texts, place = [], 0
     while place < len(data):
-        start, place = place + 4, place + 4 + unpack_from("<I", data, place)[0]
+        start, place = place + 4, place + 4 + int.from_bytes(data[place : place + 4], "little")
         texts.append(data[start:place].decode())
     if place > len(data):
         raise ValueError("the last text is incomplete")
     return to_array(texts, kind)
 
 
-def to_table(tensors: Mapping[str, Tensor], columns: pa.Schema, max_rows: int) -> pa.Table:
+def to_table(tensors: Mapping[str, Tensor], columns: pa.Schema) -> pa.Table:
     """Return rows with a column for each tensor that has the name of a column or of a matrix.
 
     A tensor [B], or [B, 1] unless the model's column has lists, becomes a column of values, and a tensor
     [B, L] a column of lists. With a tensor NAME.lengths, integers [B], the tensor NAME contains the values of
     lists of these lengths, [N].
 
-    Args:
-        tensors: Tensors by name.
-        columns: Columns of the model's data.
-        max_rows: Maximum number of rows.
-
     Raises:
-        RefusedRequest: A tensor has too many rows.
         DataError: The numbers of rows differ, or lengths do not match the values.
     """
-    arrays, listed = {}, {each.name for each in columns if is_list(each.type)}
-    for name, (values, shape) in tensors.items():
-        if name not in columns.names and name not in (DENSE, IDS):
+    arrays, places = {}, {name: columns.get_field_index(name) for name in tensors}
+    for name, (array, shape) in tensors.items():
+        values = pa.array(array) if isinstance(array, np.ndarray) else array
+        lengths, _ = tensors.get(name + LENGTHS, (None, None))
+        if places[name] < 0 and name not in (DENSE, IDS):
             continue
-        counts = None if name + LENGTHS in columns.names else tensors.get(name + LENGTHS, (None,))[0]
-        if counts is None and shape[0] > max_rows:
-            what, expected = f"there are {shape[0]:,} rows", f"at most {max_rows:,} rows"
-            raise RefusedRequest(413, DataError(what, where=f"input {name}", expected=expected))
-        if counts is None and (len(shape) == 1 or (shape[1] == 1 and name not in listed)):
+        if lengths is not None and places[name + LENGTHS] < 0:
+            lengths_B = np.asarray(lengths)
+            is_valid = lengths_B.dtype.kind in "iu" and ((lengths_B >= 0) & (lengths_B <= len(values))).all()
+            if not is_valid or lengths_B.sum() != len(values):
+                expected = f"integers with the sum {len(values):,}"
+                raise DataError(
+                    "the lengths do not match the values", where=f"input {name}{LENGTHS}", expected=expected
+                )
+            offsets = np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int32)
+            arrays[name] = pa.ListArray.from_arrays(offsets, values)
+        elif len(shape) == 1 or (shape[1] == 1 and (places[name] < 0 or not is_list(columns.field(name).type))):
             arrays[name] = values
-            continue
-        lengths_B = np.full(shape[0], shape[-1]) if counts is None else counts.to_numpy(zero_copy_only=False)
-        size = len(values)
-        is_valid = lengths_B.dtype.kind in "iu" and ((lengths_B >= 0) & (lengths_B <= size)).all()
-        if not is_valid or lengths_B.sum() != size:
-            expected = f"integers with the sum {size:,}"
-            raise DataError("the lengths do not match the values", where=f"input {name}{LENGTHS}", expected=expected)
-        offsets = np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int32)
-        arrays[name] = pa.ListArray.from_arrays(offsets, values)
+        else:
+            arrays[name] = pa.Array.from_buffers(pa.list_(values.type, shape[1]), shape[0], [None], children=[values])
     if len({len(array) for array in arrays.values()}) > 1:
         raise DataError("the inputs have different numbers of rows", where=ROWS_PLACE, expected="equal numbers")
     return pa.table(arrays)
