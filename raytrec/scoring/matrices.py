@@ -15,6 +15,7 @@ from raytrec.common.errors import DataError
 from raytrec.data.arrow import plain_array, to_plain_array, unnest
 
 DENSE, IDS = "dense", "ids"
+Matrices = Mapping[str, np.ndarray]  # values of each matrix, [B, columns]
 ROWS_PLACE = "the rows"
 
 
@@ -67,7 +68,7 @@ def read_matrix(table: pa.Table, name: str, columns: Sequence[str]) -> pa.Array 
     return flat
 
 
-def read_matrices(table: pa.Table, matrices: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
+def read_matrices(table: pa.Table, matrices: Mapping[str, Sequence[str]]) -> Matrices:
     """Return the values of each matrix, [B, columns]; {} if there are other columns or no rows.
 
     Args:

@@ -18,7 +18,7 @@ from raytrec.data.arrow import is_list, plain, unnest
 from raytrec.data.column_conversion import FIRST_INEXACT_INTEGER, signed_log, standardize
 from raytrec.data.read_plans import NO_MANAGED_ID
 from raytrec.data.row_slices import Chunk, Rows
-from raytrec.scoring.matrices import DENSE, IDS
+from raytrec.scoring.matrices import DENSE, IDS, Matrices
 from raytrec.scoring.request_rows import RowReader
 
 PYTHON_TYPES: Mapping[pa.DataType, Any] = {pa.int64(): int, pa.float64(): float, pa.list_(pa.int64()): list[int]}
@@ -148,7 +148,7 @@ class PlainRowReader:
                 return None
         return self.to_rows(numbers, single, lists, max_ids)
 
-    def read_matrices(self, matrices: Mapping[str, np.ndarray], max_rows: int, max_ids: int) -> Rows | None:
+    def read_matrices(self, matrices: Matrices, max_rows: int, max_ids: int) -> Rows | None:
         """Return the rows of matrices [B, columns], or None if they are not plain or columns are missing."""
         empty = np.empty((max(map(len, matrices.values()), default=0), 0), np.int64)
         dense_BD, ids_BS = matrices.get(DENSE, empty), matrices.get(IDS, empty)

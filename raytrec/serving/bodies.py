@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from raytrec.common.errors import DataError, RaytrecError, get_first_line
 from raytrec.data.arrow import is_list
 from raytrec.data.row_slices import Rows
 from raytrec.scoring.manifest import ProgramName
-from raytrec.scoring.matrices import DENSE, IDS, read_matrices, split_matrices
+from raytrec.scoring.matrices import DENSE, IDS, Matrices, read_matrices, split_matrices
 from raytrec.scoring.request_rows import ROWS_PLACE, ObjectRows, concat_rows, to_array
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.arrow_bodies import ExpansionLimitError, read_stream
@@ -119,11 +119,7 @@ def decode_request(content_type: str, body: bytes, scorer: Scorer, program: Prog
 
 
 def make_query(
-    matrices: Mapping[str, np.ndarray],
-    make_table: Callable[[], pa.Table],
-    scorer: Scorer,
-    program: ProgramName,
-    limits: Limits,
+    matrices: Matrices, make_table: Callable[[], pa.Table], scorer: Scorer, program: ProgramName, limits: Limits
 ) -> Query:
     """Return the query of rows in matrices or, if these are not plain rows, in a table.
 

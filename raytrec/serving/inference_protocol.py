@@ -91,15 +91,11 @@ def match_path(path: str) -> tuple[str, dict[str, str | None]]:
 def describe_tensors(scorer: Scorer) -> dict[str, Any]:
     """Return the model's version and its tensors; `matrix` is the tensor that may contain a column instead."""
     matrices = {column: {"matrix": name} for name, columns in scorer.reader.matrices.items() for column in columns}
-    inputs: list[dict[str, Any]] = []
+    inputs, outputs = [], []
     for field in scorer.reader.columns:
-        tensor = {
-            "name": field.name,
-            "shape": [-1] * (1 + is_list(field.type)),
-            "parameters": matrices.get(field.name, {}),
-        }
-        inputs.append(tensor | {"datatype": DATATYPES.get(value_type(field.type), "BYTES")})
-    outputs: list[dict[str, Any]] = []
+        datatype, shape = DATATYPES.get(value_type(field.type), "BYTES"), [-1] * (1 + is_list(field.type))
+        parameters = matrices.get(field.name, {})
+        inputs.append({"name": field.name, "datatype": datatype, "shape": shape, "parameters": parameters})
     for task in scorer.manifest.tasks:
         shape = [-1] if task.classes == 1 else [-1, task.classes]
         outputs.append({"name": task.column, "datatype": "FP32", "shape": shape})

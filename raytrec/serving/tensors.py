@@ -91,7 +91,7 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
 
 
 def _flatten(data: list[Any], shape: list[int]) -> list[Any]:
-    """Return the values of a tensor, which may be flat or nested; other lists remain and are no valid values."""
+    """Return the values of a tensor, which may be flat or nested; other lists remain and are refused later."""
     is_nested = len(shape) == 2 and all(isinstance(row, list) and len(row) == shape[1] for row in data)
     return list(chain.from_iterable(data)) if is_nested else data
 

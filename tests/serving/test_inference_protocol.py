@@ -163,6 +163,9 @@ def test_lists_of_equal_lengths_need_no_lengths(http, served_export):
     )
     _, answer, data, _ = infer(http, [*to_matrices(table), ("tags", tags, "INT64")], binary=True)
     assert_same_scores(read_outputs(answer, data), expected)
+    expected = http.scores({"rows": [row | {"tags": []} for row in table.to_pylist()]})
+    _, answer, data, _ = infer(http, [*to_matrices(table), ("tags", tags[:, :0], "INT64")], binary=True)
+    assert_same_scores(read_outputs(answer, data), expected)
 
 
 @pytest.mark.parametrize("make_type", [pa.list_, lambda kind, _: pa.list_(kind), lambda kind, _: pa.large_list(kind)])
