@@ -21,8 +21,8 @@ from starlette.responses import Response
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.app import Service, json_response
-from raytrec.serving.bodies import JSON, RefusedRequest, check_type
+from raytrec.serving.app import Service
+from raytrec.serving.bodies import JSON, RefusedRequest, check_type, json_response
 from raytrec.serving.coordinator import (
     FOLLOW_INTERVAL_S,
     LOAD_TIMEOUT_S,
@@ -68,7 +68,7 @@ class Replica:
             Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
             Endpoint("GET", "/model", self._model, "Current model and previous version."),
         ]
-        self.service = Service(versions, token, extra_endpoints=endpoints)
+        self.service = Service(versions, token, extra_endpoints=endpoints, name=service_options.name)
         if folder := service_options.log_requests:
             self.service.request_log = RequestLog(folder, service_options.log_sample, self._id, self.service.figures)
         self._promote_from = service_options.promote_from or service_options.uri
