@@ -31,9 +31,9 @@ from harness import REPO, Grid, forget, run_raytrec, status_bytes
 
 from raytrec.checkpoint.files import find
 from raytrec.checkpoint.index import write_index
-from raytrec.scoring.load import open_table
-from raytrec.scoring.lookups import BlockTable
+from raytrec.scoring.lookups import StackedTable
 from raytrec.scoring.manifest import read_manifest
+from raytrec.scoring.table_files import open_tables
 
 GIB, DIM, KEYS = 1 << 30, 64, 2000
 TABLE, COLD = "C1", 50  # name of the table, and number of cold requests
@@ -83,11 +83,11 @@ def _measure(run: Path, out: Path, precision: str, rows: int, requests: int) -> 
     seconds = perf_counter() - began
     if process.returncode:
         raise SystemExit(f"raytrec export failed with exit code {process.returncode}")
-    entry = read_manifest(str(out)).tables[TABLE]
-    files = [out / name for name in entry.files]
+    manifest = read_manifest(str(out))
+    files = [out / name for stack in manifest.stacks for name in stack.files]
     size = sum(file.stat().st_size for file in files)
     draw = np.random.default_rng(1)
-    table = open_table(out, entry, rows, DIM)
+    table = open_tables(out, manifest)[TABLE]
     hot_keys = [_keys(draw, rows) for _ in range(requests)]
     hot = [[_look_up(table, keys) for keys in hot_keys] for _ in range(2)][1]
     del table
@@ -95,7 +95,7 @@ def _measure(run: Path, out: Path, precision: str, rows: int, requests: int) -> 
     for _ in range(min(COLD, requests)):
         keys = _keys(draw, rows)
         forget(files)
-        cold.append(_look_up(open_table(out, entry, rows, DIM), keys))
+        cold.append(_look_up(open_tables(out, manifest)[TABLE], keys))
     shutil.rmtree(out)
     return {
         "precision": precision,
@@ -113,10 +113,10 @@ def _keys(draw: np.random.Generator, rows: int) -> torch.Tensor:
     return torch.from_numpy(ranks * 2654435761 % rows)
 
 
-def _look_up(table: BlockTable, keys: torch.Tensor) -> float:
+def _look_up(table: StackedTable, keys: torch.Tensor) -> float:
     """Look up rows, and return the duration in milliseconds."""
     began = perf_counter()
-    table.vectors(keys)
+    table.stack.vectors(keys + table.first_row)
     return 1000 * (perf_counter() - began)
 
 

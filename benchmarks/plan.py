@@ -1,6 +1,6 @@
 """Predicted and measured memory and time of plans on CPU, with 1 to 4 ranks.
 
-    python benchmarks/plan.py [--rounds 5] [--smallest]
+    python benchmarks/plan.py [--rounds 3] [--smallest]
 
 The ranks that train a plan also measure the machine's rates, alternating with the plan's steps. Each plan's
 memory and step time are predicted from the medians of all these rates. A step is timed in wall-clock

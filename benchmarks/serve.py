@@ -142,10 +142,9 @@ def main(
         os.chdir(scratch)
         dlrm, data = _dlrm(table_rows)
         inside = {"sasrec": _candidates(*_sasrec(), ["history"]), "rows": _rows_per_second(dlrm)}
-        expected = raytrec.load(dlrm).predict(data.slice(0, ROWS))["score"].to_numpy()
         serve_http.write_weights(dlrm, "weights.pt")
         with serve_http.run_services(dlrm, "weights.pt", data) as sides:
-            serve_http.check_scores(sides, expected)
+            serve_http.check_scores(sides, raytrec.load(dlrm).predict(data.slice(0, ROWS))["score"].to_numpy())
             results = [serve_http.measure_round(sides, number, seconds) for number in range(rounds)]
     grids = (
         Grid(serve_http.HEADER, serve_http.make_rows(results)),

@@ -2,9 +2,8 @@
 
     python benchmarks/serve_client.py SIDE CLIENTS SECONDS
 
-SIDE is a JSON object with `port`, `path`, `headers`, `bodies` (a file with a pickled list), `pids` (processes of
-the service) and `answering` (those that listen on the port). The warm-up is a quarter of the time. Prints
-requests/s, milliseconds, CPU-µs per request and the client's CPU seconds per second.
+SIDE is a JSON object with `port`, `path`, `headers`, `bodies` (a pickled list), `pids` of the service and
+`answering` (those that listen). Warms up for a quarter of the time, and prints the figures as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import psutil
 import uvloop
 
 STEP = 7  # distance between the bodies of two consecutive requests of a client
-CONTENT_LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
 
 
 class Connection(asyncio.Protocol):
@@ -51,7 +49,7 @@ class Connection(asyncio.Protocol):
         """Send the next request if the response is complete."""
         self._received += data
         head, _, body = self._received.partition(b"\r\n\r\n")
-        length = CONTENT_LENGTH.search(head)  # Ray Serve's proxy answers in chunks
+        length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)  # Ray Serve's proxy answers in chunks
         if len(body) == int(length[1]) if length else body.endswith(b"0\r\n\r\n"):
             if not head.startswith(b"HTTP/1.1 200"):
                 return self._transport.abort()

@@ -28,6 +28,7 @@ from harness import HERE, median_ratio
 import raytrec
 from raytrec.data.assembler import Assembler
 from raytrec.serving.bodies import ARROW, JSON
+from raytrec.serving.inference_protocol import BINARY, HEADER_LENGTH
 
 ROWS, BODIES, CLIENTS, START_S, TOLERANCE = 32, 60, (1, 10, 50), 180, 1e-5
 DENSE, SPARSE = [f"I{i}" for i in range(1, 14)], [f"C{i}" for i in range(1, 27)]
@@ -44,7 +45,6 @@ SIDES = {  # side → service, path, form of its bodies
 }
 PEERS = ("pydantic", "orjson", "stacked")
 MARK = "BENCH_SERVE_PORT"  # environment variable that marks the processes of a service
-OIP_LENGTH = "Inference-Header-Content-Length"
 FIGURES = "requests/s", "p50 ms", "p99 ms", "CPU-µs/request", "answering process"
 HEADER = ("variant", "clients", *FIGURES, *(f"× {peer}" for peer in PEERS))
 
@@ -65,7 +65,7 @@ def write_weights(export: str, file: str) -> None:
 @contextmanager
 def run_services(export: str, weights: str, data: pa.Table) -> Iterator[dict[str, dict[str, Any]]]:
     """Run the services during the block, and return side → port, path, headers and file of bodies."""
-    ports = dict(zip(("ray", "fastapi", "raytrec"), _free_ports(3), strict=True))
+    ports = dict(zip(("ray", "fastapi", "raytrec"), find_free_ports(3), strict=True))
     uvicorn = shlex.split("-m uvicorn serve_sides:app --loop uvloop --http httptools --no-access-log")
     words = {
         "ray": [str(HERE / "serve_sides.py"), "ray"],
@@ -76,17 +76,17 @@ def run_services(export: str, weights: str, data: pa.Table) -> Iterator[dict[str
     sides = {side: {"port": ports[each], "path": path} | forms[form] for side, (each, path, form) in SIDES.items()}
     with ExitStack() as stack:
         for service, port in ports.items():
-            marks = {MARK: str(port), "WEIGHTS": str(Path(weights).absolute()), "OMP_NUM_THREADS": "1"}
             side = next(each for each in sides.values() if each["port"] == port)
-            stack.enter_context(_running([*words[service], str(port)], side, marks))
+            stack.enter_context(run_service([*words[service], str(port)], side, {"WEIGHTS": os.path.abspath(weights)}))
         yield sides
 
 
 @contextmanager
-def _running(words: list[str], side: dict[str, Any], environment: dict[str, str]) -> Iterator[None]:
+def run_service(words: list[str], side: dict[str, Any], environment: dict[str, str]) -> Iterator[None]:
     """Run a service during the block, which begins when the service answers."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
-        process = subprocess.Popen([sys.executable, *words], env=os.environ | environment, stdout=log, stderr=log)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", MARK: str(side["port"])} | environment
+        process = subprocess.Popen([sys.executable, *words], env=environment, stdout=log, stderr=log)
         try:
             until = time.monotonic() + START_S
             while not isinstance(answer := _ask(side), np.ndarray):
@@ -103,7 +103,8 @@ def _running(words: list[str], side: dict[str, Any], environment: dict[str, str]
                 os.kill(pid, signal.SIGKILL)
 
 
-def _free_ports(count: int) -> list[int]:
+def find_free_ports(count: int) -> list[int]:
+    """Return free ports on loopback."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
@@ -128,14 +129,14 @@ def _write_bodies(data: pa.Table) -> dict[str, dict[str, Any]]:
             ("columns", JSON, _to_json({"columns": rows.to_pydict()})),
             ("arrow", ARROW, _to_stream(rows)),
             ("arrow lists", ARROW, _to_stream(pa.table(lists))),
-            ("binary", "application/octet-stream", head + dense.tobytes() + ids.tobytes()),
+            ("binary", BINARY, head + dense.tobytes() + ids.tobytes()),
         ):
             by_form.setdefault((form, kind), []).append(body)
     forms = {}
     for (form, kind), bodies in by_form.items():
         Path(form).write_bytes(pickle.dumps(bodies))
         forms[form] = {"headers": {"Content-Type": kind, "Accept": kind}, "bodies": str(Path(form).absolute())}
-    forms["binary"]["headers"][OIP_LENGTH] = str(len(head))  # the same for all bodies, whose shapes are equal
+    forms["binary"]["headers"][HEADER_LENGTH] = str(len(head))  # the same for all bodies, whose shapes are equal
     return forms
 
 
@@ -159,7 +160,7 @@ def _ask(side: dict[str, Any]) -> np.ndarray | str:
             content = response.read()
             if response.headers.get_content_type() == ARROW:
                 return pa.ipc.open_stream(content).read_all()["score"].to_numpy()
-            if length := response.headers.get(OIP_LENGTH):
+            if length := response.headers.get(HEADER_LENGTH):
                 return np.frombuffer(content[int(length) :], np.float32)
             values = json.loads(content)
             return np.array(values.get("predictions", values)["score"])

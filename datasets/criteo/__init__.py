@@ -23,8 +23,9 @@ def prepare(
     """Write Criteo Kaggle and 1TB click logs from their original TSV layouts.
 
     Options:
-        source: train.txt, a day file (with --layout kaggle), or the folder that contains the files.
-        layout: Kaggle or 1TB files.
+        source: train.txt, a day file, or the folder that contains the files.
+        layout: kaggle splits a single file by rows; 1tb holds out the last day; auto selects 1tb if there are
+            several days.
         vocabulary: Method that maps values to ids.
         hash_rows: Number of rows in each table, with --vocabulary hash.
         min_count: Minimum number of occurrences of a value in train, with --vocabulary frequency; rarer

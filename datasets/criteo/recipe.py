@@ -72,7 +72,7 @@ def write(
 
 @dataclass(frozen=True)
 class Files:
-    """Source files.
+    """Files of the source that are converted, and their division into splits.
 
     Attributes:
         all: All files in order.
@@ -86,20 +86,23 @@ class Files:
 def find_files(source: Path, layout: str) -> Files:
     """Find Kaggle's train.txt, or 1TB's day_0 … day_23 (also .gz), in a folder or as a single file.
 
+    A single day is split by rows, like train.txt, unless the layout is 1tb.
+
     Raises:
-        DataError: There are no such files, there is only one day, or the files do not match the layout.
+        DataError: There are no such files, there is only one day for 1tb, or the files do not match the layout.
     """
     names = [source] if source.is_file() else sorted(source.iterdir()) if source.is_dir() else []
     days = [p for p in names if re.fullmatch(r"day_\d+(\.gz)?", p.name)]
     days.sort(key=lambda p: int(re.search(r"\d+", p.name)[0]))
     kaggle = [p for p in names if p.name in ("train.txt", "train.txt.gz")] or ([source] if source.is_file() else [])
-    if layout != "kaggle" and days:
+    kaggle = kaggle or (days if len(days) == 1 else [])
+    if days and (layout == "1tb" or (layout == "auto" and len(days) > 1)):
         if len(days) < 2:
             raise DataError(
                 f"the source contains only {days[0].name}",
                 where=str(source),
                 expected="at least two days; the last day becomes valid and test",
-                do="add days, or use --layout kaggle to split one file by rows",
+                do="add days, or omit --layout to split the day by rows",
             )
         return Files(days, days[-1])
     if layout != "1tb" and kaggle:
@@ -138,7 +141,11 @@ def _bounds(files: Files, work: list[Chunk], counts: list[int]) -> tuple[int, in
     else:
         first = sum(n for c, n in zip(work, counts, strict=True) if c.path != str(files.held_out))
     if total - first < 2 or first < 1:
-        raise ConfigError(f"cannot split {total} rows", where=str(files.all[0]), expected="more rows")
+        raise ConfigError(
+            f"{total} rows cannot be split into train, valid and test",
+            where=str(files.all[0]),
+            expected="at least one row for each split",
+        )
     return first, first + (total - first) // 2
 
 

@@ -33,7 +33,9 @@ def prepare(
     dim: int = 16,
     force: bool = False,
 ) -> None:
-    """Write users, items and times in common layouts as rows with histories and candidates; label: met.
+    """Write users, items and times in common layouts as rows with histories and candidates.
+
+    The label is 1 for interactions, and 0 for candidates and drawn negatives.
 
     Options:
         source: Parquet (also a folder), CSV, a text file with a user and its items in each line (S3-Rec), a
@@ -44,13 +46,13 @@ def prepare(
         time: Column of times; default: the file is in chronological order.
         split: Choice of test and valid: each user's last and next-to-last interaction, the last two tenths
             in time, or two tenths at random; default: the source's own splits, else leave-one-out.
-        negatives: Number of candidates for each user in valid and test: items the user has not met. 0: all
+        negatives: Number of candidates for each user in valid and test: items that are new to the user. 0: all
             items are ranked.
         candidates: Given candidates for the test: Parquet, or text with a user and items in each line.
         user_features: Parquet or CSV with a column of users and one for each feature.
         item_features: Parquet or CSV with a column of items and one for each feature; or JSON, {"item":
             [attribute, …], …}, as in S3-Rec.
-        train_negatives: Number of rows with label 0 in train per interaction: items the user has not met.
+        train_negatives: Number of rows with label 0 in train per interaction: items that are new to the user.
         max_length: Maximum number of ids in a history; 0: no histories.
         rows: Rows of train: one for each interaction, or one for every --max-length interactions of a user,
             for models that learn at every position of a sequence.

@@ -27,7 +27,7 @@ def is_among(keys: np.ndarray, sorted_keys: np.ndarray) -> np.ndarray:
 
 
 def draw_unmet(users: np.ndarray, count: int, items: int, met: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw `count` distinct items that the user has not met, for each entry of `users`; int64 [n, count].
+    """Draw `count` distinct items that are new to the user, for each entry of `users`; int64 [n, count].
 
     Args:
         users: User of each entry, int [n]; a user may occur several times.
@@ -37,7 +37,7 @@ def draw_unmet(users: np.ndarray, count: int, items: int, met: np.ndarray, rng: 
         rng: Random number generator.
 
     Raises:
-        DataError: A user has fewer than `count` unmet items.
+        DataError: Fewer than `count` items are new to a user.
     """
     users = users.astype(np.int64)
     _check_enough(users, count, items, met)
@@ -59,7 +59,7 @@ def draw_unmet(users: np.ndarray, count: int, items: int, met: np.ndarray, rng: 
 
 
 def _wrong(users: np.ndarray, drawn: np.ndarray, items: int, met: np.ndarray) -> np.ndarray:
-    """Return True for each drawn item that the user met or that occurs earlier in the row; bool [n, count]."""
+    """Return True for each drawn item that is not new to the user or occurs earlier in the row; bool [n, count]."""
     wrong = is_among((users[:, None] * items + drawn).ravel(), met).reshape(drawn.shape)
     order = np.argsort(drawn, axis=1, kind="stable")
     rising = np.take_along_axis(drawn, order, axis=1)
@@ -74,7 +74,7 @@ def _check_enough(users: np.ndarray, count: int, items: int, met: np.ndarray) ->
     if len(unique) and counts.max() + count > items:
         remaining = items - int(counts.max())
         raise DataError(
-            f"cannot draw {count} unmet items per user: one user has met all but {remaining} of {items:,}",
+            f"cannot draw {count} new items for each user: a user has interacted with all but {remaining} of {items:,}",
             where="--negatives, --train-negatives",
             expected=f"{max(remaining, 0)} or fewer",
             do="lower the option",

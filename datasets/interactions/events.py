@@ -245,7 +245,7 @@ def _check_order(data: Interactions, how: str) -> None:
             "the source has no times and is not ordered by time",
             where=f"--split {how}",
             expected="a column of times",
-            do="name one with --time, or use --split random",
+            do="name the column of times with --time, or use --split random",
         )
 
 

@@ -2,17 +2,17 @@
 
 Rows of train, valid and test:
 
-    label         1: the user met the item; 0: a candidate or a drawn negative
+    label         1: an interaction of the user and the item; 0: a candidate or a drawn negative
     user, item    ids from 0, in order of appearance in the source
-    history       items that the user met before, the most recent last (rows.py defines in which splits); with
+    history       earlier items of the user, the most recent last (rows.py defines in which splits); with
                   --split time and --negatives 0, also earlier items of the row's split, because a service
                   would know them
     history_time  times of the history, if the source has times
-    later         number of items that the user met after this one in train; 0 in valid and test
+    later         number of later interactions of the user in train; 0 in valid and test
     time          time of the row, if the source has times; a candidate has the time of a row of the same user
     item_count    number of occurrences of the item in train, at least 1
-    seen          with --negatives 0, in valid and test: all items that the user met before
-    right_items   with --test-rows user, in valid and test: all items that the user met in the split; item
+    seen          with --negatives 0, in valid and test: all earlier items of the user
+    right_items   with --test-rows user, in valid and test: all items of the user in the split; item
                   and time are those of the first, and the history ends before the split
     …             side features of users and items, if any
 
@@ -129,7 +129,7 @@ def write_rows(output: Output, data: Interactions, chosen: Choices, sides: Sides
 
     Raises:
         ConfigError: The interactions cannot be divided or removed as chosen.
-        DataError: A user has too few interactions, unmet items or candidates, or no interactions remain.
+        DataError: A user has too few interactions, new items or candidates, or no interactions remain.
     """
     data = _core(data, chosen.min_interactions)
     order = data.order()

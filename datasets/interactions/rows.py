@@ -24,7 +24,7 @@ class Targets:
     Attributes:
         user: User of each row, int64 [n].
         item: Item of each row, int64 [n].
-        label: 1 if the user met the item, else 0; int8 [n].
+        label: 1 for an interaction of the user and the item, else 0; int8 [n].
         start: First position of the row's history in Past, int64 [n].
         end: Position after the row's history in Past, int64 [n].
         time: Time of the interaction. A candidate has the time of a row of the same user, so that the time
@@ -47,7 +47,7 @@ class Targets:
 
 
 class Past:
-    """Items that users met in some splits, user after user, in chronological order."""
+    """Items of all interactions in some splits, user after user, in chronological order."""
 
     def __init__(self, data: Interactions, kept: np.ndarray):
         self.user, self.item = data.user[kept].astype(np.int64), data.item[kept]
@@ -62,7 +62,7 @@ class Past:
 class Rows:
     """Rows of all splits.
 
-    The history of a row in train contains the items that the user met in train before the row. The history of
+    The history of a row in train contains the earlier items of the user in train. The history of
     a row in valid contains the user's items in train, and in test, those in train and valid. Each history is
     cut to its last `length` ids. All rows of a user in valid or test have the same history, so that they can
     be ranked against each other. With `rolling`, each history also contains the interactions of the row's own
@@ -75,7 +75,7 @@ class Rows:
         seed: Seed of the order of train and of drawn negatives.
         of_user: Side features of users: column → value for each id.
         of_item: Side features of items: column → value for each id.
-        with_seen: True to add to rows of valid and test all items that the user met before, regardless of
+        with_seen: True to add to rows of valid and test all earlier items of the user, regardless of
             `length`.
         with_valid: True to add the interactions of valid to train.
         rolling: True to extend the histories of valid and test up to each row; cannot be combined with
@@ -122,7 +122,7 @@ class Rows:
             folder: Folder of the split.
             per_interaction: True to write a row for each interaction; False to write a row for every `length`
                 interactions of a user.
-            negatives: Number of rows with label 0 for each row, drawn from items that the user has not met
+            negatives: Number of rows with label 0 for each row, drawn from items that are new to the user
                 in train.
             advance: Function called with the number of rows with label 1 that have been written.
         """
@@ -171,7 +171,7 @@ class Rows:
         Args:
             folder: Folder of the split.
             split: VALID or TEST.
-            negatives: Number of candidates drawn for each user from items that the user has never met,
+            negatives: Number of candidates drawn for each user from items without an interaction of the user,
                 unless the source contains candidates for the test.
             advance: Function called with the number of held-out rows that have been written.
 

@@ -158,5 +158,7 @@ def encode(name: str, keys: pa.Array, values: pa.Array) -> Side:
 def _refuse_nulls(name: str, values: pa.Array, path: Path) -> None:
     if not pc.all(pc.is_finite(values), skip_nulls=False, min_count=0).as_py():
         raise DataError(
-            f"the side feature {name} has values that are not finite numbers", where=str(path), do="fill them"
+            f"the side feature {name} has values that are not finite numbers",
+            where=str(path),
+            do="replace these values with numbers",
         )

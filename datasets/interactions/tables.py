@@ -248,7 +248,7 @@ def _broken(path: Path, divider: str, time: str | None, why: str) -> DataError:
                     problem = f"{line[names.index(time)]!r} as {time}"
                 if problem:
                     where = f"{path}, line {lines.line_num}"
-                    return DataError(f"the line has {problem}", where=where, expected=expected, do="fix it")
+                    return DataError(f"the line has {problem}", where=where, expected=expected, do="correct the line")
     except (OSError, ValueError):
         pass  # pyarrow's message is enough
     return DataError(f"cannot parse the file: {why}", where=str(path), expected=expected)

@@ -122,7 +122,7 @@ def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
     raise RunError(
         f"there is no checkpoint of step {step}",
         where=place,
-        expected=f"one of the steps {', '.join(map(str, sorted(saved)))}" if saved else "a run folder",
+        expected=f"one of the steps {', '.join(map(str, sorted(saved)))}" if saved else "a run folder with checkpoints",
     )
 
 

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: a list of its tensors and their places in files.
+"""The index of a checkpoint: a list of its tensors and their locations in files.
 
 Writing the index, which happens last, commits the checkpoint. The index is JSON, not pickle; it contains its
 own hash, and its content is validated. This module does not import torch, because the driver reads indexes.

@@ -52,7 +52,7 @@ def make_folder(folder: str) -> None:
 
 
 class RawFileWriter:
-    """New file that is written sequentially. After an error, no file remains.
+    """Writer of a new file from beginning to end; an error removes the file.
 
     Attributes:
         size: Number of bytes written.
@@ -177,7 +177,7 @@ class StoredChunk:
         return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
 
     def where(self, folder: str, begin: int = 0, end: int | None = None) -> str:
-        """Describe, for errors, the place of bytes [begin, end) of the chunk, by default of all its bytes."""
+        """Return the location of bytes [begin, end) of the chunk (default: all bytes), as text for errors."""
         end = self.nbytes if end is None else end
         place = f"bytes {self.start + begin} to {self.start + end - 1}"
         return f"{join_uri(folder, self.file)}, tensor {self.fqn}, {place}"
@@ -220,7 +220,7 @@ def open_data_file(folder: str, name: str, where: str | None = None) -> Source:
     Args:
         folder: Folder of the checkpoint.
         name: Name of the file.
-        where: Place of the data, for errors; default: the path of the file.
+        where: Location of the data, for errors; default: the path of the file.
 
     Raises:
         CheckpointError: The file cannot be opened, or its name points to another folder.
@@ -241,7 +241,7 @@ def read_block(source: Source, start: int, into: memoryview, crc32: int | None, 
         start: Offset of the block's first byte in the file.
         into: Memory of the block's size.
         crc32: CRC-32 of the block; None for part of a block, which has no checksum.
-        where: Place of the block, for errors.
+        where: Location of the block, for errors.
 
     Raises:
         CheckpointError: The block cannot be read, or its checksum does not match.

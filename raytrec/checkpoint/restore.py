@@ -93,7 +93,7 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
             tables are read as a whole.
 
     Raises:
-        CheckpointError: Data is damaged or missing; raised on every rank, and names the place.
+        CheckpointError: Data is damaged or missing; raised on every rank, with the file and the tensor.
     """
     try:
         with warnings.catch_warnings():

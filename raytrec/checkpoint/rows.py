@@ -90,7 +90,7 @@ class StoredTable:
         """
         for row in rows:
             if not 0 <= row < self.rows:
-                raise RunError(f"row {row} does not exist", expected=f"0 to {self.rows - 1}")
+                raise RunError(f"the table has no row {row}", expected=f"0 to {self.rows - 1}")
         unique, positions = np.unique(np.asarray(rows, np.int64), return_inverse=True)
         values = np.empty((len(unique), self.dim), np.float32)
         ends = [*(np.flatnonzero(np.diff(unique) != 1) + 1).tolist(), len(unique)]  # ends of consecutive rows
@@ -206,7 +206,7 @@ def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy
         f"table {table} is {new_text} in the schema, but {old_text} in the checkpoint",
         where="warm_start.from",
         expected="the tables of the checkpoint, or an entry in warm_start.tables for each difference",
-        do=f"set warm_start.tables.{table}={suggestion}, or train with the checkpoint's schema",
+        do=f"set warm_start.tables.{table}={suggestion}, use raytrec convert, or set data.schema=CHECKPOINT/index.json",
     )
 
 

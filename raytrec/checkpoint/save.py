@@ -130,7 +130,7 @@ class CheckpointWriter:
             self._running.result()
 
     def _protect(self, tensors: State) -> State:
-        """Return tensors with the current values, which training does not change."""
+        """Return a snapshot of tensors: copies, or tensors whose rows are copied before training changes them."""
         rows = self._rows
         if rows is None:
             return self._host.copy(tensors)

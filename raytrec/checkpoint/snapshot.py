@@ -263,7 +263,11 @@ class HostStateBuffer:
 
 
 class _HostMemory:
-    """Host memory in separate pages, which can be page-locked.
+    """Host memory in dedicated pages that no other allocation shares.
+
+    Args:
+        size: Size in bytes.
+        locked: True to page-lock the memory, which lets a GPU copy from it asynchronously.
 
     Attributes:
         bytes: Memory as a uint8 tensor [size].

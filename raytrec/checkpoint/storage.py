@@ -1,8 +1,8 @@
 """Storage of tensors for torch.distributed.checkpoint, as raw bytes with checksums, without pickle.
 
 Each rank writes its chunks (whole tensors or shards) to one file, ATTEMPT-RANK.bin. A chunk consists of
-little-endian values in row-major order, and starts at a multiple of 64 bytes. The index stores the place of each
-chunk, and a CRC-32 of each of its blocks. Data is read block by block, so memory use does not depend on the
+little-endian values in row-major order, and starts at a multiple of 64 bytes. The index stores the location of
+each chunk, and a CRC-32 of each of its blocks. Data is read block by block, so memory use does not depend on the
 size of tables.
 """
 
@@ -56,7 +56,7 @@ class ShardWriter(StorageWriter):
     index is written. Errors are raised on all ranks, as CheckpointErrors within torch's CheckpointException.
 
     Args:
-        folder: URI, or local path of a folder that is created if missing; the same place for all ranks.
+        folder: URI, or local path of a folder that is created if missing; the same for all ranks.
         attempt: Prefix of file names, which must not have been used before in this folder.
         about: Entry "about" of the index, as JSON values.
         confirm: Function called on rank 0 before the commit; an error prevents the commit.
@@ -120,7 +120,7 @@ class ShardWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's chunks to its file, and return their places."""
+        """Write this rank's chunks to its file, and return their locations in the file."""
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._write(plan, planner) if plan.items else [])
         return done

@@ -108,6 +108,7 @@ def check(config: RequiredConfig, overrides: Overrides = None, json: Json = Fals
 
 def doctor(
     config: Config = None,
+    overrides: Overrides = None,
     address: str | None = None,
     storage: list[str] | None = None,
     share: bool = False,
@@ -134,7 +135,8 @@ def doctor(
     if config:
         from raytrec.config.run_config import load_config
         from raytrec.driver.prepare import resolve
-    examination = diagnose(resolve(load_config(config), config) if config else None, address, storage or [])
+
+    examination = diagnose(resolve(load_config(config, overrides), config) if config else None, address, storage or [])
     examination = anonymize_examination(examination) if share else examination
     if json:
         print_json(to_json_values(examination))
@@ -160,7 +162,7 @@ def plan(
     Options:
         on (2x8xh100-sxm,4x48gib): Machines, separated by commas: known machines, or GPUs (on CPU: workers)
             per host x memory of each[:memory of the host[:disk of the host]]; any: as many of each known
-            machine as needed; default: 80 GiB for each of scaling.num_workers.
+            machine as needed; default without --prices: scaling.num_workers GPUs (on CPU: workers) of 80 GiB.
         rates (FILE): Measured rates, instead of data sheet rates.
         prices (FILE): Machines and their hourly prices, as YAML or JSON: find the smallest and the cheapest
             cluster of these machines.
@@ -175,6 +177,10 @@ def plan(
     plans = predict(config, overrides or [], on, rates, prices)
     if picture:
         draw(plans, picture)
+        typer.echo(f"picture      {picture}", err=True)
+    if not (on or prices):
+        hosts, gpus, gib, *_ = plans.on[0].cluster
+        typer.echo(f"assumed: {hosts} × {gpus} workers of {gib:g} GiB each; name other machines with --on", err=True)
     print_json(plans.metrics()) if json else print_plans(plans)
     if not all(each.fits for each in plans.on) or (prices and not plans.chosen):
         raise typer.Exit(1)

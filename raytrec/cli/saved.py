@@ -226,7 +226,7 @@ def inspect(
     from raytrec.inspection.result import check_output_path, write_schema
 
     if (path is None) == (from_run is None):
-        raise ConfigError("inspect needs either data or a run", expected="PARQUET, or --from-run RUN")
+        raise ConfigError("inspect needs either data or a run", expected="either PARQUET or --from-run RUN")
     if out is not None:
         check_output_path(out, force)
     if from_run:

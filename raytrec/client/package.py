@@ -30,8 +30,8 @@ def code(places: list[Path] | tuple = (), reserved_names: tuple[str, ...] = ()) 
     the block.
 
     Args:
-        places: Files and folders of the user to add. Places below the current directory keep their relative
-            path; others are added at the top level under their name.
+        places: Files and folders of the user to add. Paths below the current directory keep their relative
+            path; other files and folders are added at the top level under their name.
         reserved_names: Names at the top level that are reserved for other files.
 
     Raises:
@@ -89,7 +89,7 @@ def find_user_modules(config: RunConfig) -> list[Path]:
 
 
 def _list_place_files(place: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield (path in the upload, file) for each file of a place."""
+    """Yield (path in the upload, file) for a file, or for each file below a folder."""
     try:
         working_dir = Path.cwd().resolve()
         # The place's own name is kept even if it is a link; links in the folders above it are resolved.
@@ -134,7 +134,7 @@ def _walk_files(source: Path, label: str) -> Iterator[tuple[Path, Path]]:
 
 
 def _is_working_directory(place: Path) -> bool:
-    """Return True if the place is the whole working directory (e.g. a git checkout).
+    """Return True if a path is the whole working directory (e.g. a git checkout).
 
     In this case, files that raytrec adds take precedence over files with the same path.
     """

@@ -246,7 +246,7 @@ def _run_worker(connection: socket.socket, request: dict, fds: list[int]) -> Non
 
 
 def _become_worker(connection: socket.socket, request: dict, fds: list[int]) -> None:
-    """Do the same as `python default_worker.py ...`."""
+    """Run the command line of the request, `python default_worker.py ...`, in this process."""
     os.setsid()  # the raylet kills whole process groups
     for number, fd in enumerate(fds):
         os.dup2(fd, number)

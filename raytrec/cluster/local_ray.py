@@ -229,7 +229,7 @@ def start_head(root: Path, *, port: int, dashboard_port: int, client_port: int, 
     check_ports({"--port": port, "--dashboard-port": dashboard_port, "--client-port": client_port})
     program = Path(sys.executable).with_name("ray")
     if not program.exists():
-        raise RunError("the `ray` command is missing", where=str(program.parent), expected="ray[default]")
+        raise RunError("the `ray` command is missing", where=str(program.parent), expected="the package ray[default]")
     use_token(create=True)
     environment = os.environ | _build_environment(root)
     print(f"job API      http://127.0.0.1:{dashboard_port}")

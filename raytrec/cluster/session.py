@@ -155,7 +155,10 @@ def has_local_ray() -> bool:
 
 
 def find_log_folder() -> Path | None:
-    """Return the log folder of the local cluster of this process, or None; it is removed with the cluster."""
+    """Return the log folder of the local cluster of this process, or None if this process started no cluster.
+
+    The folder is removed with the cluster.
+    """
     return get_logs_folder() if _state.is_own else None
 
 
@@ -198,7 +201,7 @@ def _require_single_address(addresses: list[str], source: str) -> str:
         raise RunError(
             f"there are {len(addresses)} clusters on this machine: {', '.join(sorted(addresses))}",
             where=source,
-            expected="the address of one of them",
+            expected="scaling.address=HOST:PORT of one of them",
         )
     return addresses[0]
 

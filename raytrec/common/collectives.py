@@ -66,7 +66,7 @@ class Peers:
         return part.to(values.device)
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the maximum over ranks of values [...] of the same shape and dtype on all ranks."""
+        """Return the elementwise maximum over ranks of a tensor, which has the same shape and dtype on all ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def max_number(self, number: float) -> float:

@@ -75,29 +75,29 @@ class RaytrecError(Exception):
 
 
 class ConfigError(RaytrecError):
-    """A configuration file, an override or a combination of keys is invalid."""
+    """Error for an invalid configuration file, override or combination of keys."""
 
 
 class GpuFailedError(ConfigError):
-    """A GPU must not be used until it has recovered.
+    """Error for a GPU that must not be used until it has recovered.
 
     Attributes:
-        place: Ray's id of the node, and Ray's id of the GPU on that node.
+        place: (Ray's id of the node, Ray's id of the GPU on that node).
     """
 
     place = "", ""
 
 
 class SchemaError(RaytrecError):
-    """schema.yaml contradicts itself or cannot be parsed."""
+    """Error for a schema.yaml that contradicts itself or cannot be parsed."""
 
 
 class DataError(RaytrecError):
-    """Data does not match the schema, or cannot be read."""
+    """Error for data that does not match the schema or cannot be read."""
 
 
 class RunError(RaytrecError):
-    """A run could not start, failed, or cannot be loaded."""
+    """Error for a run that cannot start, has failed, or cannot be loaded."""
 
 
 def shorten_repr(value: object) -> str:
@@ -182,7 +182,7 @@ def make_unknown_word_error(
         what: Sentence that states the fault; see RaytrecError.
         word: Unknown word.
         known_words: Known words.
-        where: Place of the word; see RaytrecError.
+        where: File or configuration key that contains the word; see RaytrecError.
         expected: Description of a correct word; default: "one of" and the known words.
         do: Advice to the user; see RaytrecError.
         kind: Class of the error.

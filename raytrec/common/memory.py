@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from threading import Lock
 from time import monotonic
 
@@ -16,7 +19,7 @@ from time import monotonic
 # more.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 TRIM_THRESHOLD_BYTES, TOP_PAD_BYTES, LARGEST_BYTES = 64 << 20, 64 << 20, 32 << 20
-MAP_FIXED = 0x10  # of mmap(2) on Linux
+MAP_FIXED, PROT_NONE, MAP_FAILED = 0x10, 0, 2**64 - 1  # of mmap(2) on Linux, 64 bits
 TRIM_INTERVAL_S = 5.0  # trimming takes milliseconds, and the memory must be allocated again
 # Environment of ranks, read tasks and the process that forks them; glibc reads it when a process starts. By
 # default, glibc keeps freed memory in up to eight arenas per core, and each arena grows to the largest need of
@@ -103,12 +106,41 @@ def unmap_file(address: int, size: int) -> None:
     Raises:
         OSError: The system cannot provide the memory.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
-    place, rights = ctypes.c_void_p(address), mmap.PROT_READ | mmap.PROT_WRITE
+    _map_pages(address, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_ANONYMOUS | MAP_FIXED)
+
+
+def map_files(parts: Sequence[tuple[Path, int, int]]) -> ctypes.Array[ctypes.c_ubyte]:
+    """Map parts of files to consecutive addresses and return their bytes, which must not be written.
+
+    The files are unmapped when the result is no longer referenced.
+
+    Args:
+        parts: File, offset and size in bytes of each part. All offsets, and all sizes except the last, are
+            multiples of the page size.
+
+    Raises:
+        OSError: A file cannot be mapped.
+    """
+    size = sum(part_size for _, _, part_size in parts)
+    address = _map_pages(None, size, PROT_NONE, mmap.MAP_ANONYMOUS)  # reserves the addresses
+    content = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(content, _LIBC.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size)).atexit = False
+    for path, offset, part_size in parts:
+        with path.open("rb") as file:
+            _map_pages(address, part_size, mmap.PROT_READ, MAP_FIXED, file.fileno(), offset)
+        address += part_size
+    return content
+
+
+def _map_pages(address: int | None, size: int, rights: int, flags: int, file: int = -1, offset: int = 0) -> int:
+    """Create a private mapping (mmap(2)) and return its address."""
     map_pages = ctypes.CDLL(None, use_errno=True).mmap
-    map_pages.restype, offset = ctypes.c_void_p, ctypes.c_long(0)
-    if map_pages(place, ctypes.c_size_t(size), rights, flags, -1, offset) != address:
+    map_pages.restype = ctypes.c_void_p
+    place, length = ctypes.c_void_p(address), ctypes.c_size_t(size)
+    mapped = map_pages(place, length, rights, flags | mmap.MAP_PRIVATE, file, ctypes.c_long(offset))
+    if mapped == MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return mapped
 
 
 def _advise(address: int, size: int, advice: int) -> None:

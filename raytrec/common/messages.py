@@ -45,7 +45,7 @@ def compute_heartbeat_interval(world: int) -> float:
 
 
 class Command(IntEnum):
-    """Commands to ranks; a larger value overrides a smaller value."""
+    """Command from the coordinator to all ranks; a command with a larger value overrides the others."""
 
     GO = 0
     SAVE = 1
@@ -55,7 +55,7 @@ class Command(IntEnum):
 
 
 class Restart(Exception):
-    """Raised by all ranks when the state has been saved and the group must restart; not a failure."""
+    """Signal, raised by all ranks, that the state has been saved and the group must restart; not a failure."""
 
 
 PHASES = (  # phases of a training step, into which a rank's time is divided

@@ -97,7 +97,7 @@ def make_gcs_client(address: str) -> Any:
 
 
 def drain(gcs_address: str, node: str, why: str, deadline_ms: int) -> tuple[bool, str]:
-    """Drain a node as if it were preempted; return (whether Ray accepts, reason for refusal).
+    """Drain a node as if it were preempted; return (True if Ray accepts, reason for refusal).
 
     `deadline_ms` is a Unix time in milliseconds.
     """

@@ -41,6 +41,19 @@ def load_archive(archive: BinaryIO) -> torch.export.ExportedProgram:
     return load_pt2(archive).exported_programs["model"]
 
 
+def copy_modules(module: nn.Module) -> nn.Module:
+    """Return a copy of a module and its submodules, with the same tensors.
+
+    A copied GraphModule has the class of the original, which contains the compiled code. copy.copy() would compile
+    the code again.
+    """
+    copied = object.__new__(type(module))
+    children = {name: child and copy_modules(child) for name, child in module._modules.items()}
+    tensors = {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers)}
+    vars(copied).update(vars(module), **tensors, _modules=children)
+    return copied
+
+
 def is_dispatched(target: str) -> bool:
     """Return True if "torch.ops.aten.NAME.OVERLOAD" is a dispatched operator.
 

@@ -35,7 +35,7 @@ NonNegativeFloat = Annotated[Number, Field(ge=0, le=MAX_AMOUNT)]
 
 
 class Mark(Enum):
-    """A mark in the Annotated type of a key or a section; the keys of a section inherit its mark.
+    """Mark in the Annotated type of a key or a section; the keys of a section inherit its mark.
 
     Attributes:
         FREE: A resumed run may change the key, because the key does not affect the trained model.
@@ -50,7 +50,7 @@ class Mark(Enum):
 
 
 class Section(BaseModel):
-    """A section of the configuration. Unknown keys and non-finite numbers are errors.
+    """Base class of the configuration's sections. Unknown keys and non-finite numbers are errors.
 
     The docstring under a key is its description in `raytrec config --schema`.
     """

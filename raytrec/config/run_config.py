@@ -174,11 +174,11 @@ def load_config(
 
 
 def _read(uri: str) -> dict:
-    missing = ConfigError("the config file does not exist", where=uri, expected="a YAML file, as in jobs/")
+    missing = ConfigError("the config file does not exist", where=uri, expected="a YAML file such as jobs/own.yaml")
     values = read_settings(uri, "config", missing)
     values = {} if values is None else values
     if not isinstance(values, dict):
-        raise ConfigError("the config is not a mapping of sections", where=uri)
+        raise ConfigError("the config is not a mapping of sections", where=uri, expected="data: {…}, model: {…}, …")
     return values
 
 

@@ -147,7 +147,7 @@ def _compute_mac(file: Path, key: bytes) -> str:
 
 
 def _read_key(*, create: bool) -> bytes:
-    """Return the key with which this user's files are marked.
+    """Return the key that authenticates this user's files (HMAC); with `create`, create a missing key file.
 
     Raises:
         OSError, RuntimeError: The key does not exist, or other users could have read or written it.

@@ -52,7 +52,7 @@ def canonical(table: pa.Table, form: ResolvedReadPlan, place: Place) -> pa.Table
     Args:
         table: Table with the columns of the schema, masks, weights and reserved columns.
         form: Resolved read plan of the rows.
-        place: Place of the first row, for error messages.
+        place: Location of the first row, for error messages.
 
     Raises:
         DataError: The schema or a task forbids a value.
@@ -88,7 +88,7 @@ def canonical(table: pa.Table, form: ResolvedReadPlan, place: Place) -> pa.Table
 
 @dataclass(frozen=True)
 class CandidatePlace(Place):
-    """Place of the first candidate of a decoded table.
+    """Location of the first candidate of a decoded table.
 
     Attributes:
         offsets: Index of each row's first candidate, then the number of candidates; int32 [rows + 1].
@@ -97,12 +97,12 @@ class CandidatePlace(Place):
     offsets: np.ndarray
 
     def of(self, column: str, row: int | None = None) -> str:
-        """Return a description of the place of a candidate's value. `row` is the index of the candidate."""
+        """Return the location of a candidate's value as text. `row` is the index of the candidate."""
         return super().of(column, None if row is None else make_row_lookup(self.offsets)(row))
 
 
 def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> tuple[pa.Table, CandidatePlace]:
-    """Return task columns and candidates' dense columns with one row per candidate, and the rows' place.
+    """Return task columns and candidates' dense columns with one row per candidate, and their location.
 
     Values of a request are repeated for each of its candidates.
 

@@ -24,14 +24,14 @@ FIRST_INEXACT_INTEGER = 2**53  # float64 represents every integer up to this one
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a decoded table's first row: file, row group (None: not from a file) and row in the row group."""
+    """Location of a decoded table's first row: file, row group (None: not from a file) and row in the row group."""
 
     path: str
     group: int | None
     first: int
 
     def of(self, column: str, row: int | None = None) -> str:
-        """Return a description of a value's place, for messages."""
+        """Return the location of a value as text for messages."""
         group = "" if self.group is None else f", row group {self.group}"
         where = f"{self.path}{group}, column {column}"
         return where if row is None else f"{where}, row {self.first + row}"
@@ -45,7 +45,7 @@ def read_number_column(
     Args:
         column: Decoded column.
         name: Column name.
-        place: Place of the first row.
+        place: Location of the first row.
         extra_advice: Additional advice in the error for a null.
         dtype: Float type of the result.
 
@@ -73,7 +73,7 @@ def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: 
     Args:
         column: Decoded column.
         name: Column name.
-        place: Place of the first row.
+        place: Location of the first row.
         scale: Scale of the column in the schema; None: the numbers are not changed.
 
     Raises:
@@ -138,7 +138,7 @@ def convert_float_ids(array: pa.Array, feature: str, column: str, place: Place) 
         array: Ids, one per row.
         feature: Name of the feature.
         column: Name of the column that contains the ids.
-        place: Place of the first row.
+        place: Location of the first row.
 
     Raises:
         DataError: A value has a fraction, or is too large to be an exact integer.
@@ -263,7 +263,7 @@ def task_weights(
         table: Table with the mask and weight columns.
         labels: Labels of the same rows.
         form: Resolved read plan of the rows.
-        place: Place of the first row.
+        place: Location of the first row.
 
     Raises:
         DataError: A mask is not 0, 1, null or NaN; or a weight is not a finite number ≥ 0.

@@ -39,7 +39,7 @@ class Feature:
         name: Name of the feature.
         spec: Definition of the feature in the schema.
         table: Definition of the feature's table in the schema.
-        place: Place of the first row.
+        place: Location of the first row.
         tally: Mapping that receives the id counts of the feature.
     """
 

@@ -137,7 +137,7 @@ def _finish_group(
     """Return the parts of one row group in canonical form.
 
     Args:
-        place: Place of the row group.
+        place: Location of the row group.
         parts: Parts to return.
         table: Decoded rows that the parts span, or the error of the row group.
         form: Resolved read plan of the rows.

@@ -134,7 +134,7 @@ def diagnose(config: RunConfig | None, address: str | None, storage: list[str]) 
 
 
 def _find_existing_folder(place: str) -> str:
-    """Return the nearest existing folder at or above a place that a run creates; return URIs unchanged."""
+    """Return the nearest existing folder at or above a folder that a run creates; return URIs unchanged."""
     if "://" in place:
         return place
     return str(next(path for path in (Path(place), *Path(place).parents) if path.is_dir()))

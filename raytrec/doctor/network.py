@@ -103,7 +103,7 @@ def listen(address: str, keep: bool = True) -> int:
 
 
 def find_connection_errors(places: list[tuple[str, int]], limit_s: float = PORT_CONNECT_TIMEOUT_S) -> list[str]:
-    """Return, for each place, the reason why a connection fails, or "" if the connection is accepted."""
+    """Return, for each (host, port), the reason why a connection fails, or "" if the connection is accepted."""
 
     def connect(place: tuple[str, int]) -> str:
         try:

@@ -234,7 +234,7 @@ def diagnose_clocks(skews: dict[str, tuple[float, float]]) -> Diagnoses:
 
 
 def write_and_read(uri: str, name: str) -> str:
-    """Write a file to a place and read it back; return the reason for a failure, or an empty string."""
+    """Write a file to a storage folder and read it back; return the reason for a failure, or ""."""
     try:
         filesystem, folder = open_filesystem(uri)
         if filesystem.type_name == "local" and not os.path.isdir(folder):
@@ -250,7 +250,7 @@ def write_and_read(uri: str, name: str) -> str:
 
 
 def find_missing_files(uri: str, names: list[str]) -> list[str]:
-    """Return the files that are missing from a place, as seen from this host."""
+    """Return the files that are missing from a storage folder, as seen from this host."""
     from pyarrow import fs
 
     filesystem, folder = open_filesystem(uri)
@@ -259,7 +259,7 @@ def find_missing_files(uri: str, names: list[str]) -> list[str]:
 
 
 def remove_files(uri: str, names: list[str]) -> None:
-    """Remove files from a place; ignore files that are missing or cannot be removed."""
+    """Remove files from a storage folder; ignore files that are missing or cannot be removed."""
     filesystem, folder = open_filesystem(uri)
     for name in names:
         with suppress(OSError):
@@ -267,7 +267,7 @@ def remove_files(uri: str, names: list[str]) -> None:
 
 
 def check_storage(nodes: ThisHost, uri: str) -> Diagnoses:
-    """Check that every node writes to a place, reads its file back, and sees the files of all other nodes."""
+    """Check that every node can write to a storage folder and read the files of all nodes there."""
     names = [f"raytrec-doctor-{secrets.token_hex(4)}-{number}" for number in range(len(nodes.names))]
     file_arguments = {number: (name,) for number, name in enumerate(names)}
     do = f"make {uri} accessible to this user on every node: mounts, credentials, region, endpoint, quota"

@@ -70,7 +70,7 @@ class RunConsole:
     def start(
         self, total: int, step: int = 0, workers: int = 0, metrics: list[dict[str, Any]] | None = None, **_: Any
     ) -> None:
-        """Show that training begins at a step; `metrics` describes the figures (selection.Figure)."""
+        """Show that training begins at a step; `metrics` describes the figures (selection.MetricDisplay)."""
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
         self._total, self._begin, self._figures = total, None, read_metric_displays({"metrics": metrics})
         self._write_message("start", {"total": total, "step": step, "workers": workers, "metrics": metrics or []})

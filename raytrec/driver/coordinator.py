@@ -54,9 +54,10 @@ class RankState:
     Attributes:
         node: Address of the rank's node.
         node_id: Ray's id of that node.
+        ticks: Number of progress ticks in the last heartbeat; -1 before the first heartbeat.
         phase: One of PHASES.
-        where: Place in the code at which the rank makes no progress; empty while it makes progress.
-        waiting: True if that place is a wait for other ranks.
+        where: Line of code at which the rank makes no progress; empty while it makes progress.
+        waiting: True if that line waits for other ranks.
         unfinished: (step, phase) that the GPU has not finished; None if the GPU has finished all steps.
     """
 

@@ -166,18 +166,19 @@ def evaluate(
     changes += to_override_texts(overrides)
     saved = resolve_checkpoint(place, None, changes, allow_code)
     config, schema, folder = saved.config, saved.schema, saved.folder
+    key = "data.test" if config.data.test else "data.valid"
     places = make_absolute(data) if data else config.data.test or config.data.valid
     if not places:
-        raise ConfigError("there is no data to evaluate", where=folder, expected="--data PARQUET")
+        raise ConfigError("the run has neither data.test nor data.valid", where=folder, do="pass --data PARQUET")
     if config.eval.retrieval:
         config.eval.retrieval.items = make_absolute(config.eval.retrieval.items)
-    datasets = {"test": open_dataset(config, schema, places, "--data")}
+    datasets = {"test": open_dataset(config, schema, places, "--data" if data else key)}
     datasets |= open_items(config, schema, datasets)
     for dataset in datasets.values():
         check_suspect_groups(dataset)
         check_usable_rows(dataset)
     with create_scratch_folder() as config.run.dir, RunConsole(config.run.name) as console, open_session(config):
-        show_file_counts(console, datasets)
+        show_file_counts(console, {data or key if name == "test" else name: each for name, each in datasets.items()})
         for line in (left_out := record_skipped_files(Path(config.run.dir), datasets)):
             console.warn(line)
         figures = run_group(evaluate_worker, config, schema, datasets, folder, Watch(console))

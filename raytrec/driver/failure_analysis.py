@@ -32,6 +32,8 @@ class Cause:
     """Reason why a rank failed.
 
     Attributes:
+        kind: Kind of the failure.
+        rank: Rank that failed.
         text: One line that describes the failure.
         error: Exception raised by the rank, or Ray's error about its process.
     """

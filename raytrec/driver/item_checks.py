@@ -68,7 +68,7 @@ def check_item_keys(items: Dataset, column: str) -> None:
 
 
 def _place(items: Dataset, column: str, row: int) -> str:
-    """Return a description of the place of a row in the dataset."""
+    """Return the file, row group and row of a row of the dataset, as text for messages."""
     for group in items.groups:
         if row < group.rows:
             break
@@ -148,7 +148,10 @@ def _find_id_columns(items: Dataset) -> list[str]:
 
 
 def _pairs(column: pa.ChunkedArray, keys: np.ndarray) -> np.ndarray:
-    """Return row · len(keys) + position in `keys` for each id that `keys` contains: int64 or float64."""
+    """Encode each pair (row, id) as row · len(keys) + index of the id in `keys`; other ids are dropped.
+
+    The result is int64, or float64 if ids were dropped.
+    """
     counts, ids = compute_row_keys([column])
     place = pc.index_in(pa.array(ids), value_set=pa.array(keys)).to_numpy(zero_copy_only=False)
     pairs = np.repeat(np.arange(len(counts)), counts) * len(keys) + place

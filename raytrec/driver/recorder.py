@@ -41,8 +41,8 @@ class Watch:
     Attributes:
         result: Figures of rank 0; None until the group has ended successfully.
         unsaved: Error that prevented the trained model from being saved; None if it was saved.
-        stopped_at: Step at which the run was stopped.
-        ended_early_at: Step at which evaluations ended training (train.early_stopping).
+        stopped_at: Step at which the run was stopped; None if it was not stopped.
+        ended_early_at: Step at which evaluations ended training (train.early_stopping); None if they did not.
     """
 
     def __init__(self, console: Any, record: Record | None = None, ended: Callable[[], None] = lambda: None):

@@ -239,10 +239,14 @@ def _list_next_steps(config: RunConfig, code: list[str] | None, page: Path | Non
 def _write_report(renderer: BackgroundRenderer, console: RunConsole) -> Path | None:
     """Write the report and its pictures into the run folder, and return the path of the report.
 
-    If this fails, print a warning and return None: a missing report does not fail the run.
+    If writing fails, print a warning and return None: a missing report does not fail the run. If the user
+    interrupts, print the command that writes the report, and raise the interrupt again.
     """
     try:
         return renderer.write()[0]
+    except KeyboardInterrupt:
+        console.note(f"the report is incomplete; write it with: raytrec report {quote_for_shell(renderer.folder)}")
+        raise
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         console.warn(f"report failed: {why}; retry with raytrec report {quote_for_shell(renderer.folder)}")

@@ -59,7 +59,7 @@ def match_tables(pattern: str, schema: Schema, where: str) -> list[str]:
     """Return the tables that match a name or a pattern such as 'item*'.
 
     Raises:
-        ConfigError: No table matches. The error gives `where` as its place.
+        ConfigError: No table matches. The error names `where`.
     """
     tables = [table for table in schema.tables if fnmatchcase(table, pattern)]
     if not tables:

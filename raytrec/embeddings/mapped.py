@@ -18,17 +18,18 @@ from torchrec.distributed.types import ShardingPlan
 
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import format_bytes
-from raytrec.common.memory import is_page_resident, prefetch_pages, unmap_file
+from raytrec.common.memory import unmap_file
 from raytrec.compat.fbgemm_lookups import map_table
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.constraints import MMAP_KERNEL, advise_disk_space, find_memory_filesystem, find_mmap_folder
 from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.embeddings.pooling import Collection, find_table_modules
+from raytrec.embeddings.row_pages import prefetch_rows
 
-ADMISSION_SIGHTINGS = 3  # if lower, rarely used rows displace others; if higher, the places fill more slowly
-MIN_CLOCK_WINDOW = 4096  # minimum number of places that the hand inspects at once
-SAMPLED_PAGES = 32  # at least this many pages are sampled (if there are as many), and fewer than twice as many
+ADMISSION_SIGHTINGS = 3  # if lower, rarely used rows displace others; if higher, the slots fill more slowly
+MIN_CLOCK_WINDOW = 4096  # minimum number of slots that the hand inspects at once
+SAMPLED_ROWS = 32
 BLOCK_ROWS = 65_536  # rows written back at once
 # Bytes of memory per place, in addition to its row, and per row of the table.
 BYTES_PER_PLACE, ROW_BYTES = 10, 4
@@ -114,14 +115,14 @@ class HotRowCache:
     """In-memory cache of a shard's frequently used rows, whose values in the file can be out of date.
 
     The lookups of the run determine the cached rows. A row that has been looked up in ADMISSION_SIGHTINGS
-    steps gets a place in memory. If all places are taken, the row replaces one that has not been looked up
-    since the hand last passed (CLOCK, as in page caches). A page cache keeps a page of 4 KiB for each of the
-    rows scattered over a file. HotRowCache keeps only the row, which is written back when it is replaced or
-    the cache is flushed.
+    steps gets a slot in memory. If all slots are taken, the row replaces one that has not been looked up since
+    the clock hand last passed (CLOCK, the replacement policy of page caches). A page cache keeps a page of
+    4 KiB for each of the rows scattered over a file. HotRowCache keeps only the row, which is written back
+    when it is replaced or the cache is flushed.
 
     Args:
-        whole: Weights of the lookup, [rows + places, columns], and its optimizer state, of the same shape or
-            [rows + places]. The values in the file come first, followed by the places in memory.
+        whole: Weights of the lookup, [rows + slots, columns], and its optimizer state, of the same shape or
+            [rows + slots]. The rows in the file come first, followed by the slots in memory.
         rows: Number of rows of the shard.
     """
 
@@ -129,7 +130,7 @@ class HotRowCache:
         self._tensors, self._rows, self._count = whole, rows, len(whole[0]) - rows
         self._tensor_at = {values.data_ptr(): values for values in whole}
         # Place of each row, or −1 − the number of steps in which the row was looked up if it has no place.
-        self._places = torch.full((rows,), -1, dtype=torch.int32)
+        self._slots = torch.full((rows,), -1, dtype=torch.int32)
         # Row of each place, and two flags:
         self._row = torch.zeros(self._count, dtype=torch.int64)
         self._used = torch.zeros(self._count, dtype=torch.bool)  # since the hand last passed
@@ -146,21 +147,21 @@ class HotRowCache:
 
         Args:
             rows: Rows of the shard, int [n].
-            trains: True if the rows will be updated; only then can rows get places.
+            trains: True if the rows will be updated; only then can rows get slots.
         """
-        places = self._places[rows]
-        cold = rows[places < 0].long().unique()
+        slots = self._slots[rows]
+        cold = rows[slots < 0].long().unique()
         if trains:
-            hot = places[places >= 0].long()
+            hot = slots[slots >= 0].long()
             self._used[hot] = self._changed[hot] = True
             self._hits += len(hot)
             self._lookups += len(rows)
             self._prefetch_pages(cold)
             if self._admit(cold):
-                places = self._places[rows]
+                slots = self._slots[rows]
         else:
             self._prefetch_pages(cold)
-        return torch.where(places >= 0, places.to(rows.dtype) + self._rows, rows)
+        return torch.where(slots >= 0, slots.to(rows.dtype) + self._rows, rows)
 
     def take_hit_share(self) -> float | None:
         """Return the share of training lookups served from memory since the last call.
@@ -174,13 +175,13 @@ class HotRowCache:
     @torch.no_grad()
     def flush(self) -> None:
         """Write all changed rows in memory back to the file; the rows stay in memory."""
-        places = self._changed[: self._filled].nonzero().squeeze(1)
-        for block in places[self._row[places].argsort()].split(BLOCK_ROWS):
+        slots = self._changed[: self._filled].nonzero().squeeze(1)
+        for block in slots[self._row[slots].argsort()].split(BLOCK_ROWS):
             self._write_back(block)
 
     def purge(self) -> None:
         """Discard all rows in memory without writing them back."""
-        self._places.fill_(-1)
+        self._slots.fill_(-1)
         self._changed.zero_()
         self._filled = self._hand = 0
 
@@ -188,10 +189,10 @@ class HotRowCache:
         """Return the current values of some rows.
 
         Args:
-            values: Tensor of `whole` without the places in memory; selects the weights or a kind of state.
+            values: Tensor of `whole` without the slots in memory; selects the weights or a kind of state.
             rows: Rows of the shard, int64 [n].
         """
-        return self._tensor_at[values.data_ptr()].index_select(0, self._find_places(rows))
+        return self._tensor_at[values.data_ptr()].index_select(0, self._find_slots(rows))
 
     def write(self, values: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
         """Replace the values of some rows.
@@ -201,44 +202,44 @@ class HotRowCache:
             rows: Rows of the shard, int64 [n].
             new: New values of these rows, of the dtype of `values`.
         """
-        positions = self._find_places(rows)
+        positions = self._find_slots(rows)
         self._tensor_at[values.data_ptr()].index_copy_(0, positions, new)
         self._changed[positions[positions >= self._rows] - self._rows] = True
 
-    def _find_places(self, rows: torch.Tensor) -> torch.Tensor:
-        places = self._places[rows].long()
-        return torch.where(places >= 0, places + self._rows, rows)
+    def _find_slots(self, rows: torch.Tensor) -> torch.Tensor:
+        slots = self._slots[rows].long()
+        return torch.where(slots >= 0, slots + self._rows, rows)
 
     def _admit(self, cold: torch.Tensor) -> bool:
-        """Give places to rows that have been looked up often enough; return True if any row gets a place.
+        """Assign slots to rows that have been looked up often enough; return True if any row gets a slot.
 
         Args:
-            cold: Distinct rows without a place, int64 [n].
+            cold: Distinct rows without a slot, int64 [n].
         """
-        sightings = self._places[cold] - 1
-        self._places[cold] = sightings
+        sightings = self._slots[cold] - 1
+        self._slots[cold] = sightings
         admitted = cold[sightings < -ADMISSION_SIGHTINGS]
         if not len(admitted):
             return False
         filled = min(self._count, self._filled + len(admitted))
-        places = torch.arange(self._filled, filled)
+        slots = torch.arange(self._filled, filled)
         self._filled = filled
-        self._used[places] = True  # so that the hand skips them
-        idle = self._find_idle_places(len(admitted) - len(places))
+        self._used[slots] = True  # so that the hand skips them
+        idle = self._find_idle_slots(len(admitted) - len(slots))
         self._prefetch_pages(self._row[idle])
         self._write_back(idle[self._changed[idle]])
-        self._places[self._row[idle]] = -1
-        places = torch.cat([places, idle])
-        admitted = admitted[: len(places)]
+        self._slots[self._row[idle]] = -1
+        slots = torch.cat([slots, idle])
+        admitted = admitted[: len(slots)]
         for values in self._tensors:
-            values.index_copy_(0, places + self._rows, values.index_select(0, admitted))
-        self._places[admitted] = places.int()
-        self._row[places] = admitted
-        self._used[places] = self._changed[places] = True
-        return len(places) > 0
+            values.index_copy_(0, slots + self._rows, values.index_select(0, admitted))
+        self._slots[admitted] = slots.int()
+        self._row[slots] = admitted
+        self._used[slots] = self._changed[slots] = True
+        return len(slots) > 0
 
-    def _find_idle_places(self, count: int) -> torch.Tensor:
-        """Return up to `count` places whose rows have not been used since the hand last passed.
+    def _find_idle_slots(self, count: int) -> torch.Tensor:
+        """Return up to `count` slots whose rows have not been used since the clock hand last passed.
 
         The hand makes at most one full turn.
         """
@@ -254,37 +255,20 @@ class HotRowCache:
             parts.append(idle)
         return torch.cat(parts)
 
-    def _write_back(self, places: torch.Tensor) -> None:
-        """Write the rows at these places back to the file.
+    def _write_back(self, slots: torch.Tensor) -> None:
+        """Write the rows in these slots back to the file.
 
         Only rows that have changed since the last `flush` may be passed. A save that began with this flush
         has already copied the previous values of such rows (checkpoint/snapshot.py).
         """
-        if not len(places):
+        if not len(slots):
             return
-        rows = self._row[places]
+        rows = self._row[slots]
         self._prefetch_pages(rows)
         for values in self._tensors:
-            values.index_copy_(0, rows, values.index_select(0, places + self._rows))
-        self._changed[places] = False
+            values.index_copy_(0, rows, values.index_select(0, slots + self._rows))
+        self._changed[slots] = False
 
     def _prefetch_pages(self, rows: torch.Tensor) -> None:
         for values in self._tensors:
-            _prefetch_table_pages(values, rows)
-
-
-def _prefetch_table_pages(values: torch.Tensor, rows: torch.Tensor) -> None:
-    """Prefetch the pages of these rows unless a sample shows that they are already in memory.
-
-    Without prefetching, each page fault blocks.
-    """
-    starts, width = values.data_ptr() + rows * values[0].nbytes, values[0].nbytes
-    pages = (torch.cat([starts, starts + (width - 1)]) // mmap.PAGESIZE).unique()
-    sample = pages[:: max(1, len(pages) // SAMPLED_PAGES)].tolist()
-    if all(is_page_resident(page * mmap.PAGESIZE) for page in sample):
-        return
-    is_first = torch.ones(len(pages) + 1, dtype=torch.bool)
-    is_first[1:-1] = pages.diff() > 1
-    run_starts = is_first.nonzero().squeeze(1)
-    for page, count in zip(pages[run_starts[:-1]].tolist(), run_starts.diff().tolist(), strict=True):
-        prefetch_pages(page * mmap.PAGESIZE, count * mmap.PAGESIZE)
+            prefetch_rows(values, rows, SAMPLED_ROWS)

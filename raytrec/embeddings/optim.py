@@ -124,7 +124,14 @@ def _make_keyed_optimizer(
 
 @dataclass
 class _LookupCut:
-    """One lookup of one step: its input, its output, and the leaf that replaces the output downstream."""
+    """Lookup of one step at which the autograd graph is cut.
+
+    Attributes:
+        kernel: Module of the lookup.
+        features: Ids that were looked up.
+        output: Output of the lookup, from which the second backward starts.
+        leaf: Detached copy of the output, which the rest of the model reads.
+    """
 
     kernel: nn.Module
     features: KeyedJaggedTensor

@@ -188,7 +188,7 @@ class _EvaluationModel:
 
 
 def _to_assembled(batch: Batch) -> AssembledTensors:
-    """Return a batch in the layout required by lookups."""
+    """Return the tensors of a batch as AssembledTensors, the input of lookups in an export."""
     ids = batch.sparse
     counts = ids.length_per_key()
     bags = Bags(ids.keys(), ids.values(), ids.weights_or_none(), ids.lengths(), counts, ids.stride())

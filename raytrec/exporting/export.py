@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrec.checkpoint.managed import read_stored_ids
-from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import format_bytes, format_percent, parse_number
 from raytrec.common.output_folder import ClaimedFolder, compute_binding
@@ -32,7 +31,7 @@ from raytrec.exporting.trained_model import (
     list_tasks,
     list_towers,
     make_source,
-    plan_table_files,
+    plan_stacks,
     read_trained,
 )
 from raytrec.metrics.selection import EVAL_PREFIX
@@ -126,7 +125,7 @@ def export(
         for each, value in values.items()
     }
     metrics = {
-        "export.tables": len(manifest.tables),
+        "export.tables": len(manifest.data_schema.tables),
         "export.rows": sum(table.rows for table in manifest.data_schema.tables.values()),
         "export.bytes": sum(entry.bytes for entry in manifest.files.values()),
         "export.golden_rows": manifest.golden_rows,
@@ -190,10 +189,7 @@ def _write_export(
             name: ProgramEntry(file=f"{name}.pt2", inputs=list(program.inputs))
             for name, program in trained.programs.items()
         },
-        tables={
-            name: plan_table_files(f"{place}-{name}", table.rows, table.dim, precision)
-            for place, (name, table) in enumerate(schema.tables.items())
-        },
+        stacks=plan_stacks(schema, precision),
         ids={name: f"ids/{place}.parquet" for place, name in enumerate(schema.managed)},
         golden_rows=golden_rows and len(golden),
         files={},
@@ -245,13 +241,12 @@ def _copy_vocabularies(target: ExportFolder, transforms: Sequence[Any]) -> list[
 def _write_tables(target: ExportFolder, trained: TrainedModel, manifest: Manifest, console: RunConsole) -> None:
     total = sum(table.rows for table in trained.schema.tables.values())
     rows_before = 0
-    for name, entry in manifest.tables.items():
-        with StoredTable(trained.saved.folder, trained.saved.index, name) as table:
-            for number, file in enumerate(entry.files):
-                first = rows_before + number * entry.block_rows
-                console.phase(f"table {name}: {format_percent(first / total)} of all rows written", always=False)
-                target.write(file, iterate_file_bytes(table, entry, number))
-            rows_before += table.rows
+    for stack in manifest.stacks:
+        for number, file in enumerate(stack.files):
+            first = rows_before + number * stack.block_rows
+            console.phase(f"tables: {format_percent(first / total)} of all rows written", always=False)
+            target.write(file, iterate_file_bytes(trained, stack, number))
+        rows_before += manifest.count_rows(stack)
 
 
 def _encode_arrow(table: pa.Table) -> bytes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,12 +21,12 @@ from raytrec.exporting.programs import Program, make_program
 from raytrec.models.recommender import Recommender
 from raytrec.prediction.one_process import load_model
 from raytrec.prediction.predict import list_score_columns
-from raytrec.scoring.lookups import PRECISIONS, IdRows, Lookups, TablePrecision
-from raytrec.scoring.manifest import ExportSource, PrecisionName, ProgramName, TableEntry, TaskEntry, list_inputs
+from raytrec.scoring.lookups import PRECISIONS, IdRows, Lookups, StackedTable, TablePrecision
+from raytrec.scoring.manifest import ExportSource, PrecisionName, ProgramName, StackEntry, TaskEntry, list_inputs
+from raytrec.scoring.table_files import choose_block_rows, make_header
 from raytrec.tasks.objective import Objective
 
-MAX_FILE_BYTES, PIECE_BYTES = 4 << 30, 32 << 20  # maximum size of a file, and of the piece in memory
-SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}  # names of types in safetensors
+PIECE_BYTES = 32 << 20  # maximum size of the rows in memory
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class TrainedModel:
             tables = {}
             for name in self.schema.tables:
                 stored = StoredTable(self.saved.folder, self.saved.index, name, checked=checked)
-                tables[name] = CheckpointTable(files.enter_context(stored), PRECISIONS[precision])
+                tables[name] = StackedTable(CheckpointTable(files.enter_context(stored), PRECISIONS[precision]))
             yield Lookups(self.features, tables, ids)
 
 
@@ -127,37 +125,35 @@ def list_towers(trained: TrainedModel) -> dict[TowerName, list[str]]:
     return {"query": sorted(members["query"]), "item": sorted(members["item"])}
 
 
-def plan_table_files(name: str, rows: int, dim: int, precision: PrecisionName) -> TableEntry:
-    """Return the manifest entry of a table, with the names of its files."""
-    row_bytes = PRECISIONS[precision].width(dim) * PRECISIONS[precision].dtype.itemsize
-    block_rows = max(1, min(rows, MAX_FILE_BYTES // row_bytes))
-    name = re.sub(r"[^\w-]", "_", name)
-    files = [f"tables/{name}-{number:05d}.safetensors" for number in range(-(-rows // block_rows))]
-    return TableEntry(precision=precision, block_rows=block_rows, files=files)
+def plan_stacks(schema: Schema, precision: PrecisionName) -> list[StackEntry]:
+    """Return the manifest entries of the stacks, one for each dim of the tables."""
+    names: dict[int, list[str]] = {}
+    for name, table in schema.tables.items():
+        names.setdefault(table.dim, []).append(name)
+    stacks = []
+    for dim, tables in names.items():
+        rows = sum(schema.tables[name].rows for name in tables)
+        block_rows = choose_block_rows(PRECISIONS[precision], dim)
+        files = [f"tables/dim{dim}-{number:05d}.safetensors" for number in range(-(-rows // block_rows))]
+        stacks.append(StackEntry(tables=tables, precision=precision, block_rows=block_rows, files=files))
+    return stacks
 
 
-def iterate_file_bytes(table: StoredTable, entry: TableEntry, number: int) -> Iterator[bytes]:
-    """Yield the bytes of the safetensors file with a table's rows from number · block_rows on.
-
-    The file is written without the library, which would need all tensors in memory. The format consists of
-    eight bytes with the length of a JSON header, the header, and the values.
-    """
-    first = number * entry.block_rows
-    rows = min(entry.block_rows, table.rows - first)
-    precision = PRECISIONS[entry.precision]
-    dtype, width = precision.dtype, precision.width(table.dim)
-    about = {
-        "dtype": SAFETENSORS_DTYPES[dtype],
-        "shape": [rows, width],
-        "data_offsets": [0, rows * width * dtype.itemsize],
-    }
-    header = json.dumps({"rows": about}).encode()
-    header += b" " * (-(len(header) + 8) % 64)  # values start at an offset that is a multiple of 64 bytes
-    yield len(header).to_bytes(8, "little") + header
-    band = max(1, PIECE_BYTES // (4 * table.dim))
-    for start in range(first, first + rows, band):
-        values = torch.from_numpy(table.read(start, min(start + band, first + rows)))
-        yield precision.encode(values).numpy().tobytes()
+def iterate_file_bytes(trained: TrainedModel, stack: StackEntry, number: int) -> Iterator[bytes]:
+    """Yield the bytes of the file with a stack's rows from number · block_rows on (scoring/table_files.py)."""
+    precision, tables = PRECISIONS[stack.precision], [(name, trained.schema.tables[name]) for name in stack.tables]
+    dim, first = tables[0][1].dim, number * stack.block_rows
+    end = min(first + stack.block_rows, sum(table.rows for _, table in tables))
+    yield make_header(end - first, precision, dim)
+    band = max(1, PIECE_BYTES // (4 * dim))
+    for name, table in tables:
+        if first < table.rows and end > 0:
+            with StoredTable(trained.saved.folder, trained.saved.index, name) as stored:
+                last = min(end, table.rows)
+                for start in range(max(0, first), last, band):
+                    values = torch.from_numpy(stored.read(start, min(start + band, last)))
+                    yield precision.encode(values).numpy().tobytes()
+        first, end = first - table.rows, end - table.rows  # relative to the next table
 
 
 class CheckpointTable:

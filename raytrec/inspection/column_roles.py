@@ -28,10 +28,18 @@ MAX_NAME_CHARS = 1000  # YAML keys have at most 1,024 characters
 
 @dataclass
 class Finding:
-    """Role of a column, with the reason for it, notes to the user, and required transforms."""
+    """Role of a column in the proposed schema.
+
+    Attributes:
+        stats: Statistics of the column.
+        kind: Role: label, dense, sparse, weights, reserved or skipped.
+        why: Reason for the role.
+        notes: Notes on the column for the user.
+        transforms: Entries of data.transforms that the column needs.
+    """
 
     stats: ColumnStats
-    kind: str  # label, dense, sparse, weights, reserved or skipped
+    kind: str
     why: str
     notes: list[str] = field(default_factory=list)
     transforms: list[dict] = field(default_factory=list)

@@ -66,8 +66,8 @@ class Metric:
         better: Direction of better values; None if no direction is better.
         format: Format string for values, as for str.format.
         takes: Kinds of predictions that the metric supports (Loss.predicts); None: any.
-        at_k: True if configurations name the metric with a number of places, as in recall@10.
-        k: Number of places; 0 if the metric has none.
+        at_k: True if configurations name the metric with a cutoff k, as in recall@10.
+        k: Cutoff: number of highest predictions that count; 0 if the metric has no cutoff.
     """
 
     name: ClassVar[str] = ""
@@ -229,11 +229,11 @@ def metric(
                 expected="a name of lower-case letters, digits and _ that is not one of " + ", ".join(sorted(RESERVED)),
             )
         if better not in DIRECTIONS:
-            raise ConfigError(f"{better!r} is not a direction", where=where, expected=", ".join(map(str, DIRECTIONS)))
+            raise ConfigError(f"better={better!r} is invalid", where=where, expected=", ".join(map(str, DIRECTIONS)))
         if not FORMAT.fullmatch(format):
-            raise ConfigError(f"{format!r} is not a format", where=where, expected='a format string such as "{:.4f}"')
+            raise ConfigError(f"format={format!r} is invalid", where=where, expected='a format string such as "{:.4f}"')
         if not issubclass(cls, KINDS):
-            raise ConfigError(f"{cls} is not a metric", where=where, expected=f"a subclass of {KIND_NAMES}")
+            raise ConfigError(f"{cls.__name__} is not a metric", where=where, expected=f"a subclass of {KIND_NAMES}")
         cls.name, cls.better, cls.format, cls.at_k = name, better, format, at_k
         cls.title, cls.label = title or name, label or name
         cls.takes = takes or cls.takes
@@ -250,7 +250,7 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
     """Return the metric class that a configuration names.
 
     Args:
-        reference: Name of a metric, or `module:name` of a user's class, with @k if the metric counts places.
+        reference: Name of a metric, or `module:name` of a user's class, with @k if the metric has a cutoff.
         folder: Folder from which the module can be imported, in addition to Python's path.
 
     Raises:
@@ -284,7 +284,7 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
 
 
 def specialize_at_k(metric: Any, k: int) -> Any:
-    """Return the metric class for k places, which is the same object for the same k."""
+    """Return the metric class for the cutoff k, which is the same object for the same k."""
     return _at(metric, k)
 
 

@@ -195,7 +195,7 @@ def select_ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
     """Return the metrics of full rankings, which depend only on the ranks of positive rows.
 
     Args:
-        places: Values of k for metrics that count the first k places.
+        places: Cutoffs k of the metrics that have one, such as recall@k.
     """
     rankable = [m for m in METRICS.parts.values() if issubclass(m, GroupMetric) and "of_ranks" in vars(m)]
     at_places = [specialize_at_k(m, k) for m in rankable if m.at_k for k in dict.fromkeys(places)]

@@ -28,7 +28,7 @@ class DoesNotFitError(Exception):
 
 
 class PlanBalancer:
-    """Selection of the plan for one configuration on identical ranks.
+    """Balancer that chooses the plan of one configuration on identical ranks.
 
     Tables with fixed ranks stay on these ranks, and each group of tables stays together on one rank.
 

@@ -37,7 +37,7 @@ MAX_REFUSALS = 3  # number of failed plans, while hosts are doubled, after which
 
 @dataclass(frozen=True)
 class MemoryShortage:
-    """Memory tier that is too small for its fullest rank, in GiB; ranks share "host" and "disk" evenly."""
+    """Memory tier that is too small on its fullest rank (GiB); ranks share "host" and "disk" evenly."""
 
     tier: str
     rank: int

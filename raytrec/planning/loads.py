@@ -41,7 +41,7 @@ class Loads:
     Attributes:
         ids: Update type (a table's optimizer, or dense) → ids looked up for the rows of all ranks.
         shards: Update type → shards in which ids are looked up.
-        touched: Update type → bytes of device memory that lookups read and write at random places.
+        touched: Update type → bytes of device memory that lookups read and write at random addresses.
         streamed_bytes: Bytes that dense updates read and write sequentially.
         host_bytes: Bytes of host memory that lookups read and write over a GPU's link to the host.
         file_rows: Rows read from files.

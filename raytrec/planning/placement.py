@@ -46,7 +46,7 @@ PlanChange = list[tuple[TableOption, tuple[int, ...]]]  # new sharding option an
 
 @dataclass
 class PartialPlan:
-    """A plan under construction.
+    """Plan under construction.
 
     Attributes:
         of: Table → sharding option and the ranks of its shards.

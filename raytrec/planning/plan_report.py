@@ -214,12 +214,12 @@ def draw(plans: Plans, path: str | Path) -> None:
         raise ConfigError(f"{path.name} is not an image file", where="--picture", expected=".svg or .png")
     estimate = next((each for each in [*plans.on, *plans.chosen] if each.tables), None)
     if estimate is None:
-        raise ConfigError("there is no plan to draw", where="--picture")
+        raise ConfigError("no machine has a plan to draw", where="--picture", do="omit --picture to see the reasons")
     sizes: list[dict[str, float]] = [{} for _ in range(estimate.cluster.world)]
     for (table, rank), part in compute_rank_parts(estimate.tables, plans.config, plans.schema).items():
         sizes[rank][table] = part.size.total
     figure = tables.memory_map(sizes)
-    with convert_write_errors(path):
+    with convert_write_errors(path, "picture", "--picture"):
         if path.suffix == ".png":
             style.save_png(figure, path)
         else:

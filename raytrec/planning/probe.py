@@ -282,7 +282,7 @@ class _Lookup:
 
 
 def count_lookup_work(update_type: str, tables: int, dim: int, length: int) -> tuple[float, float, float]:
-    """Return a `_Lookup`'s bytes at random places, ids and shards, as loads.LoadCounter counts them."""
+    """Return a `_Lookup`'s randomly accessed bytes, ids and shards, as loads.LoadCounter counts them."""
     bags, row, state = BAGS * tables, 4.0 * dim, 0.0
     if update_type != DENSE:
         state = dim * find_optimizer(update_type).count_state_bytes("value") + find_optimizer(

@@ -125,7 +125,7 @@ class Rates:
         """Return the rates in a JSON text written by `to_json`.
 
         Raises:
-            ConfigError: The text does not contain valid rates. The error gives `where` as its place.
+            ConfigError: The text does not contain valid rates. The error names `where`.
         """
         try:
             rates = TypeAdapter(cls).validate_python(parse_json(text))

@@ -81,17 +81,21 @@ def write(comparison: Comparison, out: str | Path) -> Path:
 
 
 def print_table(comparison: Comparison) -> None:
-    """Print the results and the configuration differences to stdout as tables."""
+    """Print the results and the configuration differences to stdout as tables.
+
+    Narrow terminals wrap keys, and files and pipes get lines of any length.
+    """
     from rich.table import Table
 
     from raytrec.common.terminal import open_console, to_plain_text
 
     console = open_console()
+    console.width = console.width if console.is_terminal else 10_000  # nothing wraps in files and pipes
     for title, rows in (("metric", comparison.results), ("configuration", comparison.config)):
         if not rows:
             continue
         table = Table()
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
         for name in comparison.names:
             table.add_column(to_plain_text(name), justify="right" if title == "metric" else "left", overflow="fold")
         for key, texts in rows.items():

@@ -180,8 +180,13 @@ def read_package_versions(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def convert_write_errors(path: Path) -> Iterator[None]:
-    """Convert file system errors in the block, which writes a page or its figures, to RunError.
+def convert_write_errors(path: Path, what: str = "page", option: str = "--out") -> Iterator[None]:
+    """Convert file system errors in the block, which writes a page or picture, to RunError.
+
+    Args:
+        path: File that the block writes.
+        what: Kind of the file, page or picture.
+        option: Command-line option that sets the path.
 
     Raises:
         RunError: The block raised OSError; the error names the path.
@@ -190,9 +195,9 @@ def convert_write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(
-            f"cannot write the page: {error.strerror}",
+            f"cannot write the {what}: {error.strerror}",
             where=str(error.filename or path),
-            do="choose another path with --out",
+            do=f"choose another path with {option}",
         ) from None
 
 

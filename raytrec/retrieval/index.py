@@ -124,7 +124,7 @@ class Index:
 
     def _check_queries(self, vectors: np.ndarray, k: int) -> np.ndarray:
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
-            raise ConfigError(f"invalid k: {k}", where="search", expected="a whole number of at least 1")
+            raise ConfigError(f"k is {k}", where="search", expected="a whole number of at least 1")
         queries = np.asarray(vectors, np.float32)
         queries = queries[np.newaxis] if queries.ndim == 1 else queries
         width = self.vectors.shape[1]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
+import subprocess
+import sys
 import tempfile
 import weakref
-from collections.abc import Collection
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,23 +19,26 @@ import pyarrow.parquet as pq
 import torch
 from pyarrow import fs
 
-from raytrec.common.errors import ConfigError, RunError, get_first_line
+from raytrec.common import file_hashes
+from raytrec.common.errors import ConfigError, RunError, get_first_line, get_last_line
 from raytrec.common.formatting import format_bytes
-from raytrec.common.memory import advise_random_access
 from raytrec.common.processes import get_owner_name, remove_leftovers
 from raytrec.common.storage import make_absolute, open_filesystem
 from raytrec.config.transforms import Python
 from raytrec.embeddings.hashing import ids_to_keys
-from raytrec.scoring.lookups import PRECISIONS, BlockTable, IdRows, Lookups
-from raytrec.scoring.manifest import GOLDEN, MANIFEST_FILE, Manifest, TableEntry, read_manifest
+from raytrec.scoring.lookups import IdRows, Lookups
+from raytrec.scoring.manifest import GOLDEN, MANIFEST_FILE, Manifest, read_manifest
 from raytrec.scoring.program_archive import load_program
 from raytrec.scoring.request_rows import widen_type
 from raytrec.scoring.scorer import Scorer
+from raytrec.scoring.table_files import open_tables
 
 COPY_PREFIX = "raytrec-export-"  # prefix of temporary folders
+# Time limit of checksums in a child process, which gets little time if all processors are busy.
+CHILD_BASE_S, CHILD_BYTES_PER_S = 300.0, 20e6
 
 
-def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = False) -> Scorer:
+def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = False, background: bool = False) -> Scorer:
     """Load a model written by `raytrec export`. Neither Ray, TorchRec nor a run is needed.
 
     Tables are mapped into memory; rows that have been looked up stay in memory while there is room.
@@ -42,6 +48,8 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
             space is freed when the process ends or the model is no longer used.
         check_tables: True to also compare the checksums of tables, which reads all of their files.
         allow_code: True to import the code that transforms of the export name (module:name).
+        background: True if this process answers requests meanwhile: a child process at low priority compares
+            checksums.
 
     Raises:
         RunError: There is no export, it is damaged, or its golden rows get different scores here.
@@ -58,7 +66,7 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
     refuse_code(manifest, place, allow_code)
     with ExitStack() as copies:
         folder, copied = _copy_to_disk(place, manifest, copies)
-        check_files(folder, manifest, check_tables, place)
+        check_files(folder, manifest, check_tables, place, background)
         try:
             scorer = open_export(folder, manifest)
             scorer.check()
@@ -94,7 +102,7 @@ def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
 
 
 def _list_table_names(manifest: Manifest) -> set[str]:
-    return {name for table in manifest.tables.values() for name in table.files}
+    return {name for stack in manifest.stacks for name in stack.files}
 
 
 def _copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Path, bool]:
@@ -136,7 +144,7 @@ def _copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Pa
     return folder, True
 
 
-def check_files(folder: Path, manifest: Manifest, tables: bool, where: str) -> None:
+def check_files(folder: Path, manifest: Manifest, tables: bool, where: str, background: bool = False) -> None:
     """Compare the sizes and checksums of all files with the manifest.
 
     Args:
@@ -144,15 +152,18 @@ def check_files(folder: Path, manifest: Manifest, tables: bool, where: str) -> N
         manifest: Manifest of the export.
         tables: True to also compare the checksums of tables; their sizes are always compared.
         where: Location of the export in error messages.
+        background: True to compute checksums in a child process at low priority.
 
     Raises:
-        RunError: A file is missing or differs.
+        RunError: A file is missing or differs, or the child process failed.
     """
-    lazy: Collection[str] = () if tables else _list_table_names(manifest)
+    lazy = set() if tables else _list_table_names(manifest)
+    sums = hash_in_child(folder, manifest.files.keys() - lazy, where) if background else {}
     for name, entry in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
-            intact = size == entry.bytes and (name in lazy or compute_sha256(folder / name) == entry.sha256)
+            checksum = entry.sha256 if name in lazy else sums.get(name) or compute_sha256(folder / name)
+            intact = (size, checksum) == (entry.bytes, entry.sha256)
             damage = f"{name} differs from the exported file"
         except OSError as error:
             intact, damage = False, f"{name} cannot be read: {error.strerror or error}"
@@ -171,15 +182,36 @@ def compute_sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def hash_in_child(folder: Path, files: Iterable[str], where: str) -> dict[str, str]:
+    """Return the checksums of files by name, computed in a child process at low priority.
+
+    Args:
+        folder: Local folder of the export.
+        files: Names of the files.
+        where: Location of the export in error messages.
+
+    Raises:
+        RunError: A file cannot be read, or the child process cannot start, was killed or exceeded its time limit.
+    """
+    try:
+        limit_s = CHILD_BASE_S + sum((folder / name).stat().st_size for name in files) / CHILD_BYTES_PER_S
+        command, names = [sys.executable, "-I", "-S", file_hashes.__file__, str(folder)], json.dumps([*files])
+        run = subprocess.run(command, input=names, capture_output=True, check=True, text=True, timeout=limit_s)
+        return json.loads(run.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        # The text of an error of subprocess is: Command '…' died with <Signals.SIGKILL: 9>.
+        reason = get_last_line(getattr(error, "stderr", None) or "", str(error).rpartition("' ")[2])
+        what = f"the checksums of the export cannot be computed: {reason}"
+        expected = "readable files, and idle processors and free memory on this host"
+        raise RunError(what, where=where, expected=expected, do="check the files, then retry") from None
+
+
 def open_export(folder: Path, manifest: Manifest) -> Scorer:
     """Return the scorer of an export whose files have been compared with the manifest."""
     vocabularies = [_resolve_vocabulary(each, folder) for each in manifest.transforms]
     manifest = manifest.model_copy(update={"transforms": vocabularies})
     programs = {name: load_program(folder / each.file, len(each.inputs)) for name, each in manifest.programs.items()}
-    shapes = manifest.data_schema.tables
-    tables = {
-        name: open_table(folder, each, shapes[name].rows, shapes[name].dim) for name, each in manifest.tables.items()
-    }
+    tables = open_tables(folder, manifest)
     ids = {name: _read_ids(folder / file, manifest, name) for name, file in manifest.ids.items()}
     with pa.memory_map(str(folder / GOLDEN)) as file:
         golden = pa.ipc.open_file(file).read_all()
@@ -195,36 +227,13 @@ def _resolve_vocabulary(transform: Any, folder: Path) -> Any:
     return transform.model_copy(update={"vocabulary": str(folder / name)}) if name else transform
 
 
-def open_table(folder: Path, entry: TableEntry, rows: int, dim: int) -> BlockTable:
-    """Return a table whose files are mapped into memory.
-
-    Raises:
-        RunError: A file cannot be read, or contains a tensor of another shape or dtype.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    precision, blocks = PRECISIONS[entry.precision], []
-    for number, name in enumerate(entry.files):
-        shape = min(entry.block_rows, rows - number * entry.block_rows), precision.width(dim)
-        try:
-            with safe_open(folder / name, framework="pt") as file:
-                block = file.get_tensor("rows")
-        except (OSError, SafetensorError) as error:
-            raise RunError(f"{name} cannot be read: {error}", where=str(folder)) from None
-        if (block.shape, block.dtype) != (shape, precision.dtype):
-            raise RunError(
-                f"{name} contains a tensor {block.dtype} {list(block.shape)}",
-                where=str(folder),
-                expected=f"{precision.dtype} {list(shape)}",
-            )
-        advise_random_access(block.data_ptr(), block.nbytes)
-        blocks.append(block)
-    return BlockTable(blocks, entry.block_rows, precision)
-
-
 def _read_ids(file: Path, manifest: Manifest, table: str) -> IdRows:
     schema, parquet = manifest.data_schema.tables[table], pq.ParquetFile(file)
     if parquet.metadata.num_rows > schema.rows:
         raise RunError(f"table {table} has more ids than its {schema.rows:,} rows", where=str(file))
     ids, rows = (torch.from_numpy(values.to_numpy().copy()) for values in parquet.read(["id", "row"]))
+    if rows.dtype != torch.int64 or not ((rows >= 0) & (rows < schema.rows)).all():  # rows of another table
+        raise RunError(
+            f"an id has a row that is not in table {table}", where=str(file), expected=f"0 to {schema.rows - 1:,}"
+        )
     return IdRows(schema, ids_to_keys(ids), rows)

@@ -13,8 +13,9 @@ each row contains its own scale and offset.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -24,9 +25,13 @@ from raytrec.config.features import Features
 from raytrec.config.schema import Table
 from raytrec.data.assembler import AssembledTensors
 from raytrec.embeddings.hashing import assign_fallback_rows, ids_to_keys
+from raytrec.embeddings.row_pages import prefetch_rows
 from raytrec.scoring.manifest import InputKind, PrecisionName
 
 MAX_FLOAT16 = 65_504  # the largest float16; int4 stores scale and offset in float16
+# Lookups of at least MIN_PREFETCHED_ROWS rows prefetch pages unless SAMPLED_ROWS of the rows are in memory.
+MIN_PREFETCHED_ROWS, SAMPLED_ROWS = 256, 3
+MAX_CACHED_GROUPINGS = 64  # cached groupings of a request's features
 Tensors = dict[tuple[InputKind, str], torch.Tensor]  # by kind and feature; see manifest.Input
 
 
@@ -47,6 +52,10 @@ class TablePrecision:
     def width(self, dim: int) -> int:
         """Return the number of stored elements of a row of `dim` values."""
         return dim * self.bits // 8 + 2 * self.scale_dtype.itemsize if self.bits else dim
+
+    def row_bytes(self, dim: int) -> int:
+        """Return the size in bytes of a stored row of `dim` values."""
+        return self.width(dim) * self.dtype.itemsize
 
     def encode(self, rows_ND: torch.Tensor) -> torch.Tensor:
         """Encode rows for storage.
@@ -99,43 +108,42 @@ PRECISIONS: dict[PrecisionName, TablePrecision] = {
 
 
 class TableRows(Protocol):
-    """Table whose rows can be read."""
+    """Rows of one or several tables, one table after another."""
 
     def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
         """Return the vectors of rows: int64 [N] → float32 [N, dim]."""
         ...
 
 
-class BlockTable:
-    """Table stored in blocks of rows.
+class RowStack:
+    """Stored rows of tables of one dim and precision.
 
     Args:
-        blocks: Stored rows, [block_rows, …] each; the last block may have fewer rows.
-        block_rows: Number of rows of each block except the last.
+        stored: Stored rows, [n, …], of all tables; they may be mapped from files.
         precision: Format of the stored rows.
     """
 
-    def __init__(self, blocks: Sequence[torch.Tensor], block_rows: int, precision: TablePrecision):
-        self._blocks, self._block_rows, self._precision = list(blocks), block_rows, precision
+    def __init__(self, stored: torch.Tensor, precision: TablePrecision):
+        self._stored, self._precision = stored, precision
 
     def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
         """Return the vectors of rows: int64 [N] → float32 [N, dim]."""
-        decode = self._precision.decode
-        if len(self._blocks) == 1:
-            return decode(self._blocks[0].index_select(0, rows_N))
-        sorted_N, order_N = rows_N.sort()
-        starts = torch.arange(len(self._blocks) + 1) * self._block_rows
-        counts = torch.searchsorted(sorted_N, starts).diff().tolist()
-        block_parts = sorted_N.split(counts)
-        parts = [
-            block.index_select(0, part - number * self._block_rows)
-            for number, (block, part) in enumerate(zip(self._blocks, block_parts, strict=True))
-            if len(part)
-        ]
-        if not parts:
-            return decode(self._blocks[0][:0])
-        vectors_ND = decode(torch.cat(parts))
-        return torch.empty_like(vectors_ND).index_copy_(0, order_N, vectors_ND)
+        if len(rows_N) >= MIN_PREFETCHED_ROWS:
+            prefetch_rows(self._stored, rows_N, SAMPLED_ROWS)
+        return self._precision.decode(self._stored.index_select(0, rows_N))
+
+
+@dataclass(frozen=True)
+class StackedTable:
+    """Table in a stack.
+
+    Attributes:
+        stack: Rows of all tables of the stack.
+        first_row: Number of rows of the tables before this table.
+    """
+
+    stack: TableRows
+    first_row: int = 0
 
 
 class IdRows:
@@ -160,6 +168,23 @@ class IdRows:
         return torch.where(self._keys[places_N] == keys_N, self._rows[places_N], shared_N)
 
 
+@dataclass(frozen=True)
+class _FeatureGroup:
+    """Features of one stack that are looked up together, because each of their bags is a single vector.
+
+    Attributes:
+        stack: Rows of all tables of the stack.
+        places: Places of the f features.
+        inputs: Their inputs.
+        first_rows_f1: First rows of their tables in the stack, int64 [f, 1].
+    """
+
+    stack: TableRows
+    places: list[int]
+    inputs: list[tuple[InputKind, str]]
+    first_rows_f1: torch.Tensor
+
+
 class Lookups:
     """Lookup and pooling of ids in the tables of an export.
 
@@ -172,43 +197,78 @@ class Lookups:
         ids: Rows of managed ids, by table.
     """
 
-    def __init__(self, features: Features, tables: Mapping[str, TableRows], ids: Mapping[str, IdRows]):
-        self._features, self._tables, self._ids = features, tables, ids
+    def __init__(self, features: Features, tables: Mapping[str, StackedTable], ids: Mapping[str, IdRows]):
+        self._features, self._ids = features, ids
+        self._specs = list(features.schema.sparse.items())
+        self._tables = [tables[spec.table] for _, spec in self._specs]
+        self._group = lru_cache(MAX_CACHED_GROUPINGS)(self._group_features)
 
     def __call__(self, rows: AssembledTensors, needed_features: Collection[str]) -> Tensors:
         """Return the inputs of `needed_features`, with B rows each, and the dense columns."""
+        bags, side_features = rows.bags, rows.side_features or {}
         inputs: Tensors = {("dense", ""): rows.dense}
-        bags = rows.bags
-        weights = [None] * len(bags.keys) if bags.weights is None else bags.weights.split(bags.counts)
-        ids, lengths = bags.ids.split(bags.counts), bags.lengths.view(len(bags.keys), -1)
-        single = (lengths == 1).all(1).tolist()
-        for feature, ids_N, lengths_B, weights_N, is_single in zip(
-            bags.keys, ids, lengths, weights, single, strict=True
-        ):
+        lengths_FB = bags.lengths.view(len(bags.keys), bags.rows)
+        has_one_id = (lengths_FB.numpy() == 1).all(1).tolist()
+        groups, others = self._group(tuple(has_one_id), tuple(needed_features))
+        is_one_lookup = not others and not self._ids and [len(g.places) * bags.rows for g in groups] == [len(bags.ids)]
+        ids = () if is_one_lookup else bags.ids.split(bags.counts)
+        for group in groups:
+            parts = (self.find_table_rows(self._specs[place][1].table, ids[place]) for place in group.places)
+            rows_N = bags.ids if is_one_lookup else torch.cat([*parts])
+            rows_fB = rows_N.view(len(group.places), bags.rows) + group.first_rows_f1
+            vectors_ND = group.stack.vectors(rows_fB.flatten())
+            vectors_fBD = vectors_ND.view(*rows_fB.shape, vectors_ND.shape[1])
+            inputs |= zip(group.inputs, vectors_fBD.unbind(), strict=True)
+        weights = [None] * len(bags.counts) if bags.weights is None else bags.weights.split(bags.counts)
+        for place in others:
+            values = ids[place], lengths_FB[place], weights[place], side_features.get(bags.keys[place])
+            inputs |= self._look_up_feature(place, *values)
+        return inputs
+
+    def _group_features(
+        self, has_one_id: tuple[bool, ...], needed_features: tuple[str, ...]
+    ) -> tuple[list[_FeatureGroup], list[int]]:
+        """Return the features that are looked up together, by stack, and the places of all others.
+
+        Args:
+            has_one_id: True for each feature whose bags all have one id.
+            needed_features: Features to look up.
+        """
+        places: dict[TableRows, list[int]] = {}
+        others = []
+        for place, (feature, spec) in enumerate(self._specs):
             if feature not in needed_features:
                 continue
-            spec = self._features.schema.sparse[feature]
-            vectors_ND = self._tables[spec.table].vectors(self.find_table_rows(spec.table, ids_N))
-            bag_weights_N = weights_N if spec.weights else None
-            if bag_weights_N is not None:
-                vectors_ND = vectors_ND * bag_weights_N.unsqueeze(1)
-            if feature in self._features.sequences:
-                side = (rows.side_features or {}).get(feature)
-                inputs |= self._pad_inputs(feature, vectors_ND, lengths_B, side)
-            elif is_single and bag_weights_N is None:
-                inputs["bag", feature] = vectors_ND
-            else:
-                mean = self._features.is_mean(feature)
-                inputs["bag", feature] = pool_bags(vectors_ND, lengths_B, bag_weights_N, mean)
-        return inputs
+            is_joined = has_one_id[place] and not spec.weights and feature not in self._features.sequences
+            (places.setdefault(self._tables[place].stack, []) if is_joined else others).append(place)
+        groups = []
+        for stack, members in places.items():
+            inputs: list[tuple[InputKind, str]] = [("bag", self._specs[place][0]) for place in members]
+            first_rows_f1 = torch.tensor([[self._tables[place].first_row] for place in members])
+            groups.append(_FeatureGroup(stack, members, inputs, first_rows_f1))
+        return groups, others
 
     def find_table_rows(self, table: str, ids_N: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids in a table: int64 [N] → int64 [N]."""
         return self._ids[table](ids_N) if table in self._ids else ids_N
 
-    def _pad_inputs(
-        self, feature: str, vectors_ND: torch.Tensor, lengths_B: torch.Tensor, side: torch.Tensor | None
+    def _look_up_feature(
+        self,
+        place: int,
+        ids_N: torch.Tensor,
+        lengths_B: torch.Tensor,
+        weights_N: torch.Tensor | None,
+        side: torch.Tensor | None,
     ) -> Tensors:
+        """Return the inputs of one feature, with any number of ids per row."""
+        (feature, spec), table = self._specs[place], self._tables[place]
+        vectors_ND = table.stack.vectors(self.find_table_rows(spec.table, ids_N) + table.first_row)
+        bag_weights_N = weights_N if spec.weights else None
+        if bag_weights_N is not None:
+            vectors_ND = vectors_ND * bag_weights_N.unsqueeze(1)
+        if feature not in self._features.sequences:
+            mean = self._features.is_mean(feature)
+            return {("bag", feature): pool_bags(vectors_ND, lengths_B, bag_weights_N, mean)}
         present_BL = torch.arange(self._features.sequences[feature]) < lengths_B.unsqueeze(1)
         inputs: Tensors = {
             ("vectors", feature): _pad_sequences(vectors_ND, present_BL),

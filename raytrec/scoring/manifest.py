@@ -3,8 +3,8 @@
 DIR/manifest.json              this file; exists once all other files are complete
 DIR/predict.pt2                rows → predictions (torch.export); query.pt2, item.pt2: vectors of towers
 DIR/model.onnx                 ONNX version of predict.pt2, if requested
-DIR/tables/TABLE-00000.safetensors
-                               blocks of a table's rows (lookups.TablePrecision), mapped into memory
+DIR/tables/dim64-00000.safetensors
+                               blocks of the rows of all tables of one dim (table_files.py), mapped into memory
 DIR/ids/TABLE.parquet          managed ids: id and row, in the order of keys (embeddings/hashing.py)
 DIR/vocabularies/0.parquet     files that transforms name
 DIR/golden.arrow               rows as read from the data, with their scores; defines the columns' types
@@ -81,9 +81,14 @@ class ProgramEntry(Section):
     inputs: list[Input]
 
 
-class TableEntry(Section):
-    """Table in files of `block_rows` rows each; the last file contains the remaining rows."""
+class StackEntry(Section):
+    """Stack: rows of tables of one dim, one table after another, in files of `block_rows` rows each.
 
+    The first row of a table is the number of rows of the tables before it. The last file contains the
+    remaining rows.
+    """
+
+    tables: list[str] = Field(min_length=1)
     precision: PrecisionName
     block_rows: PositiveInt
     files: list[str]
@@ -137,7 +142,7 @@ class Manifest(Section):
     tasks: list[TaskEntry]
     towers: dict[TowerName, list[str]] = Field(default_factory=dict)
     programs: dict[ProgramName, ProgramEntry]
-    tables: dict[str, TableEntry]
+    stacks: list[StackEntry]
     ids: dict[str, str] = Field(default_factory=dict)
     golden_rows: NonNegativeInt = 0
     metrics: Metrics = Field(default_factory=dict)
@@ -149,7 +154,7 @@ class Manifest(Section):
     @model_validator(mode="after")
     def _check_files(self) -> Manifest:
         referenced = [each.file for each in self.programs.values()] + list(self.ids.values()) + [GOLDEN]
-        referenced += [file for each in self.tables.values() for file in each.files]
+        referenced += [file for each in self.stacks for file in each.files]
         referenced += [name for each in self.transforms if (name := getattr(each, "vocabulary", None))]
         for name in referenced:
             if name not in self.files:
@@ -157,13 +162,19 @@ class Manifest(Section):
         for name in self.files:
             if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
                 raise ValueError(f"files: {name!r} is outside the folder or not a valid file name")
-        for name, table in self.data_schema.tables.items():
-            entry = self.tables.get(name)
-            if entry is None or len(entry.files) != -(-table.rows // entry.block_rows):
-                raise ValueError(f"tables: the files of {name} do not match its {table.rows:,} rows")
+        if sorted(name for each in self.stacks for name in each.tables) != sorted(self.data_schema.tables):
+            raise ValueError(f"stacks: the tables are not {', '.join(self.data_schema.tables)}")
+        for stack in self.stacks:
+            rows, dims = self.count_rows(stack), {self.data_schema.tables[name].dim for name in stack.tables}
+            if len(dims) > 1 or len(stack.files) != -(-rows // stack.block_rows):
+                raise ValueError(f"stacks: the files do not match the {rows:,} rows of {', '.join(stack.tables)}")
         if set(self.ids) != set(self.data_schema.managed):
             raise ValueError("ids: the entries do not match the tables with managed ids")
         return self
+
+    def count_rows(self, stack: StackEntry) -> int:
+        """Return the number of rows of a stack."""
+        return sum(self.data_schema.tables[name].rows for name in stack.tables)
 
     @property
     def features(self) -> Features:

@@ -13,6 +13,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
@@ -21,13 +22,14 @@ from torch.export.pt2_archive import PT2ArchiveWriter
 from raytrec.common.errors import RunError, get_first_line
 from raytrec.common.formatting import as_dict
 from raytrec.common.reading import UnreadableError, parse_json
-from raytrec.compat.torch_ import load_archive
+from raytrec.compat.torch_ import copy_modules, load_archive
 from raytrec.scoring.operators import DisallowedContent, add_size_checks, check_arguments, is_operator
 
 MODEL, SAMPLE_INPUTS_ENTRY = "models/model.json", "data/sample_inputs/model.pt"
+WEIGHTS_CONFIG, WEIGHT_PREFIX = "data/weights/model_weights_config.json", "data/weights/weight_"
 # Configuration of tensors → pattern of the entries in its folder.
 TENSORS = {
-    "data/weights/model_weights_config.json": re.compile(r"weight_\d+"),
+    WEIGHTS_CONFIG: re.compile(r"weight_\d+"),
     "data/constants/model_constants_config.json": re.compile(r"tensor_\d+"),
 }
 FIXED_ENTRIES = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little"}
@@ -60,8 +62,15 @@ ARGUMENT_STRUCTURES = {(None, None), ("builtins.tuple", "null"), ("builtins.dict
 MAX_EXPRESSION_CHARACTERS, MAX_EXPRESSION_CALLS = 2000, 40  # characters, calls
 
 
+# All entries of an archive except weights → a program in memory that was loaded from such entries.
+_loaded: WeakValueDictionary[tuple, torch.fx.GraphModule] = WeakValueDictionary()
+
+
 def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
     """Load a program written by `raytrec export`.
+
+    If a program in memory differs only in its weights, as after another training of the same model, the new
+    program shares the code of that program. This takes a hundredth of the time, in which Python's lock is held.
 
     Args:
         file: File of the program.
@@ -72,9 +81,18 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
             `raytrec export` does not write.
     """
     try:
-        program = load_archive(io.BytesIO(sanitize_archive(file.read_bytes())))
-        module = program.module(check_guards=False)  # guards take ten times as long as a small model
-        add_size_checks(module)
+        content = file.read_bytes()
+        entries = _read_entries(content)
+        weights = {name: entries.pop(name) for name in list(entries) if name.startswith(WEIGHT_PREFIX)}
+        key = (*weights, *sorted((name, entries[name]) for name in entries.keys() - WRITTEN_BY_TORCH))
+        if loaded := _loaded.get(key):
+            module = _replace_weights(loaded, entries, weights)
+        else:
+            program = load_archive(io.BytesIO(sanitize_archive(content)))
+            module = program.module(check_guards=False)  # guards take ten times as long as a small model
+            add_size_checks(module)
+            if all(weights.values()):  # torch creates tensors without values
+                _loaded[key] = module
     except DisallowedContent as error:
         raise RunError(
             f"the program contains {error}",
@@ -84,8 +102,27 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
         ) from None
     except Exception as error:  # torch's exceptions have no common base
         raise RunError(f"the program cannot be read: {get_first_line(error)}", where=str(file)) from None
-    if (count := len(program.graph_signature.user_inputs)) != inputs:
+    if (count := sum(node.op == "placeholder" for node in module.graph.nodes)) != inputs:
         raise RunError(f"the program {file.name} takes {count} tensors", where=str(file), expected=f"{inputs} tensors")
+    return module
+
+
+def _replace_weights(program: torch.fx.GraphModule, entries: dict[str, bytes], weights: dict[str, bytes]) -> Any:
+    """Return a program with the code and constants of another program, but its own weights.
+
+    Args:
+        program: Program in memory.
+        entries: Other entries of the archive, equal to those of the program in memory.
+        weights: Entries with the weights of the new program.
+    """
+    config, state = json.loads(entries[WEIGHTS_CONFIG])["config"], program.state_dict()
+    # As in torch, weights of one entry share memory; clone() aligns it as torch does, so scores are bitwise equal.
+    storages = {name: torch.frombuffer(bytearray(value), dtype=torch.uint8).clone() for name, value in weights.items()}
+    for name, old in state.items():
+        values = storages[f"data/weights/{config[name]['path_name']}"].view(old.dtype)
+        state[name] = values.as_strided(old.size(), old.stride(), old.storage_offset())
+    module = copy_modules(program)
+    module.load_state_dict(state, assign=True)
     return module
 
 

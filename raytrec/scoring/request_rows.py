@@ -23,8 +23,7 @@ from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
 from raytrec.data.row_slices import Rows
 from raytrec.data.transform import apply_transforms
 from raytrec.data.type_checks import check_present, check_types
-
-ROWS_PLACE = "the rows"
+from raytrec.scoring.matrices import ROWS_PLACE, list_matrix_columns
 
 
 class RowReader:
@@ -39,6 +38,7 @@ class RowReader:
     Attributes:
         form: Resolved read plan of the rows that `read` returns.
         columns: Columns that rows must contain, with the types for values that have no type.
+        matrices: Columns of each matrix that rows may contain instead.
     """
 
     def __init__(self, schema: Schema, transforms: Sequence[Transform], lists: Sequence[str], columns: pa.Schema):
@@ -46,6 +46,7 @@ class RowReader:
         feature_lists = frozenset(lists) & set(schema.sparse)
         self.form = ResolvedReadPlan(ReadPlan(schema, needed, read_labels=False), feature_lists)
         self.columns = pa.schema([columns.field(name) for name in self.form.columns])
+        self.matrices = list_matrix_columns(self.columns, schema.dense)
         self._checked: pa.Schema | None = None  # schema of the last rows, which passed the checks
 
     def read(self, table: pa.Table) -> Rows:
@@ -235,6 +236,8 @@ def _describe_type(kind: pa.DataType) -> str:
         return "a whole number below 2⁶³" if kind == pa.int64() else f"a whole number ({kind})"
     if types.is_floating(kind):
         return "a number"
+    if types.is_timestamp(kind):
+        return f"ISO 8601 {'with' if kind.tz else 'without'} an offset, as 2026-05-31T12:00:00{'Z' if kind.tz else ''}"
     if types.is_temporal(kind):
         return f"a time in ISO 8601 ({kind})"
     return {pa.bool_(): "true or false", pa.string(): "text"}.get(kind, str(kind))

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import proxy
 
 import numpy as np
 import pyarrow as pa
@@ -65,8 +66,10 @@ class Scorer:
     def __init__(self, manifest: Manifest, programs: Programs, lookups: Lookups, columns: pa.Schema, golden: pa.Table):
         self.manifest, self.columns, self.golden = manifest, columns, golden
         self._programs, self.lookups, self._features = programs, lookups, manifest.features
-        self._split = lru_cache(MAX_CACHED_SPLITS)(self._make_split)
-        self._assembler = lru_cache(4 * MAX_CACHED_SPLITS)(lambda reader: Assembler(reader.form, self._features))
+        # The caches do not refer to the scorer: without reference cycles, the last reference frees the tables.
+        scorer, features = proxy(self), manifest.features
+        self._split = lru_cache(MAX_CACHED_SPLITS)(lambda names: scorer._make_split(names))
+        self._assembler = lru_cache(4 * MAX_CACHED_SPLITS)(lambda reader: Assembler(reader.form, features))
 
     def predict(self, rows: Any = None, *, user: Any = None, candidates: Any = None) -> pa.Table:
         """Return the predictions of rows, or of one user's candidates.
@@ -264,7 +267,8 @@ class Scorer:
         if not count:
             raise DataError("there are no rows", where=ROWS_PLACE, expected="at least one row")
         rows = self._assembler(reader).assemble(pieces, count)
-        return self.lookups(rows, reader.form.schema.sparse)
+        with torch.inference_mode():
+            return self.lookups(rows, reader.form.schema.sparse)
 
     def as_table(self, predictions: Sequence[np.ndarray]) -> pa.Table:
         """Return the predictions of all tasks as columns."""

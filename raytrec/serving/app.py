@@ -6,18 +6,20 @@ import hmac
 import logging
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
 
+import numpy as np
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from raytrec import __version__
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError, SchemaError
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.batching import Batcher, make_busy_refusal
-from raytrec.serving.bodies import JSON, Limits, RefusedRequest, decode_request, encode_response
+from raytrec.serving.bodies import JSON, Limits, Query, RefusedRequest, decode_request, encode_response, json_response
+from raytrec.serving.inference_protocol import MODEL_TEMPLATES, decode_inference, describe_tensors, match_path
 from raytrec.serving.loaded_exports import LoadedExports
 from raytrec.serving.openapi import Endpoint, describe, make_example_text, make_page
 from raytrec.serving.replica_metrics import ReplicaMetrics
@@ -36,6 +38,8 @@ class Service:
         token: Token required in requests; None: no token is required.
         limits: Limits of requests.
         extra_endpoints: Additional endpoints.
+        name: Name of the service, by which clients of the Open Inference Protocol may address the model; None:
+            only the run's name.
     """
 
     def __init__(
@@ -44,8 +48,9 @@ class Service:
         token: str | None,
         limits: Limits = Limits(),
         extra_endpoints: Sequence[Endpoint] = (),
+        name: str | None = None,
     ):
-        self.versions, self.limits, self._token, self._reading = versions, limits, token, 0
+        self.versions, self.limits, self._token, self._reading, self._name = versions, limits, token, 0, name
         self.figures = ReplicaMetrics()
         self.batcher = Batcher(observe=self.figures.batch_rows.observe)
         self.request_log: RequestLog | None = None
@@ -59,41 +64,53 @@ class Service:
             Endpoint("GET", "/-/healthz", self._healthz, "Health check for KubeRay.", True),
             Endpoint("GET", "/openapi.json", self._openapi, "This document."),
             Endpoint("GET", "/example", self._example, "Example request body for /predict."),
+            Endpoint("GET", "/v2", self._server, "Name, version and extensions of the server."),
+            Endpoint("GET", "/v2/health/live", self._live, "Liveness of the server.", True),
+            Endpoint("GET", "/v2/health/ready", self._live, "Readiness of the server.", True),
             *extra_endpoints,
         ]
+        for path in MODEL_TEMPLATES:
+            self.endpoints += [
+                Endpoint("GET", path, self._model_tensors, "Input and output tensors of the model."),
+                Endpoint("GET", f"{path}/ready", self._model_ready, "Readiness of the model."),
+                Endpoint("POST", f"{path}/infer", self._infer, "Predictions for rows in tensors."),
+            ]
         self._table = {(each.method, each.path): each for each in self.endpoints}
         self._open = {each.path for each in self.endpoints if each.is_open}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        began, path = perf_counter(), scope["path"]
-        response = await self._answer(Request(scope, receive))
+        began = perf_counter()
+        path, scope["path_params"] = match_path(scope["path"])
+        response = await self._answer(Request(scope, receive), path)
         path = path if any(path == known for _, known in self._table) else "other"
         self.figures.requests.labels(path, response.status_code).inc()
         await response(scope, receive, send)
         self.figures.seconds.labels(path).observe(perf_counter() - began)
 
-    async def _answer(self, request: Request) -> Response:
+    async def _answer(self, request: Request, path: str) -> Response:
         try:
-            return await self._endpoint(request).answer(request, self.versions.current.scorer)
-        except RefusedRequest as refused:
-            return Response(refused.body, refused.status, refused.headers, JSON)
+            return await self._endpoint(request, path).answer(request, self.versions.current.scorer)
+        except RefusedRequest as error:
+            refused = error
         except (DataError, ConfigError, SchemaError) as error:
-            return Response(RefusedRequest(400, error).body, 400, media_type=JSON)
+            refused = RefusedRequest(400, error)
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
             log.exception("a request failed")
             reported = error if isinstance(error, RaytrecError) else RunError("internal error", do="check the log")
-            return Response(RefusedRequest(500, reported).body, 500, media_type=JSON)
+            refused = RefusedRequest(500, reported)
+        body = to_json({"error": str(refused.error)}) if f"{path}/".startswith("/v2/") else refused.body
+        return Response(body, refused.status, refused.headers, JSON)
 
-    def _endpoint(self, request: Request) -> Endpoint:
-        """Return the endpoint of a request.
+    def _endpoint(self, request: Request, path: str) -> Endpoint:
+        """Return the endpoint of a request to a path or to a template of paths.
 
         Raises:
             RefusedRequest: There is no such endpoint, or the token is missing or wrong.
         """
-        method, path = request.method, request.scope["path"]
+        method = request.method
         if self._token is not None and path not in self._open:
             authorization = request.headers.get("authorization", "")
             if not hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode()):
@@ -104,7 +121,7 @@ class Service:
             return endpoint
         methods = ", ".join(sorted(verb for verb, known_path in self._table if known_path == path))
         missing = DataError(
-            f"{method} {path}: " + ("method not allowed" if methods else "path not found"),
+            f"{method} {request.scope['path']}: " + ("method not allowed" if methods else "path not found"),
             expected=methods or "a path listed in /openapi.json",
         )
         raise RefusedRequest(405, missing, Allow=methods) if methods else RefusedRequest(404, missing)
@@ -132,23 +149,57 @@ class Service:
             self._reading -= len(body)
 
     async def _predict(self, request: Request, scorer: Scorer) -> Response:
-        return await self._score(request, scorer, "predict", [task.column for task in scorer.manifest.tasks])
+        return await self._answer_rows(request, scorer, "predict", [task.column for task in scorer.manifest.tasks])
 
     async def _vectors(self, request: Request, scorer: Scorer) -> Response:
         tower: ProgramName = "item" if request.query_params.get("tower", "query") == "item" else "query"
         scorer.get_reader(tower)  # before the body is read
-        return await self._score(request, scorer, tower, ["vector"])
+        return await self._answer_rows(request, scorer, tower, ["vector"])
 
-    async def _score(self, request: Request, scorer: Scorer, program: ProgramName, names: list[str]) -> Response:
-        body, headers = await self.read(request), {"X-Model-Version": scorer.version}
-        query = decode_request(request.headers.get("content-type", ""), body, scorer, program, self.limits)
-        scores = await self.batcher.score(query)
-        self.figures.rows.inc(len(scores[0]))
+    async def _answer_rows(self, request: Request, scorer: Scorer, program: ProgramName, names: list[str]) -> Response:
+        body, content_type = await self.read(request), request.headers.get("content-type", "")
+        scores, headers = await self._score(request, decode_request(content_type, body, scorer, program, self.limits))
         kind, body = encode_response(request.headers.get("accept", ""), scorer.version, names, scores)
-        if self.request_log and program == "predict":
+        return Response(body, media_type=kind, headers=headers)
+
+    async def _score(self, request: Request, query: Query) -> tuple[list[np.ndarray], dict[str, str]]:
+        """Return the scores of a request's rows and the headers of its answer, and count and log the rows."""
+        scores, headers = await self.batcher.score(query), {"X-Model-Version": query.scorer.version}
+        self.figures.rows.inc(len(scores[0]))
+        if self.request_log and query.program == "predict":
             logged = self.request_log.offer(request.url.path, query, scores)
             headers |= {"X-Request-Id": logged} if logged else {}
-        return Response(body, media_type=kind, headers=headers)
+        return scores, headers
+
+    async def _infer(self, request: Request, scorer: Scorer) -> Response:
+        name = self._check_model(request, scorer)
+        inference = decode_inference(request.headers, await self.read(request), scorer, self.limits)
+        return inference.encode(name, *await self._score(request, inference.query))
+
+    def _check_model(self, request: Request, scorer: Scorer) -> str:
+        """Return the model's name in a path of the Open Inference Protocol.
+
+        Raises:
+            RefusedRequest: The name or the version is not that of the current model.
+        """
+        (name, version), run = request.path_params.values(), scorer.manifest.source.run
+        for value, known in ((name, [self._name or run, run]), (version or scorer.version, [scorer.version])):
+            if value not in known:
+                expected = " or ".join(dict.fromkeys(known))
+                raise RefusedRequest(404, DataError(f"'{value}' not found", where="the path", expected=expected))
+        return name
+
+    async def _model_tensors(self, request: Request, scorer: Scorer) -> Response:
+        return json_response({"name": self._check_model(request, scorer)} | describe_tensors(scorer))
+
+    async def _model_ready(self, request: Request, scorer: Scorer) -> Response:
+        return json_response({"name": self._check_model(request, scorer), "ready": True})
+
+    async def _server(self, request: Request, scorer: Scorer) -> Response:
+        return json_response({"name": "raytrec", "version": __version__, "extensions": ["binary_tensor_data"]})
+
+    async def _live(self, request: Request, scorer: Scorer) -> Response:
+        return json_response({"live": True})
 
     async def _health(self, request: Request, scorer: Scorer) -> Response:
         return json_response({"version": scorer.version})
@@ -166,8 +217,3 @@ class Service:
     async def _example(self, request: Request, scorer: Scorer) -> Response:
         # Text, because a browser that parsed it would round large ids.
         return Response(make_example_text(scorer), media_type=JSON)
-
-
-def json_response(values: Any) -> Response:
-    """Return values as a JSON response."""
-    return Response(to_json(values), media_type=JSON)

@@ -10,11 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic_core import from_json, to_json
+from starlette.responses import Response
 
 from raytrec.common.errors import DataError, RaytrecError, get_first_line
 from raytrec.data.arrow import is_list
 from raytrec.data.row_slices import Rows
 from raytrec.scoring.manifest import ProgramName
+from raytrec.scoring.matrices import DENSE, IDS, Matrices, read_matrices, split_matrices
 from raytrec.scoring.request_rows import ROWS_PLACE, ObjectRows, concat_rows, to_array
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.arrow_bodies import ExpansionLimitError, read_stream
@@ -100,26 +102,48 @@ def decode_request(content_type: str, body: bytes, scorer: Scorer, program: Prog
         RefusedRequest: The body is malformed, or exceeds a limit.
         DataError: A value does not fit its column.
     """
-    is_arrow, plain_reader = check_type(content_type, JSON, ARROW) == ARROW, scorer.get_plain_reader(program)
-    rows, user = (_decode_arrow(body, scorer.columns, limits) if is_arrow else None), None
-    if plain_reader is not None:
-        sizes = limits.rows, limits.ids
-        plain = plain_reader.read_json(body, *sizes) if rows is None else plain_reader.read_table(rows, *sizes)
-        if plain is not None:
-            table = rows  # None for JSON, which is decoded again only if the request is logged
-            return Query(
-                scorer,
-                program,
-                plain,
-                read_original=lambda: _decode_json(body, scorer, program, limits)[0] if table is None else table,
-            )
-    if rows is None:
-        rows, user = _decode_json(body, scorer, program, limits)
+    if check_type(content_type, JSON, ARROW) == ARROW:
+        table = _decode_arrow(body, scorer.columns, limits)
+        matrices = read_matrices(table, scorer.get_reader(program).matrices)
+        return make_query(matrices, lambda: table, scorer, program, limits)
+    plain_reader = scorer.get_plain_reader(program)
+    plain = plain_reader and plain_reader.read_json(body, limits.rows, limits.ids)
+    if plain is not None:  # decoded again only if the request is logged
+        return Query(scorer, program, plain, read_original=lambda: _decode_json(body, scorer, program, limits)[0])
+    rows, user = _decode_json(body, scorer, program, limits)
     _check_count(rows, limits)
     _check_lists(rows, limits)
     if user is not None:
         _check_lists(user, limits)
     return Query(scorer, program, rows, user)
+
+
+def make_query(
+    matrices: Matrices, make_table: Callable[[], pa.Table], scorer: Scorer, program: ProgramName, limits: Limits
+) -> Query:
+    """Return the query of rows in matrices or, if these are not plain rows, in a table.
+
+    Args:
+        matrices: Matrices with all columns of the rows, [B, columns]; {}: the rows have other columns.
+        make_table: Function that returns the same rows as a table, which may contain matrices.
+        scorer: Model that answers.
+        program: Program of the model.
+        limits: Limits of requests.
+
+    Raises:
+        RefusedRequest: The rows exceed a limit.
+        DataError: A row of a matrix does not have one value for each column.
+    """
+    plain_reader, columns = scorer.get_plain_reader(program), scorer.get_reader(program).matrices
+    plain = plain_reader and plain_reader.read_matrices(matrices, limits.rows, limits.ids)
+    if plain is None:
+        _check_count(table := make_table(), limits)
+        table = split_matrices(table, columns)
+        plain = plain_reader and plain_reader.read_table(table, limits.rows, limits.ids)
+    if plain is not None:
+        return Query(scorer, program, plain, read_original=lambda: split_matrices(make_table(), columns))
+    _check_lists(table, limits)
+    return Query(scorer, program, table)
 
 
 def check_type(content_type: str, *supported_types: str) -> str:
@@ -137,7 +161,7 @@ def check_type(content_type: str, *supported_types: str) -> str:
 
 def _decode_arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
     try:
-        return read_stream(body, columns.names, limits.body_bytes)
+        return read_stream(body, [*columns.names, DENSE, IDS], limits.body_bytes)
     except ValueError as error:
         raise _make_refusal(
             f"the body is not an Arrow stream: {error}", "the body", "a schema followed by record batches"
@@ -151,8 +175,7 @@ def _decode_json(
     body: bytes, scorer: Scorer, program: ProgramName, limits: Limits
 ) -> tuple[pa.Table | ObjectRows, pa.Table | None]:
     """Return (rows or candidates, the user or None)."""
-    if body.count(b"{") > 10 * limits.rows:  # parsing would take seconds
-        raise _make_refusal("the body has too many objects", "the body", f"at most {limits.rows:,} rows", 413)
+    check_object_count(body, limits)
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -177,6 +200,12 @@ def _decode_json(
         raise _make_refusal("user is not an object", "user", "an object that maps columns to values")
     user, candidates = scorer.to_ranking_tables(values["user"], rows)
     return candidates, user
+
+
+def check_object_count(body: bytes, limits: Limits) -> None:
+    """Raise a RefusedRequest if parsing the JSON of a body would take seconds."""
+    if body.count(b"{") > 10 * limits.rows:
+        raise _make_refusal("the body has too many objects", "the body", f"at most {limits.rows:,} rows", 413)
 
 
 def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
@@ -218,6 +247,11 @@ def _longest_list(rows: pa.Table | ObjectRows, place: int, name: str) -> int:
         return pc.max(pc.list_value_length(rows.column(place))).as_py() or 0
     values = (row.get(name) for row in rows.rows if isinstance(row, dict))
     return max((len(value) for value in values if isinstance(value, list)), default=0)
+
+
+def json_response(values: Any) -> Response:
+    """Return values as a JSON response."""
+    return Response(to_json(values), media_type=JSON)
 
 
 def encode_response(accept: str, version: str, names: Sequence[str], values: Sequence[np.ndarray]) -> tuple[str, bytes]:

@@ -21,8 +21,8 @@ from starlette.responses import Response
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.app import Service, json_response
-from raytrec.serving.bodies import JSON, RefusedRequest, check_type
+from raytrec.serving.app import Service
+from raytrec.serving.bodies import JSON, RefusedRequest, check_type, json_response
 from raytrec.serving.coordinator import (
     FOLLOW_INTERVAL_S,
     LOAD_TIMEOUT_S,
@@ -54,20 +54,21 @@ class Replica:
 
         prepare_replica()
         torch.set_num_threads(1)
-        gc.freeze()  # collections in LoadedExports then skip imported objects and take tens of milliseconds
         self._coordinator = ray.get_actor(get_coordinator_name(service_options.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
         current, previous = ray.get(self._coordinator.exports.remote())
         versions, failed = load_either(current, previous, service_options.allow_code)
         if failed:
             ray.get(self._coordinator.fall_back.remote(current, failed))
+        gc.collect()
+        gc.freeze()  # later collections, which interrupt scoring, skip imported modules and the code of programs
         endpoints = [
             Endpoint("POST", "/promote", self._promote, "Promote the export at uri; {}: the previous one."),
             Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
             Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
             Endpoint("GET", "/model", self._model, "Current model and previous version."),
         ]
-        self.service = Service(versions, token, extra_endpoints=endpoints)
+        self.service = Service(versions, token, extra_endpoints=endpoints, name=service_options.name)
         if folder := service_options.log_requests:
             self.service.request_log = RequestLog(folder, service_options.log_sample, self._id, self.service.figures)
         self._promote_from = service_options.promote_from or service_options.uri

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from copy import copy
@@ -42,12 +41,12 @@ class LoadedExports:
 
     def __init__(self, uri: str, allow_code: bool = False):
         self._allow_code, self._lock = allow_code, Lock()
-        self.current = self._load(uri)
+        self.current = self._load(uri, background=False)
         self.previous: LoadedExport | None = None
         self._prepared: LoadedExport | None = None
 
-    def _load(self, uri: str) -> LoadedExport:
-        return LoadedExport(uri, load(uri, check_tables=True, allow_code=self._allow_code))
+    def _load(self, uri: str, background: bool) -> LoadedExport:
+        return LoadedExport(uri, load(uri, check_tables=True, allow_code=self._allow_code, background=background))
 
     @property
     def version(self) -> str:
@@ -63,7 +62,7 @@ class LoadedExports:
         with self._lock:
             key, exports = (uri, read_manifest(uri).version), (self.current, self.previous, self._prepared)
             loaded = next((each for each in exports if each and (each.uri, each.scorer.version) == key), None)
-            self._prepared = loaded or self._load(uri)
+            self._prepared = loaded or self._load(uri, background=True)
             return self._prepared.scorer.version
 
     def commit(self, version: str) -> None:
@@ -78,13 +77,11 @@ class LoadedExports:
                     raise RunError(f"{version} is not prepared", where="the service", do="prepare the export")
                 self.current, self.previous = self._prepared, self.current
             self._prepared = None
-            gc.collect()  # programs contain reference cycles, and their files stay mapped until garbage collection
 
     def forget(self) -> None:
         """Release the prepared export."""
         with self._lock:
             self._prepared = None
-            gc.collect()
 
 
 def load_either(

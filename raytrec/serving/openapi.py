@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from functools import cache
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import yaml
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from pyarrow import types
@@ -19,13 +20,7 @@ from starlette.responses import Response
 
 from raytrec.data.arrow import list_element_type
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.bodies import ARROW, JSON
-
-ERRORS = {
-    "400": "Invalid body, column or value; the error names the field and the reason.",
-    "413": "Too many bytes, rows or ids.",
-    "429": "Too many rows are waiting; Retry-After contains the seconds to wait.",
-}
+from raytrec.serving.bodies import JSON
 
 
 class Endpoint(NamedTuple):
@@ -48,42 +43,23 @@ class Endpoint(NamedTuple):
 
 def describe(scorer: Scorer, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     """Return the OpenAPI document as plain values."""
-    manifest, paths = scorer.manifest, defaultdict(dict)
-    row = {"type": "object", "properties": {field.name: _type(field.type) for field in scorer.columns}}
-    rows = {"type": "array", "items": row}
-    lists = {field.name: {"type": "array", "items": _type(field.type)} for field in scorer.columns}
-    columns = _object(columns={"type": "object", "properties": lists})
-    users = _object(user=row, candidates=rows)
-    arrow = {ARROW: {"schema": {"type": "string", "format": "binary"}}}
-    example = {"example": {"rows": make_example_rows(scorer)}}
-    bodies = {
-        "/predict": arrow | {JSON: {"schema": {"oneOf": [_object(rows=rows), columns, users]}} | example},
-        "/vectors": arrow | {JSON: {"schema": {"oneOf": [_object(rows=rows), columns]}}},
-        "/promote": {JSON: {"schema": {"type": "object", "properties": {"uri": {"type": "string"}}}}},
-    }
-    tower = {"name": "tower", "in": "query", "schema": {"enum": ["query", "item"]}}
+    document = yaml.safe_load((Path(__file__).parent / "templates/openapi.yaml").read_text(encoding="utf-8"))
+    manifest, known, schemas = scorer.manifest, document["paths"], document["components"]["schemas"]
+    document["info"] = {"title": manifest.source.run, "version": scorer.version}
+    kinds = {field.name: _type(field.type) for field in scorer.columns}
+    schemas["Row"]["properties"] = kinds
+    schemas["Columns"]["properties"] = {name: {"type": "array", "items": kind} for name, kind in kinds.items()}
+    values = schemas["Values"], schemas["ValuesOfClasses"]
+    schemas["Predictions"]["properties"] = {task.column: values[task.classes > 1] for task in manifest.tasks}
+    known["/predict"]["post"]["requestBody"]["content"][JSON]["example"] = {"rows": make_example_rows(scorer)}
+    document["paths"] = {}
     for endpoint in endpoints:
         if endpoint.path == "/vectors" and not manifest.towers:
             continue
-        content = bodies.get(endpoint.path)
-        body = {"requestBody": {"required": True, "content": content}} if content else {}
-        errors = (ERRORS if body else {}) | ({} if endpoint.is_open else {"401": "Missing or wrong token."})
-        paths[endpoint.path][endpoint.method.lower()] = {
-            "summary": endpoint.summary,
-            "responses": {
-                status: {"description": text} for status, text in {"200": endpoint.summary, **errors}.items()
-            },
-            **({"security": []} if endpoint.is_open else {}),
-            **({"parameters": [tower]} if endpoint.path == "/vectors" else {}),
-            **body,
-        }
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": manifest.source.run, "version": scorer.version},
-        "paths": paths,
-        "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
-        "security": [{"token": []}],
-    }
+        methods, method = known[endpoint.path], endpoint.method.lower()
+        operation = {"summary": endpoint.summary} | methods[method] | ({"security": []} if endpoint.is_open else {})
+        document["paths"][endpoint.path] = methods | {method: operation}
+    return document
 
 
 def make_example_rows(scorer: Scorer) -> list[dict[str, Any]]:
@@ -102,10 +78,6 @@ def make_example_text(scorer: Scorer) -> str:
 
 def _json(value: Any) -> str:
     return to_json(value, inf_nan_mode="null").decode()
-
-
-def _object(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 def _type(kind: pa.DataType) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, sqrt
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from raytrec.scoring.scorer import TOLERANCE
 from raytrec.skew.samples import RowSample, group_by_version, read_rows
 
 SAMPLE_ROWS = 50_000  # approximate number of rows sampled from the log, and from the training data
-MODERATE_PSI = 0.1  # psi above which a change is moderate (Siddiqi 2006); above 0.25 it is large
+MODERATE_PSI, LARGE_PSI = 0.1, 0.25  # psi above which a change is moderate or large (Siddiqi 2006)
 DECILES = 10  # bins for comparing numbers, bounded by the deciles of the training data
 NUM_TOP_IDS = 20  # number of most frequent ids with separate bins; all other ids share a bin
 LENGTH_BOUNDS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256])  # upper bounds of bins for bag lengths
@@ -59,7 +59,9 @@ class Skew:
     Attributes:
         metrics: name (the version), rows, requests, other_versions (version → rows of the log), rescored
             (column → max, mean and share of score differences), data_rows, columns (all measures; measures
-            that differ come first, then by descending psi), differs (names of differences, in this order).
+            that differ come first, then by descending psi), differs (names of differences, in this order),
+            undecided (names of measures for which the samples cannot distinguish even a large change from
+            chance), needed (number of requests and of training rows from which they can).
         measures: Measures in the order of `metrics["columns"]`.
     """
 
@@ -70,6 +72,10 @@ class Skew:
         """Print the names of the differences, followed by tables, to stdout."""
         metrics, console = self.metrics, open_console()
         console.print(to_plain_text(f"differences  {', '.join(metrics['differs']) or 'none'}"), soft_wrap=True)
+        if metrics["undecided"]:
+            sizes = f"{format_count(metrics['requests'], 'request')} and {metrics['data_rows']:,} rows of training"
+            text = f"undecided    {len(metrics['undecided'])} of {format_count(len(self.measures), 'measure')}: {sizes}"
+            console.print(f"{text}; a verdict needs at least {metrics['needed']:,} of each", soft_wrap=True)
         rows = f"{metrics['rows']:,} rows of {format_count(metrics['requests'], 'request')}"
         console.print(to_bold_text(metrics["name"]), soft_wrap=True)
         for version, count in metrics["other_versions"].items():
@@ -128,13 +134,15 @@ def skew(log: str, export: str, *, data: str | None = None, rows: int = SAMPLE_R
             expected=f"rows of {version} (versions in the log: {', '.join(sorted(others))})",
             do="pass the --export URI of a version that the log contains",
         )
-    logged, measures, data_rows = read_rows(scorer, groups[version], rows, logged=True), [], 0
+    logged, measures, data_rows, scale = read_rows(scorer, groups[version], rows, logged=True), [], 0, 0.0
     if data:
         training = [group for each in group_by_version(make_absolute(data), "--data").values() for group in each]
         trained = read_rows(scorer, training, rows, logged=False)
         compared = _Comparison(logged, trained).measures(scorer.reader.form.schema)
         measures, data_rows = sorted(compared, key=lambda m: (not m.differs, -m.psi)), trained.rows
+        scale = 2 / LARGE_PSI / (1 / logged.independent_values + 1 / trained.independent_values)
     rescored = {n: _compare_scores(values, logged.rescored[n]) for n, values in logged.scores.items()}
+    undecided = [each for each in measures if each.chance > LARGE_PSI and not each.differs]
     differs = [f"{name} (scored again)" for name, each in rescored.items() if each["share"]]
     metrics = {
         "name": version,
@@ -145,6 +153,8 @@ def skew(log: str, export: str, *, data: str | None = None, rows: int = SAMPLE_R
         "data_rows": data_rows,
         "columns": [vars(each) | {"differs": each.differs} for each in measures],
         "differs": differs + [f"{each.column} ({each.measure})" for each in measures if each.differs],
+        "undecided": [f"{each.column} ({each.measure})" for each in undecided],
+        "needed": ceil(scale * max((each.chance for each in undecided), default=0)),
     }
     return Skew(metrics, measures)
 

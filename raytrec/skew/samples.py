@@ -66,9 +66,13 @@ class RowSample:
 
 
 def group_by_version(place: str, key: str) -> dict[str, list[RowGroup]]:
-    """Return version → non-empty row groups of the files in the folder `place`.
+    """Return the non-empty row groups of the files in a folder, by the model version in each file's metadata.
 
-    `key` names the folder in errors.
+    Files without a version are listed under "no version".
+
+    Args:
+        place: Folder of the files.
+        key: Option that names the folder, for errors.
     """
     files, groups = list_files(place, key).files, defaultdict(list)
     with ThreadPoolExecutor(16) as pool:
@@ -82,7 +86,11 @@ def group_by_version(place: str, key: str) -> dict[str, list[RowGroup]]:
 def _iterate_tables(
     groups: Sequence[RowGroup], rows: int, reader: RowReader, columns: list[str]
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (file, table of at most ROWS_PER_SCORING rows) for about `rows` rows in slices of row groups."""
+    """Sample about `rows` rows: one random slice of each of up to MAX_ROW_GROUPS random row groups.
+
+    Yields:
+        (file, table of at most ROWS_PER_SCORING rows).
+    """
     draw = np.random.default_rng(0)
     rows_per_group, remaining = -(-rows // min(MAX_ROW_GROUPS, len(groups))), rows
     for place in draw.permutation(len(groups)):

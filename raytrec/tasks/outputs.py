@@ -50,7 +50,8 @@ class StepOutputs:
     Attributes:
         tasks: Task → outputs of the task, in the order of the configuration.
         rows: 1 for a row and 0 for padding, independent of task weights, float32 [B].
-        loss: Scalar on which this rank calls backward (tasks/objective.py): the rank's part × ranks.
+        loss: Scalar on which this rank calls backward (tasks/objective.py): this rank's share of the
+            global batch's loss, multiplied by the number of ranks.
         is_skipped: Function that waits for the forward pass and returns True if the step is skipped; None
             unless train.on_nan is skip.
         losses: Task (or objective.MODEL_LOSS_KEY) → the task's part of `loss` × rows of the global batch ÷

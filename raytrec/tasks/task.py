@@ -218,7 +218,7 @@ def check_options(section: TaskSection, loss: Loss, where: str) -> None:
     Args:
         section: Configuration of the task.
         loss: Loss of the task.
-        where: Place of the task in the configuration, such as tasks[0].
+        where: Configuration key of the task, such as tasks[0].
 
     Raises:
         ConfigError: The loss cannot use a key that is set, or requires a key that is not set.

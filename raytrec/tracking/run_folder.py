@@ -30,7 +30,13 @@ GROWING = (METRICS, RANKS, CHECKS, EVENTS)  # files to which messages are append
 
 
 class Line(NamedTuple):
-    """Complete line of a file, with the offsets of its first byte and of the byte after its end."""
+    """Complete line of a file.
+
+    Attributes:
+        data: Bytes of the line.
+        begin: Offset of the line's first byte in the file.
+        end: Offset of the byte after the line.
+    """
 
     data: bytes
     begin: int

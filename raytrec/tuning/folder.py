@@ -34,7 +34,13 @@ SPACE, OUTCOME = "space.yaml", "outcome.json"
 
 
 class TrialRecord(TypedDict):
-    """State of a trial in trials.json."""
+    """State of a trial in trials.json.
+
+    Attributes:
+        values: Configuration key → drawn value.
+        state: State of the trial.
+        error: Reason for a failure; None if the trial has not failed.
+    """
 
     values: dict[str, Any]
     state: State

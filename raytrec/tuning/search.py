@@ -71,13 +71,13 @@ class Settings:
     def __post_init__(self) -> None:
         grace = self.grace_steps
         for option, value, is_right, expected in (
-            ("--trials", self.trials, 0 < self.trials <= MAX_TRIALS, f"1 to {MAX_TRIALS:,}"),
+            ("--trials", self.trials, 0 < self.trials <= MAX_TRIALS, f"a number from 1 to {MAX_TRIALS:,}"),
             ("--seed", self.seed, self.seed >= 0, "0 or more"),
             ("--grace-steps", grace, grace is None or grace > 0, "1 or more"),
             ("--reduction-factor", self.factor, 1.1 <= self.factor <= 1e6, "at least 1.1"),
         ):
             if not is_right:
-                raise ConfigError(f"{option} must be {expected} (got {value})", where="command line")
+                raise ConfigError(f"{option} is {value}", where="command line", expected=expected)
 
 
 @dataclass

@@ -83,7 +83,7 @@ def tune(
         2
     """
     if at_once is not None and at_once < 1:
-        raise ConfigError(f"--at-once must be 1 or more (got {at_once})", where="command line")
+        raise ConfigError(f"--at-once is {at_once}", where="command line", expected="1 or more")
     if resume:
         if source or space or overrides:
             raise ConfigError(

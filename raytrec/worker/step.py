@@ -58,7 +58,10 @@ class Head(nn.Module):
     The module contains no tables. TorchRec's pipeline traces the model to find sharded modules, and treats
     this module as a single operation.
 
-    Args: See LossModel.
+    Args:
+        recommender: Model with the tables, whose dense layers this module calls.
+        objective: Objective to minimize.
+        query_vectors: True if evaluations also need query vectors; see LossModel.
 
     Attributes:
         tower: Tower whose vectors evaluations return instead of the tasks' outputs; None: the tasks' outputs.

@@ -132,6 +132,7 @@ def test_evaluate_reproduces_the_metrics_of_train(run_here, tiny_data, tmp_path)
     assert figures == json.loads((tmp_path / "run/result.json").read_text())
     assert figures["eval.rows"] == 1003
     again = run_here("evaluate", tmp_path / "run", "--data", tiny_data / "test", "--workers", 3, "--json")
+    assert f"{tiny_data / 'test'}: " in again.stderr and "  test: " not in again.stderr
     evaluated = json.loads(again.stdout)
     for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):
         assert evaluated[name] == pytest.approx(figures[name], abs=1e-6)

@@ -138,6 +138,8 @@ SOURCES = {
     "torch.distributed.rendezvous:_create_c10d_store": ["TCPStore("],
     "torch.nn:Module.to": ["self._apply("],
     "torch.nn:Module.half": ["self._apply("],
+    "torch.nn:Module.__init__": [f'super().__setattr__("{name}"' for name in ("_parameters", "_buffers", "_modules")],
+    "torch.fx:GraphModule.recompile": ["cls = type(self)", "cls.forward = "],
     "torch.nn:Module._apply": ["module._apply(fn)"],
     "torch.distributed.checkpoint.api:CheckpointException": ["self._failures"],
     "torch.export.pt2_archive._package:load_pt2": ["PT2ArchiveContents(exported_programs, "],

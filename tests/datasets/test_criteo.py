@@ -118,6 +118,17 @@ def test_every_line_is_in_one_chunk(tmp_path, monkeypatch):
         assert found == [line.encode() for line in text]
 
 
+def test_single_day_is_split_by_rows(tmp_path):
+    (tmp_path / "day_3").write_text("\n".join(make_lines(70, 1)) + "\n")
+    for source, layout in ((tmp_path, "auto"), (tmp_path / "day_3", "auto"), (tmp_path, "kaggle")):
+        out = tmp_path / "out"
+        result = run("--source", source, "--layout", layout, "--out", out, "--force")
+        assert result.exit_code == 0, result.exception
+        assert [len(read_rows(out / s)) for s in ("train", "valid", "test")] == [60, 5, 5]
+    result = run("--source", tmp_path, "--layout", "1tb", "--out", out, "--force")
+    assert "the source contains only day_3" in str(result.exception) and "omit --layout" in str(result.exception)
+
+
 def test_missing_criteo_files_are_reported(tmp_path):
     result = run("--source", tmp_path, "--out", tmp_path / "out")
     assert isinstance(result.exception, DataError) and "train.txt" in str(result.exception)

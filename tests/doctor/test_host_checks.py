@@ -481,6 +481,14 @@ def test_doctor_runs_without_torch_and_fbgemm(tmp_path):
     assert "make install DEVICE=cpu" in row["do"]
 
 
+def test_doctor_applies_overrides_to_the_config(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(f"data: {{train: {tmp_path}}}\n")
+    command = [sys.executable, "-c", "from raytrec.cli import main; main()", "doctor", str(config), "scaling.nodes=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "scaling.nodes" in done.stderr and "no such option" not in done.stderr.lower()
+
+
 def test_shared_report_hides_hosts_users_and_paths(tmp_path, monkeypatch, capsys):
     (home := tmp_path / "home/alice").mkdir(parents=True)
     rays = make_short_link(tmp_path)

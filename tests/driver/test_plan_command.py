@@ -86,9 +86,20 @@ def test_plan_rejects_invalid_price_files(folder, text, message):
 def test_plan_draws_shards_as_svg(folder, tmp_path, capsys):
     given = folder / "config.yaml", "--on", "8xh200", "--picture"
     assert run(*given, tmp_path / "shards.svg") == 0
-    assert "<svg" in (tmp_path / "shards.svg").read_text() and "rows/s" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "<svg" in (tmp_path / "shards.svg").read_text() and "rows/s" in shown.out
+    assert f"picture      {tmp_path / 'shards.svg'}" in shown.err and "assumed" not in shown.err
     assert run(*given, tmp_path / "shards.pdf") == 1
     assert "shards.pdf is not an image file" in capsys.readouterr().err
+    assert run(*given, tmp_path / "missing/shards.svg") == 1
+    assert "cannot write the picture: No such file" in (shown := capsys.readouterr().err) and "with --picture" in shown
+
+
+def test_plan_names_the_machines_that_it_assumes(folder, capsys):
+    run(folder / "config.yaml", "--json")
+    shown = capsys.readouterr()
+    assert "assumed: 1 × 8 workers of 80 GiB each; name other machines with --on" in shown.err
+    assert json.loads(shown.out)["clusters"][0]["memory_gib"] == 80
 
 
 MODEL_SOURCE = """

@@ -70,9 +70,21 @@ def edit_manifest(copy, edit):
         (lambda m: m["programs"]["predict"].update(file="other.pt2"), "other.pt2 is missing"),
         (lambda m: m.update(format=2), "format"),
         (lambda m: m.pop("tasks"), "tasks"),
-        (lambda m: m["tables"].pop("tag"), "tag"),
+        (lambda m: m["stacks"][0]["tables"].remove("tag"), "the tables are not user, tag"),
+        (lambda m: m["stacks"][0]["tables"].append("tag"), "the tables are not user, tag"),
+        (lambda m: m["stacks"].append(m["stacks"][0]), "the tables are not user, tag"),
+        (lambda m: m["stacks"].append(m["stacks"][0] | {"tables": []}), "stacks.1.tables"),
+        (lambda m: m["stacks"][0].update(first_rows=[0, -5]), "first_rows"),
+        (lambda m: m["stacks"][0].update(block_rows=-1), "block_rows"),
+        (
+            lambda m: m["stacks"][0].update(files=["golden.arrow"]),
+            "golden.arrow does not contain the rows of user, tag",
+        ),
+        (lambda m: m["stacks"][0].update(precision="fp16"), "safetensors does not contain the rows"),
+        (lambda m: m["schema"]["tables"]["user"].update(rows=2**40), "files do not match the 1,099,511,"),
+        (lambda m: m["schema"]["tables"]["tag"].update(dim=16), "files do not match|rows of one dim"),
         (lambda m: m["programs"]["predict"]["inputs"].pop(), "predict.pt2"),
-        (lambda m: m["tables"]["tag"].update(block_rows=1), "tag"),
+        (lambda m: m["stacks"][0].update(block_rows=1), "the files do not match"),
     ],
 )
 def test_load_rejects_inconsistent_manifest(copy, edit, message):
@@ -139,7 +151,7 @@ def test_mismatched_manifest_raises_a_clear_error(copy, edit):
         assert str(copy) in error.where or "manifest" in error.what or "export" in error.what
 
 
-@pytest.mark.parametrize("name", ["golden.arrow", "tables/0-user-00000.safetensors", "query.pt2"])
+@pytest.mark.parametrize("name", ["golden.arrow", "tables/dim8-00000.safetensors", "query.pt2"])
 def test_corrupt_files_with_valid_checksums_raise_an_error(copy, name):
     original = (copy / name).read_bytes()
     flipped = original[:8] + bytes(byte ^ 0xFF for byte in original[8:-8]) + original[-8:]

@@ -42,6 +42,9 @@ def test_exported_models_score_like_training(name, http, tmp_path):
     assert all(values.std() > 0 for values in expected)
     rows = json.loads(json.dumps(table.to_pylist()))
     assert_close(model.predict(table), expected, names)
+    again = raytrec.load(export.path)
+    assert all(type(again._programs[name]) is type(program) for name, program in model._programs.items())
+    assert again.predict(table) == model.predict(table)
     assert_close(model.predict(table.to_pandas()), expected, names)
     assert_close(model.predict(rows), expected, names)
     for _, served in http.scores_of_forms(rows, table):

@@ -312,9 +312,9 @@ def test_unknown_metric_is_rejected(tmp_path, monkeypatch, reference, text):
     [
         ("Hits", {}, "is not a valid metric name"),
         ("rows", {}, "is not a valid metric name"),
-        ("hits", {"better": "more"}, "is not a direction"),
-        ("hits", {"format": "{0.__class__}"}, "is not a format"),
-        ("hits", {"format": "{:99999999.4f}"}, "is not a format"),
+        ("hits", {"better": "more"}, "better=.more. is invalid"),
+        ("hits", {"format": "{0.__class__}"}, "format=.* is invalid"),
+        ("hits", {"format": "{:99999999.4f}"}, "format=.* is invalid"),
     ],
 )
 def test_invalid_metric_definition_is_rejected(name, options, text):

@@ -1,6 +1,7 @@
 """Comparison of runs: their differences on the terminal and on the page."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from drawn_texts import find_text_collisions
@@ -10,7 +11,7 @@ from test_report import HOSTILE_TEXT, CheckedPage
 from raytrec.cli import main
 from raytrec.common.errors import RunError
 from raytrec.common.messages import Train
-from raytrec.report.compare import compare, write
+from raytrec.report.compare import compare, print_table, write
 from raytrec.report.figures.learning import draw_overlay
 
 
@@ -124,3 +125,15 @@ def test_compare_command_prints_and_writes_differences(two_runs, tmp_path, capsy
     shown = capsys.readouterr().out
     assert "0.8052 (-0.0048)" in shown and "optim.embeddings.lr" in shown
     CheckedPage(tmp_path / "x.html")
+
+
+def test_compare_never_cuts_keys(two_runs, capsys, monkeypatch):
+    key = "optim.embeddings.learning_rate_" + "of_the_table_" * 6
+    comparison = replace(compare(two_runs), config={key: ["0.1", "0.2"]})
+    print_table(comparison)
+    assert f"│ {key} │ 0.1   │ 0.2    │" in capsys.readouterr().out, "pipes get the whole line"
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal of 60 columns
+    print_table(comparison)
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines()]
+    assert "…" not in str(lines) and key in "".join(line[1].strip() for line in lines if len(line) > 3)

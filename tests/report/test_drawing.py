@@ -1,5 +1,6 @@
 """Pictures are drawn once while a run ends, and drawn again only if its files have changed."""
 
+from types import SimpleNamespace
 from unittest.mock import patch
 from xml.etree import ElementTree
 
@@ -30,6 +31,19 @@ def test_run_output_lists_pictures_only_if_drawn(tmp_path, draw_calls):
         page = _write_report(BackgroundRenderer(folder), warned)
         said = [line for line in _list_next_steps(config, None, page) if line.startswith("pictures ")]
         assert [len(said), len(warned)] == ([1, 0] if name == "good" else [0, 1])
+
+
+def test_interrupted_report_names_the_command_that_writes_it(tmp_path):
+    from raytrec.driver.run import _write_report
+
+    class Interrupted(BackgroundRenderer):
+        def write(self):
+            raise KeyboardInterrupt
+
+    noted = []
+    with pytest.raises(KeyboardInterrupt):
+        _write_report(Interrupted(tmp_path), SimpleNamespace(note=noted.append))
+    assert noted == [f"the report is incomplete; write it with: raytrec report {tmp_path}"]
 
 
 @pytest.fixture

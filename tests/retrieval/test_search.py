@@ -78,7 +78,7 @@ def test_search_accepts_one_vector_and_large_k():
 
 @pytest.mark.parametrize("k", [0, -1, 2.5, True])
 def test_search_requires_a_positive_integer_k(k):
-    with pytest.raises(ConfigError, match="invalid k: "):
+    with pytest.raises(ConfigError, match="k is "):
         make_film_index().search(draw_vectors(1, 3), k)
 
 

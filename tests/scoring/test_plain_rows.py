@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytrec.common.errors import RaytrecError
+from raytrec.common.errors import DataError, RaytrecError
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Age
 from raytrec.data.assembler import Assembler
+from raytrec.scoring.matrices import read_matrices, split_matrices
 from raytrec.scoring.plain_rows import PlainRowReader, make_plain_reader
 from raytrec.scoring.request_rows import RowReader, to_table
 from raytrec.serving.bodies import Limits, RefusedRequest, _decode_json
@@ -169,6 +170,53 @@ def test_plain_arrow_rows_equal_rows_read_by_the_general_reader(reader, assemble
         assert_same_tensors(assembler, found, reader.read(table))
 
 
+@pytest.fixture(scope="module")
+def reader_without_lists():
+    schema = SCHEMA.select_features([*SCHEMA.dense, "user", "item", "again", "shop"])
+    return RowReader(schema, (), (), TYPES)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_plain_matrices_equal_rows_of_their_columns(reader_without_lists, data):
+    reader, rows = reader_without_lists, data.draw(st.integers(1, 4))
+    assert reader.matrices == {"dense": ["price", "age", "days"], "ids": ["user", "item id", "shop"]}
+    kind = data.draw(st.sampled_from([np.float64, np.float32, np.int64, np.uint8]))
+    value = st.integers(0, 9) if np.issubdtype(kind, np.integer) else numbers
+    with np.errstate(over="ignore"):
+        dense = np.array(data.draw(st.lists(st.tuples(value, value, value), min_size=rows, max_size=rows))).astype(kind)
+    id_kind = data.draw(st.sampled_from([np.int64, np.int32, np.uint64]))
+    id_values = st.integers(-2 if id_kind != np.uint64 else 0, 9) if data.draw(st.booleans()) else st.integers(0, 6)
+    ids = np.array(
+        data.draw(st.lists(st.tuples(id_values, id_values, id_values), min_size=rows, max_size=rows)), id_kind
+    )
+    found = PlainRowReader(reader).read_matrices({"dense": dense, "ids": ids}, 5, 4)
+    table = pa.table({name: list(values) for name, values in (("dense", dense), ("ids", ids))})
+    in_arrow = read_matrices(table, reader.matrices)
+    assert (in_arrow["dense"].dtype, in_arrow["ids"].dtype) == (kind, id_kind)
+    np.testing.assert_array_equal(in_arrow["dense"], dense)
+    if found is not None:
+        expected = reader.read(split_matrices(table, reader.matrices))
+        assert_same_tensors(Assembler(reader.form, Features(reader.form.schema, {})), found, expected)
+    elif id_kind != np.uint64 and np.isfinite(dense).all() and (ids >= 0).all() and (ids < 7).all():
+        assert np.abs(dense).max() > 1e15  # only numbers that may be inexact are not plain
+
+
+def test_matrices_of_another_form_are_not_plain(reader_without_lists):
+    reader, plain_reader = reader_without_lists, PlainRowReader(reader_without_lists)
+    dense, ids = np.ones((2, 3)), np.ones((2, 3), np.int64)
+    assert len(plain_reader.read_matrices({"dense": dense, "ids": ids}, 5, 4)) == 2
+    for matrices in (
+        {}, {"dense": dense}, {"ids": ids}, {"dense": dense[:1], "ids": ids}, {"dense": dense, "ids": ids[:, :2]},
+        {"dense": dense, "ids": ids.astype(np.float64)}, {"dense": dense.astype(str), "ids": ids},
+        {"dense": dense.ravel(), "ids": ids}, {"dense": np.ones((6, 3)), "ids": np.ones((6, 3), np.int64)},
+    ):  # fmt: skip
+        assert plain_reader.read_matrices(matrices, 5, 4) is None
+    table = pa.table({"dense": [[1.0, 2.0, 3.0], None], "ids": [[1, 2, 3]] * 2})
+    with pytest.raises(DataError, match="'dense' has 0 values"):
+        read_matrices(table, reader.matrices)
+
+
 @pytest.mark.parametrize("form", ["rows", "columns", "arrow"])
 def test_usual_requests_are_plain(reader, assembler, form):
     rows = [PLAIN_VALUES, PLAIN_VALUES | {"tags": [], "history": [6, 5, 4, 3], "shop": 5, "other": "ö"}]
@@ -190,6 +238,21 @@ def test_models_with_transforms_or_weights_have_no_plain_rows():
     )
     columns = pa.schema([("a", pa.list_(pa.int64())), ("w", pa.list_(pa.float64()))])
     assert make_plain_reader(RowReader(weighted, (), ("a",), columns)) is None
+
+
+@pytest.mark.parametrize(
+    "zone, text, expected",
+    [
+        ("UTC", "2026-05-31T12:00:00", "ISO 8601 with an offset, as 2026-05-31T12:00:00Z"),
+        (None, "2026-05-31T12:00:00Z", "ISO 8601 without an offset, as 2026-05-31T12:00:00"),
+    ],
+)
+def test_invalid_times_state_if_an_offset_is_needed(zone, text, expected):
+    columns = pa.schema([("seen", pa.timestamp("s", zone))])
+    with pytest.raises(DataError) as error:
+        to_table({"seen": text}, columns)
+    assert expected in error.value.expected
+    assert len(to_table({"seen": expected.rpartition(" ")[2]}, columns)) == 1
 
 
 def test_models_with_computed_columns_have_no_plain_rows():

@@ -21,7 +21,7 @@ from raytrec.scoring.operators import (
     compute_gru,
     is_operator,
 )
-from raytrec.scoring.program_archive import MODEL, SAMPLE_INPUTS_ENTRY, load_program, sanitize_archive
+from raytrec.scoring.program_archive import MODEL, SAMPLE_INPUTS_ENTRY, _loaded, load_program, sanitize_archive
 
 WEIGHTS, CONSTANTS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 
@@ -395,3 +395,52 @@ def test_attention_and_gru_refuse_sizes_that_do_not_fit():
         weights = [w[:1] if i == place else w for i, w in enumerate(gru._flat_weights)]
         with pytest.raises(RuntimeError, match="do not fit"):
             compute_gru(x, start, weights, *options)
+
+
+def with_weights(entries, change):
+    """Return entries whose first weights are those of `change`, and another serialization id."""
+    name = next(name for name in entries if name.startswith("data/weights/weight_"))
+    return entries | {name: change(entries[name]), ".data/serialization_id": b"another"}
+
+
+def load_entries(folder, entries):
+    return load_program(write_archive(folder / "predict.pt2", entries), 1)
+
+
+def test_program_with_other_weights_shares_only_the_code(entries, tmp_path):
+    rows, changed = torch.randn(7, 3), with_weights(entries, lambda values: values[4:] + values[:4])
+    first = load_entries(tmp_path, entries)
+    expected = first(rows)[0]
+    second = load_entries(tmp_path, changed)
+    assert type(second) is type(first)
+    scores = second.forward(rows)[0]
+    assert not torch.equal(scores, expected) and torch.equal(first.forward(rows)[0], expected)
+    pointers = [{tensor.data_ptr() for tensor in each.state_dict().values()} for each in (first, second)]
+    assert not pointers[0] & pointers[1]
+    _loaded.clear()
+    alone = load_entries(tmp_path, changed)
+    assert type(alone) is not type(second) and torch.equal(alone.forward(rows)[0], scores)
+
+
+def test_program_with_other_constants_shares_no_code(entries, tmp_path):
+    name = next(name for name in entries if name.startswith("data/constants/tensor_"))
+    first, rows = load_entries(tmp_path, entries), torch.randn(7, 3)
+    second = load_entries(tmp_path, entries | {name: entries[name][::-1]})
+    assert type(second) is not type(first) and not torch.equal(second(rows)[0], first(rows)[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entries: with_weights(entries, lambda values: values[:-4]),
+        lambda entries: with_weights(entries, lambda values: b""),
+        lambda entries: entries | {"data/weights/weight_9": b"more"},
+        lambda entries: entries | {"extra/more.py": b"more"},
+        lambda entries: {name: value for name, value in entries.items() if not name.endswith("weight_0")},
+    ],
+)
+def test_archive_is_checked_even_if_its_program_is_in_memory(entries, tmp_path, change):
+    program = load_entries(tmp_path, entries)
+    with pytest.raises(RunError, match="the program"):
+        load_entries(tmp_path, change(entries))
+    del program

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from described import assert_described
 from prometheus_client.parser import text_string_to_metric_families
 from services import (
     TOKEN,
@@ -94,6 +95,24 @@ class Load:
                 if not left:
                     raise
                 time.sleep(0.2)
+
+
+def test_answers_match_their_descriptions(service, exports):
+    """Endpoints that ask the coordinator; tests/serving/test_openapi.py covers the others."""
+    document, name = service.ask("/openapi.json"), exports[0]["whole"].version
+    http, headers = PoolManager(), {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    for method, path in (("get", "/versions"), ("get", "/model"), ("get", "/metrics"), ("post", "/promote")):
+        bodies = ["{}", '{"uri": 3}', '{"uri": "s3://elsewhere/x"}'] if method == "post" else [None]
+        for body in bodies:
+            answer = http.request(method.upper(), service.url + path, body=body, headers=headers, retries=False)
+            assert_described(document, method, path, answer.status, answer.data, answer.headers)
+        answer = http.request(method.upper(), service.url + path, retries=False)
+        assert answer.status == 401
+        assert_described(document, method, path, answer.status, answer.data, answer.headers)
+    assert set(service.ask("/versions").values()) == {name}
+    assert service.ask("/v2/models/small")["versions"] == [name]
+    with_methods = {path for path, methods in document["paths"].items() if methods.keys() & {"get", "post"}}
+    assert {"/versions", "/model", "/metrics", "/promote", "/v2/models/{name}/infer"} < with_methods
 
 
 def test_promotions_under_load_lose_no_request(service, exports, tmp_path):

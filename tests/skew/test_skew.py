@@ -16,7 +16,7 @@ from raytrec.common.errors import RunError
 from raytrec.serving.bodies import Query
 from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.request_log import RequestLog
-from raytrec.skew.compare import skew
+from raytrec.skew.compare import LARGE_PSI, skew
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def write_log(folder, loaded, served, asked=None, error=0.0):
 def test_skew_finds_nothing_in_a_log_without_skew(two_exports, loaded_export, training_folder, tmp_path):
     log = write_log(tmp_path, loaded_export, make_skew_rows(2, 1200))
     found = skew(log, two_exports[0], data=training_folder).metrics
-    assert found["differs"] == [] and found["rows"] == 1200 and found["requests"] == 600
+    assert found["differs"] == found["undecided"] == [] and found["rows"] == 1200 and found["requests"] == 600
     assert found["rescored"]["score_y"]["max"] < 1e-6 and found["data_rows"] == 4000
     assert {each["column"] for each in found["columns"]} > {"a", "b", "user", "scored", "score_y"}
     assert skew(log, two_exports[0]).metrics["columns"] == []
@@ -145,6 +145,17 @@ def test_skew_shows_the_verdict_first_in_80_columns(
     first = found.measures[0]
     assert all(text in rows[0] for text in (first.column, first.measure, f"{first.psi:.3f}"))
     assert not [line for line in lines[1:] if len(line) > 80 or "…" in line]
+
+
+def test_skew_names_the_size_that_a_verdict_needs(two_exports, loaded_export, training_folder, tmp_path, capsys):
+    found = skew(write_log(tmp_path, loaded_export, make_skew_rows(2, 20)), two_exports[0], data=training_folder)
+    needed, names = found.metrics["needed"], found.metrics["undecided"]
+    assert not found.metrics["differs"] and "user (ids)" in names and 10 < needed < 1000
+    found.show()
+    line = f"undecided    {len(names)} of {len(found.measures)} measures: 10 requests and 4,000 rows of training"
+    assert f"{line}; a verdict needs at least {needed:,} of each" in capsys.readouterr().out
+    worst = max(each.chance for each in found.measures) / (1 / 10 + 1 / 4000)
+    assert worst * 2 / needed <= LARGE_PSI < worst * 2 / (needed - 1)
 
 
 @pytest.mark.survive

@@ -192,7 +192,7 @@ class ManagedBatches:
         return batch
 
     def _locate_new_rows(self, new: dict[str, NewRows]) -> dict[str, NewRows]:
-        """Return the new rows of each table that has any, with their places in this rank's shards.
+        """Return the new rows of each table that has any, with their positions in this rank's shards.
 
         The host waits for the number of rows. At this point, a GPU is still busy with earlier steps. If the
         host waited when the model is called, the GPU would be idle.

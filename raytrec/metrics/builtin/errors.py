@@ -64,7 +64,7 @@ class LogLoss(SumMetric):
         return float(compute_logloss(sums["cross_entropy_sum"], positive, negative, ETA)) * log(2)
 
 
-@metric("ne", title="NE (normalised entropy)", label="NE", better="lower", takes=("probability",))
+@metric("ne", title="NE (normalized entropy)", label="NE", better="lower", takes=("probability",))
 class NE(SumMetric):
     """Cross-entropy ÷ cross-entropy of the constant prediction of the mean label; NaN if all labels are equal.
 

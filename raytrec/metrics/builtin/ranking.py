@@ -22,7 +22,7 @@ class Recall(GroupMetric):
 
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the recall of each group."""
+        """Return the recall of each group, and a mask of groups with positive rows (see GroupMetric.of_groups)."""
         hits = groups.add(groups.relevant & (groups.ranks <= cls.k))
         return hits / groups.positives, groups.positives > 0
 
@@ -127,7 +127,7 @@ class NDCG(GroupMetric):
 
 @metric("coverage", title="coverage at {k}", label="coverage@{k}", better="higher", at_k=True)
 class Coverage(GroupMetric):
-    """Number of distinct items among the k highest predictions of all groups ÷ number of distinct items.
+    """Number of distinct items among the k highest predictions of each group ÷ number of distinct items.
 
     The task's `item` column identifies items. Among equal predictions, negative rows come first. Weights only
     determine which rows count. Source: catalogue coverage in M. Ge et al., Beyond Accuracy, RecSys 2010.

@@ -1,0 +1,63 @@
+"""SHA-256 of files, computed next to a process that must not be slowed down.
+
+    python -I -S file_hashes.py FOLDER < JSON list of names
+
+The script prints a JSON mapping of names to checksums. It runs while processors are idle, leaves the page cache as it
+was, and ends with its parent. It needs only the standard library, so it starts within 50 ms.
+"""
+
+import ctypes
+import hashlib
+import json
+import mmap
+import os
+import signal
+import sys
+from contextlib import suppress
+from itertools import groupby
+
+CHUNK_BYTES = 8 << 20  # a multiple of the page size
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None)
+
+
+def hash_file(path: str) -> str:
+    """Return the SHA-256 of a file, and drop pages from memory that were not there before.
+
+    Otherwise, reading a large file pushes pages out that other processes need.
+    """
+    digest, buffer, start = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES)), 0
+    with open(path, "rb", buffering=0) as file:
+        resident = _find_resident_pages(file.fileno())
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            page, start = start // mmap.PAGESIZE, start + count
+            for is_resident, run in groupby(resident[page : -(-start // mmap.PAGESIZE)]):
+                first, page = page, page + len(list(run))
+                if not is_resident:
+                    size = (page - first) * mmap.PAGESIZE
+                    os.posix_fadvise(file.fileno(), first * mmap.PAGESIZE, size, os.POSIX_FADV_DONTNEED)
+    return digest.hexdigest()
+
+
+def _find_resident_pages(file: int) -> bytes:
+    """Return 1 for each page of an open file that is in memory, else 0.
+
+    The kernel reports all pages of another user's file as resident.
+    """
+    size = os.fstat(file).st_size
+    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    if size:
+        with mmap.mmap(file, 0, access=mmap.ACCESS_COPY) as mapped:
+            first = ctypes.c_char.from_buffer(mapped)
+            _LIBC.mincore(ctypes.byref(first), ctypes.c_size_t(size), pages)
+            del first  # a mapping with pointers cannot be closed
+    return bytes(page & 1 for page in pages)
+
+
+if __name__ == "__main__":
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.nice(19)
+    with suppress(OSError):  # some containers forbid it
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    print(json.dumps({name: hash_file(os.path.join(sys.argv[1], name)) for name in json.load(sys.stdin)}))

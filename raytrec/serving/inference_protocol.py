@@ -1,0 +1,141 @@
+"""Open Inference Protocol v2 over HTTP, which clients of Triton, KServe, MLServer and TorchServe speak.
+
+Requests and answers are named tensors in JSON, or in binary after the JSON (Triton's binary tensor data
+extension). Tensors become a table with one column each, which is read as the body of /predict is read.
+
+https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from pydantic import FailFast, Field, ValidationError
+from pydantic_core import to_json
+from starlette.datastructures import Headers
+from starlette.responses import Response
+
+from raytrec.common.errors import DataError
+from raytrec.data.arrow import is_list, value_type
+from raytrec.scoring.scorer import Scorer
+from raytrec.serving.bodies import JSON, Limits, Query, check_object_count, check_type, make_query
+from raytrec.serving.tensors import DATATYPES, InputTensor, Message, Parameters, read_tensors, to_table
+
+BINARY, HEADER_LENGTH = "application/octet-stream", "Inference-Header-Content-Length"
+MODEL_PATH = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(|/ready|/infer)")
+MODEL_TEMPLATES = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
+MAX_TENSORS, DIGITS = 10_000, re.compile("[0-9]{1,18}")
+
+
+class OutputTensor(Message):
+    """Requested output tensor."""
+
+    name: str
+    parameters: Parameters = Parameters()
+
+
+class InferenceRequest(Message):
+    """JSON part of a request for an inference."""
+
+    id: str | None = None
+    parameters: Parameters = Parameters()
+    inputs: Annotated[list[InputTensor], FailFast()] = Field(max_length=MAX_TENSORS)
+    outputs: Annotated[list[OutputTensor], FailFast()] = Field([], max_length=MAX_TENSORS)
+
+
+class Inference(NamedTuple):
+    """Decoded request for an inference.
+
+    Attributes:
+        query: Rows to score.
+        id: Identifier that the answer repeats; None: the request has none.
+        outputs: Requested output tensors, in order → True if the tensor is returned in binary.
+    """
+
+    query: Query
+    id: str | None
+    outputs: dict[str, bool]
+
+    def encode(self, model: str, scores: list[np.ndarray], headers: dict[str, str]) -> Response:
+        """Return the answer to the request.
+
+        Args:
+            model: Name of the model.
+            scores: Scores of each task.
+            headers: Headers of the answer.
+        """
+        scorer, parts, outputs = self.query.scorer, [], []
+        values = dict(zip((task.column for task in scorer.manifest.tasks), scores, strict=True))
+        for column, is_binary in self.outputs.items():
+            content: dict[str, Any] = {"data": values[column].ravel().tolist()}
+            if is_binary:
+                parts.append(values[column].tobytes())
+                content = {"parameters": {"binary_data_size": len(parts[-1])}}
+            outputs.append({"name": column, "datatype": "FP32", "shape": values[column].shape} | content)
+        answer = {"model_name": model, "model_version": scorer.version, "outputs": outputs}
+        head = to_json(answer | ({} if self.id is None else {"id": self.id}), inf_nan_mode="null")
+        headers |= {HEADER_LENGTH: str(len(head))} if parts else {}
+        return Response(b"".join([head, *parts]), headers=headers, media_type=BINARY if parts else JSON)
+
+
+def match_path(path: str) -> tuple[str, dict[str, str | None]]:
+    """Return (template of a model's path, its name and version or None), or any other path without parameters."""
+    if not (match := MODEL_PATH.fullmatch(path)):
+        return path, {}
+    return MODEL_TEMPLATES[match["version"] is not None] + match[3], match.groupdict()
+
+
+def describe_tensors(scorer: Scorer) -> dict[str, Any]:
+    """Return the model's version and its tensors; `matrix` is the tensor that may contain a column instead."""
+    matrices = {column: {"matrix": name} for name, columns in scorer.reader.matrices.items() for column in columns}
+    inputs, outputs = [], []
+    for field in scorer.reader.columns:
+        datatype, shape = DATATYPES.get(value_type(field.type), "BYTES"), [-1] * (1 + is_list(field.type))
+        parameters = matrices.get(field.name, {})
+        inputs.append({"name": field.name, "datatype": datatype, "shape": shape, "parameters": parameters})
+    for task in scorer.manifest.tasks:
+        shape = [-1] if task.classes == 1 else [-1, task.classes]
+        outputs.append({"name": task.column, "datatype": "FP32", "shape": shape})
+    return {"versions": [scorer.version], "platform": "raytrec_export", "inputs": inputs, "outputs": outputs}
+
+
+def decode_inference(headers: Headers, body: bytes, scorer: Scorer, limits: Limits) -> Inference:
+    """Return the inference that a body requests.
+
+    Args:
+        headers: Headers of the request; HEADER_LENGTH is the size in bytes of the JSON before binary data.
+        body: Body of the request.
+        scorer: Model that answers.
+        limits: Limits of requests.
+
+    Raises:
+        RefusedRequest: The body is malformed, or exceeds a limit.
+        DataError: A value does not fit its column.
+    """
+    check_type(headers.get("content-type", BINARY), JSON, BINARY)
+    header_length = headers.get(HEADER_LENGTH)
+    size = len(body) if header_length is None else int(header_length) if DIGITS.fullmatch(header_length) else -1
+    if not 0 <= size <= len(body):
+        expected = f"the size of the JSON, at most {len(body):,}"
+        raise DataError(f"invalid length '{header_length}'", where=HEADER_LENGTH, expected=expected)
+    check_object_count(body[:size], limits)
+    try:
+        message = InferenceRequest.model_validate_json(body[:size])
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place, expected = ".".join(map(str, first["loc"])), "a request of the Open Inference Protocol"
+        raise DataError(first["msg"], where=place or "the body", expected=expected) from None
+    names, is_binary = [task.column for task in scorer.manifest.tasks], message.parameters.binary_data_output
+    requested = {each.name: each.parameters.binary_data for each in message.outputs} or dict.fromkeys(names)
+    if len(requested) < len(message.outputs) or not requested.keys() <= set(names):
+        what, expected = "an output is unknown or requested twice", f"some of {', '.join(names)}"
+        raise DataError(what, where="outputs", expected=expected)
+    tensors = read_tensors(message.inputs, memoryview(body)[size:], scorer.columns)
+    is_all = tensors.keys() <= scorer.reader.matrices.keys()
+    matrices = {name: np.asarray(values).reshape(shape) for name, (values, shape) in tensors.items() if is_all}
+    query = make_query(matrices, lambda: to_table(tensors, scorer.columns), scorer, "predict", limits)
+    outputs = {name: is_binary if own is None else own for name, own in requested.items()}
+    return Inference(query, message.id, outputs)

@@ -1,0 +1,98 @@
+"""Loading next to a model that answers: damage and failed child processes are reported, replaced tables are freed."""
+
+import gc
+import os
+import threading
+import weakref
+from pathlib import Path
+
+import psutil
+import pytest
+from exports import train_for_export
+from test_models import ModelCase
+from waiting import wait_for
+
+import raytrec
+from raytrec.common.errors import RunError
+from raytrec.scoring import load as loading
+from raytrec.scoring.load import hash_in_child
+from raytrec.scoring.manifest import read_manifest
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory):
+    root = tmp_path_factory.mktemp("load")
+    folder, table, _, _ = train_for_export(ModelCase("two_tower", (1, 1)), root)
+    return Path(raytrec.export(folder, str(root / "export")).path), table
+
+
+def list_children():
+    """Return the child processes that compute checksums."""
+    children = [each for each in psutil.Process().children() if "file_hashes" in " ".join(each.cmdline())]
+    return [each for each in children if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def load_in_background(path):
+    return raytrec.load(path, check_tables=True, background=True)
+
+
+def test_background_load_scores_like_load(export):
+    path, table = export
+    assert load_in_background(path).predict(table) == raytrec.load(path).predict(table)
+
+
+def test_background_load_rejects_a_damaged_table(export):
+    path, _ = export
+    file = path / next(iter(read_manifest(str(path)).tables.values())).files[0]
+    content = file.read_bytes()
+    try:
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(RunError, match=f"{file.name} differs from the exported file"):
+            load_in_background(path)
+        file.unlink()
+        with pytest.raises(RunError, match=rf"cannot be computed: .*No such file or directory: .*{file.name}"):
+            load_in_background(path)
+        file.mkdir()
+        with pytest.raises(RunError, match=rf"cannot be computed: .*Is a directory: .*{file.name}"):
+            load_in_background(path)
+        file.rmdir()
+    finally:
+        file.write_bytes(content)
+
+
+def kill_child():
+    wait_for(list_children, "a child process", 60)
+    list_children()[0].kill()
+
+
+def test_killed_child_is_an_error(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    threading.Thread(target=kill_child).start()
+    with pytest.raises(RunError, match=r"cannot be computed: died with <Signals\.SIGKILL: 9>") as caught:
+        hash_in_child(tmp_path, ["pipe"], "an export")
+    assert caught.value.where == "an export"
+
+
+def test_hanging_child_ends_at_the_time_limit(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(loading, "CHILD_BASE_S", 0.5)
+    with pytest.raises(RunError, match=r"cannot be computed: timed out after 0\.5 seconds"):
+        hash_in_child(tmp_path, ["pipe"], "an export")
+    assert not list_children()
+
+
+def test_last_reference_frees_the_tables(export):
+    path, table = export
+    model = raytrec.load(path)
+    user_columns = {*model.manifest.data_schema.select_features(model.manifest.towers["query"]).inputs}
+    rows = table.to_pylist()
+    model.predict(rows)
+    user = {name: rows[3][name] for name in user_columns if name in model.columns.names}
+    model.predict(user=user, candidates=[{k: v for k, v in row.items() if k not in user} for row in rows])
+    tables = weakref.ref(model.lookups)
+    gc.disable()
+    try:
+        del model
+        assert tables() is None
+    finally:
+        gc.enable()
