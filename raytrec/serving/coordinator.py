@@ -26,10 +26,16 @@ from raytrec.serving.replica_metrics import write_metrics
 
 log = logging.getLogger(__name__)
 
+NAMESPACE = "raytrec-serve"  # of coordinator actors
 FOLLOW_INTERVAL_S = 5.0  # interval at which an idle replica asks again
 REPLICA_TIMEOUT_S = 15.0  # time without a request after which a replica counts as ended
 LOAD_TIMEOUT_S = 1800.0  # timeout of loading
 MAX_ENDED_REPLICAS = 1  # replicas that may end while an export is loaded; if more end, the promotion is aborted
+
+
+def get_coordinator_name(name: str) -> str:
+    """Return the name of a service's coordinator actor."""
+    return f"raytrec-serve-{name}"
 
 
 @dataclass(frozen=True)
