@@ -6,10 +6,12 @@ import json
 import os
 import shlex
 import signal
+import socket
 import urllib.error
 import urllib.request
 from contextlib import suppress
 from threading import Event
+from time import monotonic, sleep
 from typing import Any
 
 from raytrec.cluster.local_ray import check_ports
@@ -18,6 +20,7 @@ from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import make_absolute, open_filesystem
 from raytrec.serving.options import TOKEN, ServiceOptions, read_token, token_file
 
+PORT_TIMEOUT_S = 40  # timeout of a service that is ending on the port
 PROMOTION_TIMEOUT_S = 1800  # timeout of a promotion, during which all replicas load tables
 
 
@@ -38,7 +41,7 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
     if service_options.log_requests:
         open_filesystem(service_options.log_requests)
     service_options = service_options.fill_name()
-    check_ports({"--port": service_options.port})
+    wait_for_port(service_options.port)
     token = None if service_options.no_token else read_token(service_options.name)
     from raytrec.cluster.session import ray_session, starts_local_ray
 
@@ -54,6 +57,35 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
             _print_news(service_options.name, stop)
         finally:
             _call_on_cluster("shut_down_service", service_options.name)
+
+
+def wait_for_port(port: int) -> None:
+    """Return when the port is free; wait up to PORT_TIMEOUT_S while a service of this user may be ending there.
+
+    Raises:
+        RunError: The port cannot be used.
+    """
+    deadline, waits = monotonic() + PORT_TIMEOUT_S, False
+    while True:
+        try:
+            return check_ports({"--port": port})
+        except RunError:
+            if monotonic() > deadline or port < 1024 or not _is_shared(port):
+                raise
+        if not waits:
+            print(f"waiting      up to {PORT_TIMEOUT_S} s for a service on port {port} to end", flush=True)
+        waits = True
+        sleep(0.2)
+
+
+def _is_shared(port: int) -> bool:
+    """Return True if another process of this user shares the port, as replicas do (SO_REUSEPORT)."""
+    with socket.socket() as probe, suppress(OSError, OverflowError):
+        for option in (socket.SO_REUSEPORT, socket.SO_REUSEADDR):
+            probe.setsockopt(socket.SOL_SOCKET, option, 1)
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 def _parse_replicas(replicas: str) -> tuple[int, int]:
@@ -81,13 +113,6 @@ def _call_on_cluster(function: str, *arguments: Any) -> None:
         raise error.cause from None
 
 
-def _call(function: str, *arguments: Any) -> None:
-    _require_serve()
-    from raytrec.serving import deployment
-
-    getattr(deployment, function)(*arguments)
-
-
 def _print_news(name: str, stop: Event) -> None:
     """Print each change of the version that answers, until `stop` is set."""
     import ray
@@ -102,7 +127,7 @@ def _print_news(name: str, stop: Event) -> None:
                 print(f"version      {news}", flush=True)
 
 
-def _require_serve() -> None:
+def _call(function: str, *arguments: Any) -> None:
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:
@@ -112,6 +137,9 @@ def _require_serve() -> None:
             expected="the extra raytrec[serve]",
             do="pip install --no-deps -r requirements/serve.txt (docs/serving.md)",
         ) from None
+    from raytrec.serving import deployment
+
+    getattr(deployment, function)(*arguments)
 
 
 def _print_address(name: str, url: str, has_token: bool) -> None:

@@ -55,6 +55,8 @@ class Replica:
 
         prepare_replica()
         torch.set_num_threads(1)
+        self._listener: Listener | None = None
+        self._node = ray.get_runtime_context().get_node_id()
         self._coordinator = ray.get_actor(get_coordinator_name(service_options.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
         current, previous = ray.get(self._coordinator.exports.remote())
@@ -91,7 +93,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Raise an error if the HTTP server has ended, whereupon Serve starts another replica."""
-        if not self._listener.alive:
+        if not (self._listener and self._listener.alive):
             raise RunError("the replica has stopped listening", where="HTTP")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -164,6 +166,8 @@ class Replica:
             except Exception:  # the coordinator is restarting, or this process ends
                 time.sleep(1)
                 continue
+            if self._listener:
+                self._listener.fair_connections = order.fair_connections
             failed = work and work.done() and versions.version != order.answer.version
             if order.number != received or failed:
                 received, work = order.number, self._load_thread.submit(self._carry_out, order)
@@ -179,7 +183,10 @@ class Replica:
     def _report(self) -> ReplicaState:
         service, scorer = self.service, self.service.versions.current.scorer
         figures = tuple(service.figures.collect(describe_model(scorer), service.batcher.waiting))
-        return replace(self._last_report, version=scorer.version, figures=figures)
+        connections = self._listener.count_active_connections() if self._listener else None
+        return replace(
+            self._last_report, version=scorer.version, figures=figures, node=self._node, connections=connections
+        )
 
 
 def compute_replicas(context: Any) -> tuple[float, dict]:
