@@ -32,7 +32,9 @@ COMMANDS: list[Callable[..., None]] = [
     *(saved.export, service.serve, service.promote, service.skew),
     *(saved.report, saved.track, saved.compare, saved.inspect, runs.config),
 ]
-WORKER_COMMANDS = (runs.train, runs.check, saved.evaluate, saved.predict, saved.index)
+# Command → purpose of the warm process.
+WORKER_COMMANDS = dict.fromkeys((runs.train, runs.check, saved.evaluate, saved.predict, saved.index), "training")
+WORKER_COMMANDS[service.serve] = "serving"
 
 
 def _wrap_command(command: Callable[..., None]) -> Callable[..., None]:
@@ -44,10 +46,10 @@ def _wrap_command(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(**options: Any) -> None:
         try:
-            if command in WORKER_COMMANDS:
+            if command in WORKER_COMMANDS and not options.get("address"):
                 from raytrec.cluster.session import warm_up_early
 
-                warm_up_early()
+                warm_up_early(WORKER_COMMANDS[command])
             command(**options)
         except KeyboardInterrupt as error:
             print("interrupted", file=sys.stderr)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from raytrec.cluster.access import START_CLUSTER_HINT, check_cluster, check_version_mismatch, use_token
 from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
 from raytrec.cluster.local_ray import create_private_folder, isolate_sessions, list_local_heads, listens
-from raytrec.cluster.warm_process import fork_workers, warm_up
+from raytrec.cluster.warm_process import TRAINING, fork_workers, warm_up
 from raytrec.common.errors import RunError, get_first_line
 from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE, get_own_address, resolve_bootstrap_address
 from raytrec.compat.ray_start import (
@@ -44,14 +44,14 @@ def starts_local_ray(address: str | None) -> bool:
     return not (address or os.environ.get("RAY_ADDRESS") or is_job_driver())
 
 
-def warm_up_early() -> None:
+def warm_up_early(purpose: str = TRAINING) -> None:
     """Start the warm process before it is known whether this command starts its own Ray.
 
     Commands call this function before their other imports. A process that has already imported Ray is not a
     new command, so the call does nothing there.
     """
     if starts_local_ray(None) and "ray" not in sys.modules:
-        warm_up()
+        warm_up(purpose)
 
 
 @contextmanager

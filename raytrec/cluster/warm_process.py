@@ -20,12 +20,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from raytrec.common.memory import ALLOCATOR_ENV
-from raytrec.compat.ray_start import NO_PRESTART_ENV, get_first_job_env, replace_worker_script
+from raytrec.compat.ray_start import NO_PRESTART_ENV, SERVE_MODULES, get_first_job_env, replace_worker_script
 
 HERE = Path(__file__).parent
 FORK_SERVER_PROGRAM, FORKED_WORKER_PROGRAM, PLACE = (HERE / "forking.py", HERE / "forked_worker.py", "RAYTREC_WARM")
 EXIT_TIMEOUT_S = 0.5  # time in which the warm process ends, unless it is importing
-# Modules imported by ranks, read tasks and Ray Train's controller; MODULES do not import Ray.
+TRAINING, SERVING = "training", "serving"
+# Modules imported by ranks, read tasks and Ray Train's controller; PRELOADED_MODULES do not import Ray.
 PRELOADED_MODULES = ("torch", "torchrec", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
 ON_RAY = (
     "ray.data",
@@ -41,6 +42,11 @@ ON_RAY = (
     "raytrec.data.item_reader",
     "torchrec.metrics.rec_metric",  # also imports torchmetrics and PIL, which the first step needs
 )
+# Modules of each purpose, before and after Ray. Replicas, Serve's controller and the coordinator share their memory.
+MODULES = {
+    TRAINING: (PRELOADED_MODULES, ON_RAY),
+    SERVING: (("raytrec.serving.deployment", "raytrec.compat.uvicorn_"), ("ray.serve", *SERVE_MODULES)),
+}
 
 
 class WarmProcess:
@@ -106,10 +112,14 @@ _warm_processes: dict[str, WarmProcess] = {}
 WARM = "warm"
 
 
-def warm_up() -> None:
-    """Start the warm process of this process if it is not running, without waiting for its imports."""
+def warm_up(purpose: str = TRAINING) -> None:
+    """Start the warm process of this process if it is not running, without waiting for its imports.
+
+    Args:
+        purpose: TRAINING or SERVING, which determines the imported modules.
+    """
     if WARM not in _warm_processes:
-        _warm_processes[WARM] = WarmProcess(PRELOADED_MODULES, ON_RAY)
+        _warm_processes[WARM] = WarmProcess(*MODULES[purpose])
         atexit.register(stop_warm_process)
 
 
@@ -120,7 +130,7 @@ def stop_warm_process() -> None:
 
 
 @contextmanager
-def keep_warm_process(alone: bool) -> Iterator[None]:
+def keep_warm_process(alone: bool, purpose: str = TRAINING) -> Iterator[None]:
     """Keep a warm process during the block, so that a local cluster started in the block forks its workers.
 
     If `alone` is False, the block joins a cluster, whose raylets start their workers themselves.
@@ -131,7 +141,7 @@ def keep_warm_process(alone: bool) -> Iterator[None]:
         yield
         return
     if alone:
-        warm_up()
+        warm_up(purpose)
     try:
         yield
     finally:

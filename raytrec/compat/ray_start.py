@@ -33,6 +33,8 @@ INFREQUENT_WORK_SETTINGS = {
 }
 # Such a setting for Ray's agent, which measures all processes for the dashboard (dashboard/modules/reporter).
 INFREQUENT_REPORTS_ENV = {"REPORTER_UPDATE_INTERVAL_MS": "600000"}
+# Modules with the actors of Ray Serve.
+SERVE_MODULES = ("ray.serve._private.controller", "ray.serve._private.replica")
 UNNEEDED_NODE_METHODS = ("start_api_server", "start_monitor", "start_log_monitor")  # methods of Ray's Node
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from asyncio import BaseTransport, get_running_loop
+import socket
+from asyncio import BaseTransport, get_running_loop, sleep
+from contextlib import suppress
 from math import inf
+from time import monotonic
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import Server
@@ -11,6 +14,10 @@ from uvicorn.server import Server
 MAX_HEAD_BYTES = 32 << 10  # request line and headers; also consecutive bytes outside heads and bodies
 MAX_PIPELINED = 100  # requests on one connection that wait for the answer to an earlier request
 MAX_CONNECTIONS = 4096  # per process
+CLOSE_GRACE_S = 1  # seconds in which clients with open connections may send a request to a closing server
+ACTIVE_S = 5.0  # seconds since the last request in which a connection counts as active
+CONNECTION_TOLERANCE = 0.1  # share of the fair number of connections by which a server may exceed that number
+CLOSE_HEADER = (b"connection", b"close")
 CLIENT_TIMEOUT_S = 90  # seconds within which a client must send a (further) request, and read the answer
 
 
@@ -20,8 +27,10 @@ class BoundedProtocol(HttpToolsProtocol):
     Attributes:
         waiting_since: Event loop time since which the server waits for the client to send or read; inf while
             a request is being answered.
+        is_surplus: True if the next answer closes the connection, so that the client opens another one.
     """
 
+    is_surplus = False
     _without_progress = 0  # bytes received since the last complete head or body part
 
     def connection_made(self, transport: BaseTransport) -> None:
@@ -37,6 +46,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Parse received bytes; reject the request after too many bytes without a complete head or body part."""
         self._without_progress += len(data)
         super().data_received(data)
+        if self.is_surplus and self.cycle:  # cycle of the last pipelined request
+            self.is_surplus, self.cycle.default_headers = False, [*self.cycle.default_headers, CLOSE_HEADER]
         if self._without_progress > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("Too many bytes outside of a request body.")
 
@@ -68,6 +79,45 @@ class BoundedProtocol(HttpToolsProtocol):
         """Start the time limit for reading the answer and sending a request, unless a request is waiting."""
         super().on_response_complete()
         self.waiting_since = inf if self.pipeline else self.loop.time()
+
+
+class DrainingServer(Server):
+    """Server that accepts all waiting connections before it closes its sockets."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the sockets, and return when all requests are answered."""
+        waiting, copies = [], [each.dup() for each in sockets or ()]
+        for server in self.servers:
+            server.close()  # the event loop accepts no more connections; those that wait are lost without the copies
+        for listening in copies:
+            listening.setblocking(False)
+            with listening, suppress(BlockingIOError):
+                while True:
+                    waiting.append(listening.accept()[0])
+        for connection in waiting:
+            await get_running_loop().connect_accepted_socket(self._make_protocol, connection)
+        if waiting:
+            await sleep(CLOSE_GRACE_S)
+        await super().shutdown(sockets)
+
+    def _make_protocol(self) -> BoundedProtocol:
+        return BoundedProtocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+
+def list_active(server: Server) -> list[BoundedProtocol]:
+    """Return the connections of a server with a request in the last ACTIVE_S."""
+    oldest = monotonic() - ACTIVE_S
+    connections: list[BoundedProtocol] = [*server.server_state.connections]  # type: ignore[list-item]
+    return [each for each in connections if each.waiting_since > oldest]
+
+
+def close_surplus(server: Server, fair_count: float) -> None:
+    """Let the next answers close connections of a server that has more active ones than `fair_count`."""
+    active = list_active(server)
+    surplus = len(active) - fair_count
+    if surplus >= max(1.0, CONNECTION_TOLERANCE * fair_count):
+        for connection in sorted(active, key=lambda each: not each.is_surplus)[: int(surplus)]:
+            connection.is_surplus = True
 
 
 async def abort_slow(server: Server) -> None:

@@ -80,6 +80,7 @@ class PlainRowReader:
             return msgspec.json.Decoder(msgspec.defstruct("Body", [entry], forbid_unknown_fields=True))
 
         self._row_decoder, self._column_decoder = make_decoder(columns=False), make_decoder(columns=True)
+        self._convert = msgspec.convert
         self._errors, self._as_tuple = (msgspec.MsgspecError, RecursionError), msgspec.structs.astuple
 
     def read_json(self, body: bytes, max_rows: int, max_ids: int) -> Rows | None:
@@ -104,12 +105,22 @@ class PlainRowReader:
             return None
         return self._read_values(list(zip(*columns, strict=True)), max_ids) if 0 < count <= max_rows else None
 
+    def read_objects(self, rows: Sequence[Any], max_ids: int) -> Rows | None:
+        """Return the rows of mappings of columns to values, or None if they are not plain."""
+        try:
+            values = self._convert({"rows": rows}, self._row_decoder.type).rows
+        except self._errors:
+            return None
+        return self._read_values(list(map(self._as_tuple, values)), max_ids) if values else None
+
     def _read_values(self, rows: Sequence[Sequence[Any]], max_ids: int) -> Rows | None:
         """Return rows of values: numbers, then ids, then lists."""
-        dense, ids = len(self._dense), len(self._dense) + len(self._ids)
+        count, dense, ids = len(rows), len(self._dense), len(self._dense) + len(self._ids)
         try:
-            numbers = np.array([row[:dense] for row in rows], np.float64).T
-            single = np.array([row[dense:ids] for row in rows], np.int64).T
+            numbers, single = (
+                np.fromiter(chain.from_iterable([row[first:last] for row in rows]), dtype, count * (last - first))
+                for first, last, dtype in ((0, dense, np.float64), (dense, ids, np.int64))
+            )
             lists = []
             for place in range(ids, ids + len(self._lists)):
                 values = [row[place] for row in rows]
@@ -117,7 +128,7 @@ class PlainRowReader:
                 lists.append((lengths, np.fromiter(chain.from_iterable(values), np.int64, int(lengths.sum()))))
         except OverflowError:
             return None
-        return self.to_rows(numbers, single, lists, max_ids)
+        return self.to_rows(numbers.reshape(count, -1).T, single.reshape(count, -1).T, lists, max_ids)
 
     def read_table(self, table: pa.Table, max_rows: int, max_ids: int) -> Rows | None:
         """Return the rows of a table, or None if they are not plain."""

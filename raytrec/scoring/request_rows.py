@@ -151,11 +151,18 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
         ) from None
 
 
-def repeat_user(candidates: pa.Table, user: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Return candidates with columns of the user's single row, repeated in each row."""
+def repeat_users(candidates: pa.Table, users: pa.Table, names: Sequence[str], counts: Sequence[int]) -> pa.Table:
+    """Return candidates with columns of their users.
+
+    Args:
+        candidates: Candidates of the first user, then of the second, etc.
+        users: One row per user.
+        names: Columns of the users to add.
+        counts: Number of candidates of each user.
+    """
+    places = pa.array(np.repeat(np.arange(len(counts)), counts))
     for name in names:
-        value = user[name].take(pa.array(np.zeros(len(candidates), np.int64)))
-        candidates = candidates.append_column(user.schema.field(name), value)
+        candidates = candidates.append_column(users.schema.field(name), users[name].take(places))
     return candidates
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from typing import Any
 from weakref import proxy
 
@@ -17,34 +17,16 @@ from raytrec.config.features import resolve_input_columns
 from raytrec.config.tasks import TowerName
 from raytrec.data.assembler import Assembler
 from raytrec.data.row_slices import Rows
+from raytrec.scoring.column_splits import ColumnSplit, find_min_candidates
 from raytrec.scoring.lookups import Lookups, Tensors
 from raytrec.scoring.manifest import Manifest, ProgramName
 from raytrec.scoring.plain_rows import PlainRowReader, make_plain_reader
-from raytrec.scoring.request_rows import ROWS_PLACE, RowReader, repeat_user, to_table
-from raytrec.scoring.single_rows import Program, rewrite_for_single_rows
+from raytrec.scoring.request_rows import ROWS_PLACE, RowReader, concat_rows, to_table
+from raytrec.scoring.single_rows import rewrite_for_single_rows
 
 TOLERANCE = 1e-6  # of golden rows' scores, relative to scores above 1
 MAX_CACHED_SPLITS = 16  # cached ways to divide columns between user and candidates
 Programs = Mapping[ProgramName, torch.fx.GraphModule]
-
-
-@dataclass(frozen=True)
-class _ColumnSplit:
-    """Division of a model's columns between user and candidates.
-
-    Attributes:
-        user: Reader of the user's features.
-        candidates: Reader of the candidates' features.
-        repeated: Columns of the user that features of candidates also read.
-        program: Program that scores candidates.
-        once: Positions of the program's inputs that have a single row (the user's).
-    """
-
-    user: RowReader
-    candidates: RowReader
-    repeated: list[str]
-    program: Program
-    once: frozenset[int]
 
 
 class Scorer:
@@ -61,6 +43,7 @@ class Scorer:
         manifest: Manifest of the export.
         columns: Columns that a row must contain.
         lookups: Lookups in the tables.
+        split: Function that returns the division of the model's columns for the given columns of a user.
     """
 
     def __init__(self, manifest: Manifest, programs: Programs, lookups: Lookups, columns: pa.Schema, golden: pa.Table):
@@ -68,7 +51,7 @@ class Scorer:
         self._programs, self.lookups, self._features = programs, lookups, manifest.features
         # The caches do not refer to the scorer: without reference cycles, the last reference frees the tables.
         scorer, features = proxy(self), manifest.features
-        self._split = lru_cache(MAX_CACHED_SPLITS)(lambda names: scorer._make_split(names))
+        self.split = lru_cache(MAX_CACHED_SPLITS)(lambda names: scorer._make_split(names))
         self._assembler = lru_cache(4 * MAX_CACHED_SPLITS)(lambda reader: Assembler(reader.form, features))
 
     def predict(self, rows: Any = None, *, user: Any = None, candidates: Any = None) -> pa.Table:
@@ -97,7 +80,10 @@ class Scorer:
             )
         if rows is not None:
             return self.as_table(self.score([self.reader.read(to_table(rows, self.reader.columns))]))
-        return self.as_table(self.rank(*self.to_ranking_tables(user, candidates)))
+        return self.as_table(self._predict_candidates(*self.read_candidates(user, candidates)))
+
+    def _predict_candidates(self, rows: Any, user: Any, split: ColumnSplit | None) -> list[np.ndarray]:
+        return self.rank(split, [user], [rows]) if split else self.score([rows])
 
     def vectors(self, rows: Any, *, tower: TowerName = "query") -> np.ndarray:
         """Return the query or item vectors of rows, float32 [rows, width], for `Index.search`.
@@ -172,11 +158,42 @@ class Scorer:
             float32 [rows] or [rows, classes] for each task; for a tower, a single [rows, width].
         """
         count = sum(map(len, pieces))
-        tensors = self._look_up(self.get_reader(program), list(pieces), count)
+        tensors = self._look_up(self.get_reader(program), pieces, count)
         inputs = self.manifest.programs[program].inputs
-        return _run_program(self._programs[program].forward, [tensors[each.kind, each.feature] for each in inputs])
+        with torch.inference_mode():
+            outputs = self._programs[program].forward(*(tensors[each.kind, each.feature] for each in inputs))
+            return [each.numpy() for each in outputs]
 
-    def to_ranking_tables(self, user: Any, candidates: Any) -> tuple[pa.Table, pa.Table]:
+    def read_candidates(
+        self, user: Any, candidates: Any, max_ids: int = sys.maxsize
+    ) -> tuple[Any, Any, ColumnSplit | None]:
+        """Return a user and candidates, in any form that `predict` accepts, for `rank`.
+
+        A few plain candidates are returned as rows that repeat the user, for `score`, if that is faster.
+
+        Args:
+            user: One row.
+            candidates: Rows with the model's other columns.
+            max_ids: Maximum number of ids in a list of plain rows; other rows are returned as tables.
+
+        Returns:
+            (candidates, user, split), or (rows, None, None).
+
+        Raises:
+            DataError: The user or the candidates are invalid, as for `to_ranking_tables`.
+        """
+        if isinstance(user, Mapping) and isinstance(candidates, list) and (names := self._select_known(user)):
+            split = self.split(names)
+            read, is_few = partial(split.read_plain, user, max_ids), len(candidates) < (split.min_candidates or 0)
+            if plain := read(candidates, is_few):
+                if split.min_candidates is None:
+                    split.min_candidates = find_min_candidates(
+                        lambda *few: self._predict_candidates(*read(*few)), candidates
+                    )
+                return plain
+        return self.to_ranking_tables(user, candidates)
+
+    def to_ranking_tables(self, user: Any, candidates: Any) -> tuple[pa.Table, pa.Table, ColumnSplit]:
         """Return a user and candidates, in any form that `predict` accepts, as tables for `rank`.
 
         Raises:
@@ -186,7 +203,7 @@ class Scorer:
         if isinstance(user, Mapping):
             user = to_table(user, pa.schema([field for field in self.columns if field.name in user]))
         user = to_table(user, self.columns)
-        names = self._select_known(user)
+        names = self._select_known(user.column_names)
         if not names or len(user) != 1:
             raise DataError(
                 f"user has {len(user):,} rows" if names else "user has none of the model's columns",
@@ -195,7 +212,8 @@ class Scorer:
             )
         first_rows = candidates[:1] if isinstance(candidates, list | tuple) else [candidates]
         candidate_names = {name for row in first_rows if isinstance(row, Mapping) for name in row}
-        fields = [field for field in self._split(names).candidates.columns if field.name not in names]
+        split = self.split(names)
+        fields = [field for field in split.candidates.columns if field.name not in names]
         candidates = to_table(candidates, pa.schema(fields))
         if repeated := sorted(names & (candidate_names | set(candidates.column_names))):
             raise DataError(
@@ -203,26 +221,31 @@ class Scorer:
                 where="user, candidates",
                 expected="each column in only one of the two",
             )
-        return user, candidates
+        return candidates, user, split
 
-    def rank(self, user: pa.Table, candidates: pa.Table) -> list[np.ndarray]:
-        """Return the predictions for one user's candidates, as `score` does. The user is looked up once.
+    def rank(self, split: ColumnSplit, users: Sequence[Any], candidates: Sequence[Any]) -> list[np.ndarray]:
+        """Return the predictions for the candidates of one or several users, as `score` does.
 
         Args:
-            user: One row.
-            candidates: Rows with the model's other columns.
+            split: Division of the columns.
+            users: One row for each user, all as `Rows`, or all as tables of one schema.
+            candidates: Candidates of each user, also in one form.
         """
-        split = self._split(self._select_known(user))
-        candidates = repeat_user(candidates, user, split.repeated)
-        user_inputs = self._look_up(split.user, [split.user.read(user)], 1)
-        row_inputs = self._look_up(split.candidates, [split.candidates.read(candidates)], len(candidates))
-        return _run_program(split.program, self._concatenate(split, user_inputs, row_inputs, len(candidates)))
+        counts = [len(each) for each in candidates]
+        if not isinstance(users[0], Rows):
+            user_rows, rows = split.read(pa.concat_tables(users), concat_rows(candidates), counts)
+            users, candidates = [user_rows], [rows]
+        users_B = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+        user_inputs = self._look_up(split.users, users, len(counts))
+        row_inputs = self._look_up(split.candidates, candidates, len(users_B))
+        with torch.inference_mode():
+            return [each.numpy() for each in split.run(user_inputs, row_inputs, users_B)]
 
-    def _select_known(self, user: pa.Table) -> frozenset[str]:
-        """Return the columns of a user that are columns of the model."""
-        return frozenset(user.column_names) & frozenset(self.columns.names)
+    def _select_known(self, names: Iterable[str]) -> frozenset[str]:
+        """Return the columns of the model among columns of a user."""
+        return frozenset(names) & frozenset(self.columns.names)
 
-    def _make_split(self, names: frozenset[str]) -> _ColumnSplit:
+    def _make_split(self, names: frozenset[str]) -> ColumnSplit:
         """Return the division of the model's columns if the user has columns of these names."""
         schema, transforms = self.manifest.data_schema, list(self.manifest.transforms)
         all_names = self._list_names("predict")
@@ -243,30 +266,16 @@ class Scorer:
         once_names = user_names if user_names >= set(schema.dense) else user_names - set(schema.dense)
         read_names = [{each.feature} if each.feature else set(schema.dense) for each in inputs]
         once = frozenset(place for place, features in enumerate(read_names) if features <= once_names)
-        if len(once) == len(inputs) or not (program := rewrite_for_single_rows(module, inputs, once)):
-            program, once = module.forward, frozenset()
-        return _ColumnSplit(user_reader, other_reader, repeated, program, once)
+        program = rewrite_for_single_rows(module, inputs, once) if 0 < len(once) < len(inputs) else None
+        if program is None:
+            program, once = lambda *tensors: module.forward(*tensors[:-1]), frozenset()
+        plain = [make_plain_reader(user_reader), make_plain_reader(other_reader), self.get_plain_reader("predict")]
+        return ColumnSplit(names, user_reader, other_reader, plain, repeated, inputs, program, once)
 
-    def _concatenate(
-        self, split: _ColumnSplit, user_inputs: Tensors, row_inputs: Tensors, count: int
-    ) -> list[torch.Tensor]:
-        """Return the inputs of a split's program."""
-        tensors = []
-        for place, entry in enumerate(self.manifest.programs["predict"].inputs):
-            key = entry.kind, entry.feature
-            if place in split.once:
-                tensors.append(user_inputs[key])
-            elif entry.kind == "dense":  # columns of the other part are 0
-                tensors.append(user_inputs[key] + row_inputs[key])
-            else:
-                row = user_inputs.get(key)
-                tensors.append(row_inputs[key] if row is None else row.expand(count, *row.shape[1:]))
-        return tensors
-
-    def _look_up(self, reader: RowReader, pieces: list[Rows], count: int) -> Tensors:
+    def _look_up(self, reader: RowReader, pieces: Sequence[Rows], count: int) -> Tensors:
         if not count:
             raise DataError("there are no rows", where=ROWS_PLACE, expected="at least one row")
-        rows = self._assembler(reader).assemble(pieces, count)
+        rows = self._assembler(reader).assemble(list(pieces), count)
         with torch.inference_mode():
             return self.lookups(rows, reader.form.schema.sparse)
 
@@ -306,8 +315,3 @@ class Scorer:
 
     def __repr__(self) -> str:
         return f"<Scorer: {self.version}>"
-
-
-def _run_program(program: Program, tensors: list[torch.Tensor]) -> list[np.ndarray]:
-    with torch.inference_mode():
-        return [each.numpy() for each in program(*tensors)]

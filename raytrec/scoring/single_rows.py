@@ -1,8 +1,11 @@
 """Rewriting of programs so that the part that depends only on the user is computed once.
 
-A program of torch.export is a list of operators over tensors of B rows. If some inputs have a single row (the
-user's), an operator on such inputs alone also returns a single row. Pointwise operators and matrix products
-broadcast that row. Before any other operator on user and candidates, the row is repeated B times.
+A program of torch.export is a list of operators over tensors of B rows. If some inputs have one row per user, [U, …],
+an operator on such inputs alone also returns one row per user. Before any other operator, each candidate's row of the
+users is selected. Pointwise operators and matrix products broadcast the row of a single user.
+
+A linear layer over columns of both parts is divided: W · cat(user, candidate) = W₁ · user + W₂ · candidate. The dot
+products of all pairs of vectors are such columns, too: the products of two vectors of a user are computed once.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, product
 from typing import Any, Literal
 
 import torch
@@ -19,37 +23,60 @@ from raytrec.scoring.manifest import Input
 
 aten = torch.ops.aten
 BROADCASTING_OPERATORS = {aten.einsum.default, aten.matmul.default}
-# Tolerance and rows of the comparison with the whole program, on random inputs.
-COMPARISON_TOLERANCE, NUM_COMPARED_ROWS = 1e-5, 5
+# Tolerance of the comparison with the whole program, on random inputs, and the user of each row in the comparison.
+COMPARISON_TOLERANCE, COMPARED_USERS = 1e-5, ([0] * 5, [0, 1, 1, 2, 2])
 Program = Callable[..., tuple[torch.Tensor, ...]]
-ValueOrigin = Literal["user", "rows", "none"]
+ValueOrigin = Literal["user", "rows", "none", "size"]
 
 
 def rewrite_for_single_rows(program: fx.GraphModule, inputs: Sequence[Input], once: Collection[int]) -> Program | None:
-    """Return a program that takes a single row of some inputs, or None if the program cannot be rewritten.
+    """Return a program that takes one row per user of some inputs, or None if the program cannot be rewritten.
 
     Args:
         program: Graph of ExportedProgram.module().
-        inputs: Inputs of the program.
-        once: Positions of the inputs with a single row.
+        inputs: Inputs of the program. The returned program takes another one: the user of each row, int64 [B].
+        once: Positions of the inputs with one row per user.
     """
     torch_state = torch.random.get_rng_state()
     try:
         rewritten = _ProgramRewriter(program, once).result()
-        examples = [make_example_input(each, 1 if i in once else NUM_COMPARED_ROWS) for i, each in enumerate(inputs)]
-        repeated = [t.expand(NUM_COMPARED_ROWS, *t.shape[1:]).contiguous() for t in examples]
-        with torch.inference_mode():
-            pairs = zip(rewritten(*examples), program.forward(*repeated), strict=True)
-            same = all(a.shape == b.shape and _is_close(a, b) for a, b in pairs)
+        for users_B in map(torch.tensor, COMPARED_USERS):
+            sizes = len(users_B), int(users_B.max()) + 1
+            examples = [make_example_input(each, sizes[i in once]) for i, each in enumerate(inputs)]
+            repeated = [repeat_rows(t, users_B).contiguous() if i in once else t for i, t in enumerate(examples)]
+            with torch.inference_mode():
+                pairs = zip(rewritten(*examples, users_B), program.forward(*repeated), strict=True)
+                if not all(a.shape == b.shape and _is_close(a, b) for a, b in pairs):
+                    return None
     except (_UnsupportedProgram, RuntimeError, TypeError, ValueError, LookupError, AttributeError):
         return None
     finally:
         torch.random.set_rng_state(torch_state)
-    return rewritten if same else None
+    return rewritten
 
 
 def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool(torch.allclose(actual, expected, rtol=COMPARISON_TOLERANCE, atol=COMPARISON_TOLERANCE, equal_nan=True))
+
+
+def repeat_rows(values: torch.Tensor, users_B: torch.Tensor, dim: int = 0, broadcast: bool = False) -> torch.Tensor:
+    """Return each row's values of its user: size U of a dimension → B, or 1 if `broadcast` is True and U is 1."""
+    if values.shape[dim] > 1:
+        return values.index_select(dim, users_B)
+    return values if broadcast else values.expand(*values.shape[:dim], len(users_B), *values.shape[dim + 1 :])
+
+
+def _multiply(ones_RND: torch.Tensor, others_UMD: torch.Tensor, users_B: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the dot products of all pairs of two groups of vectors, [R, N · M].
+
+    Args:
+        ones_RND: Vectors of users or rows.
+        others_UMD: Vectors with the same number of rows, or with `users_B`, vectors of users.
+        users_B: User of each row.
+    """
+    if users_B is not None:
+        others_UMD = repeat_rows(others_UMD, users_B, broadcast=True).squeeze(0)
+    return (ones_RND @ others_UMD.mT).flatten(1)
 
 
 def make_example_input(of: Input, rows: int) -> torch.Tensor:
@@ -66,32 +93,21 @@ class _UnsupportedProgram(Exception):
     """Error for parts of a program that the rewriting does not support."""
 
 
-@dataclass
-class _TensorValue:
-    """Tensor of the program.
+@dataclass(eq=False)
+class _Value:
+    """Tensor of the program, or a size that is a multiple of the number of rows.
 
     Attributes:
-        origin: user (one row), rows (B rows), or none if neither applies, such as for a weight.
-        old: Node of the program.
-        new: Node of the rewritten program.
+        origin: user (U rows), rows (B rows), size, or none if none of these applies, such as for a weight.
+        shape: Shape in the program, whose number of rows is symbolic; () for a size.
+        new: Node of the rewritten program; of a size, for U rows.
+        rows: Node of a size for B rows.
     """
 
     origin: ValueOrigin
-    old: fx.Node
+    shape: Sequence[Any]
     new: fx.Node
-
-
-@dataclass
-class _SymbolicSize:
-    """Size that depends on the number of rows.
-
-    Attributes:
-        user: Size for a single row.
-        rows: Node of the size for B rows; None for a size of a user tensor.
-    """
-
-    user: int
-    rows: fx.Node | None
+    rows: fx.Node | None = None
 
 
 class _ProgramRewriter:
@@ -99,77 +115,129 @@ class _ProgramRewriter:
 
     def __init__(self, program: fx.GraphModule, once: Collection[int]):
         self._program, self._graph = program, fx.Graph()
-        self._values: dict[fx.Node, _TensorValue | _SymbolicSize] = {}
+        self._weights: dict[str, torch.Tensor] = {}
+        self._values: dict[fx.Node, _Value] = {}
         placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+        new = [self._graph.placeholder(f"input_{place}") for place in range(len(placeholders))]
         for place, node in enumerate(placeholders):
             origin: ValueOrigin = "user" if place in once else "rows"
-            self._values[node] = _TensorValue(origin, node, self._graph.placeholder(f"input_{place}"))
-        first_rows = next(node for place, node in enumerate(placeholders) if place not in once)
-        self._symbol = first_rows.meta["val"].shape[0].node.expr
-        self._rows = self._graph.call_function(aten.sym_size.int, (self._expand(self._values[first_rows]), 0))
+            self._values[node] = _Value(origin, node.meta["val"].shape, new[place])
+        self._symbol = placeholders[0].meta["val"].shape[0].node.expr
+        self._users_B = self._graph.placeholder("users")
+        self._sizes = [self._call(aten.sym_size.int, each, 0) for each in (new[min(once)], self._users_B)]
 
     def result(self) -> Program:
         """Return the rewritten program."""
         for node in self._program.graph.nodes:
             if node.op == "get_attr":
-                self._values[node] = _TensorValue("none", node, self._graph.get_attr(node.target))
+                weight = self._weights[node.target] = operator.attrgetter(node.target)(self._program)
+                shape = getattr(weight, "shape", ())  # a graph of several operators has no shape
+                self._values[node] = _Value("none", shape, self._graph.get_attr(node.target))
             elif node.op == "call_function":
                 self._values[node] = self._rewrite_node(node)
             elif node.op == "output":
-                self._graph.output(fx.map_arg(node.args[0], lambda a: self._expand(self._values[a])))
+                self._graph.output(fx.map_arg(node.args[0], lambda a: self._repeat(self._values[a])))
             elif node.op != "placeholder":
                 raise _UnsupportedProgram(node.op)
         self._graph.eliminate_dead_code()
-        attributes = {node.target for node in self._program.graph.nodes if node.op == "get_attr"}
-        root = {name: operator.attrgetter(name)(self._program) for name in attributes}
-        return fx.GraphModule(root, self._graph).forward
+        return fx.GraphModule(self._weights, self._graph).forward
 
-    def _rewrite_node(self, node: fx.Node) -> _TensorValue | _SymbolicSize:
-        arguments = [self._values[each] for each in node.all_input_nodes]
-        if isinstance(node.meta.get("val"), torch.SymInt):
-            return self._make_size(node, arguments)
-        kinds = {value.origin for value in arguments if isinstance(value, _TensorValue)}
+    def _call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        return self._graph.call_function(target, args)
+
+    def _rewrite_node(self, node: fx.Node) -> _Value:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            factor = value.node.expr / self._symbol
+            if not factor.is_Integer:
+                raise _UnsupportedProgram("a size that is not a multiple of the number of rows")
+            return _Value("size", (), *(self._call(operator.mul, size, int(factor)) for size in self._sizes))
+        kinds = {self._values[each].origin for each in node.all_input_nodes}
+        shape = getattr(value, "shape", ())
         if "rows" not in kinds:
-            origin: ValueOrigin = (
-                "user" if "user" in kinds or any(isinstance(v, _SymbolicSize) for v in arguments) else "none"
-            )
-            return _TensorValue(
-                origin, node, self._copy(node, lambda v: v.user if isinstance(v, _SymbolicSize) else v.new)
-            )
-        broadcasts = node.target in BROADCASTING_OPERATORS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+            origin: ValueOrigin = "user" if kinds & {"user", "size"} else "none"
+            return _Value(origin, shape, self._copy(node, lambda value: value.new))
+        if node.target is aten.linear.default and (divided := self._divide_linear(node)):
+            return _Value("rows", shape, divided)
         if node.target is aten.bmm.default and "user" in kinds:
-            return _TensorValue("rows", node, self._copy(node, self._get_node, aten.matmul.default))
-        return _TensorValue("rows", node, self._copy(node, self._get_node if broadcasts else self._expand))
+            return _Value("rows", shape, self._copy(node, self._broadcast, aten.matmul.default))
+        broadcasts = node.target in BROADCASTING_OPERATORS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        return _Value("rows", shape, self._copy(node, self._broadcast if broadcasts else self._repeat))
 
-    def _make_size(self, node: fx.Node, arguments: list[_TensorValue | _SymbolicSize]) -> _SymbolicSize:
-        expression = node.meta["val"].node.expr
-        user = int(expression.subs({self._symbol: 1}))
-        if expression == self._symbol:
-            return _SymbolicSize(user, self._rows)
-        if any(isinstance(v, _TensorValue) and v.origin == "user" for v in arguments):
-            return _SymbolicSize(user, None)
-        return _SymbolicSize(user, self._copy(node, self._get_node))
-
-    def _copy(self, node: fx.Node, argument: Callable[[Any], Any], target: Any = None) -> fx.Node:
+    def _copy(self, node: fx.Node, argument: Callable[[_Value], fx.Node], target: Any = None) -> fx.Node:
         args, kwargs = (fx.map_arg(a, lambda n: argument(self._values[n])) for a in (node.args, node.kwargs))
         return self._graph.create_node("call_function", target or node.target, args, kwargs)
 
-    def _get_node(self, value: _TensorValue | _SymbolicSize) -> fx.Node:
-        """Return the node of a tensor, with a single row for the user's, or of a size for B rows."""
-        if isinstance(value, _TensorValue):
-            return value.new
-        if value.rows is None:
-            raise _UnsupportedProgram("a size of the user's tensor")
-        return value.rows
+    def _broadcast(self, value: _Value) -> fx.Node:
+        """Return the node of a tensor that broadcasts with B rows, or of a size for B rows."""
+        return self._repeat(value, broadcast=True)
 
-    def _expand(self, value: _TensorValue | _SymbolicSize) -> fx.Node:
-        """Return the node of a tensor with B rows, which repeats the user's row, or of a size for B rows."""
-        if isinstance(value, _SymbolicSize) or value.origin != "user":
-            return self._get_node(value)
-        shape = value.old.meta["val"].shape
-        if not shape or not isinstance(shape[0], torch.SymInt):
+    def _repeat(self, value: _Value, broadcast: bool = False) -> fx.Node:
+        """Return the node of a tensor with B rows, which repeats the users' rows, or of a size for B rows."""
+        if value.rows:
+            return value.rows
+        dims = [dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt)]
+        if value.origin != "user" or not dims:
             return value.new
-        if shape[0].node.expr != self._symbol:
+        if [value.shape[dim].node.expr for dim in dims] != [self._symbol]:
             raise _UnsupportedProgram("a tensor with a different number of rows")
-        sizes = [self._rows, *[-1] * (len(shape) - 1)]
-        return self._graph.call_function(aten.expand.default, (value.new, sizes))
+        return self._call(repeat_rows, value.new, self._users_B, dims[0], broadcast)
+
+    def _divide_linear(self, node: fx.Node) -> fx.Node | None:
+        """Return the sum of a linear layer's outputs for the users' and the rows' columns, or None for one part."""
+        source, weight, *bias = node.args
+        columns = self._list_columns(source)
+        if {value.origin for value, _ in columns} != {"user", "rows"} or weight.op != "get_attr":
+            return None
+        weight_OI, outputs = self._weights[weight.target].detach(), []
+        for origin, biases in ("user", ()), ("rows", [self._values[each].new for each in bias if each]):
+            widths = {value: value.shape[-1] for value, _ in columns if value.origin == origin}
+            starts = dict(zip(widths, accumulate(widths.values(), initial=0), strict=False))
+            moves = [(at, starts[value] + place) for at, (value, place) in enumerate(columns) if value in starts]
+            before, after = torch.tensor(moves).T
+            part_OI = weight_OI.new_zeros(len(weight_OI), sum(widths.values()))
+            name = f"{node.name}_{origin}"
+            self._weights[name] = part_OI.index_add_(1, after, weight_OI[:, before])
+            joined = self._call(aten.cat.default, [value.new for value in widths], -1)
+            outputs.append(self._call(aten.linear.default, joined, self._graph.get_attr(name), *biases))
+        user = _Value("user", node.meta["val"].shape, outputs[0])
+        return self._call(operator.add, outputs[1], self._broadcast(user))
+
+    def _list_columns(self, node: fx.Node) -> list[tuple[_Value, int]]:
+        """Return the columns of a tensor, which are its last dimension, as places in other tensors."""
+        value, last = self._values[node], len(node.meta["val"].shape) - 1
+        if node.target is aten.cat.default and node.args[1:] in ((-1,), (last,)):
+            return [column for part in node.args[0] for column in self._list_columns(part)]
+        if node.target is aten.index_select.default and node.args[1] == last and node.args[2].op == "get_attr":
+            columns = self._list_columns(node.args[0])
+            return [columns[place] for place in self._weights[node.args[2].target].tolist()]
+        vectors = [self._values[each] for each in _match_pair_products(node)]
+        if {each.origin for each in vectors} == {"user", "rows"}:
+            return self._list_pair_products(vectors)
+        return [(value, place) for place in range(value.shape[last])]
+
+    def _list_pair_products(self, vectors: Sequence[_Value]) -> list[tuple[_Value, int]]:
+        """Return the columns of the dot products of all pairs of vectors."""
+        users, rows = ([i for i, each in enumerate(vectors) if each.origin == origin] for origin in ("user", "rows"))
+        users_UMD, rows_BND = (
+            self._call(aten.stack.default, [vectors[i].new for i in each], 1) for each in (users, rows)
+        )
+        columns = {}
+        for ones, others, new in (
+            (users, users, self._call(_multiply, users_UMD, users_UMD)),
+            (rows, users, self._call(_multiply, rows_BND, users_UMD, self._users_B)),
+            (rows, rows, self._call(_multiply, rows_BND, rows_BND)),
+        ):
+            value = _Value("user" if ones is users else "rows", [len(ones) * len(others)], new)
+            for place, (i, j) in enumerate(product(ones, others)):
+                columns[i, j] = columns[j, i] = value, place
+        return [columns[i, j] for i, j in product(range(len(vectors)), repeat=2)]
+
+
+def _match_pair_products(node: fx.Node) -> Sequence[fx.Node]:
+    """Return the vectors whose dot products of all pairs are the columns of a tensor; () for other tensors."""
+    if node.target is aten.flatten.using_ints and node.args[1:] == (1,) and node.args[0].target is aten.bmm.default:
+        stack, transposed = node.args[0].args
+        if (transposed.target, transposed.args) == (aten.transpose.int, (stack, 1, 2)):
+            return stack.args[0] if stack.target is aten.stack.default and stack.args[1:] == (1,) else ()
+    return ()

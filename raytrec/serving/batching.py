@@ -6,7 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,16 +30,12 @@ class _BatchPart:
     rows: pa.Table | ObjectRows | Rows
     done: asyncio.Future
 
-    def joins(self, other: _BatchPart) -> bool:
-        """Return True if the rows can be scored together with the rows of another part."""
-        query, other_query = self.query, other.query
-        if (query.scorer, query.program) != (other_query.scorer, other_query.program):
-            return False
-        if query.user is not None or other_query.user is not None or type(self.rows) is not type(other.rows):
-            return False
-        if isinstance(self.rows, Rows) or isinstance(other.rows, Rows):
-            return True
-        return self.rows.schema.equals(other.rows.schema)
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """Return a value that is equal for parts that can be scored together."""
+        parts = self.rows, self.query.user
+        schemas = [None if isinstance(part, Rows | None) else part.schema for part in parts]
+        return self.query.scorer, self.query.program, self.query.split, type(self.rows), schemas
 
 
 class Batcher:
@@ -127,7 +125,7 @@ class Batcher:
                 self._queue.popleft()
                 continue
             rows += len(piece.rows)
-            if batch and (rows > max_rows or not piece.joins(batch[0])):
+            if batch and (rows > max_rows or piece.kind != batch[0].kind):
                 break
             batch.append(self._queue.popleft())
         return batch
@@ -138,7 +136,7 @@ class Batcher:
             return
         parts = [piece.rows for piece in batch]
         try:
-            scores = batch[0].query.score(parts)
+            scores = batch[0].query.score(parts, [piece.query.user for piece in batch])
         except DataError as error:
             if len(batch) == 1:
                 batch[0].done.set_exception(_to_query_error(batch[0]) or error)
@@ -167,7 +165,7 @@ def _to_query_error(piece: _BatchPart) -> DataError | None:
     if piece.rows is piece.query.rows:
         return None
     try:
-        piece.query.score([piece.query.rows])
+        piece.query.score([piece.query.rows], [piece.query.user])
     except DataError as error:
         return error
     return None

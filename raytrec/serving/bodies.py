@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from starlette.responses import Response
 from raytrec.common.errors import DataError, RaytrecError, get_first_line
 from raytrec.data.arrow import is_list
 from raytrec.data.row_slices import Rows
+from raytrec.scoring.column_splits import ColumnSplit
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.matrices import DENSE, IDS, Matrices, read_matrices, split_matrices
-from raytrec.scoring.request_rows import ROWS_PLACE, ObjectRows, concat_rows, to_array
+from raytrec.scoring.request_rows import ROWS_PLACE, ObjectRows, concat_rows, repeat_users, to_array
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.arrow_bodies import ExpansionLimitError, read_stream
 
@@ -64,35 +66,42 @@ class Query:
         scorer: Model that answers.
         program: Program of the model: predict, or a tower.
         rows: Rows, which are `Rows` if they are plain; with a user, the candidates.
-        user: The user's single row, whose columns the candidates do not repeat; None: rows are complete.
-        read_original: Function that returns plain rows as the client sent them, for the log.
+        user: The user's single row in the same form, whose columns the candidates do not repeat; None: rows are
+            complete.
+        split: Division of the columns between user and candidates; None: rows are complete.
+        read_original: Function that returns the query of plain rows with rows as the client sent them, for the log.
     """
 
     scorer: Scorer
     program: ProgramName
     rows: pa.Table | ObjectRows | Rows
-    user: pa.Table | None = None
-    read_original: Callable[[], pa.Table | ObjectRows] | None = None
+    user: pa.Table | Rows | None = None
+    split: ColumnSplit | None = None
+    read_original: Callable[[], Query] | None = None
 
     def to_table(self) -> pa.Table:
-        """Return the rows as a table with the columns of the request."""
-        return concat_rows([self.read_original() if self.read_original else self.rows])
+        """Return the rows as a table with the columns of the request; candidates have their user's columns."""
+        query = self.read_original() if self.read_original else self
+        table = concat_rows([query.rows])
+        if isinstance(query.user, pa.Table):
+            table = repeat_users(table, query.user, query.user.column_names, [len(table)])
+        return table
 
-    def score(self, parts: Sequence[pa.Table | ObjectRows | Rows]) -> list[np.ndarray]:
+    def score(self, parts: Sequence[pa.Table | ObjectRows | Rows], users: Sequence[Any] = ()) -> list[np.ndarray]:
         """Return the scores of rows of this query, or of queries to the same program, as Scorer.score does.
 
         Args:
-            parts: Rows that are scored together; for a user's candidates, a single part.
+            parts: Rows that are scored together.
+            users: User of each part; none if rows are complete.
 
         Raises:
             DataError: A value does not fit the model.
         """
+        if self.split is not None:
+            return self.scorer.rank(self.split, users, parts)
         if isinstance(self.rows, Rows):
             return self.scorer.score([part for part in parts if isinstance(part, Rows)], self.program)
-        rows = concat_rows(parts)
-        if self.user is not None:
-            return self.scorer.rank(self.user, rows)
-        return self.scorer.score([self.scorer.get_reader(self.program).read(rows)], self.program)
+        return self.scorer.score([self.scorer.get_reader(self.program).read(concat_rows(parts))], self.program)
 
 
 def decode_request(content_type: str, body: bytes, scorer: Scorer, program: ProgramName, limits: Limits) -> Query:
@@ -109,13 +118,13 @@ def decode_request(content_type: str, body: bytes, scorer: Scorer, program: Prog
     plain_reader = scorer.get_plain_reader(program)
     plain = plain_reader and plain_reader.read_json(body, limits.rows, limits.ids)
     if plain is not None:  # decoded again only if the request is logged
-        return Query(scorer, program, plain, read_original=lambda: _decode_json(body, scorer, program, limits)[0])
-    rows, user = _decode_json(body, scorer, program, limits)
-    _check_count(rows, limits)
-    _check_lists(rows, limits)
-    if user is not None:
-        _check_lists(user, limits)
-    return Query(scorer, program, rows, user)
+        return Query(scorer, program, plain, read_original=lambda: _decode_json(body, scorer, program, limits))
+    query = _decode_json(body, scorer, program, limits)
+    _check_count(query.rows, limits)
+    for part in query.rows, query.user:
+        if not isinstance(part, Rows | None):
+            _check_lists(part, limits)
+    return query
 
 
 def make_query(
@@ -141,7 +150,8 @@ def make_query(
         table = split_matrices(table, columns)
         plain = plain_reader and plain_reader.read_table(table, limits.rows, limits.ids)
     if plain is not None:
-        return Query(scorer, program, plain, read_original=lambda: split_matrices(make_table(), columns))
+        make = partial(Query, scorer, program)
+        return make(plain, read_original=lambda: make(split_matrices(make_table(), columns)))
     _check_lists(table, limits)
     return Query(scorer, program, table)
 
@@ -171,10 +181,7 @@ def _decode_arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
         raise _make_refusal(what, "the body", f"at most {expected:,} bytes", 413) from None
 
 
-def _decode_json(
-    body: bytes, scorer: Scorer, program: ProgramName, limits: Limits
-) -> tuple[pa.Table | ObjectRows, pa.Table | None]:
-    """Return (rows or candidates, the user or None)."""
+def _decode_json(body: bytes, scorer: Scorer, program: ProgramName, limits: Limits) -> Query:
     check_object_count(body, limits)
     try:
         values = from_json(body, allow_inf_nan=False)
@@ -187,19 +194,20 @@ def _decode_json(
     if set(values) not in ({"rows"}, {"columns"}, {"user", "candidates"}):
         raise _make_refusal(f"the body has the keys [{', '.join(sorted(values)[:8])}]", "the body", REQUEST_FORMS)
     if "columns" in values:
-        return _table_from_columns(values["columns"], scorer.columns), None
+        return Query(scorer, program, _table_from_columns(values["columns"], scorer.columns))
     rows = values.get("rows", values.get("candidates"))
     if not isinstance(rows, list):
         raise _make_refusal("the rows are not a list", "rows or candidates", "a list of objects")
     _check_count(rows, limits)  # before rows are converted and take more memory
     if "rows" in values:
-        return ObjectRows(rows, scorer.get_reader(program).columns), None
+        return Query(scorer, program, ObjectRows(rows, scorer.get_reader(program).columns))
     if program != "predict":
         raise _make_refusal("/vectors does not accept user and candidates", "the body", "rows or columns")
     if not isinstance(values["user"], dict):
         raise _make_refusal("user is not an object", "user", "an object that maps columns to values")
-    user, candidates = scorer.to_ranking_tables(values["user"], rows)
-    return candidates, user
+    candidates, user, split = scorer.read_candidates(values["user"], rows, limits.ids)
+    tables = partial(scorer.to_ranking_tables, values["user"], rows)
+    return Query(scorer, program, candidates, user, split, read_original=lambda: Query(scorer, program, *tables()))
 
 
 def check_object_count(body: bytes, limits: Limits) -> None:

@@ -6,16 +6,21 @@ import json
 import os
 import shlex
 import signal
+import socket
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from threading import Event
+from time import monotonic, sleep
 from typing import Any
 
 from raytrec.cluster.local_ray import check_ports
+from raytrec.cluster.warm_process import SERVING, keep_warm_process
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import make_absolute, open_filesystem
 from raytrec.serving.options import TOKEN, ServiceOptions, read_token, token_file
 
+PORT_TIMEOUT_S = 40  # timeout of a service that is ending on the port
 PROMOTION_TIMEOUT_S = 1800  # timeout of a promotion, during which all replicas load tables
 
 
@@ -36,24 +41,51 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
     if service_options.log_requests:
         open_filesystem(service_options.log_requests)
     service_options = service_options.fill_name()
-    check_ports({"--port": service_options.port})
+    wait_for_port(service_options.port)
     token = None if service_options.no_token else read_token(service_options.name)
-    _require_serve()
-    from raytrec.cluster.session import ray_session
-    from raytrec.serving.deployment import deploy, print_news, shut_down_service
+    from raytrec.cluster.session import ray_session, starts_local_ray
 
-    with ray_session(address, 1 + max_replicas):
+    with keep_warm_process(starts_local_ray(address), SERVING), ray_session(address, 1 + max_replicas):
         stop = Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         try:
-            deploy(service_options, (min_replicas, max_replicas), token)
+            _call_on_cluster("deploy", service_options, (min_replicas, max_replicas), token)
             _print_address(
                 service_options.name, f"http://{service_options.host}:{service_options.port}", token is not None
             )
-            print_news(service_options.name, stop)
+            _print_news(service_options.name, stop)
         finally:
-            shut_down_service(service_options.name)
+            _call_on_cluster("shut_down_service", service_options.name)
+
+
+def wait_for_port(port: int) -> None:
+    """Return when the port is free; wait up to PORT_TIMEOUT_S while a service of this user may be ending there.
+
+    Raises:
+        RunError: The port cannot be used.
+    """
+    deadline, waits = monotonic() + PORT_TIMEOUT_S, False
+    while True:
+        try:
+            return check_ports({"--port": port})
+        except RunError:
+            if monotonic() > deadline or port < 1024 or not _is_shared(port):
+                raise
+        if not waits:
+            print(f"waiting      up to {PORT_TIMEOUT_S} s for a service on port {port} to end", flush=True)
+        waits = True
+        sleep(0.2)
+
+
+def _is_shared(port: int) -> bool:
+    """Return True if another process of this user shares the port, as replicas do (SO_REUSEPORT)."""
+    with socket.socket() as probe, suppress(OSError, OverflowError):
+        for option in (socket.SO_REUSEPORT, socket.SO_REUSEADDR):
+            probe.setsockopt(socket.SOL_SOCKET, option, 1)
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 def _parse_replicas(replicas: str) -> tuple[int, int]:
@@ -66,7 +98,36 @@ def _parse_replicas(replicas: str) -> tuple[int, int]:
     return min_replicas, max_replicas
 
 
-def _require_serve() -> None:
+def _call_on_cluster(function: str, *arguments: Any) -> None:
+    """Call a function of deployment.py in a task; this process then imports neither Ray Serve nor torch.
+
+    Raises:
+        RunError: Ray Serve is not installed on the cluster.
+    """
+    import ray
+    from ray.exceptions import RayTaskError
+
+    try:
+        ray.get(ray.remote(num_cpus=0, max_retries=0)(_call).remote(function, *arguments))
+    except RayTaskError as error:
+        raise error.cause from None
+
+
+def _print_news(name: str, stop: Event) -> None:
+    """Print each change of the version that answers, until `stop` is set."""
+    import ray
+
+    from raytrec.serving.coordinator import FOLLOW_INTERVAL_S, NAMESPACE, get_coordinator_name
+
+    coordinator, printed = ray.get_actor(get_coordinator_name(name), NAMESPACE), ""
+    while not stop.wait(FOLLOW_INTERVAL_S):
+        with suppress(ray.exceptions.RayError):  # the coordinator is restarting
+            if (news := ray.get(coordinator.news.remote(), timeout=FOLLOW_INTERVAL_S)) != printed:
+                printed = news
+                print(f"version      {news}", flush=True)
+
+
+def _call(function: str, *arguments: Any) -> None:
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:
@@ -76,6 +137,9 @@ def _require_serve() -> None:
             expected="the extra raytrec[serve]",
             do="pip install --no-deps -r requirements/serve.txt (docs/serving.md)",
         ) from None
+    from raytrec.serving import deployment
+
+    getattr(deployment, function)(*arguments)
 
 
 def _print_address(name: str, url: str, has_token: bool) -> None:

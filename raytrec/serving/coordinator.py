@@ -15,7 +15,8 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -26,10 +27,16 @@ from raytrec.serving.replica_metrics import write_metrics
 
 log = logging.getLogger(__name__)
 
+NAMESPACE = "raytrec-serve"  # of coordinator actors
 FOLLOW_INTERVAL_S = 5.0  # interval at which an idle replica asks again
 REPLICA_TIMEOUT_S = 15.0  # time without a request after which a replica counts as ended
 LOAD_TIMEOUT_S = 1800.0  # timeout of loading
 MAX_ENDED_REPLICAS = 1  # replicas that may end while an export is loaded; if more end, the promotion is aborted
+
+
+def get_coordinator_name(name: str) -> str:
+    """Return the name of a service's coordinator actor."""
+    return f"raytrec-serve-{name}"
 
 
 @dataclass(frozen=True)
@@ -48,11 +55,13 @@ class ReplicaCommand:
         number: Number of the command.
         answer: Export with which replicas answer.
         prepare: URI of an export to load next to the current one; None: none.
+        fair_connections: Mean number of active connections of the replicas on the replica's node.
     """
 
     number: int
     answer: Export
     prepare: str | None = None
+    fair_connections: float = inf
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,8 @@ class ReplicaState:
         prepared: Version that the replica has prepared on command; None: none.
         error: Reason why the command could not be executed; None if the replica executed it.
         figures: Metrics of the replica.
+        node: Id of the replica's node, on which the kernel distributes connections.
+        connections: Number of active connections; None: the replica does not listen yet.
     """
 
     completed_command: int
@@ -72,6 +83,8 @@ class ReplicaState:
     prepared: str | None = None
     error: RaytrecError | None = None
     figures: tuple[Metric, ...] = ()
+    node: str = ""
+    connections: int | None = None
 
 
 class Coordinator:
@@ -152,7 +165,9 @@ class Coordinator:
         if last_command == self._order.number:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), FOLLOW_INTERVAL_S)
-        return self._order
+        beside = (each.connections for each in self._live().values() if each.node == report.node)
+        counts = [count for count in beside if count is not None]
+        return replace(self._order, fair_connections=sum(counts) / len(counts) if counts else inf)
 
     async def record_report(self, replica: str, report: ReplicaState) -> None:
         """Record a replica's report."""

@@ -26,10 +26,12 @@ from raytrec.serving.bodies import JSON, RefusedRequest, check_type, json_respon
 from raytrec.serving.coordinator import (
     FOLLOW_INTERVAL_S,
     LOAD_TIMEOUT_S,
+    NAMESPACE,
     Coordinator,
     Export,
     ReplicaCommand,
     ReplicaState,
+    get_coordinator_name,
 )
 from raytrec.serving.listener import Listener
 from raytrec.serving.loaded_exports import execute_command, get_containing_folder, load_either, resolve_export
@@ -38,7 +40,6 @@ from raytrec.serving.options import TOKEN, ServiceOptions
 from raytrec.serving.replica_metrics import describe_model
 from raytrec.serving.request_log import RequestLog
 
-NAMESPACE = "raytrec-serve"
 TARGET_BUSY_SHARE = 0.6  # target share of the time during which replicas are busy
 
 
@@ -54,6 +55,8 @@ class Replica:
 
         prepare_replica()
         torch.set_num_threads(1)
+        self._listener: Listener | None = None
+        self._node = ray.get_runtime_context().get_node_id()
         self._coordinator = ray.get_actor(get_coordinator_name(service_options.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
         current, previous = ray.get(self._coordinator.exports.remote())
@@ -90,7 +93,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Raise an error if the HTTP server has ended, whereupon Serve starts another replica."""
-        if not self._listener.alive:
+        if not (self._listener and self._listener.alive):
             raise RunError("the replica has stopped listening", where="HTTP")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -163,6 +166,8 @@ class Replica:
             except Exception:  # the coordinator is restarting, or this process ends
                 time.sleep(1)
                 continue
+            if self._listener:
+                self._listener.fair_connections = order.fair_connections
             failed = work and work.done() and versions.version != order.answer.version
             if order.number != received or failed:
                 received, work = order.number, self._load_thread.submit(self._carry_out, order)
@@ -178,7 +183,10 @@ class Replica:
     def _report(self) -> ReplicaState:
         service, scorer = self.service, self.service.versions.current.scorer
         figures = tuple(service.figures.collect(describe_model(scorer), service.batcher.waiting))
-        return replace(self._last_report, version=scorer.version, figures=figures)
+        connections = self._listener.count_active_connections() if self._listener else None
+        return replace(
+            self._last_report, version=scorer.version, figures=figures, node=self._node, connections=connections
+        )
 
 
 def compute_replicas(context: Any) -> tuple[float, dict]:
@@ -203,29 +211,22 @@ def app(args: dict[str, Any]) -> Any:
             expected="the token that clients send",
             do=f"set {TOKEN} on all nodes from a Secret, or no_token: true if access is restricted elsewhere",
         )
-    return build(served.fill_name(), None if served.no_token else token)
+    import ray
+
+    served = served.fill_name()
+    ray.get(declare(served))
+    return build(served, None if served.no_token else token)
 
 
-def build(service_options: ServiceOptions, token: str | None, **scaling: Any) -> Any:
-    """Start the service's coordinator, and return the Ray Serve application.
+def declare(service_options: ServiceOptions) -> Any:
+    """Start the service's coordinator, declare the export, and return a reference to the result.
 
-    Args:
-        service_options: Options of the service.
-        token: Token required in requests; None: no token is required.
-        **scaling: num_replicas or autoscaling_config.
-
-    Raises:
-        RunError: Existing replicas cannot load the export and keep their version.
+    `ray.get` of the reference raises RunError if existing replicas cannot load the export and keep their version.
     """
     import ray
-    from ray import serve
-    from ray.serve.schema import LoggingConfig
 
     from raytrec.compat.ray_core import load_actor_value, store_actor_value
 
-    # The folder is resolved now, because a link may change.
-    folder = service_options.promote_from or get_containing_folder(service_options.uri)
-    service_options = service_options.model_copy(update={"promote_from": folder})
     export = Export(service_options.uri, read_manifest(service_options.uri).version)
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Coordinator).options(
         name=get_coordinator_name(service_options.name),
@@ -234,7 +235,23 @@ def build(service_options: ServiceOptions, token: str | None, **scaling: Any) ->
         max_concurrency=1000,
         get_if_exists=True,
     )
-    ray.get(actor.remote(export, load_actor_value, store_actor_value).declare.remote(export))
+    return actor.remote(export, load_actor_value, store_actor_value).declare.remote(export)
+
+
+def build(service_options: ServiceOptions, token: str | None, **scaling: Any) -> Any:
+    """Return the Ray Serve application of a service whose coordinator exists.
+
+    Args:
+        service_options: Options of the service.
+        token: Token required in requests; None: no token is required.
+        **scaling: num_replicas or autoscaling_config.
+    """
+    from ray import serve
+    from ray.serve.schema import LoggingConfig
+
+    # The folder is resolved now, because a link may change.
+    folder = service_options.promote_from or get_containing_folder(service_options.uri)
+    service_options = service_options.model_copy(update={"promote_from": folder})
     deployment = serve.deployment(
         Replica,
         name="raytrec",
@@ -248,11 +265,14 @@ def build(service_options: ServiceOptions, token: str | None, **scaling: Any) ->
 def deploy(service_options: ServiceOptions, replicas: tuple[int, int], token: str | None) -> None:
     """Start a service on the Ray cluster of this process, and return when the service answers.
 
+    The coordinator and Serve's controller start at the same time.
+
     Args:
         service_options: Options of the service.
         replicas: Minimum and maximum number of replicas; the number in between depends on the load.
         token: Token required in requests; None: no token is required.
     """
+    import ray
     from ray import serve
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
 
@@ -262,20 +282,10 @@ def deploy(service_options: ServiceOptions, replicas: tuple[int, int], token: st
         policy = AutoscalingPolicy(policy_function=f"{__name__}:{compute_replicas.__name__}")
         config = AutoscalingConfig(min_replicas=min_replicas, max_replicas=max_replicas, policy=policy)
         scaling = {"autoscaling_config": config}
+    declared = declare(service_options)
     serve.start(proxy_location=ProxyLocation.Disabled)
+    ray.get(declared)
     serve.run(build(service_options, token, **scaling), name=service_options.name, route_prefix=None)
-
-
-def print_news(name: str, stop: Event) -> None:
-    """Print each change of the version that answers, until `stop` is set."""
-    import ray
-
-    coordinator, printed = ray.get_actor(get_coordinator_name(name), NAMESPACE), ""
-    while not stop.wait(FOLLOW_INTERVAL_S):
-        with suppress(ray.exceptions.RayError):  # the coordinator is restarting
-            if (news := ray.get(coordinator.news.remote(), timeout=FOLLOW_INTERVAL_S)) != printed:
-                printed = news
-                print(f"version      {news}", flush=True)
 
 
 def shut_down_service(name: str) -> None:
@@ -286,8 +296,3 @@ def shut_down_service(name: str) -> None:
     serve.shutdown()
     with suppress(ValueError):  # the actor does not exist
         ray.kill(ray.get_actor(get_coordinator_name(name), NAMESPACE))
-
-
-def get_coordinator_name(name: str) -> str:
-    """Return the name of a service's coordinator actor."""
-    return f"raytrec-serve-{name}"

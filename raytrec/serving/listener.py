@@ -6,16 +6,18 @@ import ctypes
 import socket
 import struct
 from contextlib import suppress
+from math import inf
 from threading import Thread
 from time import sleep
 from typing import Any
 
 from raytrec.common.errors import RunError
 
-# When closing: seconds in which clients may send requests, and answers may finish.
-CLOSE_GRACE_S, DRAIN_TIMEOUT_S = 1, 30
+DRAIN_TIMEOUT_S = 30  # seconds in which answers may finish when the listener closes
 LISTEN_BACKLOG = 2048  # maximum number of connections waiting to be accepted
-SO_ATTACH_FILTER, BPF_RET = 26, 6  # linux/asm-generic/socket.h, linux/bpf_common.h
+SO_ATTACH_FILTER = 26  # asm-generic/socket.h
+# Instructions (linux/bpf_common.h) that drop packets whose flags, byte 13 of TCP's header, contain SYN but not ACK.
+DROP_SYN = ((0x30, 0, 0, 13), (0x54, 0, 0, 0x12), (0x15, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
 
 
 class Listener:
@@ -32,6 +34,7 @@ class Listener:
 
     Attributes:
         port: Port of the socket.
+        fair_connections: Number of active connections above which answers close connections; default: no limit.
 
     Raises:
         RunError: The server cannot listen on the address.
@@ -40,8 +43,9 @@ class Listener:
     def __init__(self, app: Any, host: str, port: int):
         import uvicorn
 
-        from raytrec.compat.uvicorn_ import CLIENT_TIMEOUT_S, BoundedProtocol, abort_slow
+        from raytrec.compat.uvicorn_ import CLIENT_TIMEOUT_S, BoundedProtocol, DrainingServer
 
+        self.fair_connections = inf
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         # REUSEADDR: closed connections, which the kernel remembers for a minute, do not block the port.
@@ -68,10 +72,10 @@ class Listener:
             server_header=False,
             timeout_keep_alive=CLIENT_TIMEOUT_S,
             timeout_graceful_shutdown=DRAIN_TIMEOUT_S,
-            callback_notify=lambda: abort_slow(self._server),
+            callback_notify=self._check_connections,
             timeout_notify=0,
         )
-        self._server = uvicorn.Server(config)
+        self._server = DrainingServer(config)
         self._thread = Thread(target=self._server.run, args=([self._socket],), name="http", daemon=True)
         self._thread.start()
 
@@ -80,27 +84,41 @@ class Listener:
         """Return True if the thread is running and thus listens on the socket."""
         return self._thread.is_alive()
 
+    def count_active_connections(self) -> int:
+        """Return the number of connections with a request in the last seconds."""
+        from raytrec.compat.uvicorn_ import list_active
+
+        return len(list_active(self._server))
+
+    async def _check_connections(self) -> None:
+        from raytrec.compat.uvicorn_ import abort_slow, close_surplus
+
+        await abort_slow(self._server)
+        close_surplus(self._server, self.fair_connections)
+
     def close(self) -> None:
         """Stop accepting connections, and return when all requests that have arrived are answered.
 
         Clients with open connections have CLOSE_GRACE_S to send a request, whose answer closes the
         connection.
         """
+        from raytrec.compat.uvicorn_ import CLOSE_GRACE_S, CLOSE_HEADER
+
         refuse_connections(self._socket)
-        closing, state = (b"connection", b"close"), self._server.server_state
-        for headers in (self._server.config.encoded_headers, state.default_headers):
-            headers.append(closing)
+        for headers in (self._server.config.encoded_headers, self._server.server_state.default_headers):
+            headers.append(CLOSE_HEADER)
         sleep(CLOSE_GRACE_S)
         self._server.should_exit = True
-        self._thread.join(DRAIN_TIMEOUT_S + 5)
+        self._thread.join(DRAIN_TIMEOUT_S + 2 * CLOSE_GRACE_S + 5)
 
 
 def refuse_connections(listening: socket.socket) -> None:
-    """Drop the packets of new connections, so that waiting connections can be accepted first.
+    """Drop the first packet of new connections, so that waiting connections can be accepted first.
 
-    Closing a socket resets connections that wait to be accepted. Dropped packets are resent after 1 s.
+    Closing a socket resets connections that wait to be accepted. Dropped packets are resent after 1 s. Other
+    packets must pass: a dropped acknowledgment would leave a connection that only the client considers open.
     """
-    drop = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RET, 0, 0, 0))
-    program = struct.pack("HP", 1, ctypes.addressof(drop))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in DROP_SYN))
+    program = struct.pack("HP", len(DROP_SYN), ctypes.addressof(code))
     with suppress(OSError):  # some containers do not support filters
         listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from raytrec.scoring.scorer import Scorer
+if TYPE_CHECKING:  # the coordinator does not need torch
+    from raytrec.scoring.scorer import Scorer
 
 # Bounds of the histogram of times, 0.5 ms to 7 s, dense enough for percentiles.
 SECONDS = (5e-4, *(m * 10**e for e in (-3, -2, -1, 0) for m in (1, 1.5, 2, 3, 5, 7)))

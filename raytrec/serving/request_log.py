@@ -22,7 +22,6 @@ from raytrec.common.output_folder import OutputFolder
 from raytrec.common.redaction import hide
 from raytrec.common.storage import make_absolute
 from raytrec.data.arrow import pick_columns
-from raytrec.scoring.request_rows import repeat_user
 from raytrec.serving.bodies import Query
 from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.skew.samples import REQUEST_COLUMN, VERSION_KEY
@@ -153,10 +152,8 @@ def to_logged_rows(logged: LoggedRequest) -> pa.Table:
     Raises:
         ArrowException, RaytrecError: A value does not fit the type of its column.
     """
-    query, scorer, table = logged.query, logged.query.scorer, logged.query.to_table()
+    scorer, table = logged.query.scorer, logged.query.to_table()
     columns = scorer.reader.columns
-    if query.user is not None:
-        table = repeat_user(table, query.user, query.user.column_names)
     table = pick_columns(table, columns.names).cast(columns)
     scores = scorer.as_table(logged.scores)
     for name in scores.column_names:

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from raytrec.compat.ray_data import PROGRESS_FIELDS
-from raytrec.compat.ray_start import INFREQUENT_REPORTS_ENV, INFREQUENT_WORK_SETTINGS
+from raytrec.compat.ray_start import INFREQUENT_REPORTS_ENV, INFREQUENT_WORK_SETTINGS, SERVE_MODULES
 
 # Upstream signatures as `module:name(parameters)`; one line per variant if supported releases differ.
 SIGNATURES = (Path(__file__).parent / "signatures.txt").read_text().splitlines()
 # Names without a signature: constants, values, modules.
 NAMES = [
     "ray.serve._private.replica:add_port_to_grpc_server",
+    *(f"{module}:__name__" for module in SERVE_MODULES),
     "ray._private.worker:_global_node",
     "ray._private.worker:print_to_stdstream",
     "ray._private.auto_init_hook:enable_auto_connect",
@@ -78,9 +79,14 @@ SOURCES = {
         "on_response=self.on_response_complete",
     ],
     "uvicorn.protocols.http.httptools_impl:RequestResponseCycle": [
+        'headers = self.default_headers + list(message.get("headers", []))',
+        "self.keep_alive = False",
         "self.response_started = ",
         "                    self.transport.close()\n                self.on_response()",
     ],
+    "uvicorn:Server.shutdown": ["for server in self.servers:", "connection.shutdown()"],
+    "uvicorn:Server._serve": ["await self.shutdown(sockets=sockets)"],
+    "uvicorn:Server.startup": ["config=config,", "server_state=self.server_state,", "app_state=self.lifespan.state,"],
     "uvicorn:Server.on_tick": ["self.server_state.default_headers = date_header + self.config.encoded_headers"],
     # ray_train.py
     TRAINER + "fit": [

@@ -1,8 +1,11 @@
 """The export of every model, loaded or served over HTTP, gives the scores of the trained step."""
 
 import json
+import sys
+from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from exports import CUSTOM_MODELS_SOURCE, SmallModelCase, train_for_export
 from served import ServedApp, assert_predictions_equal
@@ -56,25 +59,37 @@ def test_exported_models_score_like_training(name, http, tmp_path):
         _, content, _ = http.ask(f"/vectors?tower={tower}", {"rows": rows})
         served = json.loads(content)["predictions"]["vector"]
         np.testing.assert_allclose(served, values, rtol=SCORE_TOLERANCE, atol=SCORE_TOLERANCE)
-    users = list(iterate_user_columns(name, model, table))
-    assert any(model._split(frozenset(user)).once for user in users), "no part is computed once per user"
-    for user in users:
-        whole = model.predict([row | user for row in rows])
-        others = [{k: v for k, v in row.items() if k not in user} for row in rows]
-        ranked = model.predict(user=user, candidates=others)
-        assert_close(ranked, [np.array(whole[n].to_pylist(), np.float32) for n in names], names)
-        assert_predictions_equal(http.scores({"user": user, "candidates": others}), whole)
+    parts = list(iterate_user_columns(name, model, table))
+    assert any(model.split(frozenset(columns)).once for columns in parts), "no part is computed once per user"
+    for columns in parts:
+        users = [{column: rows[at][column] for column in columns} for at in (3, 5, 7)]
+        others = [{k: v for k, v in row.items() if k not in columns} for row in rows]
+        candidates = [others, others[:4], others[3:]]
+        whole = [model.predict([row | user for row in each]) for user, each in zip(users, candidates, strict=True)]
+        assert_close(model.predict(user=users[0], candidates=others), to_arrays(whole[:1], names), names)
+        assert_predictions_equal(http.scores({"user": users[0], "candidates": others}), whole[0])
+        splits, read_users, read = zip(*map(model.read_candidates, users, candidates), strict=True)
+        for least in (0, sys.maxsize) if splits[0].once else (sys.maxsize,):  # both of a split's programs
+            together = model.rank(replace(splits[0], min_candidates=least), read_users, read)
+            assert_close(
+                dict(zip(names, map(pa.array, map(list, together)), strict=True)), to_arrays(whole, names), names
+            )
+
+
+def to_arrays(tables, names):
+    """Return the values of columns of several tables, one table after the other."""
+    return [np.array([value for table in tables for value in table[name].to_pylist()], np.float32) for name in names]
 
 
 def iterate_user_columns(name, model, table):
-    """Yield user columns of a row: of the query tower or sequences, then of parts of the features."""
+    """Yield columns of a user: of the query tower or sequences, then of parts of the features."""
     schema, section = model.manifest.data_schema, MODELS.parts[name]
     own = model.manifest.towers["query"] if section.retrieves else list(model.manifest.sequences)
     for features in (own, list(schema.sparse)[:1], list(schema.sparse)[1:]):
         mine = [c for c in schema.select_features(features).inputs if c in model.columns.names]
         mine = [c for c in mine if c not in schema.select_features(set(schema.sparse) - set(features)).inputs]
         if mine:
-            yield {column: table[column][3].as_py() for column in mine}
+            yield mine
 
 
 @pytest.fixture

@@ -154,9 +154,9 @@ def test_request_log_keeps_types_and_compares_every_column(folder, exported_run,
     rows = to_json_rows(table)
     user = {name: rows[0][name] for name in ("user", "history")}
     others = [{k: v for k, v in row.items() if k not in user} for row in rows[:9]]
-    of_user, candidates = model.to_ranking_tables(user, others)
-    query = Query(model, "predict", candidates, of_user)
-    log.offer("/predict", query, query.score([candidates]))
+    split, of_user, candidates = model.to_ranking_tables(user, others)
+    query = Query(model, "predict", candidates, of_user, split)
+    log.offer("/predict", query, query.score([candidates], [of_user]))
     for at in range(len(table)):
         each = [values[at : at + 1] for values in scores]
         part = table.slice(at, 1) if at % 2 else to_table(rows[at : at + 1], model.columns)

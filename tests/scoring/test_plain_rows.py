@@ -75,7 +75,7 @@ class Program:
 def read_as_all_rows(body, reader):
     """Return the rows of a body as read without the plain reader, or the error."""
     try:
-        rows, _ = _decode_json(body, Program(reader), "predict", LIMITS)
+        rows = _decode_json(body, Program(reader), "predict", LIMITS).rows
         return reader.read(to_table(rows.rows, rows.schema) if not isinstance(rows, pa.Table) else rows)
     except (RaytrecError, RefusedRequest) as error:
         return error

@@ -2,43 +2,20 @@
 
 import asyncio
 import socket
-import struct
 import threading
 import time
 from contextlib import ExitStack, closing, suppress
 
 import pytest
+from listeners import GET, WAIT_S, Echo, connect, parse_statuses, read_all
 from waiting import wait_for
 
 from raytrec.cluster.local_ray import check_ports
 from raytrec.serving.listener import Listener
 
 LIMITS_MODULE_PREFIX = "raytrec.compat.uvicorn_."
-GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-WAIT_S = 20
-
-
-class Echo:
-    """Application that answers with the size of the body, or with `answer_bytes`, and counts requests."""
-
-    def __init__(self, answer_bytes=None, reads=True):
-        self.begun, self.answer_bytes, self.reads = 0, answer_bytes, reads
-
-    async def __call__(self, scope, receive, send):
-        self.begun += 1
-        size, more = 0, self.reads
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            size += len(message["body"])
-            more = message["more_body"]
-        body = b"%d" % size if self.answer_bytes is None else b"x" * self.answer_bytes
-        headers = [(b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +40,6 @@ def echo(shared_listener):
 def short_client_timeout(monkeypatch):
     """Set the client timeout to 1.2 s. The listener checks its clients once a second."""
     monkeypatch.setattr(LIMITS_MODULE_PREFIX + "CLIENT_TIMEOUT_S", 1.2)
-
-
-def connect(listener):
-    return closing(socket.create_connection(("127.0.0.1", listener.port), timeout=WAIT_S))
-
-
-def read_all(connection):
-    """Read from the connection until the listener closes it."""
-    found = b""
-    try:
-        while part := connection.recv(1 << 16):
-            found += part
-    except ConnectionResetError:
-        pass
-    return found
-
-
-def parse_statuses(answers):
-    return [int(part[:3]) for part in answers.split(b"HTTP/1.1 ")[1:]]
 
 
 SLOW_REQUESTS = {
@@ -251,47 +209,3 @@ def test_port_is_reusable_after_close_with_open_connections(echo):
     check_ports({"--port": listener.port})
     again = Listener(echo, "127.0.0.1", listener.port)
     again.close()
-
-
-def test_closing_listener_answers_keep_alive_connections(echo):
-    listener = Listener(echo, "127.0.0.1", 0)
-    with connect(listener) as connection:
-        connection.sendall(GET)
-        assert b"connection: close" not in connection.recv(1 << 16)
-        ending = threading.Thread(target=listener.close)
-        ending.start()
-        time.sleep(0.2)
-        connection.sendall(GET)
-        found = read_all(connection)
-        assert parse_statuses(found) == [200] and b"connection: close" in found
-        ending.join(WAIT_S)
-
-
-@pytest.mark.survive  # on a loaded machine, the last requests may exceed the shutdown timeout
-def test_closing_listener_resets_no_request(echo):
-    """Each request uses a new connection, which is either answered or refused before data is sent."""
-    listener, stop, wrong, answered = Listener(echo, "127.0.0.1", 0), threading.Event(), [], [0]
-
-    def ask():
-        while not stop.is_set():
-            try:
-                connection = socket.create_connection(("127.0.0.1", listener.port), timeout=0.5)
-            except OSError:
-                continue
-            with closing(connection):
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                try:
-                    connection.sendall(GET)
-                    answered[0] += parse_statuses(connection.recv(1 << 16)) == [200]
-                except OSError as error:
-                    wrong.append(error)
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.3)
-    listener.close()
-    stop.set()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert answered[0] > 50 and not wrong, wrong[:3]

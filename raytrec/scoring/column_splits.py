@@ -1,0 +1,131 @@
+"""Division of a model's columns between users and candidates."""
+
+from __future__ import annotations
+
+import sys
+import timeit
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import process_time
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from raytrec.data.row_slices import Rows
+from raytrec.scoring.lookups import Tensors
+from raytrec.scoring.manifest import Input
+from raytrec.scoring.plain_rows import PlainRowReader
+from raytrec.scoring.request_rows import RowReader, repeat_users
+from raytrec.scoring.single_rows import Program, repeat_rows
+
+# Numbers of candidates, runs of each way and maximum CPU time of the comparison of two ways to score candidates.
+MEASURED_CANDIDATES, MEASURED_RUNS, MEASURING_S = (4, 16, 64, 256), 5, 0.1
+
+
+@dataclass(eq=False)
+class ColumnSplit:
+    """Division of a model's columns between users and candidates, created by `Scorer.split`.
+
+    Attributes:
+        names: Columns of the user.
+        users: Reader of the users' features.
+        candidates: Reader of the candidates' features.
+        plain: Readers of plain users, plain candidates and plain rows; None: these are never plain.
+        repeated: Columns of the user that features of candidates also read.
+        inputs: Inputs of the model's program.
+        program: Program that takes one row per user of some inputs, and the user of each candidate last.
+        once: Positions of the inputs of `program` with one row per user.
+        min_candidates: Candidates per user from which this is faster than plain rows that repeat the user. None:
+            not measured.
+    """
+
+    names: frozenset[str]
+    users: RowReader
+    candidates: RowReader
+    plain: Sequence[PlainRowReader | None]
+    repeated: Sequence[str]
+    inputs: Sequence[Input]
+    program: Program
+    once: Collection[int]
+    min_candidates: int | None = None
+
+    def read_plain(
+        self, user: Mapping, max_ids: int, candidates: Sequence[Any], repeat: bool
+    ) -> tuple[Rows, Rows | None, ColumnSplit | None] | None:
+        """Return candidates, their user and this split, or None if they are not plain.
+
+        Args:
+            user: Columns of the user.
+            max_ids: Maximum number of ids in a list.
+            candidates: Mappings; other values are not plain.
+            repeat: True to return rows that repeat the user, without a user and a split.
+        """
+        users, others, whole = self.plain
+        if not (users and others and whole):
+            return None
+        if repeat:
+            complete = [{**each, **user} if isinstance(each, dict) else each for each in candidates]
+            rows, user_rows = whole.read_objects(complete, max_ids), None
+        else:
+            rows, user_rows = others.read_objects(candidates, max_ids), users.read_objects([user], max_ids)
+        if rows is None or not (repeat or user_rows) or self.names & set(candidates[0]):
+            return None
+        return rows, user_rows, None if repeat else self
+
+    def read(self, users: pa.Table, candidates: pa.Table, counts: Sequence[int]) -> tuple[Rows, Rows]:
+        """Return users and their candidates in tables as rows.
+
+        Args:
+            users: One row per user.
+            candidates: Candidates of the first user, then of the second, etc.
+            counts: Number of candidates of each user.
+
+        Raises:
+            DataError: The schema does not allow a value.
+        """
+        parts = (users, self.users), (repeat_users(candidates, users, self.repeated, counts), self.candidates)
+        rows = [
+            (plain and plain.read_table(table, sys.maxsize, sys.maxsize)) or reader.read(table)
+            for (table, reader), plain in zip(parts, self.plain, strict=False)
+        ]
+        return rows[0], rows[1]
+
+    def run(self, user_inputs: Tensors, row_inputs: Tensors, users_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the outputs of the model's program for candidates.
+
+        Args:
+            user_inputs: Inputs with one row per user.
+            row_inputs: Inputs with one row per candidate.
+            users_B: User of each candidate, int64 [B].
+        """
+        tensors = []
+        for place, entry in enumerate(self.inputs):
+            key = entry.kind, entry.feature
+            if place in self.once:
+                tensors.append(user_inputs[key])
+            elif entry.kind == "dense":  # columns of the other part are 0
+                tensors.append(repeat_rows(user_inputs[key], users_B) + row_inputs[key])
+            else:
+                tensors.append(row_inputs[key] if key in row_inputs else repeat_rows(user_inputs[key], users_B))
+        return self.program(*tensors, users_B)
+
+
+def find_min_candidates(score: Callable[[list[Any], bool], Any], rows: list[Any]) -> int:
+    """Return the number of candidates from which scoring a user once takes less CPU time than repeating the user.
+
+    Args:
+        score: Function that scores candidates; its second argument is True to repeat the user.
+        rows: Examples of candidates.
+    """
+    until = process_time() + MEASURING_S
+    for count in MEASURED_CANDIDATES:
+        examples = [rows[i % len(rows)] for i in range(count)]
+        calls = [partial(score, examples, repeat) for repeat in (False, True)]
+        once_s, repeated_s = (
+            min(timeit.repeat(call, timer=process_time, repeat=MEASURED_RUNS, number=1)) for call in calls
+        )
+        if once_s < repeated_s or process_time() > until:
+            break
+    return count

@@ -1,0 +1,120 @@
+"""`raytrec serve` on its own local Ray: memory of its processes, kept connections, restart on the same port."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from services import TOKEN, command_line, export_in_all_precisions, run_service
+from urllib3 import PoolManager, Retry
+from waiting import wait_for
+
+pytestmark = pytest.mark.survive
+CLIENTS, SHARE_TIMEOUT_S = 12, 30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def token():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
+        yield
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory):
+    """Return the path of an export and the rows."""
+    made, table = export_in_all_precisions(tmp_path_factory.mktemp("service"))
+    return made["whole"].path, table.to_pylist()
+
+
+@pytest.fixture(scope="module")
+def service(export, tmp_path_factory):
+    with run_service(export[0], 2, tmp_path_factory.mktemp("log")) as service:
+        yield service
+
+
+def test_command_does_not_load_torch_and_replicas_are_forked(service):
+    assert "libtorch" not in Path(f"/proc/{service.process.pid}/maps").read_text()
+    replicas = service.replicas()
+    assert len(replicas) == 2
+    (controller,) = service.family("ServeController")
+    for process in (*replicas, controller, *service.family("ray::Coordinator")):
+        assert "forking.py" in command_line(process.parent())
+
+
+def count_requests(service):
+    """Return the number of answered requests of each replica."""
+    request = urllib.request.Request(f"{service.url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+    counts = Counter()
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        for family in text_string_to_metric_families(answer.read().decode()):
+            for sample in family.samples:
+                if sample.name == "raytrec_requests_total" and sample.labels["path"] == "/predict":
+                    counts[sample.labels["replica"]] += sample.value
+    return counts
+
+
+def list_replicas(service):
+    """Return the ids of the replicas that report; empty if the service does not answer."""
+    try:
+        return service.ask("/versions").keys()
+    except OSError:
+        return set()
+
+
+def test_new_replica_takes_over_kept_connections(service, export):
+    """One of two replicas is killed, so that the other one has all connections when a new replica starts."""
+    stop, failed = threading.Event(), []
+
+    def run():
+        http = PoolManager(retries=Retry(10, allowed_methods=None, backoff_factor=0.1, backoff_max=1))
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        while not stop.is_set():
+            try:
+                body = {"rows": export[1]}
+                answer = http.request("POST", f"{service.url}/predict", json=body, headers=headers)
+                assert answer.status == 200
+            except Exception as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    try:
+        old = list_replicas(service)
+        service.replicas()[0].kill()
+        (new,) = wait_for(lambda: list_replicas(service) - old, "another replica", 180)
+        began, shares = time.monotonic(), []
+        while time.monotonic() - began < 2 * SHARE_TIMEOUT_S:  # metrics are those of the last report
+            before = count_requests(service)
+            time.sleep(10)
+            gained = count_requests(service)
+            gained = {replica: gained[replica] - before[replica] for replica in gained}
+            shares.append(round(gained[new] / sum(gained.values()), 2))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    print("shares of the new replica, every 10 s:", shares)
+    assert not failed and max(shares[: SHARE_TIMEOUT_S // 10 + 1]) >= 0.35 and min(shares[3:]) >= 0.3, (failed, shares)
+
+
+def test_restart_right_after_the_end_succeeds(service, export, tmp_path):
+    port = service.url.rpartition(":")[2]
+    service.process.send_signal(signal.SIGTERM)
+    with (tmp_path / "log").open("w+") as log:
+        command = [sys.executable, "-m", "raytrec", "serve", export[0], "--port", port]
+        again = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            wait_for(lambda: "service      http" in (tmp_path / "log").read_text(), "the restart", 180)
+            assert service.process.wait(60) == 0 and service.versions()
+        finally:
+            again.send_signal(signal.SIGTERM)
+            again.wait(60)
