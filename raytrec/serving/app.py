@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -17,13 +19,16 @@ from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.batching import Batcher, make_busy_refusal
-from raytrec.serving.bodies import JSON, Limits, RefusedRequest, decode_request, encode_response
-from raytrec.serving.loaded_exports import LoadedExports
+from raytrec.serving.bodies import JSON, Limits, Query, RefusedRequest, decode_request, encode_response
+from raytrec.serving.loaded_exports import LoadedExport, LoadedExports
 from raytrec.serving.openapi import Endpoint, describe, make_example_text, make_page
 from raytrec.serving.replica_metrics import ReplicaMetrics
-from raytrec.serving.request_log import RequestLog
+from raytrec.serving.request_log import LoggedRequest, RequestLog
+from raytrec.serving.trials import ShadowQueue, is_in_share
 
 log = logging.getLogger(__name__)
+Decoder = Callable[[Scorer], Query]
+Answers = dict[str, np.ndarray]  # score column → scores
 
 
 class Service:
@@ -49,6 +54,8 @@ class Service:
         self.figures = ReplicaMetrics()
         self.batcher = Batcher(observe=self.figures.batch_rows.observe)
         self.request_log: RequestLog | None = None
+        self._shadows = ShadowQueue(self.figures, lambda: self.batcher.waiting > 0)
+        self._shadow_batcher = Batcher(budget_s=0.005)  # an arriving request waits about as long at most
         self.endpoints = [
             Endpoint("POST", "/predict", self._predict, "Predictions for rows or for one user's candidates."),
             Endpoint("POST", "/vectors", self._vectors, "Query or item vectors of two-tower models."),
@@ -67,15 +74,17 @@ class Service:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         began, path = perf_counter(), scope["path"]
-        response = await self._answer(Request(scope, receive))
+        request = Request(scope, receive)
+        response = await self._answer(request)
+        version = response.headers["X-Model-Version"] = getattr(request.state, "version", self.versions.version)
         path = path if any(path == known for _, known in self._table) else "other"
-        self.figures.requests.labels(path, response.status_code).inc()
+        self.figures.requests.labels(path, response.status_code, version).inc()
         await response(scope, receive, send)
-        self.figures.seconds.labels(path).observe(perf_counter() - began)
+        self.figures.seconds.labels(path, version).observe(perf_counter() - began)
 
     async def _answer(self, request: Request) -> Response:
         try:
-            return await self._endpoint(request).answer(request, self.versions.current.scorer)
+            return await self._endpoint(request).answer(request, await self._choose_scorer(request))
         except RefusedRequest as refused:
             return Response(refused.body, refused.status, refused.headers, JSON)
         except (DataError, ConfigError, SchemaError) as error:
@@ -109,12 +118,29 @@ class Service:
         )
         raise RefusedRequest(405, missing, Allow=methods) if methods else RefusedRequest(404, missing)
 
+    async def _choose_scorer(self, request: Request) -> Scorer:
+        """Return the model that answers a request, and note its version in the request's state."""
+        trial = await self._find_trial(request, "canary") if request.method == "POST" else None
+        scorer = (trial or self.versions.current).scorer
+        request.state.version = scorer.version
+        return scorer
+
+    async def _find_trial(self, request: Request, mode: str) -> LoadedExport | None:
+        """Return the export on trial if the trial has this mode and the request is in its share, else None."""
+        loaded = self.versions.trial
+        if not loaded or loaded.trial.mode != mode:
+            return None
+        key = request.headers.get("x-request-key", "").encode() or await self.read(request)
+        return loaded if is_in_share(key, loaded.trial) else None
+
     async def read(self, request: Request) -> bytes:
-        """Return the body of a request.
+        """Return the body of a request, which may be read several times.
 
         Raises:
             RefusedRequest: The body is too large, or the total size of all bodies being received is.
         """
+        if hasattr(request.state, "body"):
+            return request.state.body
         body, limits = bytearray(), self.limits
         try:
             async for part in request.stream():
@@ -127,7 +153,8 @@ class Service:
                     )
                 if self._reading > limits.all_bodies_bytes:
                     raise make_busy_refusal("too many large request bodies are being received")
-            return bytes(body)
+            request.state.body = bytes(body)
+            return request.state.body
         finally:
             self._reading -= len(body)
 
@@ -140,15 +167,52 @@ class Service:
         return await self._score(request, scorer, tower, ["vector"])
 
     async def _score(self, request: Request, scorer: Scorer, program: ProgramName, names: list[str]) -> Response:
-        body, headers = await self.read(request), {"X-Model-Version": scorer.version}
-        query = decode_request(request.headers.get("content-type", ""), body, scorer, program, self.limits)
+        body, headers = await self.read(request), {}
+        content_type = request.headers.get("content-type", "")
+        decode = partial(decode_request, content_type, body, program=program, limits=self.limits)
+        query = decode(scorer)
         scores = await self.batcher.score(query)
-        self.figures.rows.inc(len(scores[0]))
-        kind, body = encode_response(request.headers.get("accept", ""), scorer.version, names, scores)
-        if self.request_log and program == "predict":
-            logged = self.request_log.offer(request.url.path, query, scores)
+        self.figures.rows.labels(scorer.version).inc(len(scores[0]))
+        kind, content = encode_response(request.headers.get("accept", ""), scorer.version, names, scores)
+        if program == "predict":
+            logged = self.request_log.offer(request.url.path, query, scores) if self.request_log else None
             headers |= {"X-Request-Id": logged} if logged else {}
-        return Response(body, media_type=kind, headers=headers)
+            await self.score_in_shadow(request, decode, dict(zip(names, scores, strict=True)), logged)
+        return Response(content, media_type=kind, headers=headers)
+
+    async def score_in_shadow(self, request: Request, decode: Decoder, answers: Answers, log_id: str | None) -> None:
+        """Have the trial score an answered request at an idle moment, if the trial is a shadow.
+
+        Args:
+            request: Request.
+            decode: Function that decodes the request for a model.
+            answers: Scores of the answer.
+            log_id: Id of the request in the log; None if the answer is not logged.
+        """
+        if trial := await self._find_trial(request, "shadow"):
+            score = partial(self._compare_trial, trial.scorer, decode, answers, log_id)
+            self._shadows.add(trial.scorer.version, len(request.state.body), score)
+
+    async def _compare_trial(self, scorer: Scorer, decode: Decoder, answers: Answers, log_id: str | None) -> None:
+        """Score and log an answered request with the model on trial, and compare the scores with the answer.
+
+        Raises:
+            RunError: A score is not finite.
+        """
+        began, figures, version = perf_counter(), self.figures, scorer.version
+        query = decode(scorer)
+        scores = await self._shadow_batcher.score(query)
+        figures.shadow_seconds.labels(version).observe(perf_counter() - began)
+        figures.shadow_rows.labels(version).inc(len(scores[0]))
+        if self.request_log and log_id:
+            self.request_log.add(LoggedRequest("shadow", query, scores, log_id))
+        for task, values in zip(scorer.manifest.tasks, scores, strict=True):
+            answer = answers.get(task.column)
+            if answer is not None and answer.shape == values.shape:
+                difference = float(np.abs(values - answer).mean()) * len(values)
+                if not np.isfinite(difference):
+                    raise RunError(f"a score in column '{task.column}' is not finite", where=version)
+                figures.shadow_difference.labels(version, task.column).inc(difference)
 
     async def _health(self, request: Request, scorer: Scorer) -> Response:
         return json_response({"version": scorer.version})

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 from prometheus_client.metrics_core import Metric
 
@@ -41,6 +41,20 @@ class Export:
 
 
 @dataclass(frozen=True)
+class Trial(Export):
+    """Export on trial beside the current export.
+
+    Attributes:
+        share: Share of requests, in (0, 1].
+        mode: canary: the export answers its share of requests; shadow: the export scores its share of requests
+            after the current export has answered them.
+    """
+
+    share: float
+    mode: Literal["canary", "shadow"]
+
+
+@dataclass(frozen=True)
 class ReplicaCommand:
     """Numbered command to replicas.
 
@@ -48,11 +62,13 @@ class ReplicaCommand:
         number: Number of the command.
         answer: Export with which replicas answer.
         prepare: URI of an export to load next to the current one; None: none.
+        trial: Export on trial; None: none.
     """
 
     number: int
     answer: Export
     prepare: str | None = None
+    trial: Trial | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,7 @@ class ReplicaState:
         version: Version with which the replica answers.
         prepared: Version that the replica has prepared on command; None: none.
         error: Reason why the command could not be executed; None if the replica executed it.
+        trial_error: Reason why the replica cannot take part in the trial; None if the replica can.
         figures: Metrics of the replica.
     """
 
@@ -71,6 +88,7 @@ class ReplicaState:
     version: str
     prepared: str | None = None
     error: RaytrecError | None = None
+    trial_error: str | None = None
     figures: tuple[Metric, ...] = ()
 
 
@@ -87,14 +105,15 @@ class Coordinator:
         self._store = store_state
         self._current, self._previous, self._declared, saved_state = export, None, export, read_state()
         if saved_state:
-            exports = (each and Export(**each) for each in json.loads(saved_state))
-            self._current, self._previous, self._declared = exports
+            *exports, trial = json.loads(saved_state)
+            self._current, self._previous, self._declared = (each and Export(**each) for each in exports)
+            self._trial = trial and Trial(**trial)
         else:
             self._remember(export, None, export)
         # Time by which all replicas have reported; after a restart, replicas already exist.
         self._complete = monotonic() + 2 * FOLLOW_INTERVAL_S if saved_state else 0.0
         # Numbers differ from those before a restart, which replicas may still report.
-        self._order, self._changed = ReplicaCommand(int(time.time() * 1000), self._current), asyncio.Event()
+        self._order, self._changed = ReplicaCommand(time.time_ns(), self._current, None, self._trial), asyncio.Event()
         self._replicas: dict[str, tuple[ReplicaState, float]] = {}  # last report of each replica, and its time
         self._news = ""
         self._busy = asyncio.Lock()
@@ -104,7 +123,7 @@ class Coordinator:
         return self._current, self._previous
 
     async def fall_back(self, failed: Export, why: str) -> None:
-        """Return to the previous export, because a starting replica could not load the current one.
+        """Return to the previous export and end a trial, because a starting replica cannot load the current export.
 
         Args:
             failed: Export that could not be loaded.
@@ -136,9 +155,9 @@ class Coordinator:
         if self._live():
             await self.promote(export.uri)
         else:
-            self._current = export
+            self._current, self._trial = export, None
             self._publish_order()
-        self._remember(self._current, self._previous, export)
+        self._remember(self._current, self._previous, export, self._trial)
 
     async def follow(self, replica: str, report: ReplicaState, last_command: int) -> ReplicaCommand:
         """Record a replica's report, and return the next command, or the same one after FOLLOW_INTERVAL_S.
@@ -171,50 +190,75 @@ class Coordinator:
         return write_metrics({name: report.figures for name, report in self._live().items()})
 
     async def overview(self) -> dict[str, Any]:
-        """Return the version of each replica, and the previous version."""
-        return {"replicas": await self.versions(), "before": self._previous and self._previous.version}
+        """Return the version of each replica, the previous version, and the trial."""
+        failed = sorted(name for name, report in self._live().items() if report.trial_error)
+        trial = self._trial and asdict(self._trial) | {"failed_replicas": failed}
+        return {"replicas": await self.versions(), "before": self._previous and self._previous.version, "trial": trial}
 
-    async def promote(self, uri: str | None) -> str:
-        """Make all replicas answer with an export, and return its version once all of them do.
+    async def promote(self, uri: str | None, share: float | None = None, shadow: bool = False) -> dict[str, Any]:
+        """Make all replicas answer with an export, or use an export for a trial, and return the new state.
+
+        A promotion ends a running trial. Without a URI, the current export continues if a trial is running.
 
         Args:
-            uri: URI of the export; None: the previous export.
+            uri: URI of the export; None: end the trial, or promote the previous export if there is no trial.
+            share: Share of requests of a trial, in (0, 1]; None: all requests with `shadow`, else no trial.
+            shadow: True for a trial in shadow mode.
+
+        Returns:
+            version, trial (as in `overview`, or None) and news, once all replicas have the new state.
 
         Raises:
-            RunError: There is no previous export, another promotion is in progress, or the export cannot be
-                used and all replicas keep their version.
+            RunError: There is no previous export, another promotion is in progress, the export on trial is the
+                current one, or the export cannot be used and all replicas keep their version.
         """
-        if not uri and self._previous:
-            uri = self._previous.uri
-        if not uri:
+        if not (uri or self._previous or self._trial):
             raise RunError(
                 "there is no previous version", where="--rollback", expected="a promotion before the rollback"
             )
         if self._busy.locked():
-            raise RunError("another promotion is in progress", where=uri, do="wait until that promotion ends")
+            raise RunError("another promotion is in progress", where=uri or "--rollback", do="retry after its end")
         async with self._busy:
-            self._publish_order(prepare=uri)
-            prepared = await self._wait_for_replicas()
-            errors = [report.error for report in prepared.values() if report.error]
-            versions = {report.prepared for report in prepared.values()}
-            if errors or len(versions) != 1:
+            export = await self._prepare(uri or self._previous.uri) if uri or not self._trial else self._current
+            if share is None and not shadow:
+                news = f"{export.version} ({export.uri}) answers all requests"
+                news += f"; the trial of {self._trial.version} has ended" if self._trial else ""
+                self._remember(export, self._previous if export == self._current else self._current, self._declared)
+            elif export.version != self._current.version:
+                trial = Trial(export.uri, export.version, share or 1.0, "shadow" if shadow else "canary")
+                news = f"{trial.version} ({trial.uri}) is on trial: {trial.mode}, share {trial.share:g}"
+                self._remember(self._current, self._previous, self._declared, trial)
+            else:
                 self._publish_order()
-                raise errors[0] if errors else RunError("the replicas have loaded different files", where=uri)
-            export = Export(uri, versions.pop())
-            if export != self._current:
-                self._remember(export, self._current, self._declared)
-                self._news = f"promoted {export.version} ({uri})"
+                raise RunError(f"{export.version} already answers all requests", where=uri, expected="another version")
+            self._news = news
             self._publish_order()
             await self._wait_for_replicas()
-            return export.version
+            return {"version": self._current.version, "news": news, "trial": self._trial and asdict(self._trial)}
 
-    def _remember(self, current: Export, previous: Export | None, declared: Export) -> None:
+    async def _prepare(self, uri: str) -> Export:
+        """Return an export once all replicas have loaded it.
+
+        Raises:
+            RunError: The export cannot be used.
+        """
+        self._publish_order(prepare=uri)
+        prepared = await self._wait_for_replicas()
+        errors = [report.error for report in prepared.values() if report.error]
+        versions = {report.prepared for report in prepared.values()}
+        if errors or len(versions) != 1:
+            self._publish_order()
+            raise errors[0] if errors else RunError("the replicas have loaded different files", where=uri)
+        return Export(uri, versions.pop())
+
+    def _remember(self, current: Export, previous: Export | None, declared: Export, trial: Trial | None = None) -> None:
         """Store the new state before adopting it, so that a failure to store it changes nothing."""
-        self._store(json.dumps([each and asdict(each) for each in (current, previous, declared)]).encode())
-        self._current, self._previous, self._declared = current, previous, declared
+        state = (current, previous, declared, trial)
+        self._store(json.dumps([each and asdict(each) for each in state]).encode())
+        self._current, self._previous, self._declared, self._trial = state
 
     def _publish_order(self, prepare: str | None = None) -> None:
-        self._order = ReplicaCommand(self._order.number + 1, self._current, prepare)
+        self._order = ReplicaCommand(self._order.number + 1, self._current, prepare, self._trial)
         self._changed.set()
         self._changed = asyncio.Event()
 

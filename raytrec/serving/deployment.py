@@ -9,16 +9,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from threading import Event, Lock, Thread
 from time import perf_counter, process_time
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
+from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.app import Service, json_response
@@ -34,7 +34,7 @@ from raytrec.serving.coordinator import (
 from raytrec.serving.listener import Listener
 from raytrec.serving.loaded_exports import execute_command, get_containing_folder, load_either, resolve_export
 from raytrec.serving.openapi import Endpoint
-from raytrec.serving.options import TOKEN, ServiceOptions
+from raytrec.serving.options import TOKEN, Promotion, ServiceOptions
 from raytrec.serving.replica_metrics import describe_model
 from raytrec.serving.request_log import RequestLog
 
@@ -62,10 +62,10 @@ class Replica:
         if failed:
             ray.get(self._coordinator.fall_back.remote(current, failed))
         endpoints = [
-            Endpoint("POST", "/promote", self._promote, "Promote the export at uri; {}: the previous one."),
+            Endpoint("POST", "/promote", self._promote, "Promote or try the export at uri; {}: go back."),
             Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
             Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
-            Endpoint("GET", "/model", self._model, "Current model and previous version."),
+            Endpoint("GET", "/model", self._model, "Current model, previous version and trial."),
         ]
         self.service = Service(versions, token, extra_endpoints=endpoints)
         if folder := service_options.log_requests:
@@ -112,16 +112,10 @@ class Replica:
         # JSON only, because a page of another site can make a browser send forms and plain text to a service
         # on loopback that requires no token.
         check_type(request.headers.get("content-type", ""), JSON)
-        try:
-            values = from_json(await self.service.read(request))
-        except ValueError:
-            values = None
-        requested = values.get("uri", "before") if isinstance(values, dict) else None
-        if not requested or not isinstance(requested, str):
-            raise RefusedRequest(400, DataError("invalid uri", where="the body", expected='{"uri": …} or {}'))
-        uri = resolve_export(requested, self._promote_from) if "uri" in values else None
-        version = await self._ask_coordinator(lambda: self._coordinator.promote.remote(uri))
-        return json_response({"version": version})
+        promotion = Promotion.parse(await self.service.read(request))
+        uri = resolve_export(promotion.uri, self._promote_from) if promotion.uri else None
+        ask = partial(self._coordinator.promote.remote, uri, promotion.share, promotion.shadow)
+        return json_response(await self._ask_coordinator(ask))
 
     async def _versions(self, request: Request, scorer: Scorer) -> Response:
         return json_response(await self._ask_coordinator(self._coordinator.versions.remote))
@@ -176,6 +170,7 @@ class Replica:
 
     def _report(self) -> ReplicaState:
         service, scorer = self.service, self.service.versions.current.scorer
+        service.figures.keep_versions({each.scorer.version for each in service.versions.loaded})
         figures = tuple(service.figures.collect(describe_model(scorer), service.batcher.waiting))
         return replace(self._last_report, version=scorer.version, figures=figures)
 

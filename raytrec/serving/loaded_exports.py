@@ -10,22 +10,27 @@ from threading import Lock
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from raytrec.common.errors import RaytrecError, RunError
+from raytrec.common.errors import RaytrecError, RunError, get_first_line
 from raytrec.common.storage import chooses_server, make_absolute, open_filesystem
 from raytrec.scoring.load import load
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.bodies import RefusedRequest
-from raytrec.serving.coordinator import Export, ReplicaCommand, ReplicaState
+from raytrec.serving.coordinator import Export, ReplicaCommand, ReplicaState, Trial
 
 _log = logging.getLogger(__name__)
 
 
 class LoadedExport(NamedTuple):
-    """Export in memory."""
+    """Export in memory.
+
+    Attributes:
+        trial: Trial of this export; None: none.
+    """
 
     uri: str
     scorer: Scorer
+    trial: Trial | None = None
 
 
 class LoadedExports:
@@ -38,12 +43,14 @@ class LoadedExports:
     Attributes:
         current: Export that answers.
         previous: Export that answered before; None if there was none.
+        trial: Export on trial; None if there is none.
     """
 
     def __init__(self, uri: str, allow_code: bool = False):
         self._allow_code, self._lock = allow_code, Lock()
         self.current = self._load(uri)
         self.previous: LoadedExport | None = None
+        self.trial: LoadedExport | None = None
         self._prepared: LoadedExport | None = None
 
     def _load(self, uri: str) -> LoadedExport:
@@ -54,6 +61,11 @@ class LoadedExports:
         """Return the version that answers."""
         return self.current.scorer.version
 
+    @property
+    def loaded(self) -> list[LoadedExport]:
+        """Return all exports in memory."""
+        return [each for each in (self.current, self.previous, self.trial, self._prepared) if each]
+
     def prepare(self, uri: str) -> str:
         """Load another export, compare checksums and golden rows, and return the export's version.
 
@@ -61,8 +73,8 @@ class LoadedExports:
             RunError, ConfigError: The export cannot be used.
         """
         with self._lock:
-            key, exports = (uri, read_manifest(uri).version), (self.current, self.previous, self._prepared)
-            loaded = next((each for each in exports if each and (each.uri, each.scorer.version) == key), None)
+            key = uri, read_manifest(uri).version
+            loaded = next((each for each in self.loaded if (each.uri, each.scorer.version) == key), None)
             self._prepared = loaded or self._load(uri)
             return self._prepared.scorer.version
 
@@ -79,6 +91,25 @@ class LoadedExports:
                 self.current, self.previous = self._prepared, self.current
             self._prepared = None
             gc.collect()  # programs contain reference cycles, and their files stay mapped until garbage collection
+
+    def set_trial(self, trial: Trial | None) -> str | None:
+        """Start, change or end (None) a trial, whose export is loaded unless it is in memory.
+
+        Returns:
+            Reason why the export cannot be used, in which case there is no trial; else None.
+        """
+        loaded = self.trial
+        try:
+            if trial and (loaded is None or loaded.scorer.version != trial.version):
+                if (version := self.prepare(trial.uri)) != trial.version:
+                    raise RunError(f"{trial.uri} has been changed in place from {trial.version} to {version}")
+                loaded = self._prepared
+        except Exception as error:
+            self.trial = None
+            _log.warning("this replica takes no part in the trial of %s: %s", trial.version, error)
+            return get_first_line(error)
+        self.trial = loaded._replace(trial=trial) if trial else None
+        return None
 
     def forget(self) -> None:
         """Release the prepared export."""
@@ -119,12 +150,13 @@ def execute_command(versions: LoadedExports, order: ReplicaCommand, last_report:
         order: Command to execute.
         last_report: Report on the previous command.
     """
-    answer, prepared, error = order.answer, None, None
+    answer, prepared, error, trial_error = order.answer, None, None, None
     try:
         if versions.version != answer.version:
             if last_report.prepared != answer.version:
                 versions.prepare(answer.uri)
             versions.commit(answer.version)
+        trial_error = versions.set_trial(order.trial)
         if order.prepare:
             prepared = versions.prepare(order.prepare)
         else:
@@ -134,7 +166,7 @@ def execute_command(versions: LoadedExports, order: ReplicaCommand, last_report:
     except Exception as failed:
         _log.exception("a command of the coordinator failed")
         error = RunError(f"{type(failed).__name__}: {failed}", where=order.prepare or answer.uri)
-    return ReplicaState(order.number, versions.version, prepared, error)
+    return ReplicaState(order.number, versions.version, prepared, error, trial_error)
 
 
 def get_containing_folder(uri: str) -> str:

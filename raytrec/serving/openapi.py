@@ -28,6 +28,9 @@ ERRORS = {
 }
 
 
+PROMOTION = {"uri": {"type": "string"}, "share": {"type": "number"}, "shadow": {"type": "boolean"}}
+
+
 class Endpoint(NamedTuple):
     """Entry of the table that dispatches and documents requests.
 
@@ -59,7 +62,7 @@ def describe(scorer: Scorer, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     bodies = {
         "/predict": arrow | {JSON: {"schema": {"oneOf": [_object(rows=rows), columns, users]}} | example},
         "/vectors": arrow | {JSON: {"schema": {"oneOf": [_object(rows=rows), columns]}}},
-        "/promote": {JSON: {"schema": {"type": "object", "properties": {"uri": {"type": "string"}}}}},
+        "/promote": {JSON: {"schema": {"type": "object", "properties": PROMOTION}}},
     }
     tower = {"name": "tower", "in": "query", "schema": {"enum": ["query", "item"]}}
     for endpoint in endpoints:
