@@ -153,7 +153,7 @@ def change_golden_score(copy):
 def rename_dense_column(copy, old, new):
     """Rename a dense column of an export."""
     manifest = json.loads((copy / "manifest.json").read_text())
-    dense = manifest["data_schema"]["dense"]
+    dense = manifest["schema"]["dense"]
     dense[dense.index(old)] = new
     (copy / "manifest.json").write_text(json.dumps(manifest))
     table = pa.ipc.open_file(copy / "golden.arrow").read_all()
