@@ -55,15 +55,15 @@ def promote(
 ):
     """Switch all replicas of a service to another export, after all of them have loaded and checked it.
 
-    With --share or --shadow, the export is on trial beside the current one, until another promotion.
+    With --share or --shadow, the export becomes the challenger of the current one until another promotion.
 
     Options:
         uri: Export to switch to.
         service: Address of the service.
         name: Name of the service, used to find its token.
-        rollback: End the trial, or switch back to the previous version.
-        share: Share of requests that the export on trial answers, or scores with --shadow; default: all.
-        shadow: The export on trial scores requests for the log and metrics, but does not answer.
+        rollback: Remove the challenger, or switch back to the previous version if there is none.
+        share: Share of requests that the challenger answers, or scores with --shadow; default: all.
+        shadow: The challenger scores requests for the log and metrics, but does not answer.
     """
     from raytrec.serving.command import promote as run
 

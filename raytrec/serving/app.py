@@ -20,11 +20,11 @@ from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.batching import Batcher, make_busy_refusal
 from raytrec.serving.bodies import JSON, Limits, Query, RefusedRequest, decode_request, encode_response
+from raytrec.serving.challenger import ShadowQueue, is_in_share
 from raytrec.serving.loaded_exports import LoadedExport, LoadedExports
 from raytrec.serving.openapi import Endpoint, describe, make_example_text, make_page
 from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.request_log import LoggedRequest, RequestLog
-from raytrec.serving.trials import ShadowQueue, is_in_share
 
 log = logging.getLogger(__name__)
 Decoder = Callable[[Scorer], Query]
@@ -120,18 +120,18 @@ class Service:
 
     async def _choose_scorer(self, request: Request) -> Scorer:
         """Return the model that answers a request, and note its version in the request's state."""
-        trial = await self._find_trial(request, "canary") if request.method == "POST" else None
-        scorer = (trial or self.versions.current).scorer
+        challenger = await self._find_challenger(request, "canary") if request.method == "POST" else None
+        scorer = (challenger or self.versions.current).scorer
         request.state.version = scorer.version
         return scorer
 
-    async def _find_trial(self, request: Request, mode: str) -> LoadedExport | None:
-        """Return the export on trial if the trial has this mode and the request is in its share, else None."""
-        loaded = self.versions.trial
-        if not loaded or loaded.trial.mode != mode:
+    async def _find_challenger(self, request: Request, mode: str) -> LoadedExport | None:
+        """Return the challenger if it has this mode and the request is in its share, else None."""
+        loaded = self.versions.challenger
+        if not loaded or loaded.challenger.mode != mode:
             return None
         key = request.headers.get("x-request-key", "").encode() or await self.read(request)
-        return loaded if is_in_share(key, loaded.trial) else None
+        return loaded if is_in_share(key, loaded.challenger) else None
 
     async def read(self, request: Request) -> bytes:
         """Return the body of a request, which may be read several times.
@@ -181,7 +181,7 @@ class Service:
         return Response(content, media_type=kind, headers=headers)
 
     async def score_in_shadow(self, request: Request, decode: Decoder, answers: Answers, log_id: str | None) -> None:
-        """Have the trial score an answered request at an idle moment, if the trial is a shadow.
+        """Have the challenger score an answered request at an idle moment, if its mode is shadow.
 
         Args:
             request: Request.
@@ -189,12 +189,12 @@ class Service:
             answers: Scores of the answer.
             log_id: Id of the request in the log; None if the answer is not logged.
         """
-        if trial := await self._find_trial(request, "shadow"):
-            score = partial(self._compare_trial, trial.scorer, decode, answers, log_id)
-            self._shadows.add(trial.scorer.version, len(request.state.body), score)
+        if challenger := await self._find_challenger(request, "shadow"):
+            score = partial(self._compare_challenger, challenger.scorer, decode, answers, log_id)
+            self._shadows.add(challenger.scorer.version, len(request.state.body), score)
 
-    async def _compare_trial(self, scorer: Scorer, decode: Decoder, answers: Answers, log_id: str | None) -> None:
-        """Score and log an answered request with the model on trial, and compare the scores with the answer.
+    async def _compare_challenger(self, scorer: Scorer, decode: Decoder, answers: Answers, log_id: str | None) -> None:
+        """Score and log an answered request with the challenger, and compare the scores with the answer.
 
         Raises:
             RunError: A score is not finite.

@@ -41,8 +41,8 @@ class Export:
 
 
 @dataclass(frozen=True)
-class Trial(Export):
-    """Export on trial beside the current export.
+class Challenger(Export):
+    """Export that answers or scores a share of requests while another export is the current one.
 
     Attributes:
         share: Share of requests, in (0, 1].
@@ -62,13 +62,13 @@ class ReplicaCommand:
         number: Number of the command.
         answer: Export with which replicas answer.
         prepare: URI of an export to load next to the current one; None: none.
-        trial: Export on trial; None: none.
+        challenger: Challenger of the export that answers; None: none.
     """
 
     number: int
     answer: Export
     prepare: str | None = None
-    trial: Trial | None = None
+    challenger: Challenger | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ReplicaState:
         version: Version with which the replica answers.
         prepared: Version that the replica has prepared on command; None: none.
         error: Reason why the command could not be executed; None if the replica executed it.
-        trial_error: Reason why the replica cannot take part in the trial; None if the replica can.
+        challenger_error: Reason why the replica has no challenger; None if the command was executed.
         figures: Metrics of the replica.
     """
 
@@ -88,7 +88,7 @@ class ReplicaState:
     version: str
     prepared: str | None = None
     error: RaytrecError | None = None
-    trial_error: str | None = None
+    challenger_error: str | None = None
     figures: tuple[Metric, ...] = ()
 
 
@@ -105,15 +105,16 @@ class Coordinator:
         self._store = store_state
         self._current, self._previous, self._declared, saved_state = export, None, export, read_state()
         if saved_state:
-            *exports, trial = json.loads(saved_state)
+            *exports, challenger = json.loads(saved_state)
             self._current, self._previous, self._declared = (each and Export(**each) for each in exports)
-            self._trial = trial and Trial(**trial)
+            self._challenger = challenger and Challenger(**challenger)
         else:
             self._remember(export, None, export)
         # Time by which all replicas have reported; after a restart, replicas already exist.
         self._complete = monotonic() + 2 * FOLLOW_INTERVAL_S if saved_state else 0.0
         # Numbers differ from those before a restart, which replicas may still report.
-        self._order, self._changed = ReplicaCommand(time.time_ns(), self._current, None, self._trial), asyncio.Event()
+        self._order = ReplicaCommand(time.time_ns(), self._current, None, self._challenger)
+        self._changed = asyncio.Event()
         self._replicas: dict[str, tuple[ReplicaState, float]] = {}  # last report of each replica, and its time
         self._news = ""
         self._busy = asyncio.Lock()
@@ -123,7 +124,7 @@ class Coordinator:
         return self._current, self._previous
 
     async def fall_back(self, failed: Export, why: str) -> None:
-        """Return to the previous export and end a trial, because a starting replica cannot load the current export.
+        """Return to the previous export, without a challenger, because a starting replica cannot load the current one.
 
         Args:
             failed: Export that could not be loaded.
@@ -155,9 +156,9 @@ class Coordinator:
         if self._live():
             await self.promote(export.uri)
         else:
-            self._current, self._trial = export, None
+            self._current, self._challenger = export, None
             self._publish_order()
-        self._remember(self._current, self._previous, export, self._trial)
+        self._remember(self._current, self._previous, export, self._challenger)
 
     async def follow(self, replica: str, report: ReplicaState, last_command: int) -> ReplicaCommand:
         """Record a replica's report, and return the next command, or the same one after FOLLOW_INTERVAL_S.
@@ -190,51 +191,50 @@ class Coordinator:
         return write_metrics({name: report.figures for name, report in self._live().items()})
 
     async def overview(self) -> dict[str, Any]:
-        """Return the version of each replica, the previous version, and the trial."""
-        failed = sorted(name for name, report in self._live().items() if report.trial_error)
-        trial = self._trial and asdict(self._trial) | {"failed_replicas": failed}
-        return {"replicas": await self.versions(), "before": self._previous and self._previous.version, "trial": trial}
+        """Return the version of each replica, the previous version, and the challenger."""
+        failed = sorted(name for name, report in self._live().items() if report.challenger_error)
+        challenger = self._challenger and asdict(self._challenger) | {"failed_replicas": failed}
+        before = self._previous and self._previous.version
+        return {"replicas": await self.versions(), "before": before, "challenger": challenger}
 
     async def promote(self, uri: str | None, share: float | None = None, shadow: bool = False) -> dict[str, Any]:
-        """Make all replicas answer with an export, or use an export for a trial, and return the new state.
-
-        A promotion ends a running trial. Without a URI, the current export continues if a trial is running.
+        """Make an export the current one or the challenger on all replicas, and return the new state.
 
         Args:
-            uri: URI of the export; None: end the trial, or promote the previous export if there is no trial.
-            share: Share of requests of a trial, in (0, 1]; None: all requests with `shadow`, else no trial.
-            shadow: True for a trial in shadow mode.
+            uri: URI of the export; None: remove the challenger, or promote the previous export if there is none.
+            share: Share of requests of the challenger, in (0, 1]; None: all requests with `shadow`, else the export
+                becomes the current one and there is no challenger.
+            shadow: True for a challenger in shadow mode.
 
         Returns:
-            version, trial (as in `overview`, or None) and news, once all replicas have the new state.
+            The overview, the current version and a message (news), once all replicas have the new state.
 
         Raises:
-            RunError: There is no previous export, another promotion is in progress, the export on trial is the
+            RunError: There is no previous export, another promotion is in progress, the challenger is the
                 current one, or the export cannot be used and all replicas keep their version.
         """
-        if not (uri or self._previous or self._trial):
+        if not (uri or self._previous or self._challenger):
             raise RunError(
                 "there is no previous version", where="--rollback", expected="a promotion before the rollback"
             )
         if self._busy.locked():
             raise RunError("another promotion is in progress", where=uri or "--rollback", do="retry after its end")
         async with self._busy:
-            export = await self._prepare(uri or self._previous.uri) if uri or not self._trial else self._current
+            export = await self._prepare(uri or self._previous.uri) if uri or not self._challenger else self._current
             if share is None and not shadow:
                 news = f"{export.version} ({export.uri}) answers all requests"
-                news += f"; the trial of {self._trial.version} has ended" if self._trial else ""
                 self._remember(export, self._previous if export == self._current else self._current, self._declared)
             elif export.version != self._current.version:
-                trial = Trial(export.uri, export.version, share or 1.0, "shadow" if shadow else "canary")
-                news = f"{trial.version} ({trial.uri}) is on trial: {trial.mode}, share {trial.share:g}"
-                self._remember(self._current, self._previous, self._declared, trial)
+                challenger = Challenger(export.uri, export.version, share or 1.0, "shadow" if shadow else "canary")
+                news = f"{export.version} ({uri}) is the challenger: {challenger.mode}, share {challenger.share:g}"
+                self._remember(self._current, self._previous, self._declared, challenger)
             else:
                 self._publish_order()
                 raise RunError(f"{export.version} already answers all requests", where=uri, expected="another version")
             self._news = news
             self._publish_order()
             await self._wait_for_replicas()
-            return {"version": self._current.version, "news": news, "trial": self._trial and asdict(self._trial)}
+            return await self.overview() | {"version": self._current.version, "news": news}
 
     async def _prepare(self, uri: str) -> Export:
         """Return an export once all replicas have loaded it.
@@ -251,14 +251,16 @@ class Coordinator:
             raise errors[0] if errors else RunError("the replicas have loaded different files", where=uri)
         return Export(uri, versions.pop())
 
-    def _remember(self, current: Export, previous: Export | None, declared: Export, trial: Trial | None = None) -> None:
+    def _remember(
+        self, current: Export, previous: Export | None, declared: Export, challenger: Challenger | None = None
+    ) -> None:
         """Store the new state before adopting it, so that a failure to store it changes nothing."""
-        state = (current, previous, declared, trial)
+        state = (current, previous, declared, challenger)
         self._store(json.dumps([each and asdict(each) for each in state]).encode())
-        self._current, self._previous, self._declared, self._trial = state
+        self._current, self._previous, self._declared, self._challenger = state
 
     def _publish_order(self, prepare: str | None = None) -> None:
-        self._order = ReplicaCommand(self._order.number + 1, self._current, prepare, self._trial)
+        self._order = ReplicaCommand(self._order.number + 1, self._current, prepare, self._challenger)
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -62,10 +62,10 @@ class Replica:
         if failed:
             ray.get(self._coordinator.fall_back.remote(current, failed))
         endpoints = [
-            Endpoint("POST", "/promote", self._promote, "Promote or try the export at uri; {}: go back."),
+            Endpoint("POST", "/promote", self._promote, "Promote or challenge with the export at uri; {}: go back."),
             Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
             Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
-            Endpoint("GET", "/model", self._model, "Current model, previous version and trial."),
+            Endpoint("GET", "/model", self._model, "Current model, previous version and challenger."),
         ]
         self.service = Service(versions, token, extra_endpoints=endpoints)
         if folder := service_options.log_requests:

@@ -16,7 +16,7 @@ from raytrec.scoring.load import load
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.bodies import RefusedRequest
-from raytrec.serving.coordinator import Export, ReplicaCommand, ReplicaState, Trial
+from raytrec.serving.coordinator import Challenger, Export, ReplicaCommand, ReplicaState
 
 _log = logging.getLogger(__name__)
 
@@ -25,12 +25,12 @@ class LoadedExport(NamedTuple):
     """Export in memory.
 
     Attributes:
-        trial: Trial of this export; None: none.
+        challenger: Share and mode if the export is the challenger; else None.
     """
 
     uri: str
     scorer: Scorer
-    trial: Trial | None = None
+    challenger: Challenger | None = None
 
 
 class LoadedExports:
@@ -43,14 +43,14 @@ class LoadedExports:
     Attributes:
         current: Export that answers.
         previous: Export that answered before; None if there was none.
-        trial: Export on trial; None if there is none.
+        challenger: Export that answers or scores a share of requests; None if there is none.
     """
 
     def __init__(self, uri: str, allow_code: bool = False):
         self._allow_code, self._lock = allow_code, Lock()
         self.current = self._load(uri)
         self.previous: LoadedExport | None = None
-        self.trial: LoadedExport | None = None
+        self.challenger: LoadedExport | None = None
         self._prepared: LoadedExport | None = None
 
     def _load(self, uri: str) -> LoadedExport:
@@ -64,7 +64,7 @@ class LoadedExports:
     @property
     def loaded(self) -> list[LoadedExport]:
         """Return all exports in memory."""
-        return [each for each in (self.current, self.previous, self.trial, self._prepared) if each]
+        return [each for each in (self.current, self.previous, self.challenger, self._prepared) if each]
 
     def prepare(self, uri: str) -> str:
         """Load another export, compare checksums and golden rows, and return the export's version.
@@ -92,23 +92,23 @@ class LoadedExports:
             self._prepared = None
             gc.collect()  # programs contain reference cycles, and their files stay mapped until garbage collection
 
-    def set_trial(self, trial: Trial | None) -> str | None:
-        """Start, change or end (None) a trial, whose export is loaded unless it is in memory.
+    def set_challenger(self, challenger: Challenger | None) -> str | None:
+        """Set, change or remove (None) the challenger, which is loaded unless it is in memory.
 
         Returns:
-            Reason why the export cannot be used, in which case there is no trial; else None.
+            Reason why the export cannot be used, in which case there is no challenger; else None.
         """
-        loaded = self.trial
+        loaded = self.challenger
         try:
-            if trial and (loaded is None or loaded.scorer.version != trial.version):
-                if (version := self.prepare(trial.uri)) != trial.version:
-                    raise RunError(f"{trial.uri} has been changed in place from {trial.version} to {version}")
+            if challenger and (loaded is None or loaded.scorer.version != challenger.version):
+                if (version := self.prepare(challenger.uri)) != challenger.version:
+                    raise RunError(f"{challenger.uri} has been changed in place from {challenger.version} to {version}")
                 loaded = self._prepared
         except Exception as error:
-            self.trial = None
-            _log.warning("this replica takes no part in the trial of %s: %s", trial.version, error)
+            self.challenger = None
+            _log.warning("this replica answers without the challenger %s: %s", challenger.version, error)
             return get_first_line(error)
-        self.trial = loaded._replace(trial=trial) if trial else None
+        self.challenger = loaded._replace(challenger=challenger) if challenger else None
         return None
 
     def forget(self) -> None:
@@ -150,13 +150,13 @@ def execute_command(versions: LoadedExports, order: ReplicaCommand, last_report:
         order: Command to execute.
         last_report: Report on the previous command.
     """
-    answer, prepared, error, trial_error = order.answer, None, None, None
+    answer, prepared, error, challenger_error = order.answer, None, None, None
     try:
         if versions.version != answer.version:
             if last_report.prepared != answer.version:
                 versions.prepare(answer.uri)
             versions.commit(answer.version)
-        trial_error = versions.set_trial(order.trial)
+        challenger_error = versions.set_challenger(order.challenger)
         if order.prepare:
             prepared = versions.prepare(order.prepare)
         else:
@@ -166,7 +166,7 @@ def execute_command(versions: LoadedExports, order: ReplicaCommand, last_report:
     except Exception as failed:
         _log.exception("a command of the coordinator failed")
         error = RunError(f"{type(failed).__name__}: {failed}", where=order.prepare or answer.uri)
-    return ReplicaState(order.number, versions.version, prepared, error, trial_error)
+    return ReplicaState(order.number, versions.version, prepared, error, challenger_error)
 
 
 def get_containing_folder(uri: str) -> str:

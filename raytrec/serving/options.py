@@ -49,7 +49,7 @@ class ServiceOptions(Section):
 
 
 class Promotion(Section):
-    """Body of POST /promote: a promotion, a trial (with share or shadow), or a rollback (empty)."""
+    """Body of POST /promote: a promotion, a challenger (with share or shadow), or a rollback (empty)."""
 
     uri: str = Field(default=None, validate_default=False, min_length=1)
     share: Number | None = Field(default=None, gt=0, le=1)

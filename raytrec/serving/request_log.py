@@ -37,8 +37,8 @@ class LoggedRequest:
     """Request with its scores.
 
     Attributes:
-        path: Path of the URL; "shadow" if the scores are of a trial and the request got another answer.
-        id: Id of the request, which the answer and the trial's scores share.
+        path: Path of the URL; "shadow" if the scores are of the challenger and the answer is of another version.
+        id: Id of the request, which the answer and the challenger's scores share.
     """
 
     path: str

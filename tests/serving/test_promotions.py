@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raytrec.common.errors import RunError
-from raytrec.serving.coordinator import Coordinator, Export, ReplicaState, Trial
+from raytrec.serving.coordinator import Challenger, Coordinator, Export, ReplicaState
 from raytrec.serving.replica_metrics import ReplicaMetrics
 
 FIRST, SECOND = Export("a", "films-1"), Export("b", "films-2")
@@ -30,8 +30,8 @@ def make_coordinator(kept=None):
     return Coordinator(FIRST, kept.read, kept.write)
 
 
-async def run_replica(of, name, loads=(FIRST, SECOND), failing=None, orders=None, trial_error=None):
-    """Follow the coordinator and report every order as carried out, except for trials if there is a trial_error."""
+async def run_replica(of, name, loads=(FIRST, SECOND), failing=None, orders=None, challenger_error=None):
+    """Follow the coordinator and report every order as carried out, and the challenger_error if there is one."""
     versions, report, given = {each.uri: each.version for each in loads}, ReplicaState(-1, FIRST.version), -1
     while True:
         order = await of.follow(name, report, given)
@@ -39,8 +39,8 @@ async def run_replica(of, name, loads=(FIRST, SECOND), failing=None, orders=None
         given = order.number
         prepared = versions.get(order.prepare)
         error = failing if order.prepare else None
-        trial = trial_error if order.trial else None
-        report = ReplicaState(order.number, order.answer.version, None if error else prepared, error, trial)
+        challenger = challenger_error if order.challenger else None
+        report = ReplicaState(order.number, order.answer.version, None if error else prepared, error, challenger)
 
 
 def run_with_replicas(scenario, *replicas):
@@ -137,37 +137,33 @@ def test_restarted_coordinator_keeps_the_promotion():
     assert order.number > last and order.answer == SECOND, "the restarted coordinator repeats an order number"
 
 
-def test_trial_reaches_all_replicas_and_ends_with_a_rollback_or_promotion():
+def test_challenger_reaches_all_replicas_until_a_rollback_or_promotion():
     made, orders = make_coordinator(), []
 
     async def scenario():
         await asyncio.sleep(0.1)
         result = await made.promote("b", 0.1)
-        canary = Trial(SECOND.uri, SECOND.version, 0.1, "canary")
-        assert result == {
-            "version": "films-1",
-            "news": "films-2 (b) is on trial: canary, share 0.1",
-            "trial": vars(canary),
-        }
+        canary = Challenger(SECOND.uri, SECOND.version, 0.1, "canary")
+        assert result["news"] == "films-2 (b) is the challenger: canary, share 0.1"
+        assert (result["version"], result["challenger"]) == ("films-1", vars(canary) | {"failed_replicas": ["two"]})
         assert await made.versions() == {"one": "films-1", "two": "films-1"}
-        assert orders[-1].trial == canary and [order.prepare for order in orders[-2:]] == ["b", None]
-        assert (await made.overview())["trial"] == vars(canary) | {"failed_replicas": ["two"]}
+        assert orders[-1].challenger == canary and [order.prepare for order in orders[-2:]] == ["b", None]
         result = await made.promote("b", None, True)
-        assert orders[-1].trial == Trial("b", "films-2", 1.0, "shadow") and result["version"] == "films-1"
+        assert orders[-1].challenger == Challenger("b", "films-2", 1.0, "shadow") and result["version"] == "films-1"
         result = await made.promote(None)
-        assert result["news"] == "films-1 (a) answers all requests; the trial of films-2 has ended"
-        assert orders[-1].trial is None and (await made.exports()) == (FIRST, None)
+        assert result["news"] == "films-1 (a) answers all requests"
+        assert orders[-1].challenger is None and (await made.exports()) == (FIRST, None)
         await made.promote("b", 0.5)
         result = await made.promote("b")
-        assert (result["version"], result["trial"], orders[-1].trial) == ("films-2", None, None)
-        assert (await made.promote("a", 0.5))["version"] == "films-2", "the previous version cannot be on trial"
+        assert (result["version"], result["challenger"], orders[-1].challenger) == ("films-2", None, None)
+        assert (await made.promote("a", 0.5))["version"] == "films-2", "the previous version cannot be the challenger"
         return await made.exports()
 
-    replicas = run_replica(made, "one", orders=orders), run_replica(made, "two", trial_error="no room")
+    replicas = run_replica(made, "one", orders=orders), run_replica(made, "two", challenger_error="no room")
     assert run_with_replicas(scenario(), *replicas) == (SECOND, FIRST)
 
 
-def test_rejected_trial_changes_nothing():
+def test_rejected_challenger_changes_nothing():
     made, orders = make_coordinator(kept := InMemoryState()), []
 
     async def scenario():
@@ -179,7 +175,7 @@ def test_rejected_trial_changes_nothing():
             await made.promote("b", 0.1)
         await asyncio.sleep(0.1)
         assert kept.value == state and orders[-1].prepare is None
-        return {order.trial for order in orders}
+        return {order.challenger for order in orders}
 
     async def refuse_second():
         versions, report, given = {"a": "films-1"}, ReplicaState(-1, FIRST.version), -1
@@ -192,7 +188,7 @@ def test_rejected_trial_changes_nothing():
     assert run_with_replicas(scenario(), run_replica(made, "one", orders=orders), refuse_second()) == {None}
 
 
-def test_restarted_coordinator_keeps_the_trial_unless_another_export_is_deployed():
+def test_restarted_coordinator_keeps_the_challenger_unless_another_export_is_deployed():
     kept = InMemoryState()
     first, orders = make_coordinator(kept), []
 
@@ -201,14 +197,18 @@ def test_restarted_coordinator_keeps_the_trial_unless_another_export_is_deployed
         await first.promote("b", 0.25, True)
 
     run_with_replicas(scenario(), run_replica(first, "one", orders=orders))
-    again, trial = make_coordinator(kept), Trial("b", "films-2", 0.25, "shadow")
+    again, challenger = make_coordinator(kept), Challenger("b", "films-2", 0.25, "shadow")
     order = asyncio.run(again.follow("one", ReplicaState(orders[-1].number, "films-1"), last_command=orders[-1].number))
-    assert (order.answer, order.trial) == (FIRST, trial)
+    assert (order.answer, order.challenger) == (FIRST, challenger)
     asyncio.run(again.declare(FIRST))
-    assert asyncio.run(make_coordinator(kept).overview())["trial"] == vars(trial) | {"failed_replicas": []}
+    assert asyncio.run(make_coordinator(kept).overview())["challenger"] == vars(challenger) | {"failed_replicas": []}
     again = make_coordinator(kept)
     asyncio.run(again.declare(SECOND))
-    assert asyncio.run(again.overview())["trial"] is asyncio.run(make_coordinator(kept).overview())["trial"] is None
+    assert (
+        asyncio.run(again.overview())["challenger"]
+        is asyncio.run(make_coordinator(kept).overview())["challenger"]
+        is None
+    )
 
 
 def test_coordinator_rolls_back_if_no_replica_loads_the_export(monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""Trials of an export: the requests in their share, and scoring in the shadow of the answers."""
+"""Challenger of the current export: its share of requests, and scoring of answered requests in shadow mode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 
 from raytrec.common.errors import get_first_line
-from raytrec.serving.coordinator import Trial
+from raytrec.serving.coordinator import Challenger
 from raytrec.serving.replica_metrics import ReplicaMetrics
 
 _log = logging.getLogger(__name__)
@@ -17,17 +17,17 @@ MAX_WAITING_BYTES = 2 << 20  # total size of the bodies that wait for an idle mo
 IDLE_INTERVAL_S = 0.001  # interval at which the service is checked for an idle moment
 
 
-def is_in_share(key: bytes, trial: Trial) -> bool:
-    """Return True if a request takes part in a trial, which depends on key, version and share only.
+def is_in_share(key: bytes, challenger: Challenger) -> bool:
+    """Return True if a key is in the share of a challenger. The result depends on key, version and share only.
 
-    A larger share includes the requests of a smaller one. Trials of other versions draw other requests.
+    A larger share includes the keys of a smaller one. Other versions draw other keys.
     """
-    digest = blake2b(key, digest_size=8, key=trial.version.encode()[: blake2b.MAX_KEY_SIZE]).digest()
-    return int.from_bytes(digest) < trial.share * 2**64
+    digest = blake2b(key, digest_size=8, key=challenger.version.encode()[: blake2b.MAX_KEY_SIZE]).digest()
+    return int.from_bytes(digest) < challenger.share * 2**64
 
 
 class ShadowQueue:
-    """Queue of answered requests that a trial scores in the event loop while no rows wait for an answer.
+    """Queue of answered requests that a challenger scores in the event loop while no rows wait for an answer.
 
     Requests that exceed MAX_WAITING_BYTES are dropped and counted. Errors are counted and never reach a client.
 
@@ -45,7 +45,7 @@ class ShadowQueue:
         """Add a request to the queue, or drop the request if the queue is full.
 
         Args:
-            version: Version on trial.
+            version: Version of the challenger.
             body_bytes: Size of the request's body in bytes.
             score: Function that scores the request.
         """
@@ -71,7 +71,7 @@ class ShadowQueue:
                 outcome = "error"
                 if version != self._warned:
                     self._warned = version
-                    _log.warning("%s on trial cannot score a request: %s", version, get_first_line(error))
+                    _log.warning("the challenger %s cannot score a request: %s", version, get_first_line(error))
             self._queue.popleft()
             self._waiting_bytes -= body_bytes
             self._requests.labels(version, outcome).inc()
