@@ -28,7 +28,6 @@ from raytrec.serving.request_log import LoggedRequest, RequestLog
 
 log = logging.getLogger(__name__)
 Decoder = Callable[[Scorer], Query]
-Answers = dict[str, np.ndarray]  # score column → scores
 
 
 class Service:
@@ -180,20 +179,20 @@ class Service:
             await self.score_in_shadow(request, decode, dict(zip(names, scores, strict=True)), logged)
         return Response(content, media_type=kind, headers=headers)
 
-    async def score_in_shadow(self, request: Request, decode: Decoder, answers: Answers, log_id: str | None) -> None:
+    async def score_in_shadow(self, request: Request, decode: Decoder, answers: dict, log_id: str | None) -> None:
         """Have the challenger score an answered request at an idle moment, if its mode is shadow.
 
         Args:
             request: Request.
             decode: Function that decodes the request for a model.
-            answers: Scores of the answer.
+            answers: Score column → scores of the answer.
             log_id: Id of the request in the log; None if the answer is not logged.
         """
         if challenger := await self._find_challenger(request, "shadow"):
             score = partial(self._compare_challenger, challenger.scorer, decode, answers, log_id)
             self._shadows.add(challenger.scorer.version, len(request.state.body), score)
 
-    async def _compare_challenger(self, scorer: Scorer, decode: Decoder, answers: Answers, log_id: str | None) -> None:
+    async def _compare_challenger(self, scorer: Scorer, decode: Decoder, answers: dict, log_id: str | None) -> None:
         """Score and log an answered request with the challenger, and compare the scores with the answer.
 
         Raises:

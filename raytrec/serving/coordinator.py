@@ -114,10 +114,9 @@ class Coordinator:
         self._complete = monotonic() + 2 * FOLLOW_INTERVAL_S if saved_state else 0.0
         # Numbers differ from those before a restart, which replicas may still report.
         self._order = ReplicaCommand(time.time_ns(), self._current, None, self._challenger)
-        self._changed = asyncio.Event()
         self._replicas: dict[str, tuple[ReplicaState, float]] = {}  # last report of each replica, and its time
         self._news = ""
-        self._busy = asyncio.Lock()
+        self._busy, self._changed = asyncio.Lock(), asyncio.Event()
 
     async def exports(self) -> tuple[Export, Export | None]:
         """Return the current export, which a new replica loads, and the previous one."""

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from threading import Event, Lock, Thread
 from time import perf_counter, process_time
 from typing import Any
@@ -114,8 +113,8 @@ class Replica:
         check_type(request.headers.get("content-type", ""), JSON)
         promotion = Promotion.parse(await self.service.read(request))
         uri = resolve_export(promotion.uri, self._promote_from) if promotion.uri else None
-        ask = partial(self._coordinator.promote.remote, uri, promotion.share, promotion.shadow)
-        return json_response(await self._ask_coordinator(ask))
+        arguments = uri, promotion.share, promotion.shadow
+        return json_response(await self._ask_coordinator(lambda: self._coordinator.promote.remote(*arguments)))
 
     async def _versions(self, request: Request, scorer: Scorer) -> Response:
         return json_response(await self._ask_coordinator(self._coordinator.versions.remote))
