@@ -103,6 +103,10 @@ class Query:
             return self.scorer.score([part for part in parts if isinstance(part, Rows)], self.program)
         return self.scorer.score([self.scorer.get_reader(self.program).read(concat_rows(parts))], self.program)
 
+    def name_scores(self, scores: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the scores of each task by its score column."""
+        return {task.column: each for task, each in zip(self.scorer.manifest.tasks, scores, strict=True)}
+
 
 def decode_request(content_type: str, body: bytes, scorer: Scorer, program: ProgramName, limits: Limits) -> Query:
     """Return the query of a request.

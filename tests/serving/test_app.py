@@ -267,7 +267,7 @@ def test_public_page_omits_the_model_version(http):
 
 
 def count_rejections(service):
-    return service.figures.requests.labels("/predict", 429)._value.get()
+    return service.figures.requests.labels("/predict", 429, service.versions.version)._value.get()
 
 
 def free_queue_after_rejection(service):
