@@ -69,15 +69,15 @@ class ReplicaCommand:
         number: Number of the command.
         answer: Export with which replicas answer.
         prepare: URI of an export to load next to the current one; None: none.
-        fair_connections: Mean number of active connections of the replicas on the replica's node.
         challenger: Challenger of the export that answers; None: none.
+        fair_connections: Mean number of active connections of the replicas on the replica's node.
     """
 
     number: int
     answer: Export
     prepare: str | None = None
-    fair_connections: float = inf
     challenger: Challenger | None = None
+    fair_connections: float = inf
 
 
 @dataclass(frozen=True)
