@@ -82,7 +82,6 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
             `raytrec export` does not write.
     """
     try:
-<<<<<<< HEAD
         content = file.read_bytes()
         entries = _read_entries(content)
         weights = {name: entries.pop(name) for name in list(entries) if name.startswith(WEIGHT_PREFIX)}
@@ -92,15 +91,10 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
         else:
             program = load_archive(io.BytesIO(sanitize_archive(content)))
             module = program.module(check_guards=False)  # guards take ten times as long as a small model
+            module.graph.set_codegen(CodeGen())  # torch's generator flattens a tree of inputs at each call
             add_size_checks(module)
             if all(weights.values()):  # torch creates tensors without values
                 _loaded[key] = module
-=======
-        program = load_archive(io.BytesIO(sanitize_archive(file.read_bytes())))
-        module = program.module(check_guards=False)  # guards take ten times as long as a small model
-        module.graph.set_codegen(CodeGen())  # torch's generator flattens a tree of inputs at each call
-        add_size_checks(module)
->>>>>>> tables
     except DisallowedContent as error:
         raise RunError(
             f"the program contains {error}",
