@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
+from weakref import proxy
 
 import torch
 
@@ -201,7 +202,8 @@ class Lookups:
         self._features, self._ids = features, ids
         self._specs = list(features.schema.sparse.items())
         self._tables = [tables[spec.table] for _, spec in self._specs]
-        self._group = lru_cache(MAX_CACHED_GROUPINGS)(self._group_features)
+        lookups = proxy(self)  # without a reference cycle, the last reference frees the tables
+        self._group = lru_cache(MAX_CACHED_GROUPINGS)(lambda *key: lookups._group_features(*key))
 
     def __call__(self, rows: AssembledTensors, needed_features: Collection[str]) -> Tensors:
         """Return the inputs of `needed_features`, with B rows each, and the dense columns."""
