@@ -29,7 +29,7 @@
 # make quality-smoke  every row of it for three steps, on made-up data
 # make bench-export  what the export of a table of 30 GiB takes, and how fast its rows are looked up
 # make bench-host  what the host does for a step: kernels that it would launch, milliseconds of Python
-# make bench-serve  how fast raytrec serves, next to two other services of the same model
+# make bench-serve  how fast raytrec serves, next to other services of the same model
 # make bench-swap  how long requests take while a service loads another export
 # make soak-serve  200,000 requests to a service through swaps, damaged exports and killed replicas
 # make bench-plan  memory and time that raytrec plan predicts, against measured ones

@@ -1,70 +1,104 @@
 """Clients for `benchmarks/serve.py`: one process with many connections that each send requests repeatedly.
 
-    python benchmarks/serve_client.py PORT CLIENTS SECONDS TYPE BODIES
+    python benchmarks/serve_client.py SIDE CLIENTS SECONDS
 
-BODIES is a file with a line of sizes as JSON, followed by the bodies. Prints requests/s and milliseconds as
-JSON.
+SIDE is a JSON object with `port`, `path`, `headers`, `bodies` (a pickled list), `pids` of the service and
+`answering` (those that listen). Warms up for a quarter of the time, and prints the figures as JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import pickle
+import re
 import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import numpy as np
+import psutil
 import uvloop
 
 STEP = 7  # distance between the bodies of two consecutive requests of a client
 
 
-async def ask(port: int, head: bytes, bodies: list[bytes], first: int, until: float, durations: list[float]) -> None:
-    """Send requests until the time `until`, and append the seconds of each to `durations`."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    while perf_counter() < until:
-        body = bodies[first % len(bodies)]
-        first += STEP
-        began = perf_counter()
-        writer.write(head % len(body) + body)
-        answer = (await reader.readuntil(b"\r\n\r\n")).lower()
-        if not answer.startswith(b"http/1.1 200"):
-            raise SystemExit(answer.decode())
-        start = answer.find(b"content-length:")
-        if start >= 0:
-            await reader.readexactly(int(answer[start + 15 : answer.index(b"\r", start)]))
-        else:  # Ray Serve's proxy answers in chunks
-            while size := int(await reader.readline(), 16):
-                await reader.readexactly(size + 2)
-            await reader.readline()
-        durations.append(perf_counter() - began)
-    writer.close()
+class Connection(asyncio.Protocol):
+    """Connection that sends each request after the previous response, until a time, and stores their seconds."""
+
+    def __init__(self, requests: Iterator[bytes], until: float, durations: list[float]):
+        self._requests, self._until, self._durations = requests, until, durations
+        self.done = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Send the first request."""
+        self._transport = transport
+        self._send()
+
+    def _send(self) -> None:
+        self._received, self._began = b"", perf_counter()
+        if self._began < self._until or not self._durations:
+            return self._transport.write(next(self._requests))
+        self.done.set_result(None)
+        self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Send the next request if the response is complete."""
+        self._received += data
+        head, _, body = self._received.partition(b"\r\n\r\n")
+        length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)  # Ray Serve's proxy answers in chunks
+        if len(body) == int(length[1]) if length else body.endswith(b"0\r\n\r\n"):
+            if not head.startswith(b"HTTP/1.1 200"):
+                return self._transport.abort()
+            self._durations.append(perf_counter() - self._began)
+            self._send()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Report a connection that ended before its time."""
+        if not self.done.done():
+            self.done.set_exception(ConnectionError(f"{error or 'connection ended'}: {self._received[:2000]}"))
 
 
-async def run(port: int, clients: int, seconds: float, kind: str, bodies: list[bytes]) -> dict[str, float]:
-    """Run the clients, and return requests/s and the 50th and 99th percentiles of milliseconds."""
-    head = (
-        f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nAccept: {kind}\r\n"
-        "Content-Length: %d\r\n\r\n"
-    ).encode()
+async def run(side: dict, bodies: list[bytes], clients: int, seconds: float) -> dict[str, float]:
+    """Run the clients and return their figures."""
+    lines = [f"POST {side['path']} HTTP/1.1", "Host: localhost", *map(": ".join, side["headers"].items())]
+    head = "\r\n".join([*lines, "Content-Length: "]).encode()
+    requests = [b"%b%d\r\n\r\n%b" % (head, len(body), body) for body in bodies]
+    cpu_s, own_s, began = read_cpu_s(side["pids"]), process_time(), perf_counter()
+
+    async def connect(first: int) -> None:
+        own_requests = (requests[i % len(requests)] for i in count(first, STEP))
+        make = partial(Connection, own_requests, began + seconds, durations)
+        await (await asyncio.get_running_loop().create_connection(make, "127.0.0.1", side["port"]))[1].done
+
     durations: list[float] = []
-    began = perf_counter()
-    each = [ask(port, head, bodies, i, began + seconds, durations) for i in range(clients)]
-    await asyncio.gather(*each)
-    rate = len(durations) / (perf_counter() - began)
-    return {"rate": rate, **{f"p{p}": 1000 * float(np.percentile(durations, p)) for p in (50, 99)}}
+    await asyncio.gather(*map(connect, range(clients)))
+    wall_s, own_s, after_s = perf_counter() - began, process_time() - own_s, read_cpu_s(side["pids"])
+    spent_us = {pid: 1e6 * (after_s[pid] - cpu_s[pid]) / len(durations) for pid in after_s.keys() & cpu_s.keys()}
+    return {
+        "rate": len(durations) / wall_s,
+        **{f"p{p}": 1000 * float(np.percentile(durations, p)) for p in (50, 99)},
+        "cpu_us": sum(spent_us.values()),
+        "answering_cpu_us": sum(spent_us.get(pid, 0) for pid in side["answering"]),
+        "client_load": own_s / wall_s,
+    }
+
+
+def read_cpu_s(pids: list[int]) -> dict[int, float]:
+    """Return pid → CPU seconds of those processes that have not ended."""
+    return {p.pid: sum(p.info["cpu_times"][:2]) for p in psutil.process_iter(["cpu_times"]) if p.pid in pids}
 
 
 def main() -> None:
     """Read the command line and the bodies, run the clients, and print their figures as JSON."""
-    port, clients, seconds, kind, file = sys.argv[1:]
-    sizes, _, rest = Path(file).read_bytes().partition(b"\n")
-    bodies, start = [], 0
-    for size in json.loads(sizes):
-        bodies.append(rest[start : start + size])
-        start += size
-    print(json.dumps(uvloop.run(run(int(port), int(clients), float(seconds), kind, bodies))))
+    side, clients, seconds = json.loads(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    bodies = pickle.loads(Path(side["bodies"]).read_bytes())
+    for length in (seconds / 4, seconds):
+        figures = uvloop.run(run(side, bodies, clients, length))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

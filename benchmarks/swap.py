@@ -13,6 +13,7 @@ the version that they name. Writes benchmarks/results/swap.json and the table in
 import asyncio
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -30,7 +31,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import typer
 from harness import REPO, Grid, run_raytrec, take_turns
-from serve import DENSE, QUIET, SPARSE, _free_ports, _running
+from serve import QUIET
+from serve_http import DENSE, SPARSE, find_free_ports, run_service
 
 import raytrec
 from raytrec.serving.command import promote
@@ -56,13 +58,13 @@ def export_steps(table_rows: int) -> Scores:
     for step in STEPS:
         model = raytrec.load(raytrec.export("dlrm", f"exports/{step}", checkpoint=step).path)
         expected[model.version] = [model.predict(part)["score"].to_pylist() for part in parts]
-    Path("bodies.json").write_text(json.dumps([json.dumps({"columns": part.to_pydict()}) for part in parts]), "utf-8")
+    Path("bodies").write_bytes(pickle.dumps([json.dumps({"columns": part.to_pydict()}).encode() for part in parts]))
     return expected
 
 
 async def send_requests(port: str) -> list[dict[str, Any]]:
     """Send requests at a fixed rate until standard input ends; return the due time, end and answer of each."""
-    bodies, tasks = json.loads(Path("bodies.json").read_text("utf-8")), []
+    bodies, tasks = pickle.loads(Path("bodies").read_bytes()), []
     stop, began = asyncio.create_task(asyncio.to_thread(sys.stdin.read)), time.monotonic()
     options = {"connector": aiohttp.TCPConnector(limit=0), "headers": {"Content-Type": "application/json"}}
 
@@ -130,11 +132,11 @@ def main(
     with tempfile.TemporaryDirectory(prefix="raytrec-swap-") as scratch, ExitStack() as stack:
         os.chdir(scratch)
         expected, sides = export_steps(50_000 if smallest else 100_000), {}
-        body = json.loads(Path("bodies.json").read_text("utf-8"))[0].encode()
-        for (name, tree), port in zip(trees.items(), _free_ports(len(trees)), strict=True):
+        side = {"path": "/predict", "headers": {"Content-Type": "application/json"}, "bodies": "bodies"}
+        for (name, tree), port in zip(trees.items(), find_free_ports(len(trees)), strict=True):
             words = ["-m", "raytrec", "serve", f"exports/{STEPS[0]}", "--port", str(port), "--no-token"]
             path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
-            stack.enter_context(_running(words, port, body, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}))
+            stack.enter_context(run_service(words, side | {"port": port}, {"PYTHONPATH": path}))
             uris = cycle(f"exports/{step}" for step in (*STEPS[1:], STEPS[0]))
             sides[name] = lambda port=port, uris=uris: measure(port, list(islice(uris, swaps)), expected)
         turns = take_turns(sides, rounds)
