@@ -280,7 +280,7 @@ def lookups(size: Size, batch: int, device: torch.device, peaks: Peaks | None) -
     step, _ = build_step(config, schema, device)
     (kernel,) = iterate_sharded_kernels(step.model)
     sides = []
-    for name, ids in (("1 id a feature", [1] * FEATURES), ("MLPerf's 214 ids a row", MULTI_HOT)):
+    for name, ids in (("1 id per feature", [1] * FEATURES), ("MLPerf's 214 ids per row", MULTI_HOT)):
         sparse = batch_of(batch, size.lookup_rows, ids).sparse.to(device)
         gradient = torch.full((batch, FEATURES * size.dim), 1e-3, device=device)
 

@@ -26,7 +26,10 @@ from harness import Grid
 from rank_group import Ranks, compare, rig, run_script, trainer
 
 SIDES = {"repeated": False, "grouped": True}
-HEADER = (*("model", "workers", "examples/s: repeated", "grouped", ""), *("CPU-µs an example: repeated", "grouped", ""))
+HEADER = (
+    *("model", "workers", "repeated, examples/s", "grouped, examples/s", "grouped ÷ repeated"),
+    *("repeated, CPU-µs per example", "grouped, CPU-µs per example", "CPU, grouped ÷ repeated"),
+)
 DIM, REQUESTS, PIECES, COLUMNS = 16, 256, 4, 100
 ITEMS, SHOWN = {"item": {"rows": 3706, "dim": DIM}, "user": {"rows": 6040, "dim": DIM}}, 5
 HISTORY = {"item": {"table": "item"}, "history": {"table": "item", "pooling": "sequence"}}

@@ -41,7 +41,8 @@ SIDES = {
     "tenth": {"ids": "managed", "new_share": 0.1},
 }
 HEADER = (
-    *("workers", "ms a step: static", "ids known", "", "a hundredth new", "", "a tenth new", ""),
+    *("workers", "static, ms per step", "no new ids, ms", "÷ static", "1 % new ids, ms", "÷ static"),
+    *("10 % new ids, ms", "÷ static"),
     *("ids/s through the map", "memory growth, MiB"),
 )
 

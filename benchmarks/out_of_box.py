@@ -62,7 +62,7 @@ def main(
 
 def document(results: dict) -> str:
     """Return the table for docs/quality.md."""
-    header = ("data", "rows", "positive", *(f"{who}: {what}" for what in FIGURES for who in WHO), "seeds")
+    header = ("dataset", "rows", "positive", *(f"{who}: {what}" for what in FIGURES for who in WHO), "seeds")
     return Grid(header, [line(name, results[name]) for name in SETS if name in results]).markdown()
 
 

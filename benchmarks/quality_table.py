@@ -7,7 +7,10 @@ from typing import Any
 
 from harness import Grid
 
-COLUMNS = (*("data", "model", "metric", "mean ± spread", "seeds", "published"), *("parameters", "rows/s", "s a run"))
+COLUMNS = (
+    *("dataset", "model", "metric", "mean ± std", "seeds", "published"),
+    *("parameters", "rows/s", "seconds per run"),
+)
 PRECISIONS = ("fp16", "int8", "int4")
 
 
@@ -66,4 +69,4 @@ def exports_document(rows: list, results: dict) -> str:
         for row in rows
         for name, of in results.get(row.name, {}).items()
     ]
-    return Grid(("data", "model", "metric", "fp32", *PRECISIONS), lines, left=3).markdown()
+    return Grid(("dataset", "model", "metric", "fp32", *PRECISIONS), lines, left=3).markdown()

@@ -101,8 +101,8 @@ def document(values: dict[str, Any]) -> str:
     """Return the sentence for docs/benchmarks.md."""
     rates, times, every = values["rows_per_s"], values["faults"], values["every_s"]
     return (
-        f"Undisturbed: {rates['calm']:,.0f} rows/s. With a worker killed at the start of {times} periods of "
-        f"{every:.0f} s: {rates['disturbed']:,.0f} rows/s, which is {values['share']:.0%}."
+        f"The undisturbed speed is {rates['calm']:,.0f} rows/s. In the {every:.0f} s after a worker is killed "
+        f"({times} times), the speed is {rates['disturbed']:,.0f} rows/s, which is {values['share']:.0%} of it."
     )
 
 

@@ -12,7 +12,7 @@ because other load can only slow a side down. Each run warms up for 60 steps and
 twenty seconds, so that one-time work, such as opening MLflow's database, has little weight:
 
 rows/s          of all ranks together
-CPU-µs a row    over all processes that the command starts, including Ray's
+CPU-µs per row  over all processes that the command starts, including Ray's
 peak memory     of all these processes, before and after the measured steps; shared pages count once
 first step      seconds from the start of the command to the end of step 1 (for raytrec, which does not record
                 this step, to the end of step 20, less 19 steps at the measured pace)
@@ -156,7 +156,7 @@ def main(
         for case in cases:
             turns = {side: lambda side=side, case=case: turn(case, side) for side in harness.split(sides)}
             runs[case] = take_turns(turns, rounds)
-    title = f"{rows:,} rows a rank, {steps} steps, best of {rounds} round{'s' * (rounds > 1)}"
+    title = f"{rows:,} rows per rank, {steps} steps, best of {rounds} round{'s' * (rounds > 1)}"
     results = summarize(title, runs)
     for case in cases:
         table_of(results, case).show()

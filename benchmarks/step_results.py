@@ -16,7 +16,7 @@ SIDES = {
 NAMES = {"dlrm": "DLRM", "dcn": "DCN-V2"}
 FIGURES = ("samples_per_s", "cpu_us_per_row", "peak_mib", "first_step_s")
 OTHERS = ("limit", "by_hand", "ray_recipe")
-COLUMNS = ("variant", "rows/s", "CPU-µs a row", "CPU ratio", "peak MiB", "until first step, s")
+COLUMNS = ("variant", "rows/s", "CPU-µs per row", "CPU ÷ first variant", "peak MiB", "s until first step")
 
 
 def cases_of(models: list[str], workers: list[int]) -> dict[str, tuple[str, int]]:
@@ -123,7 +123,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     def made() -> Any:
         figure, panels = new_figure(f"Training against loops written by hand: {results['title']}", 4.6, rows=2)
         cases = list(results["by_case"])
-        for axes, name, label in zip(panels, FIGURES[:2], ("rows/s", "CPU-µs a row"), strict=False):
+        for axes, name, label in zip(panels, FIGURES[:2], ("rows/s", "CPU-µs per row"), strict=False):
             for place, (side, values) in enumerate(results[name].items()):
                 at = [number + 0.2 * (place - 1.5) for number in range(len(cases))]
                 axes.bar(at, [values[case] for case in cases], 0.19, color=colours[side], label=SIDES[side])

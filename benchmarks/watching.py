@@ -52,7 +52,7 @@ CHECKS = ("same_environment", "shards", "replicas", "parity", "conservation", "n
 SIDES: dict[str, dict[str, Any]] = {
     "off": {"tracking": {"every_steps": None}, "checks": dict.fromkeys(CHECKS, "off")},
     "default": {},
-    "everything": {"tracking": {"every_steps": 10}, "checks": {"every_steps": 10}},
+    "every 10 steps": {"tracking": {"every_steps": 10}, "checks": {"every_steps": 10}},
 }
 
 
@@ -193,7 +193,7 @@ def show(seconds: dict[str, list[float]], title: str) -> dict[str, dict[str, flo
         results[name] = {"ms": ms, "added": mean, "low": low, "high": high}
         compared = ["", ""] if name == "off" else [f"{mean:+.1%}", f"{low:+.1%} to {high:+.1%}"]
         rows.append([name, f"{ms:.1f}", *compared])
-    Grid(("recording and checks", "ms a step", "added", "95 % interval"), rows, title).show()
+    Grid(("recording and checks", "ms per step", "added time", "95 % interval"), rows, title).show()
     return results
 
 
