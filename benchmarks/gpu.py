@@ -130,14 +130,15 @@ def size_for(device: torch.device) -> Size:
 
 @dataclass
 class Side:
-    """Side of a case.
+    """One of the variants that a benchmark case compares.
 
     Attributes:
         name: Name in the table.
         steps: Function that starts a number of steps; the device may finish after the function returns.
         rows: Number of rows per step.
         least_s: Minimum duration of a step in seconds; None if unknown.
-        source: Batches of the case ingest, from which other code can also read; None for other cases.
+        source: Batches of the case `ingest`, so that another variant can read from the same iterator; None for
+            other cases.
     """
 
     name: str

@@ -175,7 +175,10 @@ class Run:
         """Show progress and curves until the run ends. Interrupting detaches; the run continues.
 
         Returns:
-            Result of `wait`, with its errors; None after an interrupt.
+            Content of result.json, like `wait`, or None after an interrupt.
+
+        Raises:
+            RunError: The run failed (with its own message), was stopped or interrupted.
         """
         show = display(self.name)
         try:

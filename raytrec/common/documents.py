@@ -104,13 +104,14 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
 
 
 def from_line(file: str, values: Mapping[str, Any]) -> Message:
-    """Convert a line of a file in a run folder to its message, without the fields in LEFT_OUT.
+    """Return the message that a line of a run folder's file contains.
 
-    Fields have their declared types; figures that are not numbers are None.
+    Fields that the line omits (Message.LEFT_OUT) keep their defaults. Fields have their declared types, and
+    figures that are not numbers become None.
 
     Args:
-        file: Name of the file, which determines the kind of some lines.
-        values: Parsed line.
+        file: Name of the file, which determines the message class of some lines.
+        values: Line, parsed as JSON.
 
     Raises:
         ValueError: The values are not a valid line of that file.

@@ -143,10 +143,10 @@ def _make_buffers(
 def _make_lookup_with_extra_rows(
     kind: Callable[..., nn.Module], specs: list[tuple], settings: dict[str, Any], files: LookupStorage, extra: int
 ) -> nn.Module:
-    """Return a lookup of one table, followed by `extra` rows that hold cached rows in memory.
+    """Return a lookup of one file-mapped table, with `extra` rows of weights appended as an in-memory cache.
 
-    TorchRec and its optimizers see only the table, through FBGEMM's embedding_specs. The kernel is created
-    before embedding_specs is reduced to the table, so the kernel reads and updates all rows.
+    TorchRec and its optimizers see only the rows of the table, because embedding_specs is reduced to the table
+    after the kernel has been created. The kernel itself reads and updates all rows.
     """
     ((rows, *fields),) = specs
     lookup = kind(**settings | {"embedding_specs": [(rows + extra, *fields)]})

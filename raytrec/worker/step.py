@@ -34,7 +34,7 @@ from raytrec.worker.step_timing import PhaseTimer, time_lookups
 
 
 class LossModel(nn.Module):
-    """Trained module that maps a Batch to (loss, StepOutputs).
+    """Module to train, which wraps a recommender and its objective and maps a Batch to (loss, StepOutputs).
 
     Args:
         recommender: Model with the tables and dense layers.

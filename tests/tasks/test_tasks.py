@@ -108,7 +108,7 @@ MASK_CYCLE = [{"name": "a", "label": "clicked", "mask": "b"}, {"name": "b", "lab
         (
             [{"loss": "own_parts:WithinGroups"}],
             SCHEMA,
-            ["compares rows by the task's group, but group is not set", "tasks[0].group"],
+            ["requires group, which is not set", "tasks[0].group"],
         ),
         ([{"item_frequency": "often"}], SCHEMA, ["item_frequency is often, but bce does not compare items"]),
         ([{"loss": "bpr", "item_frequency": "often"}], SCHEMA, ["tasks[0].item_frequency"]),
