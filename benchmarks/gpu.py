@@ -13,7 +13,7 @@ host     steps of one row, which are limited by the host: eager and compiled
 exchange only the collectives of several ranks, NCCL or gloo: all-to-all of vectors, all-reduce of gradients
 ingest   raytrec's stream from Parquet to batches on the device, and the copy to the device alone
 
-The sides of a case take turns in one process, and the median of their turns counts. The least time follows
+The sides of a case take turns in one process, and the median over turns is reported. The least time follows
 from the device's data sheet (its peaks without sparsity): FLOPs of matrix products ÷ their peak + bytes of
 all other operations ÷ memory bandwidth; for ingest, bytes ÷ bandwidth of the link to the host. A CPU has
 no such sheet: its peaks are measured and sizes are small, which only shows that the benchmark runs.
@@ -59,7 +59,7 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 
 @dataclass(frozen=True)
 class Peaks:
-    """Limits of a device.
+    """Maximum compute rates and bandwidths of a device.
 
     Attributes:
         fp32: FLOP/s of fp32 matrix products, without sparsity.
@@ -88,7 +88,7 @@ def peaks_of(name: str) -> Peaks | None:
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the cases for a device.
+    """Sizes of the batches, tables and layers that the cases use on a device.
 
     Attributes:
         batches: Batch sizes, in rows, with which cases are measured.
@@ -504,7 +504,7 @@ def alone(device: torch.device) -> Iterator[None]:
 def run(
     device: torch.device, size: Size, only: list[str], rounds: int, data: Path, readers: int, compiled: bool
 ) -> tuple[dict[str, dict[str, Figures]], Peaks | None]:
-    """Run the chosen cases; return {case: {side: figures}} and the device's limits."""
+    """Run the chosen cases; return {case: {side: figures}}, and the device's maximum rates (None if unknown)."""
     peaks = peaks_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else measured_peaks(device)
     out: dict[str, dict[str, Figures]] = {}
     with alone(device):

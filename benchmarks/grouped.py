@@ -5,7 +5,7 @@
 Both sides train the same examples on a CPU, with batches in memory: 256 requests per rank and step. Like
 impressions in MovieLens-1M, a request has a history of 50 to 200 films and 5 candidates; a wide request has 100
 columns, and 10 candidates with 2 columns each. Collating is included, reading is not. The sides take turns, and
-the best turn of each counts.
+the best turn of each is reported.
 
 Writes benchmarks/results/grouped.json and the table in docs/benchmarks.md.
 """

@@ -164,7 +164,7 @@ def batches_of(point: Point, schema: Any) -> Iterator[Any]:
 
 
 class Loop:
-    """Training loop of raytrec/worker/loop.py between two reports."""
+    """Training loop with the parts of raytrec/worker/loop.py that run between two reports."""
 
     def __init__(self, point: Point, rank: int, folder: str, every_steps: int):
         import torch

@@ -17,7 +17,7 @@ PARTS = ("notice", "restart", "build and restore", "first step")  # before, betw
 
 @dataclass
 class Fault:
-    """Fault and the run's reaction to it.
+    """Injected fault, and the time and steps that the run needed to recover from it.
 
     Attributes:
         kind: Kind of fault, a key of FAULTS.

@@ -72,7 +72,7 @@ class Row:
 
 @dataclass
 class Measured:
-    """Measurements of the ranks.
+    """Rates, step times and memory measured with one number of ranks.
 
     Attributes:
         world: Number of ranks.

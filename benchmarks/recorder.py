@@ -33,7 +33,7 @@ def records_of(run: str | Path) -> Path:
 
 
 class Writer:
-    """Writer of one rank's records."""
+    """Writer of the lines that one rank records for each step."""
 
     def __init__(self, checkpoints: Any):
         context = checkpoints._run.context
@@ -78,7 +78,7 @@ def recorded_train_worker(task: Any) -> None:
 
 @dataclass
 class Attempt:
-    """Record of one worker group.
+    """Steps recorded by one worker group between two restarts.
 
     Attributes:
         name: Name of the attempt.

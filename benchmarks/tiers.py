@@ -89,7 +89,7 @@ def watched(phase: Phase, base_bytes: int) -> Iterator[None]:
 
 
 def first_run(rank: int, device: Any, settings: Settings) -> tuple[dict[str, dict], list[float]]:
-    """Initialize, train and save; return the phases, and the losses since the last save began."""
+    """Initialize, train and save; return memory and seconds by phase, and the losses since the last save began."""
     set_up_once(settings)
     base_bytes, phases = own_memory(), {name: Phase() for name in PHASES[:4]}
     with watched(phases["initialise"], base_bytes):
@@ -104,7 +104,7 @@ def first_run(rank: int, device: Any, settings: Settings) -> tuple[dict[str, dic
 
 
 def second_run(rank: int, device: Any, settings: Settings) -> tuple[dict[str, dict], list[float]]:
-    """Restore and train; return the phase and the losses."""
+    """Restore and train; return memory and seconds of the phase "restore", and the losses after restoring."""
     set_up_once(settings)
     base_bytes, phase = own_memory(), Phase()
     trained = Trained(settings, settings.rows, fill=False)

@@ -74,7 +74,7 @@ class Mailbox:
 
 
 class Unheard:
-    """Stand-in for a heartbeat."""
+    """Heartbeat that ignores all calls, because no coordinator is running."""
 
     def tick(self, phase: str | None = None, step: int | None = None) -> None:
         """Ignore a sign of progress."""
@@ -82,7 +82,7 @@ class Unheard:
 
 
 class Side:
-    """Copy of the model with a separate pipeline and separate observers."""
+    """Copy of the model with its own pipeline and observers, trained with one setting of recording and checks."""
 
     def __init__(self, config: RunConfig, rank: int, device: torch.device, mailbox: Mailbox):
         schema, world, rows = schema_of("half"), config.scaling.max_workers, config.data.global_batch_size

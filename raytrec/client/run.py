@@ -25,7 +25,7 @@ ENDED = ("finished", "stopped", "failed", "interrupted")
 
 
 class Cluster:
-    """Running Ray cluster.
+    """Ray cluster on which a notebook or program starts and follows runs.
 
     Args:
         address: ray://HOST:PORT (Ray client: runs end with this process) or http(s)://HOST:PORT (the job API

@@ -129,7 +129,7 @@ def from_line(file: str, values: Mapping[str, Any]) -> Message:
 
 
 def _resolve_message_class(file: str, values: Mapping[str, Any]) -> tuple[type[Message], Mapping[str, Any]]:
-    """Return the class of a line's message, and the values of its fields."""
+    """Return the class of a line's message, and the line's values without the key that states the class."""
     if file in CLASS_OF_FILE:
         return CLASS_OF_FILE[file], values
     tag = "event" if file == messages.EVENTS else "kind"

@@ -71,7 +71,7 @@ class RunConfig(Section):
         workers = self.scaling.max_workers
         if self.scaling.min_workers > workers:
             raise ValueError(
-                f"scaling.num_workers.min ({self.scaling.min_workers}) is larger than scaling.num_workers.max ({workers})"
+                f"scaling.num_workers.min ({self.scaling.min_workers}) exceeds scaling.num_workers.max ({workers})"
             )
         if self.data.lanes < workers:
             raise ValueError(

@@ -30,7 +30,7 @@ from raytrec.worker.loop import check_worker
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of `check`.
+    """Comparison of sharded training with a single process, as returned by `check`.
 
     Attributes:
         findings: One entry for each comparison: {check, name, error, absolute, limit, passed}; error is the

@@ -34,7 +34,7 @@ RUN_RECORD_FILES = (METRICS, RANKS, CHECKS, EVENTS, DELIVERED, DRIVER)  # record
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Run that is prepared but not started.
+    """Run whose inputs have been checked, ready to be trained.
 
     Attributes:
         config: Resolved configuration (`resolve`).

@@ -76,7 +76,7 @@ class DeliveryProcess:
             raise self._refusal
 
     def ready(self) -> str | None:
-        """Wait until the store has answered; wait for a server at most a few seconds.
+        """Wait until the tracking store answers; if it is a server, wait for at most a few seconds.
 
         Returns:
             Id of the MLflow run; None if a server does not answer.

@@ -254,7 +254,7 @@ class ScoringObjective(Objective):
     def outputs(
         self, loss: torch.Tensor, logits: torch.Tensor, batch: Batch, losses: Mapping[str, torch.Tensor] | None = None
     ) -> StepOutputs:
-        """Return the outputs of a step with all labels 0, in which every row counts in every task."""
+        """Return the outputs of a step with all labels 0, in which no task ignores a row."""
         labels = batch.labels.new_zeros(len(batch.labels), 1 + max(task.column for task in self.tasks))
         unlabelled = replace(batch, labels=labels, task_weights=None, keys=None)
         return super().outputs(loss, logits, unlabelled, losses)

@@ -30,7 +30,7 @@ GROWING = (METRICS, RANKS, CHECKS, EVENTS)  # files to which messages are append
 
 
 class Line(NamedTuple):
-    """Complete line of a file.
+    """Complete line of a file that is still being written.
 
     Attributes:
         data: Bytes of the line.

@@ -34,7 +34,7 @@ SPACE, OUTCOME = "space.yaml", "outcome.json"
 
 
 class TrialRecord(TypedDict):
-    """State of a trial in trials.json.
+    """Entry of a trial in trials.json.
 
     Attributes:
         values: Configuration key → drawn value.

@@ -134,12 +134,12 @@ def _leaves(footer: pq.FileMetaData) -> dict[str, list[int]]:
 
 
 class ChunkBytes(NamedTuple):
-    """Bytes read from a column chunk.
+    """Bytes of the pages of a column chunk that contain requested rows.
 
     Attributes:
         begin: Offset of the chunk in the file.
-        data: Dictionary (if needed) and pages.
-        row: Index of the first row in the pages.
+        data: Bytes of the dictionary page (if the pages need it) and of the data pages.
+        row: Index of the first row in the data pages, within the row group.
     """
 
     begin: int
