@@ -116,7 +116,7 @@ class _Loop:
             self._progress.count(1, outputs)
 
     def count(self) -> dict[str, float]:
-        """Return phase → number of launches per step."""
+        """Return a mapping from phase to the number of launches per step."""
         with Launches(self._step) as launches:
             self._train(COUNTED)
         return {phase: number / COUNTED for phase, number in launches.of_phases.items()}

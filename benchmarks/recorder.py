@@ -148,12 +148,12 @@ class Record:
         attempt.times[step] = min(unix_s, attempt.times.get(step, unix_s))
 
     def trained(self) -> dict[int, np.ndarray]:
-        """Return step → sorted ids of the rows in the last attempt that trained the step."""
+        """Return a mapping from step to the sorted ids of the rows in the last attempt that trained the step."""
         last = {step: ranks for attempt in self.look() for step, ranks in attempt.rows.items()}
         return {step: np.sort(np.concatenate(list(ranks.values()))) for step, ranks in last.items()}
 
     def losses(self) -> dict[int, float]:
-        """Return step → mean loss of the rows in the last attempt that trained the step."""
+        """Return a mapping from step to the mean loss of the rows in the last attempt that trained the step."""
         last = {step: (ranks, a.rows[step]) for a in self.look() for step, ranks in a.losses.items()}
         return {s: sum(ls.values()) / sum(map(len, rows.values())) for s, (ls, rows) in last.items()}
 

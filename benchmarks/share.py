@@ -5,7 +5,8 @@
 `raytrec train` runs on a local Ray cluster on this machine, on CPU, with two workers. Undisturbed periods
 of 30 s alternate with periods at the beginning of which a random worker is killed with SIGKILL. The run
 saves every 2 s: the best interval is about √(2 · cost of a save · time between faults) (Young 1974), and a
-save costs a few hundredths of a second here. A run's progress is the highest step reached, so repeated steps are counted once. The goal is 85 % with a fault every 30 s.
+save costs a few hundredths of a second here. A run's progress is the highest
+step reached, so repeated steps are counted once. The goal is 85 % with a fault every 30 s.
 
 Writes benchmarks/results/share.json and the sentence in docs/benchmarks.md.
 """

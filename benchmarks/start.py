@@ -105,7 +105,7 @@ def one_round(config: Path, folder: Path, rng: random.Random) -> dict[str, Any]:
 
 
 def parts(names: dict[str, str], began: float, moments: list[Moment]) -> dict[str, float]:
-    """Return part → seconds since the previous moment, using the moment of the last rank."""
+    """Return a mapping from part to the seconds since the previous moment, using the moment of the last rank."""
     seconds, previous = {}, began
     for name, part in names.items():
         firsts: dict[int, float] = {}

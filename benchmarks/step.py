@@ -83,7 +83,7 @@ def command_of(side: str, settings: Settings, folder: Path) -> list[str]:
 
 
 def times_of(side: str, settings: Settings, folder: Path) -> dict[int, float]:
-    """Return step → time of its end (seconds since 1970), for the steps that a side has recorded."""
+    """Return a mapping from step to time of its end (seconds since 1970), for the steps that a side has recorded."""
     path = folder / "run" / "metrics.jsonl" if side == "raytrec" else Path(settings.steps)
     if not path.exists():
         return {}

@@ -20,7 +20,7 @@ COLUMNS = ("variant", "rows/s", "CPU-µs per row", "CPU ÷ first variant", "peak
 
 
 def cases_of(models: list[str], workers: list[int]) -> dict[str, tuple[str, int]]:
-    """Return name of a case → (model, number of workers)."""
+    """Return a mapping from name of a case to (model, number of workers)."""
     return {f"{model}_{ranks}": (model, ranks) for model in models for ranks in workers}
 
 
@@ -105,7 +105,7 @@ def markdown(results: dict[str, Any], cases: list[str]) -> str:
 
 
 def documents(results: dict[str, Any]) -> dict[str, str]:
-    """Return document → text to insert between the document's markers."""
+    """Return a mapping from document to the text to insert between the document's markers."""
     picture = f"![rows/s and CPU time of each variant: {results['title']}](images/step.png)"
     return {
         "README.md": markdown(results, ["dlrm_2"]),

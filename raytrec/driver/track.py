@@ -31,7 +31,7 @@ LOW_MEMORY_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_A
 class DeliveryProcess:
     """Process that delivers a run to MLflow while the run is trained (tracking.delivery.follow).
 
-    The process runs at low priority, and ends with this process in any case. Without tracking.enabled, it is
+    The process runs at low priority, and always ends with this process. Without tracking.enabled, it is
     not started. Only `ready` and `close` block.
 
     Args:

@@ -66,7 +66,7 @@ class RowSample:
 
 
 def group_by_version(place: str, key: str) -> dict[str, list[RowGroup]]:
-    """Return version → non-empty row groups of the files in the folder `place`.
+    """Return a mapping from version to non-empty row groups of the files in the folder `place`.
 
     `key` names the folder in errors.
     """

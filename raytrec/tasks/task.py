@@ -78,7 +78,7 @@ def key_columns(tasks: Sequence[Task], slices: Sequence[str] = ()) -> tuple[str,
 
 
 def count_logits(tasks: Sequence[Task]) -> dict[str, int]:
-    """Return task → number of logits, in the order of logits, without tasks whose loss reads vectors."""
+    """Return the number of logits of each task whose loss reads no vectors, in the order of the logits."""
     return {task.name: task.outputs for task in tasks if not task.loss.reads_vectors}
 
 
