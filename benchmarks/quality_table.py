@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from typing import Any
 
 from harness import Grid
 
-COLUMNS = (*("data", "model", "metric", "mean ± spread", "seeds", "published"), *("parameters", "rows/s", "s a run"))
+COLUMNS = (
+    *("dataset", "model", "metric", "mean ± std", "seeds", "published"),
+    *("parameters", "rows/s", "seconds per run"),
+)
 PRECISIONS = ("fp16", "int8", "int4")
 
 
@@ -42,19 +46,20 @@ def grid(rows: list, results: dict) -> Grid:
 
 
 def document(rows: list, results: dict) -> str:
-    """Return the text for docs/quality.md: the table, data sets, and sources of published figures."""
+    """Return the text for docs/quality.md: the table, datasets, and sources of published figures."""
     measured: list[Any] = [row for row in rows if results.get(row.name, {}).get("runs")]
     if not measured:
         return ""
-    notes = [
-        f"- `{row.data}`: {row.title}: `raytrec prepare {row.recipe.replace('{source}/', 'SOURCE/')}`"
-        for row in measured
-    ]
-    models: dict[tuple[str, str], list[str]] = {}  # (data set, source) → models with figures of the source
+    notes = [f"- `{row.data}`: {row.title}" for row in measured]
+    models: dict[tuple[str, str], list[str]] = {}  # (dataset, source) → models with figures of the source
     for row in measured:
         if row.published:
             models.setdefault((row.data, row.published["source"]), []).append(row.model)
-    sources = [f"- `{data}`, {', '.join(names)}: {source}" for (data, source), names in models.items()]
+    several = {data for data, count in Counter(data for data, _ in models).items() if count > 1}
+    sources = [
+        f"- `{data}`{', ' + ', '.join(names) if data in several else ''}: {source}"
+        for (data, source), names in models.items()
+    ]
     parts = [grid(rows, results).markdown(), "\n".join(dict.fromkeys(notes))]
     return "\n\n".join([*parts, *(["\n".join(["Published figures:", "", *sources])] if sources else [])])
 
@@ -66,4 +71,4 @@ def exports_document(rows: list, results: dict) -> str:
         for row in rows
         for name, of in results.get(row.name, {}).items()
     ]
-    return Grid(("data", "model", "metric", "fp32", *PRECISIONS), lines, left=3).markdown()
+    return Grid(("dataset", "model", "metric", "fp32", *PRECISIONS), lines, left=3).markdown()

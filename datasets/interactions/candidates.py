@@ -97,7 +97,10 @@ def read_candidates(path: Path, builder: InteractionBuilder, columns: Columns) -
             user_keys, item_keys = user_keys.cast(kinds[0]), item_keys.cast(kinds[1])
         except pa.ArrowInvalid as error:
             raise DataError(
-                f"the users or items do not match the source: {error}", where=f"--candidates {path}"
+                f"the user or item keys cannot be converted to the types in the source: {error}",
+                where=f"--candidates {path}",
+                expected=f"users of type {kinds[0]} and items of type {kinds[1]}, as in the source",
+                do="use the same keys in both files",
             ) from None
         user = builder.users.known_ids(user_keys)
         users.append(user[user >= 0])

@@ -202,10 +202,10 @@ def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema
 
 
 def choose_example_job(folder: Path, chosen: Choices) -> tuple[str, list[str], list[str]]:
-    """Return the name of a suitable job below jobs/, overrides, and lines about other suitable jobs.
+    """Return the name of a suitable job in jobs/, its overrides, and notes on other suitable jobs.
 
-    If all rows have label 1, models learn to distinguish each row's item from other items, which are in the
-    batch or are drawn. Without candidates, a row's items are ranked among all items.
+    If all labels are 1, the overrides select a loss with in-batch or sampled negatives. Without candidates, they
+    rank each row's items among all items.
 
     Args:
         folder: Folder of the dataset.

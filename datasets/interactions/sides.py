@@ -71,7 +71,7 @@ class Side:
             indices = pc.index_in(keys, value_set=self.keys.cast(keys.type))
         except pa.ArrowInvalid as error:
             raise ConfigError(
-                f"the keys of the side feature {self.name} do not match the source: {error}",
+                f"the keys of the side feature {self.name} cannot be converted to the type in the source: {error}",
                 where="--user-features, --item-features",
                 expected=f"keys of type {keys.type}",
             ) from None

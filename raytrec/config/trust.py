@@ -46,7 +46,7 @@ SECTIONS_WITHOUT_PLACES = ("tracking", "scaling", "tasks")
 
 
 def find_foreign_code(values: dict[str, Any]) -> dict[str, str]:
-    """Return key → code or server that a configuration names. The values need not be validated."""
+    """Return a mapping from key to the code or server that a configuration names. The values need not be validated."""
     places = {section: each for section, each in values.items() if section not in SECTIONS_WITHOUT_PLACES}
     foreign_code = _find_modules(values) | dict(_iterate_places(places))
     address = as_dict(values.get("scaling")).get("address")
@@ -180,7 +180,7 @@ def _make_key(file: Path) -> None:
 
 
 def _find_modules(values: dict[str, Any]) -> dict[str, str]:
-    """Return key → module:name for all code that a configuration names."""
+    """Return a mapping from key to module:name for all code that a configuration names."""
     modules = {}
     model, data = as_dict(values.get("model")), as_dict(values.get("data"))
     if ":" in str(model.get("name", "")):

@@ -63,7 +63,7 @@ def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Par
 def score_golden_rows(
     trained: TrainedModel, dataset: Dataset, parts: list[Part], precision: PrecisionName
 ) -> dict[str, pa.Array]:
-    """Return score column → the trained model's scores of rows, with tables rounded to a precision."""
+    """Return a mapping from score column to the trained model's scores of rows, with tables rounded to a precision."""
     names = list_score_columns(trained.objective.tasks)
     kinds = [pa.float32() if t.outputs == 1 else pa.list_(pa.float32()) for t in trained.objective.tasks]
     if not parts:

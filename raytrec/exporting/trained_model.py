@@ -117,7 +117,7 @@ def list_tasks(trained: TrainedModel) -> list[TaskEntry]:
 
 
 def list_towers(trained: TrainedModel) -> dict[TowerName, list[str]]:
-    """Return tower → its features and dense columns, sorted; empty for models without towers."""
+    """Return a mapping from tower to its features and dense columns, sorted; empty for models without towers."""
     model, schema = trained.saved.config.model, trained.saved.schema
     if not model.retrieves:
         return {}

@@ -252,7 +252,7 @@ def test_untrusted_space_and_trials_must_not_draw_code(tiny_data, tmp_path, monk
     records = json.loads(trials.read_text())
     records[0]["values"][key] = value
     trials.write_text(json.dumps(records))
-    with pytest.raises(RunError, match="trial 1 of the search differs from the values that its space draws"):
+    with pytest.raises(RunError, match="the recorded values of trial 1 do not match the search space and seed"):
         reopen_search(search.folder, None, allow_code=False)
     (search.folder / "space.yaml").write_text(drawn.read_text())
     with pytest.raises(ConfigError, match="names code to run"):

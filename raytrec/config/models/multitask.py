@@ -133,7 +133,7 @@ class DBMTLSection(ModelSection):
         self.order(list(tasks))
 
     def order(self, tasks: Collection[str]) -> dict[str, list[str]]:
-        """Return task → tasks that it depends on, in topological order.
+        """Return a mapping from task to the tasks that it depends on, in topological order.
 
         Raises:
             ConfigError: A task does not exist, or tasks depend on each other in a cycle.

@@ -117,7 +117,7 @@ class WideDeepSection(ModelSection):
         _check_first_order(schema, self.name, tasks, [f for f in schema.sparse if f in wide])
 
     def parts(self, schema: Schema) -> dict[str, set[str]]:
-        """Return part (wide or deep) → its features and columns.
+        """Return a mapping from part (wide or deep) to its features and columns.
 
         Raises:
             ConfigError: A pattern matches nothing, or a feature is in neither part.

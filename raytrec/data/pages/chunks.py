@@ -95,14 +95,14 @@ class PageIndex:
         kind, body = header[TYPE], header[COMPRESSED]
         room = self._end - self._at - size
         if not 0 <= body <= room + MAX_UNCOUNTED_BYTES:  # pyarrow would allocate memory of the claimed size
-            raise DamagedPageError(f"a page of column {self._name} claims {body:,} bytes, but {room:,} are left")
+            raise DamagedPageError(f"a page of column {self._name} claims {body:,} bytes, but only {room:,} remain")
         if body > room:
             raise ValueError("the column chunk ends within a page")
         if fields := header.get(DATA_HEADERS.get(kind, 0)):
             values, rows, begins_row = fields[VALUES], fields[VALUES], True
             if not 0 <= values <= self._left:
                 raise DamagedPageError(
-                    f"a page of column {self._name} claims {values:,} values, but {self._left:,} are left"
+                    f"a page of column {self._name} claims {values:,} values, but only {self._left:,} remain"
                 )
             if self._depth:
                 rows, begins_row = self._count_page_rows(read_at, self._at + size, header, values)

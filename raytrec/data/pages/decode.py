@@ -94,7 +94,7 @@ def _decode(path: str, group: int, first: int, rows: int, columns: list[str]) ->
     try:
         table = retry_read(path, partial(_read, path, group, first, rows, columns))
         if table.num_rows < rows:
-            raise IndexError(f"the pages hold fewer than {first + rows:,} rows, but the footer claims more")
+            raise IndexError(f"the pages contain fewer rows than the footer claims ({first + rows:,} or more)")
     except (DamagedPageError, pa.ArrowException, OSError, IndexError, KeyError, ValueError, RecursionError) as error:
         raise DataError(
             f"cannot decode the row group: {get_first_line(error)}",
