@@ -29,8 +29,9 @@ from raytrec.exporting.trained_model import TrainedModel, make_rounding
 from raytrec.metrics.selection import Selection
 from raytrec.prediction.one_process import compute_outputs, read_batch
 from raytrec.prediction.predict import list_score_columns
-from raytrec.scoring.lookups import PRECISIONS, Lookups
+from raytrec.scoring.lookups import Lookups
 from raytrec.scoring.manifest import Manifest, Metrics, PrecisionName, ProgramName
+from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.request_rows import widen_type
 from raytrec.scoring.scorer import Scorer
 from raytrec.tasks.outputs import StepOutputs

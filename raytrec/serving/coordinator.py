@@ -15,15 +15,14 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import inf
 from time import monotonic
-from typing import Any, Literal
+from typing import Any
 
-from prometheus_client.metrics_core import Metric
-
-from raytrec.common.errors import RaytrecError, RunError
+from raytrec.common.errors import RunError
 from raytrec.serving.replica_metrics import write_metrics
+from raytrec.serving.replica_state import Challenger, Export, ReplicaCommand, ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -37,72 +36,6 @@ MAX_ENDED_REPLICAS = 1  # replicas that may end while an export is loaded; if mo
 def get_coordinator_name(name: str) -> str:
     """Return the name of a service's coordinator actor."""
     return f"raytrec-serve-{name}"
-
-
-@dataclass(frozen=True)
-class Export:
-    """Location of an export, and the version in its manifest."""
-
-    uri: str
-    version: str
-
-
-@dataclass(frozen=True)
-class Challenger(Export):
-    """Export that answers or scores a share of requests while another export is the current one.
-
-    Attributes:
-        share: Share of requests, in (0, 1].
-        mode: canary: the export answers its share of requests; shadow: the export scores its share of requests
-            after the current export has answered them.
-    """
-
-    share: float
-    mode: Literal["canary", "shadow"]
-
-
-@dataclass(frozen=True)
-class ReplicaCommand:
-    """Numbered command to replicas.
-
-    Attributes:
-        number: Number of the command.
-        answer: Export with which replicas answer.
-        prepare: URI of an export to load next to the current one; None: none.
-        challenger: Challenger of the export that answers; None: none.
-        fair_connections: Mean number of active connections of the replicas on the replica's node.
-    """
-
-    number: int
-    answer: Export
-    prepare: str | None = None
-    challenger: Challenger | None = None
-    fair_connections: float = inf
-
-
-@dataclass(frozen=True)
-class ReplicaState:
-    """State of a replica.
-
-    Attributes:
-        completed_command: Number of the last command that the replica has executed.
-        version: Version with which the replica answers.
-        prepared: Version that the replica has prepared on command; None: none.
-        error: Reason why the command could not be executed; None if the replica executed it.
-        challenger_error: Reason why the replica has no challenger; None if the command was executed.
-        figures: Metrics of the replica.
-        node: Id of the replica's node, on which the kernel distributes connections.
-        connections: Number of active connections; None: the replica does not listen yet.
-    """
-
-    completed_command: int
-    version: str
-    prepared: str | None = None
-    error: RaytrecError | None = None
-    challenger_error: str | None = None
-    figures: tuple[Metric, ...] = ()
-    node: str = ""
-    connections: int | None = None
 
 
 class Coordinator:

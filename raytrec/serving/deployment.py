@@ -22,21 +22,13 @@ from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.app import Service
 from raytrec.serving.bodies import JSON, RefusedRequest, check_type, json_response
-from raytrec.serving.coordinator import (
-    FOLLOW_INTERVAL_S,
-    LOAD_TIMEOUT_S,
-    NAMESPACE,
-    Coordinator,
-    Export,
-    ReplicaCommand,
-    ReplicaState,
-    get_coordinator_name,
-)
+from raytrec.serving.coordinator import FOLLOW_INTERVAL_S, LOAD_TIMEOUT_S, NAMESPACE, Coordinator, get_coordinator_name
 from raytrec.serving.listener import Listener
 from raytrec.serving.loaded_exports import execute_command, get_containing_folder, load_either, resolve_export
 from raytrec.serving.openapi import Endpoint
 from raytrec.serving.options import TOKEN, Promotion, ServiceOptions
 from raytrec.serving.replica_metrics import describe_model
+from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaState
 from raytrec.serving.request_log import RequestLog
 
 TARGET_BUSY_SHARE = 0.6  # target share of the time during which replicas are busy

@@ -15,7 +15,7 @@ from raytrec.scoring.load import load
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.bodies import RefusedRequest
-from raytrec.serving.coordinator import Challenger, Export, ReplicaCommand, ReplicaState
+from raytrec.serving.replica_state import Challenger, Export, ReplicaCommand, ReplicaState
 
 _log = logging.getLogger(__name__)
 

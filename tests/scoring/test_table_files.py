@@ -17,8 +17,8 @@ from raytrec.common.errors import RunError
 from raytrec.config.schema import Schema
 from raytrec.scoring import lookups
 from raytrec.scoring.load import _read_ids
-from raytrec.scoring.lookups import PRECISIONS
 from raytrec.scoring.manifest import Manifest, StackEntry
+from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.table_files import ALIGNMENT, choose_block_rows, make_header, open_tables
 
 ROWS, DIM, BLOCK_ROWS = {"a": 3000, "b": 1, "c": 9000}, 8, 4096  # int8: 16 bytes per row, three blocks

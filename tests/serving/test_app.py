@@ -27,10 +27,10 @@ from raytrec.scoring.request_rows import ObjectRows
 from raytrec.serving.app import Service
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits, Query
-from raytrec.serving.coordinator import Export, ReplicaCommand, ReplicaState
 from raytrec.serving.loaded_exports import LoadedExports, execute_command, load_either
 from raytrec.serving.openapi import make_page
 from raytrec.serving.replica_metrics import describe_model
+from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaState
 
 LIMITS = Limits(body_bytes=200_000, rows=100, ids=50)
 

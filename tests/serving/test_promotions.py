@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from raytrec.common.errors import RunError
-from raytrec.serving.coordinator import Challenger, Coordinator, Export, ReplicaState
+from raytrec.serving.coordinator import Coordinator
 from raytrec.serving.replica_metrics import ReplicaMetrics
+from raytrec.serving.replica_state import Challenger, Export, ReplicaState
 
 FIRST, SECOND = Export("a", "films-1"), Export("b", "films-2")
 

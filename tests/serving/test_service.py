@@ -33,7 +33,8 @@ from raytrec.cluster.local_ray import check_ports
 from raytrec.common.errors import RunError
 from raytrec.serving.challenger import is_in_share
 from raytrec.serving.command import promote
-from raytrec.serving.coordinator import REPLICA_TIMEOUT_S, Challenger
+from raytrec.serving.coordinator import REPLICA_TIMEOUT_S
+from raytrec.serving.replica_state import Challenger
 
 pytestmark = pytest.mark.survive
 
