@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from typing import Any
 
 from harness import Grid
@@ -50,16 +49,15 @@ def document(rows: list, results: dict) -> str:
     measured: list[Any] = [row for row in rows if results.get(row.name, {}).get("runs")]
     if not measured:
         return ""
-    notes = [f"- `{row.data}`: {row.title}" for row in measured]
+    notes = [
+        f"- `{row.data}`: {row.title}: `raytrec prepare {row.recipe.replace('{source}/', 'SOURCE/')}`"
+        for row in measured
+    ]
     models: dict[tuple[str, str], list[str]] = {}  # (dataset, source) → models with figures of the source
     for row in measured:
         if row.published:
             models.setdefault((row.data, row.published["source"]), []).append(row.model)
-    several = {data for data, count in Counter(data for data, _ in models).items() if count > 1}
-    sources = [
-        f"- `{data}`{', ' + ', '.join(names) if data in several else ''}: {source}"
-        for (data, source), names in models.items()
-    ]
+    sources = [f"- `{data}`, {', '.join(names)}: {source}" for (data, source), names in models.items()]
     parts = [grid(rows, results).markdown(), "\n".join(dict.fromkeys(notes))]
     return "\n\n".join([*parts, *(["\n".join(["Published figures:", "", *sources])] if sources else [])])
 

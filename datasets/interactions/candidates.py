@@ -76,7 +76,7 @@ def _check_enough(users: np.ndarray, count: int, items: int, met: np.ndarray) ->
         raise DataError(
             f"cannot draw {count} new items for each user: a user has interacted with all but {remaining} of {items:,}",
             where="--negatives, --train-negatives",
-            expected=f"{max(remaining, 0)} or fewer",
+            expected=f"at most {max(remaining, 0)} drawn items per user",
             do="lower the option",
         )
 
@@ -106,7 +106,7 @@ def read_candidates(path: Path, builder: InteractionBuilder, columns: Columns) -
         users.append(user[user >= 0])
         items.append(builder.items.ids(item_keys.filter(pa.array(user >= 0))))
     if not sum(map(len, users)):
-        raise DataError("none of the users occur in the source", where=f"--candidates {path}")
+        raise DataError("none of the users in the file occurs in the source", where=f"--candidates {path}")
     return Pairs(np.concatenate(users), np.concatenate(items))
 
 

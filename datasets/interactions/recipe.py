@@ -82,7 +82,7 @@ class Choices:
         if self.rows == "user" and (not self.max_length or self.train_negatives):
             wrong = f"{negatives} {self.train_negatives}" if self.max_length else f"{length} 0"
             raise ConfigError(
-                "rows of whole users are only for models that learn at every position of a history",
+                "--rows user requires histories and excludes negatives, because models learn at every position",
                 where=f"--rows user {wrong}",
                 expected=f"{length} of 1 or more, and {negatives} 0",
             )

@@ -128,7 +128,12 @@ def _table(path: Path, key: str) -> pa.Table:
 
 def _side(name: str, keys: pa.Array, values: pa.Array, path: Path) -> Side:
     if name in RESERVED_COLUMN_NAMES:
-        raise ConfigError(f"a side feature cannot be named '{name}'", where=str(path), do="rename the column")
+        raise ConfigError(
+            f"the side feature '{name}' has the name of a column that the recipe writes",
+            where=str(path),
+            expected=f"a name other than {', '.join(sorted(RESERVED_COLUMN_NAMES))}",
+            do="rename the column",
+        )
     if pa.types.is_floating(values.type):
         _refuse_nulls(name, values, path)
         return Side(name, keys, values.cast(pa.float32()))

@@ -80,8 +80,8 @@ def refuse_code(original_code: dict[str, str], values: dict[str, Any], where: st
         raise ConfigError(
             f"an untrusted configuration names code to run or servers to contact: {'; '.join(named)}",
             where=where,
-            expected="no module:name, no cluster, no URI that selects its server, and no MLflow server while "
-            "an MLflow password is set",
+            expected="a configuration without module:name, cluster address, URI that selects its server, or MLflow "
+            "server while an MLflow password is set",
             do="add --allow-code or use your own copy of the file if you trust its source; else override these keys",
         )
 

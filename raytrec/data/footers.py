@@ -43,7 +43,7 @@ def _check_claims(footer: pq.FileMetaData, size: int) -> None:
     for g in range(footer.num_row_groups):
         group = footer.row_group(g)
         if not 0 <= group.num_rows <= MAX_GROUP_ROWS:
-            raise ImplausibleFooterError(f"the footer claims {group.num_rows:,} rows in row group {g}")
+            raise ImplausibleFooterError(f"the footer claims an impossible {group.num_rows:,} rows in row group {g}")
         # In ordinary row groups, only one column is checked, because there may be millions of row groups.
         for c in range(group.num_columns if group.num_rows > MIN_FULLY_CHECKED_ROWS else min(1, group.num_columns)):
             chunk, column = group.column(c), footer.schema.column(c)
@@ -103,7 +103,8 @@ def read_footer(uri: str) -> pq.FileMetaData:
         raise DataError(
             f"the file is not a complete Parquet file: {str(error).splitlines()[0]}",
             where=uri,
-            expected=storage_hint(uri) + "a readable footer; the file may be cut off or still being written",
+            expected=storage_hint(uri)
+            + "a file with a readable footer that is neither cut off nor still being written",
             do="write or copy the file again, or remove it",
         ) from None
     return metadata

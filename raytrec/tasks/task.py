@@ -162,7 +162,7 @@ def _loss(section: TaskSection, where: str) -> Loss:
         raise ConfigError(
             f"loss {section.loss} is not a subclass of raytrec.tasks.losses.Loss that defines of_rows",
             where=where,
-            expected="a class derived from raytrec.tasks.losses.Loss",
+            expected="a class derived from raytrec.tasks.losses.Loss, with the method of_rows",
         )
     what, options = f"loss {section.loss} does not accept these options", where.replace(".loss", ".options")
     try:

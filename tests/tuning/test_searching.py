@@ -109,7 +109,7 @@ def test_tune_refuses_an_invalid_configuration(tiny_data, tmp_path, changes, err
         ({"at_once": 0}, "--at-once is 0"),
         ({"space": None}, "a search requires a config and a space"),
         ({"space": "/nowhere.yaml"}, "cannot read the search space: No such file"),
-        ({"resume": "/nowhere"}, "--resume reads CONFIG and the space from the search folder"),
+        ({"resume": "/nowhere"}, "but --resume reads them from the search folder"),
     ],
 )
 def test_tune_refuses_invalid_options(tiny_data, tmp_path, options, mistake):

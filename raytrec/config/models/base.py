@@ -146,7 +146,7 @@ def get_common_dim(schema: Schema, model: str) -> int:
     dims = {table.dim for table in schema.tables.values()}
     if len(dims) > 1:
         raise ConfigError(
-            f"the tables have dims {', '.join(map(str, sorted(dims)))}",
+            f"the tables have different dims {', '.join(map(str, sorted(dims)))}",
             where="schema.yaml, tables",
             expected=f"the same dim for all tables, because {model} stacks their vectors",
             do="give every table the same dim",

@@ -184,7 +184,7 @@ class NcfSection(PairSection):
             raise ConfigError(
                 f"model.shared is true, but model.gmf_dim is {self.gmf_dim}",
                 where="model.gmf_dim",
-                expected="only one of the keys: embeddings are either shared or split",
+                expected="either model.shared or model.gmf_dim, because embeddings are either shared or split",
                 do="remove gmf_dim, or set model.shared=false",
             )
         if self.shared:

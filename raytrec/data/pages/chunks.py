@@ -67,7 +67,7 @@ class PageIndex:
                 self._advance_page(read_at)
         if self._left or self._row != self._all_rows:
             raise DamagedPageError(
-                f"the pages of column {self._name} hold {self._row:,} rows; the footer has {self._all_rows:,}"
+                f"the pages of column {self._name} contain {self._row:,} rows, but the footer claims {self._all_rows:,}"
             )
 
     def read(self, read_at: ReadAt, first: int, last: int) -> tuple[bytes, int]:
@@ -81,7 +81,7 @@ class PageIndex:
         """
         start, stop = bisect_right(self._rows, first) - 1, bisect_left(self._rows, last)
         if start < 0:
-            raise ValueError(f"no page holds row {first:,}")
+            raise ValueError(f"no page contains row {first:,}")
         begin, end = self._offsets[start], self._offsets[stop] if stop < len(self._rows) else self._end
         coded, row = any(self._coded[start:stop]), self._rows[start]
         data = read_at(begin, end - begin)
