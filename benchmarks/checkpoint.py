@@ -140,7 +140,7 @@ def copied(saver: CheckpointWriter, step: int, state: State) -> float:
 def measure(
     rank: int, device: Any, world: int, folder: Path, rows: int, rounds: int
 ) -> dict[str, list[dict[str, float]]]:
-    """Return variant → seconds by phase for each turn."""
+    """Return a mapping from variant to the seconds by phase for each turn."""
     state, into = tables(rank, world, rows, fill=True), tables(rank, world, rows, fill=False)
     saver = CheckpointWriter(str(folder / f"saver-{world}"), CheckpointSection(keep_last=1, every_s=None))
     steps = count(1)

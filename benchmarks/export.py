@@ -6,8 +6,8 @@ DLRM is trained on 1,000 rows. One table of dim 64 in the run's checkpoint is en
 same GiB of random values, so the checkpoint takes only 1 GiB on disk. `raytrec export` writes the whole table.
 
 peak      largest resident memory of `raytrec export`, including torch and TorchRec
-lookups   2,000 rows per request, drawn from a power law (exponent 1.2) over all rows; hot: the second run of the
-          same requests; cold: each after the files have been dropped from the page cache
+lookups   2,000 rows per request, drawn from a power law (exponent 1.2) over all rows; warm: the second run of
+          the same requests; cold: each request after the files have been dropped from the page cache
 
 Writes benchmarks/results/export.json and the table of docs/benchmarks.md.
 """
@@ -37,7 +37,10 @@ from raytrec.scoring.table_files import open_tables
 
 GIB, DIM, KEYS = 1 << 30, 64, 2000
 TABLE, COLD = "C1", 50  # name of the table, and number of cold requests
-HEADER = ("tables", "size", "export", "peak memory", "2,000 rows hot, p50 / p99", "cold")
+HEADER = (
+    *("precision of tables", "size", "export time", "peak memory"),
+    *("warm lookup, p50 / p99", "cold lookup, p50 / p99"),
+)
 
 
 def _trained(scratch: Path) -> Path:
@@ -139,7 +142,7 @@ def grid(exports: list[dict[str, Any]]) -> Grid:
 def main(
     gib: Annotated[float, typer.Option(help="Size of the table in GiB.")] = 30,
     precisions: Annotated[str, typer.Option(help="Precisions, separated by commas.")] = "fp32,int8",
-    requests: Annotated[int, typer.Option(help="Number of hot requests.")] = 2000,
+    requests: Annotated[int, typer.Option(help="Number of warm lookups.")] = 2000,
     folder: Annotated[Path | None, typer.Option(help="Folder with space for an export and 2 GiB more.")] = None,
     smallest: harness.Smallest = False,
 ) -> None:

@@ -13,7 +13,7 @@ host     steps of one row, which are limited by the host: eager and compiled
 exchange only the collectives of several ranks, NCCL or gloo: all-to-all of vectors, all-reduce of gradients
 ingest   raytrec's stream from Parquet to batches on the device, and the copy to the device alone
 
-The sides of a case take turns in one process, and the median of their turns counts. The least time follows
+The sides of a case take turns in one process, and the median over turns is reported. The least time follows
 from the device's data sheet (its peaks without sparsity): FLOPs of matrix products ÷ their peak + bytes of
 all other operations ÷ memory bandwidth; for ingest, bytes ÷ bandwidth of the link to the host. A CPU has
 no such sheet: its peaks are measured and sizes are small, which only shows that the benchmark runs.
@@ -59,7 +59,7 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 
 @dataclass(frozen=True)
 class Peaks:
-    """Limits of a device.
+    """Maximum compute rates and bandwidths of a device.
 
     Attributes:
         fp32: FLOP/s of fp32 matrix products, without sparsity.
@@ -88,7 +88,7 @@ def peaks_of(name: str) -> Peaks | None:
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the cases for a device.
+    """Sizes of the batches, tables and layers that the cases use on a device.
 
     Attributes:
         batches: Batch sizes, in rows, with which cases are measured.
@@ -130,14 +130,15 @@ def size_for(device: torch.device) -> Size:
 
 @dataclass
 class Side:
-    """Side of a case.
+    """One of the variants that a benchmark case compares.
 
     Attributes:
         name: Name in the table.
         steps: Function that starts a number of steps; the device may finish after the function returns.
         rows: Number of rows per step.
         least_s: Minimum duration of a step in seconds; None if unknown.
-        source: Batches of the case ingest, from which other code can also read; None for other cases.
+        source: Batches of the case `ingest`, so that another variant can read from the same iterator; None for
+            other cases.
     """
 
     name: str
@@ -280,7 +281,7 @@ def lookups(size: Size, batch: int, device: torch.device, peaks: Peaks | None) -
     step, _ = build_step(config, schema, device)
     (kernel,) = iterate_sharded_kernels(step.model)
     sides = []
-    for name, ids in (("1 id a feature", [1] * FEATURES), ("MLPerf's 214 ids a row", MULTI_HOT)):
+    for name, ids in (("1 id per feature", [1] * FEATURES), ("MLPerf's 214 ids per row", MULTI_HOT)):
         sparse = batch_of(batch, size.lookup_rows, ids).sparse.to(device)
         gradient = torch.full((batch, FEATURES * size.dim), 1e-3, device=device)
 
@@ -503,7 +504,7 @@ def alone(device: torch.device) -> Iterator[None]:
 def run(
     device: torch.device, size: Size, only: list[str], rounds: int, data: Path, readers: int, compiled: bool
 ) -> tuple[dict[str, dict[str, Figures]], Peaks | None]:
-    """Run the chosen cases; return {case: {side: figures}} and the device's limits."""
+    """Run the chosen cases; return {case: {side: figures}}, and the device's maximum rates (None if unknown)."""
     peaks = peaks_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else measured_peaks(device)
     out: dict[str, dict[str, Figures]] = {}
     with alone(device):

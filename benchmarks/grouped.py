@@ -5,7 +5,7 @@
 Both sides train the same examples on a CPU, with batches in memory: 256 requests per rank and step. Like
 impressions in MovieLens-1M, a request has a history of 50 to 200 films and 5 candidates; a wide request has 100
 columns, and 10 candidates with 2 columns each. Collating is included, reading is not. The sides take turns, and
-the best turn of each counts.
+the best turn of each is reported.
 
 Writes benchmarks/results/grouped.json and the table in docs/benchmarks.md.
 """
@@ -26,7 +26,10 @@ from harness import Grid
 from rank_group import Ranks, compare, rig, run_script, trainer
 
 SIDES = {"repeated": False, "grouped": True}
-HEADER = (*("model", "workers", "examples/s: repeated", "grouped", ""), *("CPU-µs an example: repeated", "grouped", ""))
+HEADER = (
+    *("model", "workers", "repeated, examples/s", "grouped, examples/s", "grouped ÷ repeated"),
+    *("repeated, CPU-µs per example", "grouped, CPU-µs per example", "CPU, grouped ÷ repeated"),
+)
 DIM, REQUESTS, PIECES, COLUMNS = 16, 256, 4, 100
 ITEMS, SHOWN = {"item": {"rows": 3706, "dim": DIM}, "user": {"rows": 6040, "dim": DIM}}, 5
 HISTORY = {"item": {"table": "item"}, "history": {"table": "item", "pooling": "sequence"}}

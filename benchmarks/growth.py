@@ -5,8 +5,8 @@
 Each point measures raytrec's own step with the observers, the agreement between ranks and the metrics of a run,
 on ranks without Ray and with random batches in memory. The figure is the CPU time of all ranks in the cheapest
 of several blocks of steps, which hardly depends on other load. The points of a curve differ in one size; other
-sizes are as in BASE. Each curve has the law that its cost should follow: constant, or a + b·x. A point that
-deviates from the law by more than a quarter is a kink.
+sizes are as in BASE. The expected cost of each curve is constant, or linear: a + b·x. A point that deviates from
+the expected cost by more than a quarter is a kink.
 
 Writes benchmarks/results/growth.json, docs/images/growth.png and the table of docs/benchmarks.md.
 """
@@ -28,7 +28,7 @@ import typer
 from harness import Grid
 from rank_group import on_ranks
 
-KINK = 1.25  # ratio to the law, or its inverse, beyond which a point is a kink
+KINK = 1.25  # ratio to the expected cost, or its inverse, beyond which a point is a kink
 BLOCKS, BATCHES = 5, 4  # number of blocks, of which the cheapest counts; number of different batches
 NEVER = 10**9
 
@@ -85,28 +85,28 @@ TABLES = [8, 32, 128, 512]
 CURVES = {
     "rows": Curve(
         "rows of the table",
-        "ms a step",
+        "ms per step",
         False,
         _vary("rows", [10**4, 10**5, 10**6, 10**7, 10**8], features=1, dim=4, bag=50),
     ),
-    "features": Curve("features, one table each", "ms a step", True, _vary("features", TABLES, rows=1000, bag=1)),
-    "bag": Curve("ids of a bag", "ms a step", True, _vary("bag", [1, 10, 50, 200, 500], features=8)),
-    "batch": Curve("rows of a batch", "ms a step", True, _vary("batch", [128, 512, 2048, 8192])),
+    "features": Curve("features, one table each", "ms per step", True, _vary("features", TABLES, rows=1000, bag=1)),
+    "bag": Curve("ids per bag", "ms per step", True, _vary("bag", [1, 10, 50, 200, 500], features=8)),
+    "batch": Curve("rows per batch", "ms per step", True, _vary("batch", [128, 512, 2048, 8192])),
     "workers": Curve(
-        "workers, one global batch",
-        "ms a step, all ranks",
+        "workers, same global batch",
+        "ms per step, all ranks",
         True,
         {float(n): replace(BASE, workers=n, batch=4096 // n) for n in (1, 2, 4)},
     ),
     "statistics": Curve(
         "tables whose statistics are recorded",
-        "ms a record",
+        "ms per record",
         True,
         _vary("features", TABLES, rows=1000, bag=1, what="record"),
     ),
     "checkpoint": Curve(
         "bytes of tables and their state",
-        "ms a save",
+        "ms per save",
         True,
         {float(n * 8 * 36): replace(BASE, features=8, rows=n, what="save") for n in (10**4, 10**5, 10**6)},
     ),
@@ -164,7 +164,7 @@ def batches_of(point: Point, schema: Any) -> Iterator[Any]:
 
 
 class Loop:
-    """Training loop of raytrec/worker/loop.py between two reports."""
+    """Training loop with the parts of raytrec/worker/loop.py that run between two reports."""
 
     def __init__(self, point: Point, rank: int, folder: str, every_steps: int):
         import torch
@@ -258,8 +258,8 @@ def run(points: list[Point], steps: int) -> dict[Point, dict[str, Any]]:
     return figures
 
 
-def law_of(xs: list[float], ys: list[float], linear: bool) -> list[float]:
-    """Return the law at each x: the first y, or the a + b·x with the smallest squared relative errors."""
+def expected_costs(xs: list[float], ys: list[float], linear: bool) -> list[float]:
+    """Return the expected cost at each x: the first y, or the a + b·x with the smallest squared relative errors."""
     if not linear:
         return [ys[0]] * len(xs)
     weighted = np.array([[1 / y, x / y] for x, y in zip(xs, ys, strict=True)])
@@ -268,16 +268,16 @@ def law_of(xs: list[float], ys: list[float], linear: bool) -> list[float]:
 
 
 def describe(curve: Curve, measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a curve for growth.json: sizes, costs, the law and the kinks."""
+    """Return a curve for growth.json: sizes, measured costs, expected costs and kinks."""
     xs = list(curve.points)[: len(measured)]
     ys = [of["cpu_ms"] for of in measured]
-    law = law_of(xs, ys, curve.linear)
-    kinks = [x for x, y, expected in zip(xs, ys, law, strict=True) if not 1 / KINK <= y / expected <= KINK]
+    costs = expected_costs(xs, ys, curve.linear)
+    kinks = [x for x, y, expected in zip(xs, ys, costs, strict=True) if not 1 / KINK <= y / expected <= KINK]
     out = {
         "x": xs,
         "cpu_ms": [round(y, 3) for y in ys],
-        "law": "a + b·x" if curve.linear else "constant",
-        "law_ms": [round(expected, 3) for expected in law],
+        "expected": "a + b·x" if curve.linear else "constant",
+        "expected_ms": [round(expected, 3) for expected in costs],
         "kinks": kinks,
         "label": curve.label,
         "unit": curve.unit,
@@ -290,26 +290,29 @@ def describe(curve: Curve, measured: list[dict[str, Any]]) -> dict[str, Any]:
 def table_of(name: str, curve: dict[str, Any]) -> Grid:
     """Return the table of a curve for the terminal."""
     rows = []
-    for x, y, expected in zip(curve["x"], curve["cpu_ms"], curve["law_ms"], strict=True):
+    for x, y, expected in zip(curve["x"], curve["cpu_ms"], curve["expected_ms"], strict=True):
         mark = "  kink" if x in curve["kinks"] else ""
         rows.append([f"{x:,.0f}", f"{y:.2f}", f"{expected:.2f}", f"{y / expected:.2f}{mark}"])
-    header = (curve["label"], f"CPU {curve['unit']}", "law", "÷ law")
-    return Grid(header, rows, f"{name}: {curve['law']}", left=0)
+    header = (curve["label"], f"CPU {curve['unit']}", "expected", "÷ expected")
+    return Grid(header, rows, f"{name}: {curve['expected']}", left=0)
 
 
 def document(curves: dict[str, Any]) -> str:
     """Return the text for docs/benchmarks.md: the table, checkpoint sizes and the figure."""
-    header = "size", "from", "to", "CPU", "first", "last", "law", "last ÷ law", "kinks at"
+    header = (
+        *("size", "from", "to", "CPU time", "at first size", "at last size"),
+        *("expected cost", "last ÷ expected", "kinks at"),
+    )
     rows = []
     for curve in curves.values():
         first, last = curve["cpu_ms"][0], curve["cpu_ms"][-1]
         cells = [curve["label"], f"{curve['x'][0]:,.0f}", f"{curve['x'][-1]:,.0f}", curve["unit"]]
-        cells += [f"{first:,.1f}", f"{last:,.1f}", curve["law"], f"{last / curve['law_ms'][-1]:.2f}"]
+        cells += [f"{first:,.1f}", f"{last:,.1f}", curve["expected"], f"{last / curve['expected_ms'][-1]:.2f}"]
         rows.append([*cells, ", ".join(f"{x:,.0f}" for x in curve["kinks"])])
     saved = curves["checkpoint"]
     each = ", ".join(f"{size / x:.3f}" for x, size in zip(saved["x"], saved["bytes"], strict=True))
-    sizes = f"Checkpoint bytes per byte of tables and state, from small to large: {each}."
-    picture = "![measured points, the law of each curve, and kinks](images/growth.png)"
+    sizes = f"Checkpoint bytes per byte of tables and state, from the smallest to the largest size: {each}."
+    picture = "![measured costs, the expected cost of each curve, and kinks](images/growth.png)"
     return "\n\n".join([Grid(header, rows).markdown(), sizes, picture])
 
 
@@ -322,7 +325,7 @@ def _short(x: float) -> str:
 
 
 def draw(curves: dict[str, Any], path: Path) -> None:
-    """Plot each curve in a panel: points, the law, and rings around kinks."""
+    """Plot each curve in a panel: measured costs, expected costs, and rings around kinks."""
     from matplotlib.ticker import NullFormatter
 
     from raytrec.report.figures.style import BLUE, MUTED, PLAIN, VERMILION, new_figure, save_png, styled
@@ -331,7 +334,7 @@ def draw(curves: dict[str, Any], path: Path) -> None:
     def made() -> Any:
         figure, panels = new_figure("Cost of a step, a record and a save by size", 12.6, rows=7)
         for axes, curve in zip(panels, curves.values(), strict=False):
-            axes.loglog(curve["x"], curve["law_ms"], color=MUTED, linestyle=(0, (3, 2)), label=curve["law"])
+            axes.loglog(curve["x"], curve["expected_ms"], color=MUTED, linestyle=(0, (3, 2)), label=curve["expected"])
             axes.loglog(curve["x"], curve["cpu_ms"], "o-", color=BLUE, markersize=3)
             at = [(x, y) for x, y in zip(curve["x"], curve["cpu_ms"], strict=True) if x in curve["kinks"]]
             if at:
@@ -352,7 +355,7 @@ def draw(curves: dict[str, Any], path: Path) -> None:
 
 def main(
     only: harness.Only = ",".join(CURVES),
-    steps: Annotated[int, typer.Option(help="Steps in a block; the cheapest of five blocks counts.")] = 10,
+    steps: Annotated[int, typer.Option(help="Steps per block; the cheapest of five blocks is reported.")] = 10,
     largest: Annotated[float, typer.Option(help="Largest measured size.")] = 1e9,
     smallest: harness.Smallest = False,
 ) -> None:

@@ -58,10 +58,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # Column of the table → name of the figure.
 SHOWN = {
-    "ms": "ms",
-    "compiled, ms": "compiled_ms",
-    "while assembling, ms": "while_assembling_ms",
-    "assembling, ms": "assembling_ms",
+    "ms per step": "ms",
+    "ms, compiled": "compiled_ms",
+    "ms, while assembling": "while_assembling_ms",
+    "ms to assemble a batch": "assembling_ms",
 }
 
 
@@ -116,7 +116,7 @@ class _Loop:
             self._progress.count(1, outputs)
 
     def count(self) -> dict[str, float]:
-        """Return phase → number of launches per step."""
+        """Return a mapping from phase to the number of launches per step."""
         with Launches(self._step) as launches:
             self._train(COUNTED)
         return {phase: number / COUNTED for phase, number in launches.of_phases.items()}
@@ -160,7 +160,7 @@ class Assembling:
 def grid(results: dict[str, Any]) -> Grid:
     """Return the table of results, with a row for each model."""
     phases = list(dict.fromkeys(phase for figures in results.values() for phase in figures["launches"]))
-    header = ["launches of a step", *(phase.replace("_", " ") for phase in phases), "all", *SHOWN]
+    header = ["model", *(phase.replace("_", " ") for phase in phases), "all launches", *SHOWN]
     rows = []
     for model, figures in results.items():
         launches = figures["launches"]

@@ -131,7 +131,7 @@ def document(results: dict[str, list[float]]) -> str:
         if values := results.get(f"{kind} {share:g}"):
             spread = stdev(values) if len(values) > 1 else 0.0
             rows.append([kind, f"{share:.0%}", f"{mean(values):.5f}", f"{spread:.5f}", str(len(values))])
-    header = ("ids", "rows ÷ distinct ids", "AUC, mean", "standard deviation", "seeds")
+    header = ("ids", "rows ÷ distinct ids", "mean AUC", "standard deviation", "seeds")
     return Grid(header, rows).markdown()
 
 

@@ -17,7 +17,10 @@ from rank_group import Ranks, compare, rig, run_script, trainer
 
 SIDES = {"plain": True, "raytrec": False}
 PIECES = 4  # number of batches, on which the steps train repeatedly
-HEADER = (*("model", "shape", "workers", "tokens/s: plain torch", "raytrec", ""), *("CPU-µs a token: plain", "raytrec"))
+HEADER = (
+    *("model", "data shape", "workers", "plain torch, tokens/s", "raytrec, tokens/s", "raytrec ÷ plain"),
+    *("plain torch, CPU-µs per token", "raytrec, CPU-µs per token"),
+)
 # Lengths of histories are log-normal around `median`, clipped to `shortest` and `length`: 157 and 7 on average.
 ML1M = {
     "rows": 128,

@@ -62,7 +62,7 @@ def main(
 
 def document(results: dict) -> str:
     """Return the table for docs/quality.md."""
-    header = ("data", "rows", "positive", *(f"{who}: {what}" for what in FIGURES for who in WHO), "seeds")
+    header = ("dataset", "rows", "positive", *(f"{who}: {what}" for what in FIGURES for who in WHO))
     return Grid(header, [line(name, results[name]) for name in SETS if name in results]).markdown()
 
 
@@ -74,7 +74,7 @@ def line(name: str, result: dict) -> list[str]:
         spread = f" ± {statistics.stdev(ours):.4f}" if len(ours) > 1 else ""
         others = f"{result['logistic'][place]:.4f}", f"{result['trees'][place]:.4f}"
         cells += [*others, f"{statistics.mean(ours):.4f}{spread}"]
-    return [*cells, str(len(result["ours"]))]
+    return cells
 
 
 def of_raytrec(trained: pd.DataFrame, tested: pd.DataFrame, seeds: int) -> list[tuple[float, float]]:

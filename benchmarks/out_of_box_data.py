@@ -104,7 +104,7 @@ def rare_label(rows: int = 80_000) -> Split:
 
 
 def rare_ids(rows: int = 60_000) -> Split:
-    """Draw rows with two tables most of whose ids occur only a few times, and linear log-odds."""
+    """Draw rows with four id columns, two of which contain mostly rare ids, and a number; log-odds are linear."""
     draw, tables = np.random.default_rng(6), (20_000, 8_000, 50, 12)
     ids = [(draw.pareto(0.8, rows) * 50).astype(np.int64) % count for count in tables[:2]]
     ids += [draw.integers(0, count, rows) for count in tables[2:]]

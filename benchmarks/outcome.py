@@ -17,7 +17,7 @@ PARTS = ("notice", "restart", "build and restore", "first step")  # before, betw
 
 @dataclass
 class Fault:
-    """Fault and the run's reaction to it.
+    """Injected fault, and the time and steps that the run needed to recover from it.
 
     Attributes:
         kind: Kind of fault, a key of FAULTS.
@@ -83,7 +83,7 @@ def show(faults: list[Fault], outcome: dict, seconds: float) -> None:
 
 
 def medians(faults: list[Fault]) -> dict[str, dict]:
-    """Return kind of fault → number of faults and median figures."""
+    """Return a mapping from kind of fault to the number of faults and median figures."""
     out = {}
     for kind in sorted({fault.kind for fault in faults}):
         each = [fault for fault in faults if fault.kind == kind]

@@ -116,7 +116,7 @@ def torchrec_pipeline(config: RunConfig, schema: Schema, device: torch.device, p
 
 
 def measure(rank: int, device: torch.device, workers: int, rounds: int, batch: int) -> dict[str, Any]:
-    """Return case → side → seconds of each turn."""
+    """Return the seconds of each turn, by case and side."""
     torch.set_flush_denormal(True)  # the model memorizes the few batches, and gradients become denormal
     times = {}
     for sharding, pooling in track(CASES, disable=rank > 0):

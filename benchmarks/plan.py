@@ -72,7 +72,7 @@ class Row:
 
 @dataclass
 class Measured:
-    """Measurements of the ranks.
+    """Rates, step times and memory measured with one number of ranks.
 
     Attributes:
         world: Number of ranks.
@@ -202,17 +202,18 @@ def of_plans(rows: list[Row]) -> list[Row]:
 
 
 def words(figures: dict[str, float]) -> str:
-    """Return the summary as a sentence."""
+    """Return the summary as sentences."""
     memory, time = figures["memory_error_max"], figures["time_error_median"]
     picked, places = figures["best_picked"], figures["rank_correlation"]
-    parts = (
-        f"{figures['ways']} rows of {figures['plans']} plans: memory within {memory:.1%} "
-        f"({figures['memory_within_5']} within 5 %)",
-        f"median time error {time:.1%}",
-        f"rank correlation {places:.2f}",
-        f"in {picked:.0%} of the cases the chosen plan was within 5 % of the best",
+    sentences = (
+        f"The table summarizes {figures['ways']} measurements of {figures['plans']} plans.",
+        f"The largest memory error is {memory:.1%}; {figures['memory_within_5']} of {figures['ways']} errors are "
+        "within 5%.",
+        f"The median time error is {time:.1%}, and the rank correlation of predicted and measured times is "
+        f"{places:.2f}.",
+        f"In {picked:.0%} of the cases, the step of the chosen plan is at most 5% slower than that of the best plan.",
     )
-    return ", ".join(parts)
+    return " ".join(sentences)
 
 
 def show(rows: list[Row], figures: dict[str, float], clock: str) -> None:
@@ -228,7 +229,7 @@ def show(rows: list[Row], figures: dict[str, float], clock: str) -> None:
 
 def document(rows: list[Row], figures: dict[str, float]) -> str:
     """Return the text for docs/planning.md, with errors for each way of sharding; --again prints all rows."""
-    header = ("sharding", "plans", "ms per step", "time error: median", "largest", "memory error: largest")
+    header = ("sharding", "plans", "ms per step", "median time error", "largest time error", "largest memory error")
     lines = []
     for way in dict.fromkeys(row.way for row in rows):
         of = [row for row in rows if row.way == way]
@@ -237,7 +238,7 @@ def document(rows: list[Row], figures: dict[str, float]) -> str:
         middle = statistics.median(map(abs, times))
         worst = f"{max(times, key=abs):+.0%}", f"{max(memory, key=abs):+.1%}"
         lines.append([way, str(len(of)), span, f"{middle:.0%}", *worst])
-    return f"{Grid(header, lines).markdown()}\n\n{words(figures)}."
+    return f"{Grid(header, lines).markdown()}\n\n{words(figures)}"
 
 
 def main(

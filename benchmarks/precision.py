@@ -25,7 +25,7 @@ from raytrec.driver.launch import open_session
 from raytrec.driver.run import train
 
 HALF = "plan.tables={'*': {dtype: fp16}}"
-COLUMNS = ("tables", "embeddings", "gradients", "test AUC", "difference from fp32", "NE", "rows/s")
+COLUMNS = ("tables", "embeddings sent", "gradients sent", "test AUC", "difference from fp32", "NE", "rows/s")
 
 
 def sent(forward: str, backward: str) -> list[str]:

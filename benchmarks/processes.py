@@ -30,7 +30,7 @@ class Marked:
         self._cpu_s: dict[tuple[int, str], float] = {}
 
     def pids(self) -> list[int]:
-        """Return the ids of live marked processes; each process's environment is read once."""
+        """Return the ids of live processes that have the mark; each process's environment is read once."""
         alive = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         for pid in alive - self._known.keys():
             with suppress(OSError):
@@ -41,7 +41,7 @@ class Marked:
         return sorted(pid for pid, marked in self._known.items() if marked)
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds of all marked processes; ended processes count with the last known value."""
+        """Return the CPU seconds of all processes that have or had the mark, as last read before they ended."""
         for pid in self.pids():
             with suppress(OSError, IndexError):
                 fields = _read(pid, "stat").rpartition(")")[2].split()
@@ -50,7 +50,7 @@ class Marked:
         return sum(self._cpu_s.values())
 
     def memory_mib(self) -> float:
-        """Return the memory of live marked processes in MiB; shared pages count once (PSS)."""
+        """Return the memory of live processes with the mark in MiB; shared pages are counted once (PSS)."""
         total = 0
         for pid in self.pids():
             with suppress(OSError, AttributeError):

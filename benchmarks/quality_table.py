@@ -7,7 +7,10 @@ from typing import Any
 
 from harness import Grid
 
-COLUMNS = (*("data", "model", "metric", "mean ± spread", "seeds", "published"), *("parameters", "rows/s", "s a run"))
+COLUMNS = (
+    *("dataset", "model", "metric", "mean ± std", "seeds", "published"),
+    *("parameters", "rows/s", "seconds per run"),
+)
 PRECISIONS = ("fp16", "int8", "int4")
 
 
@@ -42,7 +45,7 @@ def grid(rows: list, results: dict) -> Grid:
 
 
 def document(rows: list, results: dict) -> str:
-    """Return the text for docs/quality.md: the table, data sets, and sources of published figures."""
+    """Return the text for docs/quality.md: the table, datasets, and sources of published figures."""
     measured: list[Any] = [row for row in rows if results.get(row.name, {}).get("runs")]
     if not measured:
         return ""
@@ -50,7 +53,7 @@ def document(rows: list, results: dict) -> str:
         f"- `{row.data}`: {row.title}: `raytrec prepare {row.recipe.replace('{source}/', 'SOURCE/')}`"
         for row in measured
     ]
-    models: dict[tuple[str, str], list[str]] = {}  # (data set, source) → models with figures of the source
+    models: dict[tuple[str, str], list[str]] = {}  # (dataset, source) → models with figures of the source
     for row in measured:
         if row.published:
             models.setdefault((row.data, row.published["source"]), []).append(row.model)
@@ -66,4 +69,4 @@ def exports_document(rows: list, results: dict) -> str:
         for row in rows
         for name, of in results.get(row.name, {}).items()
     ]
-    return Grid(("data", "model", "metric", "fp32", *PRECISIONS), lines, left=3).markdown()
+    return Grid(("dataset", "model", "metric", "fp32", *PRECISIONS), lines, left=3).markdown()

@@ -33,7 +33,7 @@ def records_of(run: str | Path) -> Path:
 
 
 class Writer:
-    """Writer of one rank's records."""
+    """Writer of the lines that one rank records for each step."""
 
     def __init__(self, checkpoints: Any):
         context = checkpoints._run.context
@@ -78,7 +78,7 @@ def recorded_train_worker(task: Any) -> None:
 
 @dataclass
 class Attempt:
-    """Record of one worker group.
+    """Steps recorded by one worker group between two restarts.
 
     Attributes:
         name: Name of the attempt.
@@ -148,12 +148,12 @@ class Record:
         attempt.times[step] = min(unix_s, attempt.times.get(step, unix_s))
 
     def trained(self) -> dict[int, np.ndarray]:
-        """Return step → sorted ids of the rows in the last attempt that trained the step."""
+        """Return a mapping from step to the sorted ids of the rows in the last attempt that trained the step."""
         last = {step: ranks for attempt in self.look() for step, ranks in attempt.rows.items()}
         return {step: np.sort(np.concatenate(list(ranks.values()))) for step, ranks in last.items()}
 
     def losses(self) -> dict[int, float]:
-        """Return step → mean loss of the rows in the last attempt that trained the step."""
+        """Return a mapping from step to the mean loss of the rows in the last attempt that trained the step."""
         last = {step: (ranks, a.rows[step]) for a in self.look() for step, ranks in a.losses.items()}
         return {s: sum(ls.values()) / sum(map(len, rows.values())) for s, (ls, rows) in last.items()}
 

@@ -56,7 +56,7 @@ def config_of(world: int) -> RunConfig:
 
 
 def planned(folder: Path) -> dict[str, list[int]]:
-    """Return table → ranks that hold a part of the table."""
+    """Return a mapping from table to the ranks that hold a part of the table."""
     return json.loads((folder / "ranks.json").read_text())
 
 

@@ -7,7 +7,7 @@
 Id by id, TorchRec's EmbeddingCollection returns the vector of each id, up to a maximum number of ids. The
 mean is pooled by TorchRec's EmbeddingBagCollection, and ranks exchange only sums. Both sides train on 512
 rows per rank on CPU, with batches in memory, a row-wise table of 100,000 × 16 and almost no dense work;
-collation is included. The sides take turns, and each side's best turn counts. `full` lists contain 0.5 to
+collation is included. The sides take turns, and each side's best turn is reported. `full` lists contain 0.5 to
 1.5 times as many ids as the model reads, and `short` lists contain a tenth of these.
 
 Writes benchmarks/results/sequences.json, docs/images/sequences.png and a table in docs/benchmarks.md.

@@ -5,8 +5,8 @@
 `raytrec train` runs on a local Ray cluster on this machine, on CPU, with two workers. Undisturbed periods
 of 30 s alternate with periods at the beginning of which a random worker is killed with SIGKILL. The run
 saves every 2 s: the best interval is about √(2 · cost of a save · time between faults) (Young 1974), and a
-save costs a few hundredths of a second here. A run's progress is the highest step reached, so repeated
-steps count once. The goal is 85 % with a fault every 30 s.
+save costs a few hundredths of a second here. A run's progress is the highest
+step reached, so repeated steps are counted once. The goal is 85 % with a fault every 30 s.
 
 Writes benchmarks/results/share.json and the sentence in docs/benchmarks.md.
 """
@@ -101,8 +101,8 @@ def document(values: dict[str, Any]) -> str:
     """Return the sentence for docs/benchmarks.md."""
     rates, times, every = values["rows_per_s"], values["faults"], values["every_s"]
     return (
-        f"Undisturbed: {rates['calm']:,.0f} rows/s. With a worker killed at the start of {times} periods of "
-        f"{every:.0f} s: {rates['disturbed']:,.0f} rows/s, which is {values['share']:.0%}."
+        f"The undisturbed speed is {rates['calm']:,.0f} rows/s. In the {every:.0f} s after a worker is killed "
+        f"({times} times), the speed is {rates['disturbed']:,.0f} rows/s, which is {values['share']:.0%} of it."
     )
 
 

@@ -36,7 +36,7 @@ LONGEST_S = 240.0
 ROWS, BATCH = 20_000, 512
 # Moment → part of a start that ends at the moment.
 START = {
-    "driver imported": "Python, raytrec",
+    "driver imported": "importing raytrec",
     "data read": "configuration, schema, footers",
     "Ray imported": "Ray's own import",
     "Ray started": "GCS, raylet",
@@ -105,7 +105,7 @@ def one_round(config: Path, folder: Path, rng: random.Random) -> dict[str, Any]:
 
 
 def parts(names: dict[str, str], began: float, moments: list[Moment]) -> dict[str, float]:
-    """Return part → seconds since the previous moment; among ranks, the moment of the last rank counts."""
+    """Return a mapping from part to the seconds since the previous moment, using the moment of the last rank."""
     seconds, previous = {}, began
     for name, part in names.items():
         firsts: dict[int, float] = {}
@@ -180,7 +180,10 @@ def grid(values: dict[str, Any]) -> Grid:
 
 def document(values: dict[str, Any]) -> str:
     """Return the text for docs/benchmarks.md."""
-    of = f"Medians of {len(values['rounds'])} runs; {values['cpu_s']:.1f} CPU seconds until the first step."
+    of = (
+        f"The figures are medians of {len(values['rounds'])} runs. "
+        f"A run uses {values['cpu_s']:.1f} CPU seconds until its first step."
+    )
     return f"{grid(values).markdown()}\n\n{of}"
 
 

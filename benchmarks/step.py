@@ -7,13 +7,13 @@ The data has the shape of Criteo: 13 dense columns, and 26 sparse features with 
 sides are limit, by_hand and ray_recipe (benchmarks/step_sides.py), and `raytrec train` with its defaults,
 except that it reads 0.06 GiB ahead. With the default of half a GiB, it would read everything before the
 measured steps. For the same reason, the folder is read eight times as one epoch. Each side is a separate
-command, and the sides take turns for each model and number of workers. The best round of each figure counts,
+command, and the sides take turns for each model and number of workers. The best round of each figure is reported,
 because other load can only slow a side down. Each run warms up for 60 steps and measures --steps steps, about
 twenty seconds, so that one-time work, such as opening MLflow's database, has little weight:
 
 rows/s          of all ranks together
-CPU-µs a row    over all processes that the command starts, including Ray's
-peak memory     of all these processes, before and after the measured steps; shared pages count once
+CPU-µs per row  over all processes that the command starts, including Ray's
+peak memory     of all these processes, before and after the measured steps, with shared pages counted once
 first step      seconds from the start of the command to the end of step 1 (for raytrec, which does not record
                 this step, to the end of step 20, less 19 steps at the measured pace)
 
@@ -83,7 +83,7 @@ def command_of(side: str, settings: Settings, folder: Path) -> list[str]:
 
 
 def times_of(side: str, settings: Settings, folder: Path) -> dict[int, float]:
-    """Return step → time of its end (seconds since 1970), for the steps that a side has recorded."""
+    """Return a mapping from step to time of its end (seconds since 1970), for the steps that a side has recorded."""
     path = folder / "run" / "metrics.jsonl" if side == "raytrec" else Path(settings.steps)
     if not path.exists():
         return {}
@@ -156,7 +156,7 @@ def main(
         for case in cases:
             turns = {side: lambda side=side, case=case: turn(case, side) for side in harness.split(sides)}
             runs[case] = take_turns(turns, rounds)
-    title = f"{rows:,} rows a rank, {steps} steps, best of {rounds} round{'s' * (rounds > 1)}"
+    title = f"{rows:,} rows per rank, {steps} steps, best of {rounds} round{'s' * (rounds > 1)}"
     results = summarize(title, runs)
     for case in cases:
         table_of(results, case).show()

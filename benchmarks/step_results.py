@@ -16,11 +16,11 @@ SIDES = {
 NAMES = {"dlrm": "DLRM", "dcn": "DCN-V2"}
 FIGURES = ("samples_per_s", "cpu_us_per_row", "peak_mib", "first_step_s")
 OTHERS = ("limit", "by_hand", "ray_recipe")
-COLUMNS = ("variant", "rows/s", "CPU-µs a row", "CPU ratio", "peak MiB", "until first step, s")
+COLUMNS = ("variant", "rows/s", "CPU-µs per row", "CPU ÷ first variant", "peak MiB", "s until first step")
 
 
 def cases_of(models: list[str], workers: list[int]) -> dict[str, tuple[str, int]]:
-    """Return name of a case → (model, number of workers)."""
+    """Return a mapping from name of a case to (model, number of workers)."""
     return {f"{model}_{ranks}": (model, ranks) for model in models for ranks in workers}
 
 
@@ -105,7 +105,7 @@ def markdown(results: dict[str, Any], cases: list[str]) -> str:
 
 
 def documents(results: dict[str, Any]) -> dict[str, str]:
-    """Return document → text to insert between the document's markers."""
+    """Return a mapping from document to the text to insert between the document's markers."""
     picture = f"![rows/s and CPU time of each variant: {results['title']}](images/step.png)"
     return {
         "README.md": markdown(results, ["dlrm_2"]),
@@ -123,7 +123,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     def made() -> Any:
         figure, panels = new_figure(f"Training against loops written by hand: {results['title']}", 4.6, rows=2)
         cases = list(results["by_case"])
-        for axes, name, label in zip(panels, FIGURES[:2], ("rows/s", "CPU-µs a row"), strict=False):
+        for axes, name, label in zip(panels, FIGURES[:2], ("rows/s", "CPU-µs per row"), strict=False):
             for place, (side, values) in enumerate(results[name].items()):
                 at = [number + 0.2 * (place - 1.5) for number in range(len(cases))]
                 axes.bar(at, [values[case] for case in cases], 0.19, color=colours[side], label=SIDES[side])

@@ -9,7 +9,7 @@ Memory: for each kernel, a process initializes the table, trains --steps steps, 
 again during training. Another process restores the checkpoint and continues.
 
 ÷ table   peak of the process's private and shared memory in the phase, less the memory before the table was
-          made, divided by the bytes of weights and state. Pages of a table's file are excluded, because the
+          created, divided by the bytes of weights and state. Pages of a table's file are excluded, because the
           system can drop them
 resumed   yes if the losses after restoring equal those of the first process, bit for bit
 
@@ -17,10 +17,10 @@ Speed: one process trains a table with each kernel in turns of 16 steps. Ids are
 are the worst case for a table in a file, because almost every id is on a different page. Of skewed ids, half
 are from 3 % of the rows.
 
-ms a step the median over turns
-equal     yes if all losses equal those of the first kernel, bit for bit
+ms per step   median over turns
+equal         yes if all losses equal those of the first kernel, bit for bit
 
-Short memory: a table of --short-gib GiB is trained on several sides in turns of 16 new steps, with lookups by
+Short memory: a table of --short-gib GiB is trained by several variants in turns of 16 new steps, with lookups by
 a power law with exponent 1.05 (tiers_short.py). A cgroup limits memory, including the pages of files, to the
 size of the process without the table plus a quarter of the table. This requires the right to create memory
 cgroups (v1). On other machines, memory is not limited and no figures are stored.
@@ -89,7 +89,7 @@ def watched(phase: Phase, base_bytes: int) -> Iterator[None]:
 
 
 def first_run(rank: int, device: Any, settings: Settings) -> tuple[dict[str, dict], list[float]]:
-    """Initialize, train and save; return the phases, and the losses since the last save began."""
+    """Initialize, train and save; return memory and seconds by phase, and the losses since the last save began."""
     set_up_once(settings)
     base_bytes, phases = own_memory(), {name: Phase() for name in PHASES[:4]}
     with watched(phases["initialise"], base_bytes):
@@ -104,7 +104,7 @@ def first_run(rank: int, device: Any, settings: Settings) -> tuple[dict[str, dic
 
 
 def second_run(rank: int, device: Any, settings: Settings) -> tuple[dict[str, dict], list[float]]:
-    """Restore and train; return the phase and the losses."""
+    """Restore and train; return memory and seconds of the phase "restore", and the losses after restoring."""
     set_up_once(settings)
     base_bytes, phase = own_memory(), Phase()
     trained = Trained(settings, settings.rows, fill=False)
@@ -217,21 +217,22 @@ def show_speed(lines: list[dict[str, Any]]) -> None:
     """Print the speed of the kernels for each kind of ids."""
     header = ("ids", *lines[0]["seconds"], "last ÷ first", "equal")
     rows = [[*speed_row(line), "yes" if line["equal"] else "no"] for line in lines]
-    Grid(header, rows, "ms a step").show()
+    Grid(header, rows, "ms per step").show()
 
 
 def document(results: dict[str, Any]) -> str:
     """Return the tables for docs/benchmarks.md."""
     memory = [[f"`{of['kernel']}`", *(f"{of['memory'][name]:.2f}" for name in PHASES)] for of in results["memory"]]
-    grids = [Grid(("memory ÷ table", *PHASES), memory)]
-    kernels = [f"`{name}`, ms a step" for name in results["speed"][0]["seconds"]]
-    grids.append(Grid(("ids", *kernels, "ratio"), [speed_row(line) for line in results["speed"]]))
+    grids = [Grid(("peak memory ÷ table, by phase", *PHASES), memory)]
+    names = [f"`{name}`" for name in results["speed"][0]["seconds"]]
+    header = ("ids", *(f"{name}, ms per step" for name in names), f"{names[-1]} ÷ {names[0]}")
+    grids.append(Grid(header, [speed_row(line) for line in results["speed"]]))
     if alone := results.get("alone"):
         size, host = alone["rows"] * ROW_BYTES / 2**30, alone["host_memory"] / 2**30
         rows = [
             [f"`{line['kernel']}`: {title}", *(f"{line[of][name]:,.{digits}f}" for name in PHASES)]
             for line in alone["memory"]
-            for title, of, digits in (("memory ÷ table", "memory", 2), ("s", "seconds", 0))
+            for title, of, digits in (("peak memory ÷ table", "memory", 2), ("seconds", "seconds", 0))
         ]
         grids.append(Grid((f"{size:,.0f} GiB, on a {host:,.0f} GiB machine", *PHASES), rows))
     return "\n\n".join(grid.markdown() for grid in grids)

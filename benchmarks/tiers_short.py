@@ -154,7 +154,7 @@ def short_table(results: dict[str, Any]) -> Grid:
         for side, rate in rates.items()
     ]
     title = f"{size:,.0f} MiB, of which {BUDGET:.0%} fit in memory"
-    return Grid((title, "rows a second", "÷ first", "lookups served from memory"), rows)
+    return Grid((title, "rows/s", "rows/s ÷ first variant", "lookups served from memory"), rows)
 
 
 if __name__ == "__main__":

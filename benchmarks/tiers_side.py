@@ -28,7 +28,7 @@ IDS = {"uniform": 1.0, "skewed": 5.0}  # power to which a uniform number is rais
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings for one run of one kernel."""
+    """Settings of a measurement with one kernel: table size, number of steps, folder and memory limit."""
 
     kernel: str
     rows: int

@@ -52,7 +52,7 @@ CHECKS = ("same_environment", "shards", "replicas", "parity", "conservation", "n
 SIDES: dict[str, dict[str, Any]] = {
     "off": {"tracking": {"every_steps": None}, "checks": dict.fromkeys(CHECKS, "off")},
     "default": {},
-    "everything": {"tracking": {"every_steps": 10}, "checks": {"every_steps": 10}},
+    "every 10 steps": {"tracking": {"every_steps": 10}, "checks": {"every_steps": 10}},
 }
 
 
@@ -74,7 +74,7 @@ class Mailbox:
 
 
 class Unheard:
-    """Stand-in for a heartbeat."""
+    """Heartbeat that ignores all calls, because no coordinator is running."""
 
     def tick(self, phase: str | None = None, step: int | None = None) -> None:
         """Ignore a sign of progress."""
@@ -82,7 +82,7 @@ class Unheard:
 
 
 class Side:
-    """Copy of the model with a separate pipeline and separate observers."""
+    """Copy of the model with its own pipeline and observers, trained with one setting of recording and checks."""
 
     def __init__(self, config: RunConfig, rank: int, device: torch.device, mailbox: Mailbox):
         schema, world, rows = schema_of("half"), config.scaling.max_workers, config.data.global_batch_size
@@ -193,7 +193,7 @@ def show(seconds: dict[str, list[float]], title: str) -> dict[str, dict[str, flo
         results[name] = {"ms": ms, "added": mean, "low": low, "high": high}
         compared = ["", ""] if name == "off" else [f"{mean:+.1%}", f"{low:+.1%} to {high:+.1%}"]
         rows.append([name, f"{ms:.1f}", *compared])
-    Grid(("recording and checks", "ms a step", "added", "95 % interval"), rows, title).show()
+    Grid(("recording and checks", "ms per step", "added time", "95 % interval"), rows, title).show()
     return results
 
 

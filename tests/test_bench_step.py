@@ -79,7 +79,7 @@ def test_growth_reports_points_off_fitted_curve():
         return describe(curve, [{"cpu_ms": y} for y in ys])
 
     straight = of(True, 7.0, 25.0, 205.0, 2005.0)
-    assert straight["kinks"] == [] and straight["law_ms"] == pytest.approx(straight["cpu_ms"], rel=1e-6)
+    assert straight["kinks"] == [] and straight["expected_ms"] == pytest.approx(straight["cpu_ms"], rel=1e-6)
     assert of(True, 7.0, 25.0, 205.0, 20050.0)["kinks"]
     assert of(False, 7.0, 7.5, 8.0, 14.0)["kinks"] == [1000.0]
 

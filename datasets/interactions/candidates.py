@@ -76,7 +76,7 @@ def _check_enough(users: np.ndarray, count: int, items: int, met: np.ndarray) ->
         raise DataError(
             f"cannot draw {count} new items for each user: a user has interacted with all but {remaining} of {items:,}",
             where="--negatives, --train-negatives",
-            expected=f"{max(remaining, 0)} or fewer",
+            expected=f"at most {max(remaining, 0)} drawn items per user",
             do="lower the option",
         )
 
@@ -97,13 +97,16 @@ def read_candidates(path: Path, builder: InteractionBuilder, columns: Columns) -
             user_keys, item_keys = user_keys.cast(kinds[0]), item_keys.cast(kinds[1])
         except pa.ArrowInvalid as error:
             raise DataError(
-                f"the users or items do not match the source: {error}", where=f"--candidates {path}"
+                f"the user or item keys cannot be converted to the types in the source: {error}",
+                where=f"--candidates {path}",
+                expected=f"users of type {kinds[0]} and items of type {kinds[1]}, as in the source",
+                do="use the same keys in both files",
             ) from None
         user = builder.users.known_ids(user_keys)
         users.append(user[user >= 0])
         items.append(builder.items.ids(item_keys.filter(pa.array(user >= 0))))
     if not sum(map(len, users)):
-        raise DataError("none of the users occur in the source", where=f"--candidates {path}")
+        raise DataError("none of the users in the file occurs in the source", where=f"--candidates {path}")
     return Pairs(np.concatenate(users), np.concatenate(items))
 
 

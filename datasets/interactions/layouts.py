@@ -204,9 +204,9 @@ def check_same(rated: dict[int, int], left_out: dict[int, int], path: Path) -> N
     users = rated.keys() | left_out.keys()
     if odd := sorted(user for user in users if rated.get(user) != left_out.get(user)):
         raise DataError(
-            f"user {odd[0]} has item {rated.get(odd[0])}, but {left_out.get(odd[0])} in {NEGATIVE_END}",
+            f"the test item of user {odd[0]} is {rated.get(odd[0])}, but {left_out.get(odd[0])} in *{NEGATIVE_END}",
             where=str(path),
-            expected="the same pairs in both files",
+            expected="the same pairs of user and item in both files",
         )
 
 

@@ -82,7 +82,7 @@ class Choices:
         if self.rows == "user" and (not self.max_length or self.train_negatives):
             wrong = f"{negatives} {self.train_negatives}" if self.max_length else f"{length} 0"
             raise ConfigError(
-                "rows of whole users are only for models that learn at every position of a history",
+                "--rows user requires histories and excludes negatives, because models learn at every position",
                 where=f"--rows user {wrong}",
                 expected=f"{length} of 1 or more, and {negatives} 0",
             )
@@ -202,10 +202,10 @@ def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema
 
 
 def choose_example_job(folder: Path, chosen: Choices) -> tuple[str, list[str], list[str]]:
-    """Return the name of a suitable job below jobs/, overrides, and lines about other suitable jobs.
+    """Return the name of a suitable job in jobs/, its overrides, and notes on other suitable jobs.
 
-    If all rows have label 1, models learn to distinguish each row's item from other items, which are in the
-    batch or are drawn. Without candidates, a row's items are ranked among all items.
+    If all labels are 1, the overrides select a loss with in-batch or sampled negatives. Without candidates, they
+    rank each row's items among all items.
 
     Args:
         folder: Folder of the dataset.

@@ -71,7 +71,7 @@ class Side:
             indices = pc.index_in(keys, value_set=self.keys.cast(keys.type))
         except pa.ArrowInvalid as error:
             raise ConfigError(
-                f"the keys of the side feature {self.name} do not match the source: {error}",
+                f"the keys of the side feature {self.name} cannot be converted to the type in the source: {error}",
                 where="--user-features, --item-features",
                 expected=f"keys of type {keys.type}",
             ) from None
@@ -128,7 +128,12 @@ def _table(path: Path, key: str) -> pa.Table:
 
 def _side(name: str, keys: pa.Array, values: pa.Array, path: Path) -> Side:
     if name in RESERVED_COLUMN_NAMES:
-        raise ConfigError(f"a side feature cannot be named '{name}'", where=str(path), do="rename the column")
+        raise ConfigError(
+            f"the side feature '{name}' has the name of a column that the recipe writes",
+            where=str(path),
+            expected=f"a name other than {', '.join(sorted(RESERVED_COLUMN_NAMES))}",
+            do="rename the column",
+        )
     if pa.types.is_floating(values.type):
         _refuse_nulls(name, values, path)
         return Side(name, keys, values.cast(pa.float32()))

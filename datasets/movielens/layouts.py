@@ -209,7 +209,7 @@ def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> 
     if digest != (md5 or MD5[name]):
         archive.unlink()
         raise DataError(
-            f"the checksum of the download is {digest}",
+            f"the download has the wrong checksum {digest}",
             where=url,
             expected=f"MD5 {md5 or MD5[name]}",
             do="try again; if the error persists, download the set and pass its folder as --source",

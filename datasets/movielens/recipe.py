@@ -130,7 +130,7 @@ class Ratings:
         return len(self._rating)
 
     def _user_attributes(self) -> dict[str, np.ndarray]:
-        """Return attribute → ids by user index (0: unknown), or {} if the data set has no user attributes."""
+        """Return the ids (0: unknown) of each attribute by user index; {} if the dataset has no user attributes."""
         if self._data.users is None:
             return {}
         users = self._data.users.assign(zip_prefix=self._data.users["zip"].str[:2]).set_index("user")

@@ -146,7 +146,7 @@ def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]
 def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
     """Remove complete checkpoints except the `last` newest and the `best` best by a metric.
 
-    Incomplete checkpoints older than the newest complete one are removed as well. A checkpoint whose index
+    Incomplete checkpoints older than the newest complete one are also removed. A checkpoint whose index
     cannot be read is kept, because it may be readable later.
     """
     abouts = _read_all_abouts(root)
@@ -179,7 +179,7 @@ def remove_oldest(root: str, best: int, by: MetricDisplay | None) -> str | None:
 
 
 def _read_all_abouts(root: str) -> dict[int, dict | None]:
-    """Return step → `about` of the checkpoint's index, or None without an index; newest first.
+    """Return a mapping from step to `about` of the checkpoint's index, or None without an index; newest first.
 
     Checkpoints whose index exists but cannot be read are omitted.
     """
@@ -195,7 +195,7 @@ def _read_all_abouts(root: str) -> dict[int, dict | None]:
 
 
 def _about(folder: str) -> dict:
-    """Return the `about` of a checkpoint's index, from a cache unless the file has changed."""
+    """Return the entry `about` of a checkpoint's index; it is read from a cache unless the file has changed."""
     info = query_file_info(join_uri(folder, INDEX))
     version = info.size, info.mtime_ns
     if None in version or _ABOUT_CACHE.get(folder, (None,))[0] != version:

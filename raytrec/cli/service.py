@@ -50,18 +50,24 @@ def promote(
     service: str = "http://127.0.0.1:8000",
     name: str | None = None,
     rollback: bool = False,
+    share: Annotated[float | None, typer.Option(min=1e-6, max=1)] = None,
+    shadow: bool = False,
 ):
     """Switch all replicas of a service to another export, after all of them have loaded and checked it.
+
+    With --share or --shadow, the export becomes the challenger of the current one until another promotion.
 
     Options:
         uri: Export to switch to.
         service: Address of the service.
         name: Name of the service, used to find its token.
-        rollback: Switch back to the previous version instead.
+        rollback: Remove the challenger, or switch back to the previous version if there is none.
+        share: Share of requests that the challenger answers, or scores with --shadow; default: all.
+        shadow: The challenger scores requests for the log and metrics, but does not answer.
     """
     from raytrec.serving.command import promote as run
 
-    print(f"version      {run(uri, service=service, name=name, rollback=rollback)}")
+    run(uri, service=service, name=name, rollback=rollback, share=share, shadow=shadow)
     print("restart      a restarted service loads the export that its command names")
 
 

@@ -64,7 +64,7 @@ class Jobs:
 
         Submitting the same run again resumes it after an interruption. The configuration, with overrides
         applied, is uploaded as a file, so that no command line shows its values. Modules that the
-        configuration names are uploaded as well.
+        configuration names are also uploaded.
 
         Args:
             source: Path of a config file, a mapping of its values, or a RunConfig; its paths are on the cluster.

@@ -172,7 +172,7 @@ def _state(folder: Path) -> str:
 
 
 def _hosts() -> dict[str, str]:
-    """Return host name → node id of the live nodes; only this host if Ray is not running."""
+    """Return a mapping from host name to the node id of the live nodes; only this host if Ray is not running."""
     import sys
 
     if (ray := sys.modules.get("ray")) is None or not ray.is_initialized():

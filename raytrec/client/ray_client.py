@@ -30,7 +30,7 @@ ANSWER_TIMEOUT_S = 120  # for calls that take a second, because the cluster may 
 
 
 class RayClient:
-    """Cluster reached at ray://HOST:PORT.
+    """Client of a Ray cluster at ray://HOST:PORT, which starts runs and reads their folders.
 
     Args:
         address: Address as printed by `ray start --head`.
@@ -70,7 +70,7 @@ class RayClient:
 
 
 class ClientRun(Run):
-    """Run in a folder on the cluster.
+    """Run that is followed through its folder on the cluster, over Ray client.
 
     Args:
         connection: Connection to the cluster.
@@ -145,7 +145,7 @@ class ClientRun(Run):
 
 
 class Connection:
-    """Ray client connection, separate from other uses of Ray in this process.
+    """Ray client connection that does not affect other Ray connections of this process.
 
     Args:
         address: ray://HOST:PORT of the cluster.

@@ -25,7 +25,7 @@ ENDED = ("finished", "stopped", "failed", "interrupted")
 
 
 class Cluster:
-    """Running Ray cluster.
+    """Ray cluster on which a notebook or program starts and follows runs.
 
     Args:
         address: ray://HOST:PORT (Ray client: runs end with this process) or http(s)://HOST:PORT (the job API
@@ -175,7 +175,10 @@ class Run:
         """Show progress and curves until the run ends. Interrupting detaches; the run continues.
 
         Returns:
-            Result of `wait`, with its errors; None after an interrupt.
+            Content of result.json, like `wait`, or None after an interrupt.
+
+        Raises:
+            RunError: The run failed (with its own message), was stopped or interrupted.
         """
         show = display(self.name)
         try:

@@ -96,7 +96,7 @@ class RayMonitor:
 
 
 def _places() -> dict[str, tuple[str, int]]:
-    """Return part (RAYLET or GCS) → (host, port); empty with Ray client, which depends only on its server."""
+    """Return the (host, port) of RAYLET and GCS; {} with Ray client, which depends only on its server."""
     import ray
     from ray.util.client import ray as client
 

@@ -104,13 +104,14 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
 
 
 def from_line(file: str, values: Mapping[str, Any]) -> Message:
-    """Convert a line of a file in a run folder to its message, without the fields in LEFT_OUT.
+    """Return the message that a line of a run folder's file contains.
 
-    Fields have their declared types; figures that are not numbers are None.
+    Fields that the line omits (Message.LEFT_OUT) keep their defaults. Fields have their declared types, and
+    figures that are not numbers become None.
 
     Args:
-        file: Name of the file, which determines the kind of some lines.
-        values: Parsed line.
+        file: Name of the file, which determines the message class of some lines.
+        values: Line, parsed as JSON.
 
     Raises:
         ValueError: The values are not a valid line of that file.
@@ -128,7 +129,7 @@ def from_line(file: str, values: Mapping[str, Any]) -> Message:
 
 
 def _resolve_message_class(file: str, values: Mapping[str, Any]) -> tuple[type[Message], Mapping[str, Any]]:
-    """Return the class of a line's message, and the values of its fields."""
+    """Return the class of a line's message, and the line's values without the key that states the class."""
     if file in CLASS_OF_FILE:
         return CLASS_OF_FILE[file], values
     tag = "event" if file == messages.EVENTS else "kind"

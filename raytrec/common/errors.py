@@ -32,7 +32,7 @@ class ErrorParts(TypedDict):
 
 
 class RaytrecError(Exception):
-    """Base class of errors for people.
+    """Base class of errors that are shown to users, without a traceback.
 
     Args:
         what: Sentence that states the fault and the received value.

@@ -73,7 +73,7 @@ PHASES = (  # phases of a training step, into which a rank's time is divided
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Base class of all messages.
+    """Base class of the messages that ranks send to the coordinator.
 
     Attributes:
         KIND: Name of the class in lines, and of the method of driver.console.RunConsole that shows the message.
@@ -103,7 +103,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase(Message):
-    """Phase of the run that rank 0 enters, as text for people."""
+    """Phase of the run that rank 0 enters, as text for the user."""
 
     KIND = "phase"
     text: str
@@ -111,7 +111,7 @@ class Phase(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Warn(Message):
-    """Warning for people."""
+    """Warning that the driver shows to the user."""
 
     KIND = "warn"
     text: str
@@ -145,7 +145,7 @@ class Start(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Saved(RunEvent):
-    """End of a save.
+    """Completion or failure of a checkpoint save.
 
     Attributes:
         error: Reason why the checkpoint could not be written; None if the save succeeded.
@@ -221,7 +221,7 @@ class Eval(Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class Final(Eval):
-    """Figures of the last evaluation."""
+    """Figures of the evaluation after training, on data.test if it is set."""
 
     KIND = "final"
 
@@ -240,7 +240,7 @@ class Result(Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class Compared(Measured):
-    """Figures of `raytrec check`."""
+    """Errors found by `raytrec check`, as figures."""
 
     KIND = "compared"
 

@@ -64,7 +64,7 @@ class OutputFolder:
 
         A file on disk is first written under another name. An object appears when its stream is closed. After an
         error, the stream is closed only when the interpreter frees it; the footer of a Parquet file then
-        counts fewer rows than its metadata states.
+        has fewer rows than its metadata states.
 
         Args:
             name: Name of the file.

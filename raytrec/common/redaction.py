@@ -153,7 +153,7 @@ def _redact_value(value: Any, *, secret: bool, password: bool, judged: bool) -> 
     Args:
         value: Value to redact.
         secret: True to hide text, because an enclosing key denotes a secret.
-        password: True to hide numbers as well; False for keys such as `tokens`, whose numbers are counts.
+        password: True to also hide numbers; False for keys such as `tokens`, whose numbers are counts.
         judged: True if the keys of the value are names of settings; False if users chose them (table names).
     """
     if isinstance(value, str):

@@ -137,7 +137,7 @@ class Cache:
 
 
 def find_row_caches(model: nn.Module) -> dict[str, Cache | ResidentRows]:
-    """Return table → cache or in-memory rows of this rank's shard, for tables that have either."""
+    """Return a mapping from table to the cache or in-memory rows of this rank's shard, for tables that have either."""
     caches_by_table: dict[str, Cache | ResidentRows] = {}
     for kernel in iterate_sharded_kernels(model):
         if (rows := find_resident_rows(kernel)) is not None:

@@ -23,16 +23,16 @@ MAPPED = "raytrec_mapped"  # key in the settings of tables in files; they share 
 
 
 class LookupStorage(Protocol):
-    """Factory for the storage of tables marked by `map_table` (embeddings/mapped.py).
+    """Factory for the storage of tables for which `map_table` was called (embeddings/mapped.py).
 
     Attributes:
-        share: Share of the rows that are also in memory, for tables marked with a name.
+        share: Share of the rows that are also in memory, for tables whose name was passed to `map_table`.
     """
 
     share: float
 
     def allocate_zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor:
-        """Return a tensor of zeros, [count + more], whose first `count` values are mapped to a new file."""
+        """Return zeros, `dtype` [count + more], of which the first `count` are mapped to a new file."""
         ...
 
     def make_hot_rows(self, whole: list[torch.Tensor], rows: int) -> ResidentRows:
@@ -75,15 +75,16 @@ PER_ID_LOOKUPS = {
 
 
 def map_table(weight: nn.Parameter, state: Mapping[str, str], name: str = "") -> None:
-    """Mark a table for storage in a file before sharding; the table must be updated in backward.
+    """Select storage in a file for a table before sharding; the table must be updated in backward.
 
-    TorchRec combines only tables with equal settings into a lookup, so marked tables share no lookup with other
-    tables.
+    TorchRec combines only tables with equal settings into a lookup, so tables in files share no lookup with tables
+    in memory.
 
     Args:
         weight: Weights of the table.
         state: FBGEMM's name of an optimizer state → granularity of the state, "value" or "row".
-        name: Name of the table if some of its rows may also be in memory; the table then gets a separate lookup.
+        name: Name of the table if some of its rows may also be in memory; the table then shares its lookup with
+            no other table. "": all rows are only in the file.
     """
     (settings,) = private(weight, "_optimizer_kwargs", "torch")
     settings[MAPPED] = (name, *state.items())
@@ -93,7 +94,7 @@ def map_table(weight: nn.Parameter, state: Mapping[str, str], name: str = "") ->
 def use_custom_lookups(files: LookupStorage) -> Iterator[None]:
     """Make TorchRec create customized lookups in the block.
 
-    Per-id lookups of one table use bags of one id. Weights and optimizer state of marked tables (`map_table`)
+    Per-id lookups of one table use bags of one id. Weights and optimizer state of tables in files (`map_table`)
     use memory allocated by `files`, which FBGEMM's CPU kernel receives as preallocated_host_buffers. No initial
     values are drawn, because raytrec writes them later.
     """
@@ -143,10 +144,10 @@ def _make_buffers(
 def _make_lookup_with_extra_rows(
     kind: Callable[..., nn.Module], specs: list[tuple], settings: dict[str, Any], files: LookupStorage, extra: int
 ) -> nn.Module:
-    """Return a lookup of one table, followed by `extra` rows that hold cached rows in memory.
+    """Return a lookup of one file-mapped table, with `extra` rows of weights appended as an in-memory cache.
 
-    TorchRec and its optimizers see only the table, through FBGEMM's embedding_specs. The kernel is created
-    before embedding_specs is reduced to the table, so the kernel reads and updates all rows.
+    TorchRec and its optimizers see only the rows of the table, because embedding_specs is reduced to the table
+    after the kernel has been created. The kernel itself reads and updates all rows.
     """
     ((rows, *fields),) = specs
     lookup = kind(**settings | {"embedding_specs": [(rows + extra, *fields)]})

@@ -40,7 +40,7 @@ def list_alive_nodes() -> list[dict[str, Any]]:
 
 
 def list_free_resources() -> dict[str, dict[str, float]]:
-    """Return node id → free resources by name."""
+    """Return a mapping from node id to the free resources by name."""
     import ray
 
     return ray._private.state.available_resources_per_node()
@@ -167,7 +167,7 @@ def get_token_metadata() -> tuple[tuple[str, str], ...]:
 
 
 def find_nodes_without_gpus() -> dict[str, float]:
-    """Return id → CPUs for nodes with CPUs but without GPUs, or {} if no node of the cluster has GPUs."""
+    """Return the CPUs of nodes without GPUs, by node id; {} if no node of the cluster has GPUs."""
     alive = {node["NodeID"]: node["Resources"] for node in list_alive_nodes()}
     if not any(has.get("GPU") for has in alive.values()):
         return {}

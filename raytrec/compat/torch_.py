@@ -138,7 +138,7 @@ def list_local_parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
 def replace_local_shards(value: ShardedTensor, parts: list[torch.Tensor]) -> ShardedTensor:
     """Return a copy of a ShardedTensor in which this rank's shards are replaced by tensors in host memory.
 
-    The metadata is adapted as well, because torch compares the parts' device and pinned memory with it.
+    The metadata is also adapted, because torch compares the parts' device and pinned memory with it.
     """
     metadata = value.metadata()
     shards = [

@@ -40,7 +40,7 @@ class Features:
 
     @cached_property
     def side_features(self) -> dict[str, int]:
-        """Return sequence → number of side features, for sequences read id by id that have side features."""
+        """Return the number of side features of each sequence that is read id by id and has side features."""
         counts = {feature: len(self.schema.sparse[feature].side_features) for feature in self.sequences}
         return {feature: count for feature, count in counts.items() if count}
 
@@ -51,7 +51,7 @@ class Features:
 
     @cached_property
     def tables_by_id(self) -> dict[str, list[str]]:
-        """Return table → all features that read it, for tables that return a vector per id."""
+        """Return a mapping from table to all features that read it, for tables that return a vector per id."""
         by_id = [*self.sequences, *self.schema.select_candidate_names(self.schema.sparse)]
         tables = {self.schema.sparse[feature].table for feature in by_id}
         readers: dict[str, list[str]] = {table: [] for table in self.schema.tables if table in tables}

@@ -71,7 +71,7 @@ class RunConfig(Section):
         workers = self.scaling.max_workers
         if self.scaling.min_workers > workers:
             raise ValueError(
-                f"scaling.num_workers.min is {self.scaling.min_workers}, which is larger than .max, {workers}"
+                f"scaling.num_workers.min ({self.scaling.min_workers}) exceeds scaling.num_workers.max ({workers})"
             )
         if self.data.lanes < workers:
             raise ValueError(
@@ -279,7 +279,7 @@ def _iterate_subclasses(section: type[Section]) -> Iterator[type[Section]]:
 
 @cache
 def _parse_docstrings(module: str) -> dict[str, dict[str, str]]:
-    """Return class → key → docstring below the key, as one line, for a module of this package."""
+    """Return the docstring below each key of each class in a module of this package, as one line."""
     docstrings: dict[str, dict[str, str]] = {}
     if not module.startswith(__package__):
         return docstrings

@@ -109,7 +109,7 @@ class Schema(SchemaPart):
             if spec and (spec.weights is not None or spec.pooling == "sequence"):
                 raise ValueError(f"candidates: {name} has weights or is a sequence; a candidate has one id per feature")
         if self.candidates and not self.select_candidate_names(self.sparse):
-            raise ValueError("candidates: at least one sparse feature is required, by whose ids candidates are counted")
+            raise ValueError("candidates: at least one sparse feature is required, to count each row's candidates")
 
     def select_candidate_names(self, names: Collection[str]) -> list[str]:
         """Return the names that belong to candidates, in the given order.

@@ -80,7 +80,7 @@ class Clip(OnColumns):
         if self.low is None and self.high is None:
             raise ValueError("clip needs low, high or both")
         if self.low is not None and self.high is not None and self.low > self.high:
-            raise ValueError(f"clip: low is {self.low}, which is larger than high, {self.high}")
+            raise ValueError(f"clip: low ({self.low}) exceeds high ({self.high})")
         return self
 
 

@@ -46,7 +46,7 @@ SECTIONS_WITHOUT_PLACES = ("tracking", "scaling", "tasks")
 
 
 def find_foreign_code(values: dict[str, Any]) -> dict[str, str]:
-    """Return key → code or server that a configuration names. The values need not be validated."""
+    """Return a mapping from key to the code or server that a configuration names. The values need not be validated."""
     places = {section: each for section, each in values.items() if section not in SECTIONS_WITHOUT_PLACES}
     foreign_code = _find_modules(values) | dict(_iterate_places(places))
     address = as_dict(values.get("scaling")).get("address")
@@ -80,8 +80,8 @@ def refuse_code(original_code: dict[str, str], values: dict[str, Any], where: st
         raise ConfigError(
             f"an untrusted configuration names code to run or servers to contact: {'; '.join(named)}",
             where=where,
-            expected="no module:name, no cluster, no URI that selects its server, and no MLflow server while "
-            "an MLflow password is set",
+            expected="a configuration without module:name, cluster address, URI that selects its server, or MLflow "
+            "server while an MLflow password is set",
             do="add --allow-code or use your own copy of the file if you trust its source; else override these keys",
         )
 
@@ -180,7 +180,7 @@ def _make_key(file: Path) -> None:
 
 
 def _find_modules(values: dict[str, Any]) -> dict[str, str]:
-    """Return key → module:name for all code that a configuration names."""
+    """Return a mapping from key to module:name for all code that a configuration names."""
     modules = {}
     model, data = as_dict(values.get("model")), as_dict(values.get("data"))
     if ":" in str(model.get("name", "")):

@@ -43,7 +43,7 @@ def _check_claims(footer: pq.FileMetaData, size: int) -> None:
     for g in range(footer.num_row_groups):
         group = footer.row_group(g)
         if not 0 <= group.num_rows <= MAX_GROUP_ROWS:
-            raise ImplausibleFooterError(f"the footer claims {group.num_rows:,} rows in row group {g}")
+            raise ImplausibleFooterError(f"the footer claims an impossible {group.num_rows:,} rows in row group {g}")
         # In ordinary row groups, only one column is checked, because there may be millions of row groups.
         for c in range(group.num_columns if group.num_rows > MIN_FULLY_CHECKED_ROWS else min(1, group.num_columns)):
             chunk, column = group.column(c), footer.schema.column(c)
@@ -103,7 +103,8 @@ def read_footer(uri: str) -> pq.FileMetaData:
         raise DataError(
             f"the file is not a complete Parquet file: {str(error).splitlines()[0]}",
             where=uri,
-            expected=storage_hint(uri) + "a readable footer; the file may be cut off or still being written",
+            expected=storage_hint(uri)
+            + "a file with a readable footer that is neither cut off nor still being written",
             do="write or copy the file again, or remove it",
         ) from None
     return metadata
@@ -132,7 +133,7 @@ class FooterStatistics:
         ]
 
     def list_exclusions(self) -> dict[str, list[set[str]]]:
-        """Return task → for each nonempty row group, the reasons why none of its rows count.
+        """Return, for each task and each nonempty row group, the reasons why the task uses none of the rows.
 
         The set of reasons is empty if some rows of the row group may count. The result is empty if all rows
         have weight 1 in every task.
@@ -152,7 +153,7 @@ class FooterStatistics:
         return [{why for i, why, excludes in conditions if excludes(group.column(i))} for group in groups]
 
     def constant_labels(self) -> dict[str, float]:
-        """Return label → value, for labels with the same value in all rows that have the label."""
+        """Return a mapping from label to the value, for labels with the same value in all rows that have the label."""
         columns = {name: self._columns(name) for name in self._form.plan.labels if name not in self._outputs}
         values = {name: self._find_constant_value(places[0]) for name, places in columns.items() if len(places) == 1}
         return {name: value for name, value in values.items() if value is not None}
@@ -176,7 +177,7 @@ class FooterStatistics:
 
 
 def explain_empty_tasks(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[str, str]:
-    """Return task → reason why no row of any file counts, for tasks in which no row counts.
+    """Return the reason why a task uses no row of any file, for each task without usable rows.
 
     Args:
         excluded: Results of `FooterStatistics.list_exclusions` for all files.
@@ -210,7 +211,7 @@ def _list_statistics_checks(form: ResolvedReadPlan, outputs: set[str]) -> Iterat
 
 
 def _list_exclusion_conditions(task: TaskRows) -> Iterator[tuple[str, str, Callable[[pq.ColumnChunkMetaData], bool]]]:
-    """Yield (column, reason why no row counts, function that returns True if the reason applies to a chunk)."""
+    """Yield (column, reason why no row is usable, function that returns True if the reason applies to a chunk)."""
     if task.nulls == "skip":
         yield task.label, f"its label '{task.label}' is null in every row", _is_all_null
     for mask in (task.mask, task.mask_label):

@@ -86,7 +86,7 @@ class Dataset:
         form: Resolved read plan of the rows.
         left_out: Errors of skipped files (data.on_error: skip).
         suspect_groups: Row groups whose statistics show values that would stop a run (footers.py).
-        empty_tasks: Task → reason, for tasks in which no row counts according to the footers.
+        empty_tasks: Task → reason, for tasks that use no row according to the footers.
         constant_labels: Label → value, for labels with a single value according to the footers.
         log_odds: Initial bias of each logit column (train.initial_bias); (): biases are not changed.
         listing: Files found in the folders, and reasons why other files are left out.
@@ -203,7 +203,7 @@ class _FileFacts:
         groups: Row groups with rows.
         lists: Sparse features whose column is a list after the transforms.
         accused: Indexes of row groups that contradict the schema (footers.FooterStatistics).
-        excluded: Task → for each nonempty row group, the reasons why none of its rows count
+        excluded: Task → for each nonempty row group, the reasons why the task uses none of its rows
             (footers.FooterStatistics).
         constant: Label → value, for labels with a single value (footers.FooterStatistics).
     """

@@ -95,10 +95,10 @@ def select_partitions(paths: list[str], root: str, between: PartitionBounds, uri
         for rank, bound in ((first, between[0]), (last, between[1])):
             if [key for key, *_ in rank] != [key for key, *_ in ranks[: len(rank)]]:
                 raise DataError(
-                    f"the partition of a file is {partition or 'none'}, but data.partitions has {bound}",
+                    f"the partition keys of a file ({partition or 'none'}) do not match data.partitions ({bound})",
                     where=path,
-                    expected="folders key=value with the keys of data.partitions, from the outermost on",
-                    do="correct data.partitions, or remove files that are not in such folders",
+                    expected="key=value folders with the keys in data.partitions, starting from the outermost folder",
+                    do="correct data.partitions, or remove files outside such folders",
                 )
         if first <= ranks[: len(first)] and ranks[: len(last)] <= last:
             chosen.append(path)

@@ -46,8 +46,8 @@ class TaskRows:
         name: Name of the task, for messages.
         nulls: Treatment of rows without a label (null or NaN): error raises an error, skip ignores them in
             this task.
-        mask: Column of 0 and 1; only rows with 1 count. None: all rows count.
-        mask_label: Label of the schema; only rows with label 1 count. None: all rows count.
+        mask: Column of 0 and 1; only rows with 1 count. None: all rows are used.
+        mask_label: Label of the schema; only rows with label 1 count. None: all rows are used.
         sample_weight: Column of finite numbers ≥ 0; None: every row has weight 1.
     """
 
@@ -193,7 +193,7 @@ class ResolvedReadPlan:
 
     @property
     def folders(self) -> dict[str, pa.DataType | None]:
-        """Return column → type for the columns read from folder names; None: text."""
+        """Return a mapping from column to the type for the columns read from folder names; None: text."""
         return {name: self.types.get(name) for name in self.from_folders}
 
     @cached_property
@@ -269,7 +269,7 @@ class ResolvedReadPlan:
 
     @cached_property
     def full_vocabulary_features(self) -> dict[str, int]:
-        """Return feature → number of ids, for features of which each global batch contains every id exactly once."""
+        """Return the number of ids of each feature that has every id exactly once in each global batch."""
         samples = (transform for transform in self.plan.transforms if isinstance(transform, Sample))
         rows = {sample.column: sample.rows for sample in samples if sample.count == "all"}
         columns = {name: self.schema.get_ids_column(name) for name in self.schema.sparse}

@@ -218,7 +218,7 @@ class PrefetchIterator:
             self._thread.join(0.05)
 
     def _fill(self, make: Callable[[PrefetchIterator], Iterator[Batch]]) -> None:
-        """Put all batches into the queue, followed by None; an exception replaces the remaining batches."""
+        """Put all batches and then None into the queue; an exception replaces the remaining batches."""
         retain_freed_memory()
         try:
             if self._device is not None:

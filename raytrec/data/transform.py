@@ -119,7 +119,7 @@ def _with_columns(table: pa.Table, names: list[str], columns: list[pa.Array]) ->
 def _cast_null_array(array: pa.Array, transform: t.Transform) -> pa.Array:
     """Return an array, cast to a type that the transform accepts if the array has type null.
 
-    A column has type null in a file that contains no value of it.
+    A column has type null in a file that contains only nulls in this column.
     """
     if not pa.types.is_null(value_type(array.type)):
         return array

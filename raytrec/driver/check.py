@@ -30,7 +30,7 @@ from raytrec.worker.loop import check_worker
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of `check`.
+    """Comparison of sharded training with a single process, as returned by `check`.
 
     Attributes:
         findings: One entry for each comparison: {check, name, error, absolute, limit, passed}; error is the
@@ -70,7 +70,7 @@ class CheckResult:
 
     @property
     def worst(self) -> dict[str, dict[str, Any]]:
-        """Return check → comparison with the largest error; an error that is not a number is the largest."""
+        """Return the comparison with the largest error, for each check; NaN is larger than any number."""
         groups = {c: [f for f in self.findings if f["check"] == c] for c in CHECK_LABELS}
         return {
             check: max(findings, key=lambda f: float("inf") if f["error"] is None else f["error"])

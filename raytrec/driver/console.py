@@ -192,7 +192,7 @@ class Result:
 
 
 def print_summary(summary: Result) -> None:
-    """Print the figures as a table to stdout, followed by slice tables, the use of time and the next steps."""
+    """Print a table of the figures to stdout, and then slice tables, the use of time and the next steps."""
     console, table = open_console(), Table(show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right")

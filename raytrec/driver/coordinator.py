@@ -165,7 +165,7 @@ class Coordinator:
         return self._command
 
     async def current(self, attempt: str) -> bool:
-        """Return True if this attempt is the run's current one and not aborted, so that its writes count."""
+        """Return True if this attempt is the run's current attempt and not aborted; only then may it commit."""
         return attempt == self._attempt and self._command != Command.ABORT
 
     async def leave(self, attempt: str, rank: int) -> None:

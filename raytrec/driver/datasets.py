@@ -136,7 +136,7 @@ def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Da
     """Check that model.lookup_l2 applies to single vectors of its tables, not to sums of vectors.
 
     Raises:
-        ConfigError: The bags of a feature are summed.
+        ConfigError: A feature that looks up one of the tables has bags of ids, whose vectors are summed.
     """
     by_id = resolve_features(schema, config.model).sequences
     for feature in config.model.l2_factors(schema):
@@ -226,7 +226,7 @@ def open_dataset(
         schema: Schema of the run.
         places: Parquet files or folders.
         key: Configuration key of the dataset. Columns that only evaluations read are not read for data.train.
-        held_out: True to read these columns for data.train as well, as rows are held out for evaluations.
+        held_out: True to also read these columns for data.train, from which rows are held out for evaluations.
 
     Raises:
         ConfigError: A task is invalid, or a column by which rows are grouped is not reserved.

@@ -30,7 +30,7 @@ DRIVER_RECORD_FILE, LOG_FILE = "driver.json", "run.log"
 
 
 class DriverRecord(TypedDict, total=False):
-    """Content of driver.json.
+    """Content of driver.json, which states the driver process that trains the run and how the run ended.
 
     Attributes:
         pid, started, host: Process id of the driver, its start time in clock ticks, and its host name.
@@ -97,7 +97,7 @@ def read_driver_record(folder: Path) -> DriverRecord:
 
 
 def _sum_driver_seconds(folder: Path) -> float:
-    """Return the total seconds of all drivers so far; a killed driver counts up to its last recorded message."""
+    """Return the total seconds of all drivers so far; a killed driver is timed until its last recorded message."""
     note = read_driver_record(folder)
     seconds, begin = parse_number_or_zero(note.get("seconds")), parse_number_or_zero(note.get("unix_s"))
     if note.get("status") != "RUNNING":

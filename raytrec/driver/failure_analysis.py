@@ -113,7 +113,7 @@ def extract_main_line(text: str) -> str:
 
 
 def _find_line(words: tuple[str, ...], text: str) -> str:
-    """Return the first line that contains one of the lower-case words in any case, or an empty string."""
+    """Return the first line that contains one of the lower-case words, ignoring case, or an empty string."""
     return next((line for line in text.splitlines() if any(word in line.lower() for word in words)), "")
 
 

@@ -27,11 +27,11 @@ NODE_ANSWER_TIMEOUT_S = 60.0  # a listed node may be gone, or may have to start 
 
 @dataclass(frozen=True)
 class GpuNode:
-    """Node with GPUs.
+    """Ray node that has GPUs, with the packages and memory found on it.
 
     Attributes:
         address: Address of the node.
-        gpus: Number of GPUs that Ray counts.
+        gpus: Number of GPUs registered with Ray.
         built_for: Device for which the node's packages are built; None: no answer, or no torch.
         gpu_memory: Usable memory of the node's smallest GPU in bytes; None: unknown.
         host_memory: Main memory in bytes; None: unknown.

@@ -218,7 +218,7 @@ class NodeCapacityPolicy(RequestingPolicy):
         return ResizeDecision(workers, self.resources_per_worker)
 
     def _count_possible_workers(self, own_workers: Counter[str]) -> int:
-        """Return the number of workers that fit next to other work; resources of the own group count as free."""
+        """Return the number of workers that fit next to other work; the group's own resources are treated as free."""
         bundle = self.resources_per_worker
         free, draining, slots = list_free_resources(), list_draining_nodes(), 0
         for node in list_alive_nodes():

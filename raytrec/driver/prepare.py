@@ -34,7 +34,7 @@ RUN_RECORD_FILES = (METRICS, RANKS, CHECKS, EVENTS, DELIVERED, DRIVER)  # record
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Run that is prepared but not started.
+    """Run whose inputs have been checked, ready to be trained.
 
     Attributes:
         config: Resolved configuration (`resolve`).
@@ -199,11 +199,13 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
 def load_checkpoint_config(
     place: str | Path, overrides: list[str], *, allow_code: bool = False
 ) -> tuple[RunConfig, str]:
-    """Return the configuration of a checkpoint for a new run, and the run's name without date and time.
+    """Return the configuration of a new run that starts from a checkpoint, and the name of the checkpoint's run.
+
+    The new run warm-starts from the checkpoint and uses its schema. The name has no date and time.
 
     Args:
-        place: Run folder or checkpoint folder; its schema is kept.
-        overrides: `section.key=value` strings, at least a new data.train.
+        place: Run folder or checkpoint folder.
+        overrides: `section.key=value` strings; they must include data.train.
         allow_code: True if the configuration may name code (trust.py).
 
     Raises:

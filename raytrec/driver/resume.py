@@ -120,7 +120,7 @@ def _is_same_run(folder: Path, config: RunConfig) -> bool:
 
 
 def record_data(folder: Path, datasets: dict[str, Dataset], contents: dict[str, list[FileIdentity]]) -> None:
-    """Record the datasets' files and contents in the run folder for resuming; ignore OS errors."""
+    """Record the identities and paths of the datasets' files in the run folder for resuming; ignore OS errors."""
     values: dict[str, Any] = {name: [asdict(each) for each in files] for name, files in contents.items()}
     values[FILES_KEY] = {name: d.listing.record() for name, d in datasets.items() if d.listing.files}
     with suppress(OSError):
@@ -137,7 +137,7 @@ def check_same_data(
         root: Folder of the run's checkpoints.
         schema: Current schema.
         datasets: Current datasets by name.
-        contents: Current contents of each dataset's files.
+        contents: Current identities (sizes and hashes) of each dataset's files.
 
     Returns:
         Warnings about changes in other datasets, and about rewritten files.
@@ -188,7 +188,7 @@ def _strip_statistics(schema: Schema) -> str:
 
 
 def _load_recorded_contents(folder: Path) -> dict[str, list[FileIdentity]]:
-    """Return the contents of the datasets when the run began; empty if no usable record exists."""
+    """Return each dataset's file identities as recorded when the run began; {} if there is no usable record."""
     try:
         recorded = parse_json(read_bytes(folder / DATA))
         return {n: [FileIdentity(**values) for values in files] for n, files in recorded.items() if n != FILES_KEY}

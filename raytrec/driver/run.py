@@ -109,7 +109,7 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
 
     Args:
         plan: Run to train.
-        contents: Contents of each dataset's files, computed in the background.
+        contents: Identities (sizes and hashes) of each dataset's files, computed in the background.
         console: Console that shows the run.
         began: Start of the run by perf_counter; for a resumed run, shifted back by the duration of earlier
             drivers.

@@ -31,7 +31,7 @@ LOW_MEMORY_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_A
 class DeliveryProcess:
     """Process that delivers a run to MLflow while the run is trained (tracking.delivery.follow).
 
-    The process runs at low priority, and ends with this process in any case. Without tracking.enabled, it is
+    The process runs at low priority, and always ends with this process. Without tracking.enabled, it is
     not started. Only `ready` and `close` block.
 
     Args:
@@ -76,7 +76,7 @@ class DeliveryProcess:
             raise self._refusal
 
     def ready(self) -> str | None:
-        """Wait until the store has answered; wait for a server at most a few seconds.
+        """Wait until the tracking store answers; if it is a server, wait for at most a few seconds.
 
         Returns:
             Id of the MLflow run; None if a server does not answer.

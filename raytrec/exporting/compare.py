@@ -29,8 +29,9 @@ from raytrec.exporting.trained_model import TrainedModel, make_rounding
 from raytrec.metrics.selection import Selection
 from raytrec.prediction.one_process import compute_outputs, read_batch
 from raytrec.prediction.predict import list_score_columns
-from raytrec.scoring.lookups import PRECISIONS, Lookups
+from raytrec.scoring.lookups import Lookups
 from raytrec.scoring.manifest import Manifest, Metrics, PrecisionName, ProgramName
+from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.request_rows import widen_type
 from raytrec.scoring.scorer import Scorer
 from raytrec.tasks.outputs import StepOutputs
@@ -63,7 +64,7 @@ def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Par
 def score_golden_rows(
     trained: TrainedModel, dataset: Dataset, parts: list[Part], precision: PrecisionName
 ) -> dict[str, pa.Array]:
-    """Return score column → the trained model's scores of rows, with tables rounded to a precision."""
+    """Return a mapping from score column to the trained model's scores of rows, with tables rounded to a precision."""
     names = list_score_columns(trained.objective.tasks)
     kinds = [pa.float32() if t.outputs == 1 else pa.list_(pa.float32()) for t in trained.objective.tasks]
     if not parts:

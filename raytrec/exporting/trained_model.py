@@ -21,8 +21,9 @@ from raytrec.exporting.programs import Program, make_program
 from raytrec.models.recommender import Recommender
 from raytrec.prediction.one_process import load_model
 from raytrec.prediction.predict import list_score_columns
-from raytrec.scoring.lookups import PRECISIONS, IdRows, Lookups, StackedTable, TablePrecision
+from raytrec.scoring.lookups import IdRows, Lookups, StackedTable
 from raytrec.scoring.manifest import ExportSource, PrecisionName, ProgramName, StackEntry, TaskEntry, list_inputs
+from raytrec.scoring.precisions import PRECISIONS, TablePrecision
 from raytrec.scoring.table_files import choose_block_rows, make_header
 from raytrec.tasks.objective import Objective
 
@@ -117,7 +118,7 @@ def list_tasks(trained: TrainedModel) -> list[TaskEntry]:
 
 
 def list_towers(trained: TrainedModel) -> dict[TowerName, list[str]]:
-    """Return tower → its features and dense columns, sorted; empty for models without towers."""
+    """Return a mapping from tower to its features and dense columns, sorted; empty for models without towers."""
     model, schema = trained.saved.config.model, trained.saved.schema
     if not model.retrieves:
         return {}

@@ -92,7 +92,7 @@ def scan_columns(
 
 
 def _footers(listing: Listing) -> dict:
-    """Return path → footer for all files of a listing."""
+    """Return a mapping from path to the footer for all files of a listing."""
     return {path: read_footer(path) for path in listing.files}
 
 

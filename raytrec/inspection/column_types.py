@@ -34,7 +34,7 @@ def find_common_columns(footers: dict) -> set[str]:
 
 
 def infer_folder_column_types(footers: dict) -> dict[str, pa.DataType]:
-    """Return folder key → type for the keys of key=value folders that are columns.
+    """Return a mapping from folder key to the type for the keys of key=value folders that are columns.
 
     Such a key has several values, which are not times, and at least one file lacks a column of this name.
     """

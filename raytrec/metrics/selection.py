@@ -135,7 +135,7 @@ class Selection:
 
     @property
     def figures(self) -> list[MetricDisplay]:
-        """Return all metrics by task, followed by the metrics of full rankings."""
+        """Return the metrics of each task, and then the metrics of full rankings."""
         task_figures = [
             _make_figure(self.key(task, metric.name), metric, "" if len(self.of) == 1 else f"{task}: ")
             for task, metrics in self.of.items()

@@ -111,7 +111,7 @@ def sum_pair_products(vectors_BFD: torch.Tensor) -> torch.Tensor:
 
 
 class XDeepFM(nn.Module):
-    """logit = Σᵢ wᵢ xᵢ + w₁ᵀ CIN(vectors) + w₂ᵀ MLP(all vectors concatenated) + b.
+    """xDeepFM with logit = Σᵢ wᵢ xᵢ + w₁ᵀ CIN(vectors) + w₂ᵀ MLP(all vectors concatenated) + b.
 
     Lian et al. 2018, arXiv:1803.05170. The weights wᵢ and the vectors are stored in one table row
     (layers.FieldVectors).

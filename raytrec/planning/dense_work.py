@@ -123,7 +123,7 @@ def _iterate_tensors(value: Any) -> Any:
 
 
 def _count_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's stored values; an expanded value counts once."""
+    """Return the bytes of a tensor's stored values; an expanded value is counted once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, stride in sizes if stride) * tensor.element_size()
 

@@ -62,7 +62,7 @@ UNKNOWN_GPU, UNKNOWN_NETWORK = Gpu(15.7, 15.7, 15.7, 15.7, 900, 150, 16), 12.5
 
 
 class Machine(NamedTuple):
-    """Host with GPUs.
+    """Known machine type: its GPUs, processors, memory and network.
 
     Attributes:
         name: Name of the machine, e.g. 8xh100-sxm.
@@ -132,7 +132,7 @@ def find_machine(name: str, where: str = "--on") -> Machine:
 
 
 class Cluster(NamedTuple):
-    """Set of identical hosts.
+    """Cluster of identical hosts for which a run is planned.
 
     Attributes:
         hosts: Number of hosts.

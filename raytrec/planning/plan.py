@@ -111,7 +111,7 @@ def _locate_rank(config: RunConfig, device: torch.device) -> RankLocation:
 def merge_resources(places: list[RankLocation], config: PlanSection) -> Hosts:
     """Return the hosts' common properties, given the locations and resources of all ranks.
 
-    If hosts have different numbers of ranks, each rank counts as a separate host. Memory is the minimum over
+    If hosts have different numbers of ranks, each rank is treated as a single host. Memory is the minimum over
     all ranks: tables that fit one rank then fit all, and all ranks reject the same tables.
 
     Args:

@@ -200,7 +200,7 @@ def _describe_problems(estimate: ClusterEstimate) -> list[str]:
 
 
 def draw(plans: Plans, path: str | Path) -> None:
-    """Draw the shards on the first cluster that has a plan, tables × ranks, and write an .svg or .png file.
+    """Draw a grid of tables × ranks with the shards on the first cluster that has a plan, as .svg or .png file.
 
     Raises:
         ConfigError: The file has another extension, or there is no plan.

@@ -198,7 +198,7 @@ class Rates:
         which is the right order of magnitude for NCCL.
 
         Args:
-            name: Name of the GPU as reported by its driver; an unknown GPU counts as V100.
+            name: Name of the GPU as reported by its driver; an unknown GPU is treated as a V100.
             network: Network bandwidth to other hosts, in 10⁹ bytes/s.
         """
         gpu, wire = find_gpu(name) or UNKNOWN_GPU, REACHED_RATE_SHARES["wire"] * 1e9

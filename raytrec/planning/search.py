@@ -254,7 +254,7 @@ class CorrectedEnumerator(EmbeddingEnumerator):
     row-wise state on the GPU. TorchRec does not support tables in files.
 
     Args:
-        fused: Table → optimizer that updates the table in backward. TorchRec counts no state for other tables.
+        fused: Table → optimizer that updates the table in backward. TorchRec ignores the state of other tables.
         on_disk: Tables in files.
     """
 
@@ -272,7 +272,7 @@ class CorrectedEnumerator(EmbeddingEnumerator):
         self._on_disk = on_disk
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """Estimate the storage of all shards, including the optimizer state that TorchRec does not count."""
+        """Estimate the storage of all shards, including the optimizer state that TorchRec ignores."""
         estimate_once_per_size(sharding_options, super().populate_estimates)
         for option in sharding_options:
             if option.name in self._fused:

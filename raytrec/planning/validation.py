@@ -115,7 +115,7 @@ def _check_kernel(table: str, constraint: TableConstraint, sharding: str, optimi
 
 
 def check_decay(constraints: dict[str, TableConstraint], optimizers: dict[str, EmbeddingOptim], device: str) -> None:
-    """Check that no table with weight decay can be updated in backward on a cpu or cuda device.
+    """Check that no table with weight decay can be placed on a fused kernel on `device` (cpu or cuda).
 
     Weight decay has the semantics of torch.optim: every row decays at every step. FBGEMM's fused kernels
     (1.8.0) only touch rows of the batch. On GPUs, row-wise Adagrad and Adam would decay only these rows. The

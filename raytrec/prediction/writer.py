@@ -138,7 +138,7 @@ def write_empty(task: PredictionTask, path: str, scores: list[pa.DataType]) -> N
 
 
 def group_by_file(spans: Iterator[Span] | list[Span]) -> dict[str, list[Span]]:
-    """Return file → its spans in order, for files with several spans."""
+    """Return a mapping from file to its spans in order, for files with several spans."""
     groups: dict[str, list[Span]] = {}
     for span in spans:
         if not span.is_whole:

@@ -155,7 +155,7 @@ class BackgroundRenderer:
 
 
 def _group_by_section(drawn: list[RenderedFigure]) -> dict[str, list[dict[str, Any]]]:
-    """Return section → its figures; figures without data have the reason instead."""
+    """Return a mapping from section to its figures; figures without data have the reason instead."""
     from markupsafe import Markup
 
     sections: dict[str, list[dict[str, Any]]] = {}
@@ -168,7 +168,7 @@ def _group_by_section(drawn: list[RenderedFigure]) -> dict[str, list[dict[str, A
 
 
 def read_package_versions(folder: Path) -> dict[str, str]:
-    """Return package → version from the newest checkpoint in the run folder.
+    """Return a mapping from package to the version from the newest checkpoint in the run folder.
 
     Checkpoints outside the run folder are ignored, because a report does not read from object stores.
     """

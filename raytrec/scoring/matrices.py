@@ -14,7 +14,7 @@ from pyarrow import types
 from raytrec.common.errors import DataError
 from raytrec.data.arrow import plain_array, to_plain_array, unnest
 
-DENSE, IDS = "dense", "ids"
+DENSE_MATRIX, ID_MATRIX = "dense", "ids"
 Matrices = Mapping[str, np.ndarray]  # values of each matrix, [B, columns]
 ROWS_PLACE = "the rows"
 
@@ -30,14 +30,14 @@ def list_matrix_columns(columns: pa.Schema, dense: Collection[str]) -> dict[str,
         dense: dense columns and other numbers that may have fractions. ids: other columns with one integer a
         row. Text and lists are in neither. The result is empty if a column has the name of a matrix.
     """
-    matrices: dict[str, list[str]] = {DENSE: [], IDS: []}
+    matrices: dict[str, list[str]] = {DENSE_MATRIX: [], ID_MATRIX: []}
     if matrices.keys() & set(columns.names):
         return {}
     for field in columns:
         if field.name in dense or types.is_floating(field.type):
-            matrices[DENSE].append(field.name)
+            matrices[DENSE_MATRIX].append(field.name)
         elif types.is_integer(field.type):
-            matrices[IDS].append(field.name)
+            matrices[ID_MATRIX].append(field.name)
     return matrices
 
 

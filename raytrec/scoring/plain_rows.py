@@ -18,7 +18,7 @@ from raytrec.data.arrow import is_list, plain, unnest
 from raytrec.data.column_conversion import FIRST_INEXACT_INTEGER, signed_log, standardize
 from raytrec.data.read_plans import NO_MANAGED_ID
 from raytrec.data.row_slices import Chunk, Rows
-from raytrec.scoring.matrices import DENSE, IDS, Matrices
+from raytrec.scoring.matrices import DENSE_MATRIX, ID_MATRIX, Matrices
 from raytrec.scoring.request_rows import RowReader
 
 PYTHON_TYPES: Mapping[pa.DataType, Any] = {pa.int64(): int, pa.float64(): float, pa.list_(pa.int64()): list[int]}
@@ -162,7 +162,7 @@ class PlainRowReader:
     def read_matrices(self, matrices: Matrices, max_rows: int, max_ids: int) -> Rows | None:
         """Return the rows of matrices [B, columns], or None if they are not plain or columns are missing."""
         empty = np.empty((max(map(len, matrices.values()), default=0), 0), np.int64)
-        dense_BD, ids_BS = matrices.get(DENSE, empty), matrices.get(IDS, empty)
+        dense_BD, ids_BS = matrices.get(DENSE_MATRIX, empty), matrices.get(ID_MATRIX, empty)
         shapes = (len(empty), len(self._dense)), (len(empty), len(self._ids))
         if self._lists or not 0 < len(empty) <= max_rows or (dense_BD.shape, ids_BS.shape) != shapes:
             return None

@@ -18,6 +18,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 from torch.export.pt2_archive import PT2ArchiveWriter
+from torch.fx.graph import CodeGen
 
 from raytrec.common.errors import RunError, get_first_line
 from raytrec.common.formatting import as_dict
@@ -90,6 +91,7 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
         else:
             program = load_archive(io.BytesIO(sanitize_archive(content)))
             module = program.module(check_guards=False)  # guards take ten times as long as a small model
+            module.graph.set_codegen(CodeGen())  # torch's generator flattens a tree of inputs at each call
             add_size_checks(module)
             if all(weights.values()):  # torch creates tensors without values
                 _loaded[key] = module

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -19,13 +20,15 @@ from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.batching import Batcher, make_busy_refusal
 from raytrec.serving.bodies import JSON, Limits, Query, RefusedRequest, decode_request, encode_response, json_response
+from raytrec.serving.challenger import ShadowQueue, is_in_share
 from raytrec.serving.inference_protocol import MODEL_TEMPLATES, decode_inference, describe_tensors, match_path
-from raytrec.serving.loaded_exports import LoadedExports
+from raytrec.serving.loaded_exports import LoadedExport, LoadedExports
 from raytrec.serving.openapi import Endpoint, describe, make_example_text, make_page
 from raytrec.serving.replica_metrics import ReplicaMetrics
-from raytrec.serving.request_log import RequestLog
+from raytrec.serving.request_log import LoggedRequest, RequestLog
 
 log = logging.getLogger(__name__)
+Decoder = Callable[[Scorer], Query]
 
 
 class Service:
@@ -54,6 +57,8 @@ class Service:
         self.figures = ReplicaMetrics()
         self.batcher = Batcher(observe=self.figures.batch_rows.observe)
         self.request_log: RequestLog | None = None
+        self._shadows = ShadowQueue(self.figures, lambda: self.batcher.waiting > 0)
+        self._shadow_batcher = Batcher(budget_s=0.005)  # an arriving request waits about as long at most
         self.endpoints = [
             Endpoint("POST", "/predict", self._predict, "Predictions for rows or for one user's candidates."),
             Endpoint("POST", "/vectors", self._vectors, "Query or item vectors of two-tower models."),
@@ -82,15 +87,17 @@ class Service:
         """Answer a request."""
         began = perf_counter()
         path, scope["path_params"] = match_path(scope["path"])
-        response = await self._answer(Request(scope, receive), path)
+        request = Request(scope, receive)
+        response = await self._answer(request, path)
+        version = response.headers["X-Model-Version"] = getattr(request.state, "version", self.versions.version)
         path = path if any(path == known for _, known in self._table) else "other"
-        self.figures.requests.labels(path, response.status_code).inc()
+        self.figures.requests.labels(path, response.status_code, version).inc()
         await response(scope, receive, send)
-        self.figures.seconds.labels(path).observe(perf_counter() - began)
+        self.figures.seconds.labels(path, version).observe(perf_counter() - began)
 
     async def _answer(self, request: Request, path: str) -> Response:
         try:
-            return await self._endpoint(request, path).answer(request, self.versions.current.scorer)
+            return await self._endpoint(request, path).answer(request, await self._choose_scorer(request))
         except RefusedRequest as error:
             refused = error
         except (DataError, ConfigError, SchemaError) as error:
@@ -126,12 +133,32 @@ class Service:
         )
         raise RefusedRequest(405, missing, Allow=methods) if methods else RefusedRequest(404, missing)
 
+    async def _choose_scorer(self, request: Request) -> Scorer:
+        """Return the model that answers a request, and note its version in the request's state."""
+        current, challenger, named = self.versions.current, self.versions.challenger, request.path_params.get("version")
+        if challenger and named != challenger.scorer.version:
+            is_decided = request.method != "POST" or named
+            challenger = None if is_decided else await self._find_challenger(request, "canary")
+        scorer = (challenger or current).scorer
+        request.state.version = scorer.version
+        return scorer
+
+    async def _find_challenger(self, request: Request, mode: str) -> LoadedExport | None:
+        """Return the challenger if it has this mode and the request is in its share, else None."""
+        loaded = self.versions.challenger
+        if not loaded or loaded.challenger.mode != mode:
+            return None
+        key = request.headers.get("x-request-key", "").encode() or await self.read(request)
+        return loaded if is_in_share(key, loaded.challenger) else None
+
     async def read(self, request: Request) -> bytes:
-        """Return the body of a request.
+        """Return the body of a request, which may be read several times.
 
         Raises:
             RefusedRequest: The body is too large, or the total size of all bodies being received is.
         """
+        if hasattr(request.state, "body"):
+            return request.state.body
         body, limits = bytearray(), self.limits
         try:
             async for part in request.stream():
@@ -144,7 +171,8 @@ class Service:
                     )
                 if self._reading > limits.all_bodies_bytes:
                     raise make_busy_refusal("too many large request bodies are being received")
-            return bytes(body)
+            request.state.body = bytes(body)
+            return request.state.body
         finally:
             self._reading -= len(body)
 
@@ -158,23 +186,37 @@ class Service:
 
     async def _answer_rows(self, request: Request, scorer: Scorer, program: ProgramName, names: list[str]) -> Response:
         body, content_type = await self.read(request), request.headers.get("content-type", "")
-        scores, headers = await self._score(request, decode_request(content_type, body, scorer, program, self.limits))
-        kind, body = encode_response(request.headers.get("accept", ""), scorer.version, names, scores)
-        return Response(body, media_type=kind, headers=headers)
+        decode = partial(decode_request, content_type, body, program=program, limits=self.limits)
+        scores, headers = await self._score(request, decode(scorer), decode)
+        kind, content = encode_response(request.headers.get("accept", ""), scorer.version, names, scores)
+        return Response(content, media_type=kind, headers=headers)
 
-    async def _score(self, request: Request, query: Query) -> tuple[list[np.ndarray], dict[str, str]]:
-        """Return the scores of a request's rows and the headers of its answer, and count and log the rows."""
-        scores, headers = await self.batcher.score(query), {"X-Model-Version": query.scorer.version}
-        self.figures.rows.inc(len(scores[0]))
-        if self.request_log and query.program == "predict":
-            logged = self.request_log.offer(request.url.path, query, scores)
-            headers |= {"X-Request-Id": logged} if logged else {}
+    async def _score(self, request: Request, query: Query, decode: Decoder) -> tuple[list[np.ndarray], dict[str, str]]:
+        """Return the scores of a request's rows and the headers of its answer; count and log the rows.
+
+        Args:
+            request: Request.
+            query: Rows of the request.
+            decode: Function that decodes the request for a model, used if a challenger scores the rows, too.
+        """
+        scores, headers = await self.batcher.score(query), {}
+        self.figures.rows.labels(query.scorer.version).inc(len(scores[0]))
+        if query.program == "predict":
+            log_id = self.request_log.offer(request.url.path, query, scores) if self.request_log else None
+            headers |= {"X-Request-Id": log_id} if log_id else {}
+            if challenger := await self._find_challenger(request, "shadow"):
+                score = partial(self._compare_challenger, challenger.scorer, decode, query.name_scores(scores), log_id)
+                self._shadows.add(challenger.scorer.version, len(request.state.body), score)
         return scores, headers
 
     async def _infer(self, request: Request, scorer: Scorer) -> Response:
-        name = self._check_model(request, scorer)
-        inference = decode_inference(request.headers, await self.read(request), scorer, self.limits)
-        return inference.encode(name, *await self._score(request, inference.query))
+        name, body = self._check_model(request, scorer), await self.read(request)
+        inference = decode_inference(request.headers, body, scorer, self.limits)
+
+        def decode(challenger: Scorer) -> Query:
+            return decode_inference(request.headers, body, challenger, self.limits).query
+
+        return inference.encode(name, *await self._score(request, inference.query, decode))
 
     def _check_model(self, request: Request, scorer: Scorer) -> str:
         """Return the model's name in a path of the Open Inference Protocol.
@@ -200,6 +242,27 @@ class Service:
 
     async def _live(self, request: Request, scorer: Scorer) -> Response:
         return json_response({"live": True})
+
+    async def _compare_challenger(self, scorer: Scorer, decode: Decoder, answers: dict, log_id: str | None) -> None:
+        """Score and log an answered request with the challenger, and compare the scores with the answer.
+
+        Raises:
+            RunError: A score is not finite.
+        """
+        began, figures, version = perf_counter(), self.figures, scorer.version
+        query = decode(scorer)
+        scores = await self._shadow_batcher.score(query)
+        figures.shadow_seconds.labels(version).observe(perf_counter() - began)
+        figures.shadow_rows.labels(version).inc(len(scores[0]))
+        if self.request_log and log_id:
+            self.request_log.add(LoggedRequest("shadow", query, scores, log_id))
+        for column, values in query.name_scores(scores).items():
+            answer = answers.get(column)
+            if answer is not None and answer.shape == values.shape:
+                difference = float(np.abs(values - answer).mean()) * len(values)
+                if not np.isfinite(difference):
+                    raise RunError(f"a score in column '{column}' is not finite", where=version)
+                figures.shadow_difference.labels(version, column).inc(difference)
 
     async def _health(self, request: Request, scorer: Scorer) -> Response:
         return json_response({"version": scorer.version})

@@ -18,7 +18,7 @@ from raytrec.data.arrow import is_list
 from raytrec.data.row_slices import Rows
 from raytrec.scoring.column_splits import ColumnSplit
 from raytrec.scoring.manifest import ProgramName
-from raytrec.scoring.matrices import DENSE, IDS, Matrices, read_matrices, split_matrices
+from raytrec.scoring.matrices import DENSE_MATRIX, ID_MATRIX, Matrices, read_matrices, split_matrices
 from raytrec.scoring.request_rows import ROWS_PLACE, ObjectRows, concat_rows, repeat_users, to_array
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.arrow_bodies import ExpansionLimitError, read_stream
@@ -103,6 +103,10 @@ class Query:
             return self.scorer.score([part for part in parts if isinstance(part, Rows)], self.program)
         return self.scorer.score([self.scorer.get_reader(self.program).read(concat_rows(parts))], self.program)
 
+    def name_scores(self, scores: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the scores of each task by its score column."""
+        return {task.column: each for task, each in zip(self.scorer.manifest.tasks, scores, strict=True)}
+
 
 def decode_request(content_type: str, body: bytes, scorer: Scorer, program: ProgramName, limits: Limits) -> Query:
     """Return the query of a request.
@@ -171,7 +175,7 @@ def check_type(content_type: str, *supported_types: str) -> str:
 
 def _decode_arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
     try:
-        return read_stream(body, [*columns.names, DENSE, IDS], limits.body_bytes)
+        return read_stream(body, [*columns.names, DENSE_MATRIX, ID_MATRIX], limits.body_bytes)
     except ValueError as error:
         raise _make_refusal(
             f"the body is not an Arrow stream: {error}", "the body", "a schema followed by record batches"

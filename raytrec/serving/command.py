@@ -153,31 +153,34 @@ def _print_address(name: str, url: str, has_token: bool) -> None:
     print(f"promote      raytrec promote URI --service {url} --name {name}", flush=True)
 
 
-def promote(uri: str | None, *, service: str, name: str | None, rollback: bool = False) -> str:
-    """Promote another export on a service, and return the version that then answers.
+def promote(uri: str | None, *, service: str, name: str | None, rollback: bool = False, **challenger: Any) -> str:
+    """Promote another export on a service or make it the challenger, print the result, and return the current version.
 
     Args:
         uri: URI of the export; None with `rollback`.
         service: Address of the service.
         name: Name of the service, used to find its token file if RAYTREC_SERVE_TOKEN is not set; None: no
             file is read.
-        rollback: True to return to the previous version.
+        rollback: True to remove the challenger, or to return to the previous version if there is none.
+        **challenger: share and shadow of a challenger, as in the body of POST /promote.
 
     Raises:
-        ConfigError: Neither or both of `uri` and `rollback` are set.
+        ConfigError: Neither or both of `uri` and `rollback` are set, or `rollback` with `share` or `shadow`.
         RunError: The service refuses the export and keeps its version, or does not respond.
     """
-    if (uri is None) != rollback:
+    if (uri is None) != rollback or (rollback and any(challenger.values())):
         raise ConfigError(
-            "promote requires either a URI or --rollback", where="raytrec promote", expected="one of the two"
+            "promote requires either a URI or --rollback alone", where="raytrec promote", expected="one of the two"
         )
     token = os.environ.get(TOKEN) or (name and token_file(name).exists() and read_token(name)) or ""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    body = json.dumps({} if uri is None else {"uri": make_absolute(uri)}).encode()
+    body = json.dumps(({} if uri is None else {"uri": make_absolute(uri)}) | challenger).encode()
     request = urllib.request.Request(f"{service.rstrip('/')}/promote", body, headers, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=PROMOTION_TIMEOUT_S) as answer:
-            return json.loads(answer.read())["version"]
+            result = json.loads(answer.read())
+            print(f"version      {result['version']}\nresult       {result['news']}")
+            return result["version"]
     except urllib.error.HTTPError as error:
         raise _make_promotion_error(error.read(), service) from None
     except (OSError, ValueError, KeyError) as error:

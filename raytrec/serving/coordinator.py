@@ -15,15 +15,14 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import inf
 from time import monotonic
 from typing import Any
 
-from prometheus_client.metrics_core import Metric
-
-from raytrec.common.errors import RaytrecError, RunError
+from raytrec.common.errors import RunError
 from raytrec.serving.replica_metrics import write_metrics
+from raytrec.serving.replica_state import Challenger, Export, ReplicaCommand, ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -39,54 +38,6 @@ def get_coordinator_name(name: str) -> str:
     return f"raytrec-serve-{name}"
 
 
-@dataclass(frozen=True)
-class Export:
-    """Location of an export, and the version in its manifest."""
-
-    uri: str
-    version: str
-
-
-@dataclass(frozen=True)
-class ReplicaCommand:
-    """Numbered command to replicas.
-
-    Attributes:
-        number: Number of the command.
-        answer: Export with which replicas answer.
-        prepare: URI of an export to load next to the current one; None: none.
-        fair_connections: Mean number of active connections of the replicas on the replica's node.
-    """
-
-    number: int
-    answer: Export
-    prepare: str | None = None
-    fair_connections: float = inf
-
-
-@dataclass(frozen=True)
-class ReplicaState:
-    """State of a replica.
-
-    Attributes:
-        completed_command: Number of the last command that the replica has executed.
-        version: Version with which the replica answers.
-        prepared: Version that the replica has prepared on command; None: none.
-        error: Reason why the command could not be executed; None if the replica executed it.
-        figures: Metrics of the replica.
-        node: Id of the replica's node, on which the kernel distributes connections.
-        connections: Number of active connections; None: the replica does not listen yet.
-    """
-
-    completed_command: int
-    version: str
-    prepared: str | None = None
-    error: RaytrecError | None = None
-    figures: tuple[Metric, ...] = ()
-    node: str = ""
-    connections: int | None = None
-
-
 class Coordinator:
     """Actor whose methods are called by replicas; a replica may end at any time.
 
@@ -100,24 +51,25 @@ class Coordinator:
         self._store = store_state
         self._current, self._previous, self._declared, saved_state = export, None, export, read_state()
         if saved_state:
-            exports = (each and Export(**each) for each in json.loads(saved_state))
-            self._current, self._previous, self._declared = exports
+            *exports, challenger = json.loads(saved_state)
+            self._current, self._previous, self._declared = (each and Export(**each) for each in exports)
+            self._challenger = challenger and Challenger(**challenger)
         else:
             self._remember(export, None, export)
         # Time by which all replicas have reported; after a restart, replicas already exist.
         self._complete = monotonic() + 2 * FOLLOW_INTERVAL_S if saved_state else 0.0
         # Numbers differ from those before a restart, which replicas may still report.
-        self._order, self._changed = ReplicaCommand(int(time.time() * 1000), self._current), asyncio.Event()
+        self._order = ReplicaCommand(time.time_ns(), self._current, None, self._challenger)
         self._replicas: dict[str, tuple[ReplicaState, float]] = {}  # last report of each replica, and its time
         self._news = ""
-        self._busy = asyncio.Lock()
+        self._busy, self._changed = asyncio.Lock(), asyncio.Event()
 
     async def exports(self) -> tuple[Export, Export | None]:
         """Return the current export, which a new replica loads, and the previous one."""
         return self._current, self._previous
 
     async def fall_back(self, failed: Export, why: str) -> None:
-        """Return to the previous export, because a starting replica could not load the current one.
+        """Return to the previous export, without a challenger, because a starting replica cannot load the current one.
 
         Args:
             failed: Export that could not be loaded.
@@ -149,9 +101,9 @@ class Coordinator:
         if self._live():
             await self.promote(export.uri)
         else:
-            self._current = export
+            self._current, self._challenger = export, None
             self._publish_order()
-        self._remember(self._current, self._previous, export)
+        self._remember(self._current, self._previous, export, self._challenger)
 
     async def follow(self, replica: str, report: ReplicaState, last_command: int) -> ReplicaCommand:
         """Record a replica's report, and return the next command, or the same one after FOLLOW_INTERVAL_S.
@@ -186,50 +138,76 @@ class Coordinator:
         return write_metrics({name: report.figures for name, report in self._live().items()})
 
     async def overview(self) -> dict[str, Any]:
-        """Return the version of each replica, and the previous version."""
-        return {"replicas": await self.versions(), "before": self._previous and self._previous.version}
+        """Return the version of each replica, the previous version, and the challenger."""
+        failed = sorted(name for name, report in self._live().items() if report.challenger_error)
+        challenger = self._challenger and asdict(self._challenger) | {"failed_replicas": failed}
+        before = self._previous and self._previous.version
+        return {"replicas": await self.versions(), "before": before, "challenger": challenger}
 
-    async def promote(self, uri: str | None) -> str:
-        """Make all replicas answer with an export, and return its version once all of them do.
+    async def promote(self, uri: str | None, share: float | None = None, shadow: bool = False) -> dict[str, Any]:
+        """Make an export the current one or the challenger on all replicas, and return the new state.
 
         Args:
-            uri: URI of the export; None: the previous export.
+            uri: URI of the export; None: remove the challenger, or promote the previous export if there is none.
+            share: Share of requests of the challenger, in (0, 1]; None: all requests with `shadow`, else the export
+                becomes the current one and there is no challenger.
+            shadow: True for a challenger in shadow mode.
+
+        Returns:
+            The overview, the current version and a message (news), once all replicas have the new state.
 
         Raises:
-            RunError: There is no previous export, another promotion is in progress, or the export cannot be
-                used and all replicas keep their version.
+            RunError: There is no previous export, another promotion is in progress, the challenger is the
+                current one, or the export cannot be used and all replicas keep their version.
         """
-        if not uri and self._previous:
-            uri = self._previous.uri
-        if not uri:
+        if not (uri or self._previous or self._challenger):
             raise RunError(
                 "there is no previous version", where="--rollback", expected="a promotion before the rollback"
             )
         if self._busy.locked():
-            raise RunError("another promotion is in progress", where=uri, do="wait until that promotion ends")
+            raise RunError("another promotion is in progress", where=uri or "--rollback", do="retry after its end")
         async with self._busy:
-            self._publish_order(prepare=uri)
-            prepared = await self._wait_for_replicas()
-            errors = [report.error for report in prepared.values() if report.error]
-            versions = {report.prepared for report in prepared.values()}
-            if errors or len(versions) != 1:
+            export = await self._prepare(uri or self._previous.uri) if uri or not self._challenger else self._current
+            if share is None and not shadow:
+                news = f"{export.version} ({export.uri}) answers all requests"
+                self._remember(export, self._previous if export == self._current else self._current, self._declared)
+            elif export.version != self._current.version:
+                challenger = Challenger(export.uri, export.version, share or 1.0, "shadow" if shadow else "canary")
+                news = f"{export.version} ({uri}) is the challenger: {challenger.mode}, share {challenger.share:g}"
+                self._remember(self._current, self._previous, self._declared, challenger)
+            else:
                 self._publish_order()
-                raise errors[0] if errors else RunError("the replicas have loaded different files", where=uri)
-            export = Export(uri, versions.pop())
-            if export != self._current:
-                self._remember(export, self._current, self._declared)
-                self._news = f"promoted {export.version} ({uri})"
+                raise RunError(f"{export.version} already answers all requests", where=uri, expected="another version")
+            self._news = news
             self._publish_order()
             await self._wait_for_replicas()
-            return export.version
+            return await self.overview() | {"version": self._current.version, "news": news}
 
-    def _remember(self, current: Export, previous: Export | None, declared: Export) -> None:
+    async def _prepare(self, uri: str) -> Export:
+        """Return an export once all replicas have loaded it.
+
+        Raises:
+            RunError: The export cannot be used.
+        """
+        self._publish_order(prepare=uri)
+        prepared = await self._wait_for_replicas()
+        errors = [report.error for report in prepared.values() if report.error]
+        versions = {report.prepared for report in prepared.values()}
+        if errors or len(versions) != 1:
+            self._publish_order()
+            raise errors[0] if errors else RunError("the replicas have loaded different files", where=uri)
+        return Export(uri, versions.pop())
+
+    def _remember(
+        self, current: Export, previous: Export | None, declared: Export, challenger: Challenger | None = None
+    ) -> None:
         """Store the new state before adopting it, so that a failure to store it changes nothing."""
-        self._store(json.dumps([each and asdict(each) for each in (current, previous, declared)]).encode())
-        self._current, self._previous, self._declared = current, previous, declared
+        state = (current, previous, declared, challenger)
+        self._store(json.dumps([each and asdict(each) for each in state]).encode())
+        self._current, self._previous, self._declared, self._challenger = state
 
     def _publish_order(self, prepare: str | None = None) -> None:
-        self._order = ReplicaCommand(self._order.number + 1, self._current, prepare)
+        self._order = ReplicaCommand(self._order.number + 1, self._current, prepare, self._challenger)
         self._changed.set()
         self._changed = asyncio.Event()
 

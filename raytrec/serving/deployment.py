@@ -14,30 +14,21 @@ from time import perf_counter, process_time
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
+from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.app import Service
 from raytrec.serving.bodies import JSON, RefusedRequest, check_type, json_response
-from raytrec.serving.coordinator import (
-    FOLLOW_INTERVAL_S,
-    LOAD_TIMEOUT_S,
-    NAMESPACE,
-    Coordinator,
-    Export,
-    ReplicaCommand,
-    ReplicaState,
-    get_coordinator_name,
-)
+from raytrec.serving.coordinator import FOLLOW_INTERVAL_S, LOAD_TIMEOUT_S, NAMESPACE, Coordinator, get_coordinator_name
 from raytrec.serving.listener import Listener
 from raytrec.serving.loaded_exports import execute_command, get_containing_folder, load_either, resolve_export
 from raytrec.serving.openapi import Endpoint
-from raytrec.serving.options import TOKEN, ServiceOptions
+from raytrec.serving.options import TOKEN, Promotion, ServiceOptions
 from raytrec.serving.replica_metrics import describe_model
+from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaState
 from raytrec.serving.request_log import RequestLog
 
 TARGET_BUSY_SHARE = 0.6  # target share of the time during which replicas are busy
@@ -66,10 +57,10 @@ class Replica:
         gc.collect()
         gc.freeze()  # later collections, which interrupt scoring, skip imported modules and the code of programs
         endpoints = [
-            Endpoint("POST", "/promote", self._promote, "Promote the export at uri; {}: the previous one."),
+            Endpoint("POST", "/promote", self._promote, "Promote or challenge with the export at uri; {}: go back."),
             Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
             Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
-            Endpoint("GET", "/model", self._model, "Current model and previous version."),
+            Endpoint("GET", "/model", self._model, "Current model, previous version and challenger."),
         ]
         self.service = Service(versions, token, extra_endpoints=endpoints, name=service_options.name)
         if folder := service_options.log_requests:
@@ -116,16 +107,10 @@ class Replica:
         # JSON only, because a page of another site can make a browser send forms and plain text to a service
         # on loopback that requires no token.
         check_type(request.headers.get("content-type", ""), JSON)
-        try:
-            values = from_json(await self.service.read(request))
-        except ValueError:
-            values = None
-        requested = values.get("uri", "before") if isinstance(values, dict) else None
-        if not requested or not isinstance(requested, str):
-            raise RefusedRequest(400, DataError("invalid uri", where="the body", expected='{"uri": …} or {}'))
-        uri = resolve_export(requested, self._promote_from) if "uri" in values else None
-        version = await self._ask_coordinator(lambda: self._coordinator.promote.remote(uri))
-        return json_response({"version": version})
+        promotion = Promotion.parse(await self.service.read(request))
+        uri = resolve_export(promotion.uri, self._promote_from) if promotion.uri else None
+        arguments = uri, promotion.share, promotion.shadow
+        return json_response(await self._ask_coordinator(lambda: self._coordinator.promote.remote(*arguments)))
 
     async def _versions(self, request: Request, scorer: Scorer) -> Response:
         return json_response(await self._ask_coordinator(self._coordinator.versions.remote))
@@ -182,6 +167,7 @@ class Replica:
 
     def _report(self) -> ReplicaState:
         service, scorer = self.service, self.service.versions.current.scorer
+        service.figures.keep_versions({each.scorer.version for each in service.versions.loaded})
         figures = tuple(service.figures.collect(describe_model(scorer), service.batcher.waiting))
         connections = self._listener.count_active_connections() if self._listener else None
         return replace(

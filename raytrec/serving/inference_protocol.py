@@ -24,10 +24,10 @@ from raytrec.scoring.scorer import Scorer
 from raytrec.serving.bodies import JSON, Limits, Query, check_object_count, check_type, make_query
 from raytrec.serving.tensors import DATATYPES, InputTensor, Message, Parameters, read_tensors, to_table
 
-BINARY, HEADER_LENGTH = "application/octet-stream", "Inference-Header-Content-Length"
+OCTET_STREAM, HEADER_LENGTH = "application/octet-stream", "Inference-Header-Content-Length"
 MODEL_PATH = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(|/ready|/infer)")
 MODEL_TEMPLATES = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
-MAX_TENSORS, DIGITS = 10_000, re.compile("[0-9]{1,18}")
+MAX_TENSORS = 10_000
 
 
 class OutputTensor(Message):
@@ -78,7 +78,7 @@ class Inference(NamedTuple):
         answer = {"model_name": model, "model_version": scorer.version, "outputs": outputs}
         head = to_json(answer | ({} if self.id is None else {"id": self.id}), inf_nan_mode="null")
         headers |= {HEADER_LENGTH: str(len(head))} if parts else {}
-        return Response(b"".join([head, *parts]), headers=headers, media_type=BINARY if parts else JSON)
+        return Response(b"".join([head, *parts]), headers=headers, media_type=OCTET_STREAM if parts else JSON)
 
 
 def match_path(path: str) -> tuple[str, dict[str, str | None]]:
@@ -115,10 +115,10 @@ def decode_inference(headers: Headers, body: bytes, scorer: Scorer, limits: Limi
         RefusedRequest: The body is malformed, or exceeds a limit.
         DataError: A value does not fit its column.
     """
-    check_type(headers.get("content-type", BINARY), JSON, BINARY)
-    header_length = headers.get(HEADER_LENGTH)
-    size = len(body) if header_length is None else int(header_length) if DIGITS.fullmatch(header_length) else -1
-    if not 0 <= size <= len(body):
+    check_type(headers.get("content-type", OCTET_STREAM), JSON, OCTET_STREAM)
+    header_length = headers.get(HEADER_LENGTH, str(len(body)))
+    size = int(header_length) if re.fullmatch("[0-9]{1,18}", header_length) else len(body) + 1
+    if size > len(body):
         expected = f"the size of the JSON, at most {len(body):,}"
         raise DataError(f"invalid length '{header_length}'", where=HEADER_LENGTH, expected=expected)
     check_object_count(body[:size], limits)

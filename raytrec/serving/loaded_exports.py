@@ -9,22 +9,27 @@ from threading import Lock
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from raytrec.common.errors import RaytrecError, RunError
+from raytrec.common.errors import RaytrecError, RunError, get_first_line
 from raytrec.common.storage import chooses_server, make_absolute, open_filesystem
 from raytrec.scoring.load import load
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.bodies import RefusedRequest
-from raytrec.serving.coordinator import Export, ReplicaCommand, ReplicaState
+from raytrec.serving.replica_state import Challenger, Export, ReplicaCommand, ReplicaState
 
 _log = logging.getLogger(__name__)
 
 
 class LoadedExport(NamedTuple):
-    """Export in memory."""
+    """Export in memory.
+
+    Attributes:
+        challenger: Share and mode if the export is the challenger; else None.
+    """
 
     uri: str
     scorer: Scorer
+    challenger: Challenger | None = None
 
 
 class LoadedExports:
@@ -37,12 +42,14 @@ class LoadedExports:
     Attributes:
         current: Export that answers.
         previous: Export that answered before; None if there was none.
+        challenger: Export that answers or scores a share of requests; None if there is none.
     """
 
     def __init__(self, uri: str, allow_code: bool = False):
         self._allow_code, self._lock = allow_code, Lock()
         self.current = self._load(uri, background=False)
         self.previous: LoadedExport | None = None
+        self.challenger: LoadedExport | None = None
         self._prepared: LoadedExport | None = None
 
     def _load(self, uri: str, background: bool) -> LoadedExport:
@@ -53,6 +60,11 @@ class LoadedExports:
         """Return the version that answers."""
         return self.current.scorer.version
 
+    @property
+    def loaded(self) -> list[LoadedExport]:
+        """Return all exports in memory."""
+        return [each for each in (self.current, self.previous, self.challenger, self._prepared) if each]
+
     def prepare(self, uri: str) -> str:
         """Load another export, compare checksums and golden rows, and return the export's version.
 
@@ -60,8 +72,8 @@ class LoadedExports:
             RunError, ConfigError: The export cannot be used.
         """
         with self._lock:
-            key, exports = (uri, read_manifest(uri).version), (self.current, self.previous, self._prepared)
-            loaded = next((each for each in exports if each and (each.uri, each.scorer.version) == key), None)
+            key = uri, read_manifest(uri).version
+            loaded = next((each for each in self.loaded if (each.uri, each.scorer.version) == key), None)
             self._prepared = loaded or self._load(uri, background=True)
             return self._prepared.scorer.version
 
@@ -77,6 +89,25 @@ class LoadedExports:
                     raise RunError(f"{version} is not prepared", where="the service", do="prepare the export")
                 self.current, self.previous = self._prepared, self.current
             self._prepared = None
+
+    def set_challenger(self, challenger: Challenger | None) -> str | None:
+        """Set, change or remove (None) the challenger, which is loaded unless it is in memory.
+
+        Returns:
+            Reason why the export cannot be used, in which case there is no challenger; else None.
+        """
+        loaded = self.challenger
+        try:
+            if challenger and (loaded is None or loaded.scorer.version != challenger.version):
+                if (version := self.prepare(challenger.uri)) != challenger.version:
+                    raise RunError(f"{challenger.uri} has been changed in place from {challenger.version} to {version}")
+                loaded = self._prepared
+        except Exception as error:
+            self.challenger = None
+            _log.warning("this replica answers without the challenger %s: %s", challenger.version, error)
+            return get_first_line(error)
+        self.challenger = loaded._replace(challenger=challenger) if challenger else None
+        return None
 
     def forget(self) -> None:
         """Release the prepared export."""
@@ -116,12 +147,13 @@ def execute_command(versions: LoadedExports, order: ReplicaCommand, last_report:
         order: Command to execute.
         last_report: Report on the previous command.
     """
-    answer, prepared, error = order.answer, None, None
+    answer, prepared, error, challenger_error = order.answer, None, None, None
     try:
         if versions.version != answer.version:
             if last_report.prepared != answer.version:
                 versions.prepare(answer.uri)
             versions.commit(answer.version)
+        challenger_error = versions.set_challenger(order.challenger)
         if order.prepare:
             prepared = versions.prepare(order.prepare)
         else:
@@ -131,7 +163,7 @@ def execute_command(versions: LoadedExports, order: ReplicaCommand, last_report:
     except Exception as failed:
         _log.exception("a command of the coordinator failed")
         error = RunError(f"{type(failed).__name__}: {failed}", where=order.prepare or answer.uri)
-    return ReplicaState(order.number, versions.version, prepared, error)
+    return ReplicaState(order.number, versions.version, prepared, error, challenger_error)
 
 
 def get_containing_folder(uri: str) -> str:

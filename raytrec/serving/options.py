@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationError
 
 from raytrec.cluster.access import load_or_create_token
+from raytrec.common.errors import DataError
 from raytrec.common.storage import make_absolute
-from raytrec.config.base import Section
+from raytrec.config.base import Number, Section
 from raytrec.scoring.manifest import read_manifest
 
 TOKEN = "RAYTREC_SERVE_TOKEN"
@@ -45,6 +46,30 @@ class ServiceOptions(Section):
             RunError: There is no export.
         """
         return self.model_copy(update={"name": self.name or read_manifest(self.uri).source.run})
+
+
+class Promotion(Section):
+    """Body of POST /promote: a promotion, a challenger (with share or shadow), or a rollback (empty)."""
+
+    uri: str = Field(default=None, validate_default=False, min_length=1)
+    share: Number | None = Field(default=None, gt=0, le=1)
+    shadow: bool = Field(default=False, strict=True)
+
+    @classmethod
+    def parse(cls, body: bytes) -> Promotion:
+        """Parse a body.
+
+        Raises:
+            DataError: The body is invalid.
+        """
+        try:
+            promotion, what = cls.model_validate_json(body), "share and shadow require a uri"
+            if promotion.uri or not (promotion.share or promotion.shadow):
+                return promotion
+        except ValidationError as error:
+            mistake = error.errors()[0]
+            what = f"invalid {mistake['loc'][0] if mistake['loc'] else 'JSON'}: {mistake['msg']}"
+        raise DataError(what, where="the body", expected='{"uri": …, "share": 0.1, "shadow": true} or {}')
 
 
 def token_file(name: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -23,18 +24,26 @@ class ReplicaMetrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "raytrec_requests", "Requests by path and status.", ["path", "status"], registry=registry
-        )
-        self.rows = Counter("raytrec_rows", "Scored rows.", registry=registry)
-        self.logged = Counter("raytrec_logged_rows", "Rows written to the request log.", registry=registry)
-        self.not_logged = Counter("raytrec_log_dropped_rows", "Rows dropped by the log.", registry=registry)
-        self.seconds = Histogram(
-            "raytrec_seconds", "Duration of a request.", ["path"], buckets=SECONDS, registry=registry
-        )
-        self.batch_rows = Histogram(
-            "raytrec_batch_rows", "Rows per scored batch.", buckets=BATCH_ROWS, registry=registry
-        )
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self.requests = counter("raytrec_requests", "Requests by path and status.", ["path", "status", "version"])
+        self.rows = counter("raytrec_rows", "Scored rows.", ["version"])
+        self.logged = counter("raytrec_logged_rows", "Rows written to the request log.")
+        self.not_logged = counter("raytrec_log_dropped_rows", "Rows dropped by the log.")
+        self.seconds = histogram("raytrec_seconds", "Duration of a request.", ["path", "version"], buckets=SECONDS)
+        self.batch_rows = histogram("raytrec_batch_rows", "Rows per scored batch.", buckets=BATCH_ROWS)
+        self.shadow_requests = counter("raytrec_shadow_requests", "Requests in shadow mode.", ["version", "outcome"])
+        self.shadow_rows = counter("raytrec_shadow_rows", "Rows scored in shadow mode.", ["version"])
+        self.shadow_seconds = histogram("raytrec_shadow_seconds", "Duration of scoring.", ["version"], buckets=SECONDS)
+        self.shadow_difference = counter("raytrec_shadow_difference", "Sum of |score - answer|.", ["version", "column"])
+        self._by_version = [self.requests, self.rows, self.seconds]
+        self._by_version += [self.shadow_requests, self.shadow_rows, self.shadow_seconds, self.shadow_difference]
+
+    def keep_versions(self, versions: Collection[str]) -> None:
+        """Remove the series of other versions."""
+        for family in self._by_version:
+            labels = {sample.labels["version"] for metric in family.collect() for sample in metric.samples}
+            for version in labels.difference(versions):
+                family.remove_by_labels({"version": version})
 
     def collect(self, about: Mapping[str, Any], waiting: int) -> list[Metric]:
         """Return the counters and the current gauges.

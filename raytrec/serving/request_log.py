@@ -33,7 +33,12 @@ CLOSE_TIMEOUT_S = 15.0  # timeout for the last files; Serve kills a replica afte
 
 @dataclass(frozen=True)
 class LoggedRequest:
-    """Answered request, with its scores."""
+    """Request with its scores.
+
+    Attributes:
+        path: Path of the URL; "shadow" if the scores are of the challenger and the answer is of another version.
+        id: Id of the request, which the answer and the challenger's scores share.
+    """
 
     path: str
     query: Query
@@ -82,16 +87,18 @@ class RequestLog:
         Returns:
             Id of the request; None if the request is not logged.
         """
-        if random() >= self._sample:
-            return None
-        rows = len(scores[0])
+        return self.add(LoggedRequest(path, query, scores)) if random() < self._sample else None
+
+    def add(self, logged: LoggedRequest) -> str | None:
+        """Add a request to the log, and return its id, or None if too many rows are waiting."""
+        rows = len(logged.scores[0])
         with self._lock:
             fits = self._waiting + rows <= MAX_WAITING_ROWS
             self._waiting += rows if fits else 0
         if not fits:
             self._dropped.inc(rows)
             return None
-        self._queue.put(logged := LoggedRequest(path, query, scores))
+        self._queue.put(logged)
         return logged.id
 
     def close(self) -> None:

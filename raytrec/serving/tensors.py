@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from raytrec.common.errors import DataError, get_first_line
 from raytrec.data.arrow import is_list, value_type
-from raytrec.scoring.matrices import DENSE, IDS, ROWS_PLACE
+from raytrec.scoring.matrices import DENSE_MATRIX, ID_MATRIX, ROWS_PLACE
 from raytrec.scoring.request_rows import to_array
 
 LENGTHS = ".lengths"  # suffix of the tensor with the lengths of the lists in another tensor
@@ -125,7 +125,7 @@ def to_table(tensors: Mapping[str, Tensor], columns: pa.Schema) -> pa.Table:
     for name, (array, shape) in tensors.items():
         values = pa.array(array) if isinstance(array, np.ndarray) else array
         lengths, _ = tensors.get(name + LENGTHS, (None, None))
-        if places[name] < 0 and name not in (DENSE, IDS):
+        if places[name] < 0 and name not in (DENSE_MATRIX, ID_MATRIX):
             continue
         if lengths is not None and places[name + LENGTHS] < 0:
             lengths_B = np.asarray(lengths)

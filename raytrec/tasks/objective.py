@@ -97,7 +97,7 @@ class Objective:
     def losses(
         self, logits: torch.Tensor, batch: Batch, looked_up: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return task → the task's part of the scalar (`total`) on which a rank calls backward.
+        """Return a mapping from task to the task's part of the scalar (`total`) on which a rank calls backward.
 
         Losses that belong to no task are under MODEL_LOSS_KEY.
 
@@ -196,7 +196,7 @@ class Objective:
         return StepOutputs(tasks, batch.weights, loss.detach(), losses=parts)
 
     def predictions(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return task → predictions in the label's units, float32 [B] or [B, classes]."""
+        """Return a mapping from task to the predictions in the label's units, float32 [B] or [B, classes]."""
         per_task = zip(self.tasks, self._split_logits(logits), strict=True)
         return {task.name: task.loss.predict(task.calibrate(task_logits)) for task, task_logits in per_task}
 
@@ -254,7 +254,7 @@ class ScoringObjective(Objective):
     def outputs(
         self, loss: torch.Tensor, logits: torch.Tensor, batch: Batch, losses: Mapping[str, torch.Tensor] | None = None
     ) -> StepOutputs:
-        """Return the outputs of a step with all labels 0, in which every row counts in every task."""
+        """Return the outputs of a step with all labels 0, in which no task ignores a row."""
         labels = batch.labels.new_zeros(len(batch.labels), 1 + max(task.column for task in self.tasks))
         unlabelled = replace(batch, labels=labels, task_weights=None, keys=None)
         return super().outputs(loss, logits, unlabelled, losses)

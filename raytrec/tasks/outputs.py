@@ -21,7 +21,7 @@ class TaskOutputs:
         logits: Calibrated logits (Task.calibrate); [B, C] for a task with C classes.
         predictions: Predictions in the label's units, such as probabilities for bce; [B, C] for C classes.
         labels: Labels of the task; rows without a label have a finite value.
-        weights: Weight of each row in the task's loss and metrics; 0 for padding and rows that do not count.
+        weights: Weight of each row in the task's loss and metrics; 0 for padding and rows that the task ignores.
         keys: Column of groups, items or slices → keys, int64 [B] (Batch.keys).
     """
 

@@ -78,7 +78,7 @@ def key_columns(tasks: Sequence[Task], slices: Sequence[str] = ()) -> tuple[str,
 
 
 def count_logits(tasks: Sequence[Task]) -> dict[str, int]:
-    """Return task → number of logits, in the order of logits, without tasks whose loss reads vectors."""
+    """Return the number of logits of each task whose loss reads no vectors, in the order of the logits."""
     return {task.name: task.outputs for task in tasks if not task.loss.reads_vectors}
 
 
@@ -162,7 +162,7 @@ def _loss(section: TaskSection, where: str) -> Loss:
         raise ConfigError(
             f"loss {section.loss} is not a subclass of raytrec.tasks.losses.Loss that defines of_rows",
             where=where,
-            expected="a class derived from raytrec.tasks.losses.Loss",
+            expected="a class derived from raytrec.tasks.losses.Loss, with the method of_rows",
         )
     what, options = f"loss {section.loss} does not accept these options", where.replace(".loss", ".options")
     try:
@@ -205,10 +205,10 @@ def check_model_learns(tasks: Sequence[Task], model: ModelSection) -> None:
         later_tasks = [task.name for task in tasks[places[0] + 1 :] if not task.loss.reads_vectors]
         if later_tasks:
             raise ConfigError(
-                f"the task uses loss: from_model, but task {later_tasks[0]} follows it",
+                f"the task uses loss: from_model, but task {later_tasks[0]} comes after it",
                 where=f"tasks[{places[0]}]",
-                expected=f"loss: from_model in the last task with logits, because {model.name} uses its last score",
-                do="move the task to the end of tasks",
+                expected=f"loss: from_model on the last task with logits, to which the loss of {model.name} applies",
+                do="move this task to the end of tasks",
             )
 
 
@@ -247,8 +247,8 @@ def check_options(section: TaskSection, loss: Loss, where: str) -> None:
         )
     if isinstance(loss, BatchLoss) and loss.needs_column and getattr(section, loss.by or "", None) is None:
         raise ConfigError(
-            f"the loss {section.loss} compares rows by the task's {loss.by}, but {loss.by} is not set",
+            f"the loss {section.loss} requires {loss.by}, which is not set",
             where=f"{where}.{loss.by}",
-            expected="a column that groups rows",
-            do=f"set {loss.by} to a column of data.reserve_columns",
+            expected=f"the name of the column that identifies each row's {loss.by}",
+            do=f"add the column to data.reserve_columns, and set {loss.by} to its name",
         )

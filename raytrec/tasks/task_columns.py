@@ -78,7 +78,7 @@ def whole_labels(tasks: Sequence[Task]) -> frozenset[str]:
 
 
 def label_ranges(tasks: Sequence[Task], schema: Schema) -> dict[str, tuple[float, float] | None]:
-    """Return label → (smallest, largest) value that all tasks of the label allow; None: any finite number."""
+    """Return, for each label, the (smallest, largest) value that all its tasks allow; None: any finite number."""
     ranges: dict[str, tuple[float, float] | None] = dict.fromkeys(schema.labels)
     for task in tasks:
         common, allowed = ranges[task.label], task.loss.label_range

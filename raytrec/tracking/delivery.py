@@ -176,7 +176,7 @@ class Delivery:
             self._tags = tags
 
     def _write_lines(self) -> None:
-        """Write all batches of records; if the store rejects a batch, write each record in a separate call."""
+        """Write all batches of records; if the store rejects a batch, write the records one by one."""
         while batch := self._feed.next_batch():
             if not self._attempt(self._store.write_metrics, batch.records):
                 for record in batch.records:
@@ -190,7 +190,7 @@ class Delivery:
             self._uploaded[path] = version
 
     def _changed_files(self) -> dict[Path, tuple[int, int]]:
-        """Return file → (modification time, size), for files whose current version has not been uploaded."""
+        """Return the (modification time, size) of each file whose current version has not been uploaded."""
         paths = [*map(self._folder.joinpath, ARTIFACTS), *sorted(self._folder.glob("pictures/*.svg"))]
         versions = {}
         for path in paths:

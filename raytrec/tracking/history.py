@@ -1,4 +1,4 @@
-"""Messages of a run in memory. For steps that were trained again, the later messages count."""
+"""Messages of a run in memory. Messages of steps that were trained again replace the earlier messages."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def sum_intervals(lines: list[RankLine]) -> RankLine:
 
 
 class History:
-    """Messages of a run. For steps that were trained again, the later messages count.
+    """Messages of a run. Messages of steps that were trained again replace the earlier messages.
 
     Attributes:
         failures: All failed checks, including checks of steps that were trained again.

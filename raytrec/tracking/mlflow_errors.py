@@ -83,7 +83,7 @@ def _get_http_status(error: BaseException) -> int | None:
 
 
 def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, followed by its chain of causes."""
+    """Yield an error, and then its causes in the order of the chain."""
     visited: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in visited:

@@ -30,7 +30,7 @@ GROWING = (METRICS, RANKS, CHECKS, EVENTS)  # files to which messages are append
 
 
 class Line(NamedTuple):
-    """Complete line of a file.
+    """Complete line of a file that is still being written.
 
     Attributes:
         data: Bytes of the line.
@@ -147,7 +147,7 @@ class RunFolder(History):
 
     @cached_property
     def tables(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Return table → step → combined statistics; tables are ordered by descending bytes looked up."""
+        """Return combined statistics by table and step; tables are ordered by descending bytes looked up."""
         series: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in order_by_load(self.ranks)}
         for step, lines in by_step(self.ranks).items():
             for name in {name for line in lines for name in line.tables}:

@@ -34,7 +34,7 @@ SPACE, OUTCOME = "space.yaml", "outcome.json"
 
 
 class TrialRecord(TypedDict):
-    """State of a trial in trials.json.
+    """Entry of a trial in trials.json.
 
     Attributes:
         values: Configuration key → drawn value.
@@ -127,9 +127,9 @@ def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s
     for trial, record in zip(search.trials, records, strict=False):
         if record["values"] != trial.values:
             raise RunError(
-                f"trial {trial.number} of the search differs from the values that its space draws",
+                f"the recorded values of trial {trial.number} do not match the search space and seed",
                 where=str(folder / TRIALS),
-                expected=f"{trial.values}, as drawn from {SPACE} with the seed in {SEARCH}",
+                expected=f"{trial.values}, which {SPACE} yields with the seed in {SEARCH}",
                 do="restore the files of the search, or start a new search",
             )
         if (trial.folder / "config.yaml").exists():

@@ -89,7 +89,7 @@ class TuneConsole(RunConsole):
 
 
 class TrialProcess(subprocess.Popen):
-    """Process that trains a trial.
+    """Child process that trains a trial with `raytrec train --resume`.
 
     Args:
         trial: Trial to train.
@@ -136,7 +136,7 @@ def _set_parent_death_signal() -> None:
 
 
 class Runner:
-    """Runner of a search's trials.
+    """Scheduler that starts a search's trials as processes, stops weak trials and records the results.
 
     Attributes:
         signal: Number of the signal that requested the end of the search; None if there was no signal.
@@ -248,7 +248,7 @@ class Runner:
 def allocate_environments(configs: list[RunConfig], at_once: int | None) -> list[dict[str, str]]:
     """Return the environment variables of each concurrent trial, which select the trial's GPUs.
 
-    On this machine, each trial starts a separate Ray instance. On a cluster, a trial waits until all of its
+    On this machine, each trial starts its own Ray instance. On a cluster, a trial waits until all of its
     workers fit.
 
     Raises:

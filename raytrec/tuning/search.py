@@ -33,7 +33,7 @@ TEST_DATA_WARNING = (
 
 
 class State(StrEnum):
-    """State of a trial."""
+    """State of a trial within its search."""
 
     WAITING = "waiting"
     RUNNING = "running"

@@ -87,9 +87,9 @@ def tune(
     if resume:
         if source or space or overrides:
             raise ConfigError(
-                "--resume reads CONFIG and the space from the search folder",
+                "CONFIG, overrides or --space are set, but --resume reads them from the search folder",
                 where="command line",
-                expected="neither CONFIG nor --space",
+                expected="--resume FOLDER without CONFIG, overrides and --space",
             )
         return _run(reopen_search(Path(make_absolute(str(resume))), trials, allow_code), at_once)
     if source is None or not space:

@@ -124,7 +124,7 @@ class _PendingDecision:
 def _rings(ring: int) -> list[dist.ProcessGroup]:
     """Return this rank's process groups: none for a single rank, one for all ranks, or a row and a column.
 
-    A collective.
+    The function is a collective.
     """
     world = dist.get_world_size()
     if world == 1:  # the threads of a gloo group poll 100 times a second

@@ -108,7 +108,7 @@ class WorkerContext:
     def stream(self, name: str, order: Any):
         """Return this rank's Stream over a dataset, or None if the task has no dataset of this name.
 
-        Each batch of an evaluation counts as progress in the heartbeat; training counts its own batches.
+        Each batch of an evaluation is reported as progress to the heartbeat; training reports its own progress.
 
         Args:
             name: Name of the dataset.
@@ -162,7 +162,7 @@ class WorkerContext:
 
 @dataclass
 class _MonitoredStream:
-    """Wrapper of a stream that counts batches as progress in the heartbeat."""
+    """Wrapper of a stream that reports each batch as progress to the heartbeat."""
 
     stream: Any
     heartbeat: Heartbeat

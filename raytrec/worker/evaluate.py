@@ -148,8 +148,8 @@ def evaluate_shrunk(
 ) -> tuple[dict[str, Any], Curves | None, float]:
     """Evaluate the model with its deep part scaled by the factor that predicts held-out rows best.
 
-    A collective. The model's `shrunk` weights are multiplied by each of SHRINK_FACTORS and restored
-    afterwards. Factors are compared by the default metric of early stopping (ne with binary cross-entropy).
+    The function is a collective. The model's `shrunk` weights are multiplied by each of SHRINK_FACTORS and
+    restored afterwards. Factors are compared by the default metric of early stopping (ne with binary cross-entropy).
     Ties are resolved in favor of the largest factor.
 
     Args:

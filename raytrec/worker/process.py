@@ -114,7 +114,7 @@ class _GpuMonitor:
         Thread(target=self._watch, name="gpu", daemon=True).start()
 
     def read(self) -> tuple[float | None, int | None]:
-        """Return the mean utilization since the last call in percent, and the memory in use in bytes."""
+        """Return the GPU's mean utilization since the last call in percent, and its memory in use in bytes."""
         import pynvml
 
         with self._lock:

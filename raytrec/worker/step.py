@@ -34,7 +34,7 @@ from raytrec.worker.step_timing import PhaseTimer, time_lookups
 
 
 class LossModel(nn.Module):
-    """Trained module that maps a Batch to (loss, StepOutputs).
+    """Module to train, which wraps a recommender and its objective and maps a Batch to (loss, StepOutputs).
 
     Args:
         recommender: Model with the tables and dense layers.
@@ -147,7 +147,7 @@ class Step:
 
     @property
     def maps(self) -> dict[str, RowMap]:
-        """Return table → this rank's part of the map from ids to rows, for tables with managed ids."""
+        """Return a mapping from table to this rank's part of the map from ids to rows, for tables with managed ids."""
         return self.managed.maps if self.managed is not None else {}
 
     def train(self, batches: Iterator[Batch], steps: int) -> Iterator[StepOutputs]:

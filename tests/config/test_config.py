@@ -107,7 +107,7 @@ def test_overrides_set_table_plans():
         ("scaling.hang_timeout_s=1e300", "scaling.hang_timeout_s"),
         ("scaling.num_workers=true", "scaling.num_workers"),
         ("scaling.num_workers={min: 1, max: true}", "scaling.num_workers"),
-        ("scaling.num_workers={min: 4, max: 1}", "num_workers.min is 4, which is larger than .max, 1"),
+        ("scaling.num_workers={min: 4, max: 1}", "num_workers.min (4) exceeds scaling.num_workers.max (1)"),
         ("scaling.num_workers='2'", "scaling.num_workers: Input should be a valid integer"),
         ("train.epochs=2.0", "train.epochs"),
         ("train.epochs=yes", "train.epochs"),

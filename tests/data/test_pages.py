@@ -156,7 +156,7 @@ def test_false_page_headers_allocate_no_memory(tmp_path, monkeypatch, field, lie
 
     monkeypatch.setattr(chunks, "read_struct", read_lies)
     if field != chunks.UNCOMPRESSED:
-        with pytest.raises(DamagedPageError, match=r"column bag\S+ claims \S+ (values|bytes), but \S+ are left"):
+        with pytest.raises(DamagedPageError, match=r"column bag\S+ claims \S+ (values|bytes), but only \S+ remain"):
             read(path, 0, 1700, 1790, ["bag"])
     else:
         assert read(path, 0, 1700, 1790, ["bag"])["bag"].to_pylist() == whole["bag"][1700:1790].to_pylist()

@@ -60,8 +60,8 @@ def test_partition_range_selects_folders(clicks, first, last, expected):
     "first,last,message",
     [
         ("2026-11-02", None, "'2026-11-02' is not a partition"),
-        ("day=2026-11-02", None, "data.partitions has day=2026-11-02"),
-        ("hour=9", None, "the partition of a file is date=2026-11-01/hour=2"),
+        ("day=2026-11-02", None, r"do not match data.partitions \(day=2026-11-02\)"),
+        ("hour=9", None, r"the partition keys of a file \(date=2026-11-01/hour=2\)"),
         ("date=2027-01-01", None, "no partition exists between date=2027-01-01 and the last"),
         ("date=2026-11-03", "date=2026-11-01", "no partition exists between"),
     ],
@@ -73,7 +73,7 @@ def test_invalid_partition_ranges_are_rejected(clicks, first, last, message):
 
 def test_partition_range_rejects_unpartitioned_files(clicks, tmp_path):
     parquet.write_split(tmp_path / "plain", 10, 0, files=1)
-    with pytest.raises(DataError, match="the partition of a file is none"):
+    with pytest.raises(DataError, match=r"the partition keys of a file \(none\)"):
         list_partitions_between(tmp_path / "plain", "date=2026-11-01", None)
 
 
@@ -132,7 +132,7 @@ def test_several_folders_keep_their_order(clicks):
         "date=2026-11-01/hour=2/",
     ]
     assert data.rows == 6
-    with pytest.raises(DataError, match=r"files are listed more than once \(1\)"):
+    with pytest.raises(DataError, match=r"1 files are listed more than once"):
         scan([str(clicks), late], ReadPlan(SCHEMA), "data.train")
     with pytest.raises(DataError, match="the folder does not exist"):
         scan([late, str(clicks / "gone")], ReadPlan(SCHEMA), "data.train")

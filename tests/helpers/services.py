@@ -59,9 +59,9 @@ class RunningService:
     url: str
     folder: Path | None = None
 
-    def ask(self, path, body=None, token=TOKEN):
+    def ask(self, path, body=None, token=TOKEN, **more_headers):
         """Send a request and return the JSON answer. Raise OSError if the status is an error."""
-        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"} | more_headers
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
         with urllib.request.urlopen(request, timeout=30) as answer:
@@ -142,10 +142,26 @@ def corrupt_table(copy):
 
 
 def change_golden_score(copy):
-    """Change the scores of the golden rows and update their checksum in the manifest."""
+    """Change the scores of the golden rows."""
     table = pa.ipc.open_file(copy / "golden.arrow").read_all()
     place = table.column_names.index("score_y")
-    table = table.set_column(place, "score_y", pa.array(np.array(table["score_y"]) + np.float32(0.01)))
+    replace_golden_rows(
+        copy, table.set_column(place, "score_y", pa.array(np.array(table["score_y"]) + np.float32(0.01)))
+    )
+
+
+def rename_dense_column(copy, old, new):
+    """Rename a dense column of an export."""
+    manifest = json.loads((copy / "manifest.json").read_text())
+    dense = manifest["schema"]["dense"]
+    dense[dense.index(old)] = new
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    table = pa.ipc.open_file(copy / "golden.arrow").read_all()
+    replace_golden_rows(copy, table.rename_columns([new if name == old else name for name in table.column_names]))
+
+
+def replace_golden_rows(copy, table):
+    """Replace the golden rows and their checksum in the manifest."""
     with pa.ipc.new_file(str(copy / "golden.arrow"), table.schema) as writer:
         writer.write_table(table)
     content, manifest = (copy / "golden.arrow").read_bytes(), json.loads((copy / "manifest.json").read_text())

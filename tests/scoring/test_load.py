@@ -43,7 +43,7 @@ def test_background_load_scores_like_load(export):
 
 def test_background_load_rejects_a_damaged_table(export):
     path, _ = export
-    file = path / next(iter(read_manifest(str(path)).tables.values())).files[0]
+    file = path / read_manifest(str(path)).stacks[0].files[0]
     content = file.read_bytes()
     try:
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

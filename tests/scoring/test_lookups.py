@@ -11,7 +11,8 @@ from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.data.assembler import AssembledTensors, Bags
 from raytrec.embeddings.hashing import ids_to_keys
-from raytrec.scoring.lookups import PRECISIONS, IdRows, Lookups, RowStack, StackedTable, pool_bags
+from raytrec.scoring.lookups import IdRows, Lookups, RowStack, StackedTable, pool_bags
+from raytrec.scoring.precisions import PRECISIONS
 
 torch.manual_seed(0)
 ROWS = torch.randn(40, 16)

@@ -17,8 +17,8 @@ from raytrec.common.errors import RunError
 from raytrec.config.schema import Schema
 from raytrec.scoring import lookups
 from raytrec.scoring.load import _read_ids
-from raytrec.scoring.lookups import PRECISIONS
 from raytrec.scoring.manifest import Manifest, StackEntry
+from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.table_files import ALIGNMENT, choose_block_rows, make_header, open_tables
 
 ROWS, DIM, BLOCK_ROWS = {"a": 3000, "b": 1, "c": 9000}, 8, 4096  # int8: 16 bytes per row, three blocks
@@ -109,6 +109,15 @@ def resize(number, size):
     return lambda stack, folder: os.truncate(folder / stack.files[number], size)
 
 
+def replace_text(number, old, new):
+    def edit(stack, folder):
+        content = (folder / stack.files[number]).read_bytes()
+        assert content.count(old) == 1 and len(old) == len(new)
+        (folder / stack.files[number]).write_bytes(content.replace(old, new))
+
+    return edit
+
+
 @pytest.mark.parametrize(
     "edit, message",
     [
@@ -116,6 +125,8 @@ def resize(number, size):
         (resize(2, ALIGNMENT + 3808 * 16), "2.safetensors does not contain"),
         (resize(2, ALIGNMENT + 3810 * 16), "2.safetensors does not contain"),
         (lambda stack, folder: (folder / stack.files[1]).unlink(), "No such file"),
+        (replace_text(1, b"[4096, 16]", b"[1024, 64]"), "1.safetensors does not contain"),
+        (replace_text(1, b"[0, 65536]", b"[8, 65536]"), "1.safetensors does not contain"),
         (lambda stack, folder: stack.files.reverse(), "2.safetensors does not contain"),
         (lambda stack, folder: setattr(stack, "precision", "fp32"), "0.safetensors does not contain"),
         (lambda stack, folder: setattr(stack, "block_rows", 4000), "0.safetensors does not contain"),

@@ -27,10 +27,10 @@ from raytrec.scoring.request_rows import ObjectRows
 from raytrec.serving.app import Service
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits, Query
-from raytrec.serving.coordinator import Export, ReplicaCommand, ReplicaState
 from raytrec.serving.loaded_exports import LoadedExports, execute_command, load_either
 from raytrec.serving.openapi import make_page
 from raytrec.serving.replica_metrics import describe_model
+from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaState
 
 LIMITS = Limits(body_bytes=200_000, rows=100, ids=50)
 
@@ -267,7 +267,7 @@ def test_public_page_omits_the_model_version(http):
 
 
 def count_rejections(service):
-    return service.figures.requests.labels("/predict", 429)._value.get()
+    return service.figures.requests.labels("/predict", 429, service.versions.version)._value.get()
 
 
 def free_queue_after_rejection(service):

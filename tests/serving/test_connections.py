@@ -14,8 +14,9 @@ from listeners import GET, WAIT_S, Echo, connect, parse_statuses
 
 from raytrec.common.errors import RunError
 from raytrec.serving import command
-from raytrec.serving.coordinator import Coordinator, Export, ReplicaState
+from raytrec.serving.coordinator import Coordinator
 from raytrec.serving.listener import Listener
+from raytrec.serving.replica_state import Export, ReplicaState
 
 CLIENTS = 12
 CLOSE = b"connection: close"

@@ -8,7 +8,7 @@ from described import assert_described, iterate_references
 from test_inference_protocol import http, infer, served_export, to_lists, to_matrices  # noqa: F401
 
 from raytrec.serving.bodies import ARROW, JSON
-from raytrec.serving.inference_protocol import BINARY
+from raytrec.serving.inference_protocol import OCTET_STREAM
 
 READ_PATHS = (
     *(
@@ -70,7 +70,7 @@ def test_predictions_and_errors_match_their_descriptions(http, document, served_
             parameters = {"binary_data_output": binary}
             status, answer, _, received = infer(http, tensors, path, binary, id="7", parameters=parameters)
             headers = received.copy()
-            assert headers["Content-Type"] == (BINARY if binary else JSON)
+            assert headers["Content-Type"] == (OCTET_STREAM if binary else JSON)
             headers["Content-Type"], content = JSON, json.dumps(answer).encode()  # the binary data are cut off
             assert_described(document, "post", path, status, content, headers)
     for path in ("/v2/models/other/infer", "/v2/models/films/infer"):

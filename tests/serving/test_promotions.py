@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from raytrec.common.errors import RunError
-from raytrec.serving.coordinator import Coordinator, Export, ReplicaState
+from raytrec.serving.coordinator import Coordinator
 from raytrec.serving.replica_metrics import ReplicaMetrics
+from raytrec.serving.replica_state import Challenger, Export, ReplicaState
 
 FIRST, SECOND = Export("a", "films-1"), Export("b", "films-2")
 
@@ -30,8 +31,8 @@ def make_coordinator(kept=None):
     return Coordinator(FIRST, kept.read, kept.write)
 
 
-async def run_replica(of, name, loads=(FIRST, SECOND), failing=None, orders=None):
-    """Follow the coordinator and report every order as carried out."""
+async def run_replica(of, name, loads=(FIRST, SECOND), failing=None, orders=None, challenger_error=None):
+    """Follow the coordinator and report every order as carried out, and the challenger_error if there is one."""
     versions, report, given = {each.uri: each.version for each in loads}, ReplicaState(-1, FIRST.version), -1
     while True:
         order = await of.follow(name, report, given)
@@ -39,7 +40,8 @@ async def run_replica(of, name, loads=(FIRST, SECOND), failing=None, orders=None
         given = order.number
         prepared = versions.get(order.prepare)
         error = failing if order.prepare else None
-        report = ReplicaState(order.number, order.answer.version, None if error else prepared, error)
+        challenger = challenger_error if order.challenger else None
+        report = ReplicaState(order.number, order.answer.version, None if error else prepared, error, challenger)
 
 
 def run_with_replicas(scenario, *replicas):
@@ -64,9 +66,9 @@ def test_promotion_and_rollback_reach_all_replicas():
         for nothing in (None, ""):
             with pytest.raises(RunError, match="no previous version"):
                 await made.promote(nothing)
-        assert await made.promote("b") == "films-2"
+        assert (await made.promote("b"))["version"] == "films-2"
         assert await made.versions() == {"one": "films-2", "two": "films-2"}
-        assert await made.promote(None) == "films-1"
+        assert (await made.promote(None))["version"] == "films-1"
         return await made.versions()
 
     assert run_with_replicas(scenario(), run_replica(made, "one"), run_replica(made, "two")) == dict.fromkeys(
@@ -136,6 +138,80 @@ def test_restarted_coordinator_keeps_the_promotion():
     assert order.number > last and order.answer == SECOND, "the restarted coordinator repeats an order number"
 
 
+def test_challenger_reaches_all_replicas_until_a_rollback_or_promotion():
+    made, orders = make_coordinator(), []
+
+    async def scenario():
+        await asyncio.sleep(0.1)
+        result = await made.promote("b", 0.1)
+        canary = Challenger(SECOND.uri, SECOND.version, 0.1, "canary")
+        assert result["news"] == "films-2 (b) is the challenger: canary, share 0.1"
+        assert (result["version"], result["challenger"]) == ("films-1", vars(canary) | {"failed_replicas": ["two"]})
+        assert await made.versions() == {"one": "films-1", "two": "films-1"}
+        assert orders[-1].challenger == canary and [order.prepare for order in orders[-2:]] == ["b", None]
+        result = await made.promote("b", None, True)
+        assert orders[-1].challenger == Challenger("b", "films-2", 1.0, "shadow") and result["version"] == "films-1"
+        result = await made.promote(None)
+        assert result["news"] == "films-1 (a) answers all requests"
+        assert orders[-1].challenger is None and (await made.exports()) == (FIRST, None)
+        await made.promote("b", 0.5)
+        result = await made.promote("b")
+        assert (result["version"], result["challenger"], orders[-1].challenger) == ("films-2", None, None)
+        assert (await made.promote("a", 0.5))["version"] == "films-2", "the previous version cannot be the challenger"
+        return await made.exports()
+
+    replicas = run_replica(made, "one", orders=orders), run_replica(made, "two", challenger_error="no room")
+    assert run_with_replicas(scenario(), *replicas) == (SECOND, FIRST)
+
+
+def test_rejected_challenger_changes_nothing():
+    made, orders = make_coordinator(kept := InMemoryState()), []
+
+    async def scenario():
+        await asyncio.sleep(0.1)
+        state = kept.value
+        with pytest.raises(RunError, match="films-1 already answers all requests"):
+            await made.promote("a", 0.1)
+        with pytest.raises(RunError, match="no room"):
+            await made.promote("b", 0.1)
+        await asyncio.sleep(0.1)
+        assert kept.value == state and orders[-1].prepare is None
+        return {order.challenger for order in orders}
+
+    async def refuse_second():
+        versions, report, given = {"a": "films-1"}, ReplicaState(-1, FIRST.version), -1
+        while True:
+            order = await made.follow("two", report, given)
+            given, prepared = order.number, versions.get(order.prepare)
+            error = RunError("no room") if order.prepare and not prepared else None
+            report = ReplicaState(order.number, FIRST.version, prepared, error)
+
+    assert run_with_replicas(scenario(), run_replica(made, "one", orders=orders), refuse_second()) == {None}
+
+
+def test_restarted_coordinator_keeps_the_challenger_unless_another_export_is_deployed():
+    kept = InMemoryState()
+    first, orders = make_coordinator(kept), []
+
+    async def scenario():
+        await asyncio.sleep(0.1)
+        await first.promote("b", 0.25, True)
+
+    run_with_replicas(scenario(), run_replica(first, "one", orders=orders))
+    again, challenger = make_coordinator(kept), Challenger("b", "films-2", 0.25, "shadow")
+    order = asyncio.run(again.follow("one", ReplicaState(orders[-1].number, "films-1"), last_command=orders[-1].number))
+    assert (order.answer, order.challenger) == (FIRST, challenger)
+    asyncio.run(again.declare(FIRST))
+    assert asyncio.run(make_coordinator(kept).overview())["challenger"] == vars(challenger) | {"failed_replicas": []}
+    again = make_coordinator(kept)
+    asyncio.run(again.declare(SECOND))
+    assert (
+        asyncio.run(again.overview())["challenger"]
+        is asyncio.run(make_coordinator(kept).overview())["challenger"]
+        is None
+    )
+
+
 def test_coordinator_rolls_back_if_no_replica_loads_the_export(monkeypatch, caplog):
     for name, seconds in (("FOLLOW_INTERVAL_S", 0.1), ("REPLICA_TIMEOUT_S", 0.5)):
         monkeypatch.setattr(f"raytrec.serving.coordinator.{name}", seconds)
@@ -167,7 +243,7 @@ def test_metrics_include_only_reporting_replicas(monkeypatch):
 
     async def report(name, requests):
         figures = ReplicaMetrics()
-        figures.requests.labels("/predict", 200).inc(requests)
+        figures.requests.labels("/predict", 200, FIRST.version).inc(requests)
         counted = tuple(figures.collect(about, 0))
         await made.record_report(name, replace(ReplicaState(1, FIRST.version), figures=counted))
 

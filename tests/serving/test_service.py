@@ -1,6 +1,7 @@
 """`raytrec serve` on Ray Serve: promotions under load, killed replicas and shutdown."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -30,8 +31,10 @@ from waiting import wait_for
 
 from raytrec.cluster.local_ray import check_ports
 from raytrec.common.errors import RunError
+from raytrec.serving.challenger import is_in_share
 from raytrec.serving.command import promote
 from raytrec.serving.coordinator import REPLICA_TIMEOUT_S
+from raytrec.serving.replica_state import Challenger
 
 pytestmark = pytest.mark.survive
 
@@ -242,6 +245,63 @@ def test_exports_outside_the_folder_cannot_be_promoted(exports, tmp_path):
         assert promote(None, service=service.url, name=None, rollback=True) == made["whole"].version
         service.process.send_signal(signal.SIGTERM)
         assert service.process.wait(60) == 0
+
+
+def assert_keys_get_versions(service, exports, challenger):
+    """Assert that all replicas choose the version of a key alike; return the number of answers by version."""
+    (made, rows), counts = exports, Counter()
+    by_version = {each.version: each for each in made.values()}
+    for key in (f"user-{number}" for number in range(40)):
+        version = challenger.version if is_in_share(key.encode(), challenger) else made["whole"].version
+        for _ in range(4):  # on connections to several replicas
+            answer = service.ask("/predict", {"rows": rows}, **{"X-Request-Key": key})
+            assert answer["version"] == version
+            counts[version] += 1
+            for name, values in predict_scores(by_version[version], rows).items():
+                np.testing.assert_allclose(answer["predictions"][name], values, rtol=1e-6, atol=1e-6)
+    return counts
+
+
+def replace_replica(service, version):
+    service.replicas()[0].kill()
+    time.sleep(REPLICA_TIMEOUT_S + 1)
+    wait_for(lambda: service.versions() == [version] * 2, "two replicas", 90)
+
+
+def test_challenger_is_kept_by_restarted_processes_until_a_rollback(service, exports, tmp_path, capsys):
+    made, rows = exports
+    whole, small = made["whole"], made["small"]
+    promote(whole.path, service=service.url, name=None)
+    copy = copy_export(small.path, tmp_path / "copy")
+    assert promote(copy, service=service.url, name=None, share=0.3) == whole.version
+    assert f"{small.version} ({copy}) is the challenger: canary, share 0.3" in capsys.readouterr().out
+    challenger = Challenger(copy, small.version, 0.3, "canary")
+    counts = assert_keys_get_versions(service, exports, challenger)
+    assert min(counts[whole.version], counts[small.version]) > 0
+    for uri, share, words in ((whole.path, 0.5, "already answers all requests"), (copy, 2, "invalid share")):
+        with pytest.raises(RunError, match=words):
+            promote(uri, service=service.url, name=None, share=share)
+    service.family("ray::Coordinator")[0].kill()
+    wait_for(lambda: len(service.versions()) == 2, "the coordinator")
+    replace_replica(service, whole.version)
+    assert_keys_get_versions(service, exports, challenger)
+    assert service.ask("/model")["challenger"] == vars(challenger) | {"failed_replicas": []}
+    with pytest.raises(RunError, match="no export in this folder"):
+        promote(str(tmp_path / "nothing"), service=service.url, name=None, share=0.1)
+    assert service.ask("/model")["challenger"]["share"] == 0.3
+
+    shutil.rmtree(copy)
+    replace_replica(service, whole.version)
+    wait_for(
+        lambda: len(service.ask("/model")["challenger"]["failed_replicas"]) == 1, "a replica without the challenger", 60
+    )
+    assert all(service.ask("/predict", {"rows": rows})["version"] in (whole.version, small.version) for _ in range(20))
+    assert promote(None, service=service.url, name=None, rollback=True) == whole.version
+    assert f"{whole.version} ({whole.path}) answers all requests" in capsys.readouterr().out
+    assert {service.ask("/predict", {"rows": rows})["version"] for _ in range(20)} == {whole.version}
+    assert service.ask("/model")["challenger"] is None
+    for replica in service.replicas():
+        wait_for(lambda r=replica: not mapped_folders(r, tmp_path), "the removal of the challenger", 20)
 
 
 def scrape_metrics(service):

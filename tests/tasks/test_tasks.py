@@ -105,11 +105,7 @@ MASK_CYCLE = [{"name": "a", "label": "clicked", "mask": "b"}, {"name": "b", "lab
         ([{"loss": "focal", "options": {"alpha": 1.0}}], SCHEMA, ["alpha is 1.0"]),
         ([{"loss": "cross_entropy", "options": {"classes": 1}}], SCHEMA, ["classes is 1, not a whole"]),
         ([{"loss": "in_batch_softmax", "options": {"temperature": -1}}], SCHEMA, ["temperature is -1"]),
-        (
-            [{"loss": "own_parts:WithinGroups"}],
-            SCHEMA,
-            ["compares rows by the task's group, but group is not set", "tasks[0].group"],
-        ),
+        ([{"loss": "own_parts:WithinGroups"}], SCHEMA, ["requires group, which is not set", "tasks[0].group"]),
         ([{"item_frequency": "often"}], SCHEMA, ["item_frequency is often, but bce does not compare items"]),
         ([{"loss": "bpr", "item_frequency": "often"}], SCHEMA, ["tasks[0].item_frequency"]),
     ],

@@ -109,7 +109,7 @@ def test_tune_refuses_an_invalid_configuration(tiny_data, tmp_path, changes, err
         ({"at_once": 0}, "--at-once is 0"),
         ({"space": None}, "a search requires a config and a space"),
         ({"space": "/nowhere.yaml"}, "cannot read the search space: No such file"),
-        ({"resume": "/nowhere"}, "--resume reads CONFIG and the space from the search folder"),
+        ({"resume": "/nowhere"}, "but --resume reads them from the search folder"),
     ],
 )
 def test_tune_refuses_invalid_options(tiny_data, tmp_path, options, mistake):
@@ -252,7 +252,7 @@ def test_untrusted_space_and_trials_must_not_draw_code(tiny_data, tmp_path, monk
     records = json.loads(trials.read_text())
     records[0]["values"][key] = value
     trials.write_text(json.dumps(records))
-    with pytest.raises(RunError, match="trial 1 of the search differs from the values that its space draws"):
+    with pytest.raises(RunError, match="the recorded values of trial 1 do not match the search space and seed"):
         reopen_search(search.folder, None, allow_code=False)
     (search.folder / "space.yaml").write_text(drawn.read_text())
     with pytest.raises(ConfigError, match="names code to run"):

@@ -97,7 +97,7 @@ def compute_max_magnitudes(tensors: list[tuple[str, torch.Tensor]]) -> dict[str,
 
 
 def _sample_looked_up_rows(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
-    """Return table → rows of this rank's shard that the probed step looked up: a sample for each key."""
+    """Return the rows of this rank's shards that the probed step looked up, by table: a sample for each key."""
     rows: dict[str, list[torch.Tensor]] = defaultdict(list)
     for lookup in lookups:
         if lookup.ids is None:

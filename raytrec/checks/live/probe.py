@@ -154,7 +154,7 @@ class Parity(Check):
             yield feature, split_bags(key) if feature in schema.candidates else key
 
     def _gather_compared_rows(self, bags: dict[str, Bags]) -> dict[str, torch.Tensor]:
-        """Return table → sorted rows that occur in a compared bag of any rank, int64 [R]."""
+        """Return a mapping from table to the sorted rows that occur in a compared bag of any rank, int64 [R]."""
         starts, total = {}, 0
         for name, table in self.run.tables.items():
             starts[name], total = total, total + table.shape[0]
@@ -238,7 +238,7 @@ class Parity(Check):
 
 
 def _bound_roundings(run: CheckedRun) -> tuple[dict[str, Rounding], dict[str, Rounding]]:
-    """Return table → bound on the rounding by plan.qcomms, for embeddings and for gradients."""
+    """Return a mapping from table to the bound on the rounding by plan.qcomms, for embeddings and for gradients."""
     qcomms = run.config.plan.qcomms
     forward = dict.fromkeys(run.tables, Rounding(0.0, 0.0))
     backward = dict(forward)

@@ -89,7 +89,7 @@ class ShardedRun:
         return whole
 
     def _sort_by_id(self, table: str, values: torch.Tensor | None, without_row: torch.Tensor) -> torch.Tensor | None:
-        """Return a managed table's values sorted by id, followed by the fallback rows; a collective.
+        """Return a managed table's values sorted by id, and then the fallback rows; a collective.
 
         The result is None if `values` is None.
 
@@ -107,7 +107,7 @@ class ShardedRun:
         return out
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return table → kind → optimizer state as a whole tensor on rank 0, or None on other ranks."""
+        """Return the optimizer state by table and kind, as whole tensors on rank 0 and None on other ranks."""
         out: dict[str, dict[str, torch.Tensor]] = {}
         for table in tables(self.step.model, self.step.optimizer).values():
             for kind, parts in sorted(table.state.items()):

@@ -53,7 +53,7 @@ class ModelSection(Section):
         return False
 
     def sequence_lengths(self, schema: Schema) -> dict[str, int]:
-        """Return sequence feature → maximum number of ids, for features that the model reads id by id.
+        """Return a mapping from sequence feature to maximum number of ids, for features that the model reads id by id.
 
         Other sequence features are averaged.
         """
@@ -64,7 +64,7 @@ class ModelSection(Section):
         return dict.fromkeys(sequences, length) if length else {}
 
     def l2_factors(self, schema: Schema) -> dict[str, float]:
-        """Return feature → λ of `lookup_l2`, for features with λ > 0.
+        """Return a mapping from feature to the λ of `lookup_l2`, for features with λ > 0.
 
         Raises:
             ConfigError: A table does not exist, or one of these features has weights.
@@ -91,7 +91,7 @@ class ModelSection(Section):
         return []
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
-        """Return tower (query and item) → sparse features and dense columns that the tower's vector depends on.
+        """Return the sparse features and dense columns on which the vector of each tower (query and item) depends.
 
         Only models with `retrieves` implement this method.
         """
@@ -146,7 +146,7 @@ def get_common_dim(schema: Schema, model: str) -> int:
     dims = {table.dim for table in schema.tables.values()}
     if len(dims) > 1:
         raise ConfigError(
-            f"the tables have dims {', '.join(map(str, sorted(dims)))}",
+            f"the tables have different dims {', '.join(map(str, sorted(dims)))}",
             where="schema.yaml, tables",
             expected=f"the same dim for all tables, because {model} stacks their vectors",
             do="give every table the same dim",

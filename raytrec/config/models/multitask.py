@@ -104,9 +104,9 @@ class ESMMSection(ModelSection):
             )
         if wide := [name for name, columns in tasks.items() if columns != 1]:
             raise ConfigError(
-                f"the loss of task {wide[0]} reads {tasks[wide[0]]} columns of logits, but esmm returns one",
+                f"the loss of task {wide[0]} reads {tasks[wide[0]]} columns of logits, but esmm returns one per task",
                 where="tasks",
-                expected="loss: bce, or another loss of a probability",
+                expected="a loss that reads one logit per row, such as bce",
             )
 
 
@@ -133,7 +133,7 @@ class DBMTLSection(ModelSection):
         self.order(list(tasks))
 
     def order(self, tasks: Collection[str]) -> dict[str, list[str]]:
-        """Return task → tasks that it depends on, in topological order.
+        """Return a mapping from task to the tasks that it depends on, in topological order.
 
         Raises:
             ConfigError: A task does not exist, or tasks depend on each other in a cycle.
@@ -151,7 +151,7 @@ class DBMTLSection(ModelSection):
             ready = [name for name, parents in remaining.items() if set(parents) <= set(ordered)]
             if not ready:
                 raise ConfigError(
-                    f"{' and '.join(remaining)} depend on each other in a cycle, or on tasks of a cycle",
+                    f"model.relations contains a cycle, on which {' and '.join(remaining)} depend",
                     where="model.relations",
                     expected="relations without cycles",
                     do="remove one of the relations",

@@ -77,8 +77,8 @@ def _check_first_order(
             raise ConfigError(
                 f"table {table} has dim {dim}, but the tasks have {outputs} columns of logits",
                 where="schema.yaml, tables",
-                expected=f"a larger dim: in {model}, a row contains a first-order weight for each column, "
-                "followed by the vector of the id",
+                expected=f"a dim above {outputs}, because in {model}, a row contains a first-order weight for each "
+                "column of logits and the vector of the id",
                 do=f"give {table} a dim of {(outputs // 4 + 1) * 4} or more",
             )
 
@@ -117,7 +117,7 @@ class WideDeepSection(ModelSection):
         _check_first_order(schema, self.name, tasks, [f for f in schema.sparse if f in wide])
 
     def parts(self, schema: Schema) -> dict[str, set[str]]:
-        """Return part (wide or deep) → its features and columns.
+        """Return a mapping from part (wide or deep) to its features and columns.
 
         Raises:
             ConfigError: A pattern matches nothing, or a feature is in neither part.
@@ -205,7 +205,7 @@ class FinalMLPSection(ModelSection):
         for name, sizes in (("mlp1", self.mlp1), ("mlp2", self.mlp2)):
             if sizes[-1] % self.heads:
                 raise ConfigError(
-                    f"a stream of width {sizes[-1]} cannot be split into {self.heads} heads",
+                    f"the last size of model.{name}, {sizes[-1]}, is not a multiple of model.heads={self.heads}",
                     where=f"model.{name}, model.heads",
                     expected=f"a last size that is a multiple of {self.heads}",
                     do=f"set the last size of model.{name} to {-(-sizes[-1] // self.heads) * self.heads}",

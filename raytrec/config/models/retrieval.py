@@ -184,7 +184,7 @@ class NcfSection(PairSection):
             raise ConfigError(
                 f"model.shared is true, but model.gmf_dim is {self.gmf_dim}",
                 where="model.gmf_dim",
-                expected="only one of the keys: embeddings are either shared or split",
+                expected="either model.shared or model.gmf_dim, because embeddings are either shared or split",
                 do="remove gmf_dim, or set model.shared=false",
             )
         if self.shared:
@@ -214,7 +214,7 @@ class Towers(Section):
     """Sparse features and dense columns (or patterns) of the recommended item."""
 
     def members(self, names: list[str]) -> dict[str, set[str]]:
-        """Return tower (query and item) → features and dense columns among `names` that match its patterns.
+        """Return the features and dense columns among `names` that match the patterns of each tower.
 
         Raises:
             ConfigError: A pattern matches nothing.
@@ -263,11 +263,11 @@ class TwoTowerSection(SampledSection):
         return self._with_ids(*self.members(schema)["item"])
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
-        """Return tower (query and item) → its features and columns."""
+        """Return a mapping from tower (query and item) to its features and columns."""
         return self.members(schema)
 
     def members(self, schema: Schema) -> dict[str, set[str]]:
-        """Return tower → its features and columns. Each name of the schema except negatives is in one tower.
+        """Return the features and columns of each tower. All names in the schema except negatives are in one tower.
 
         Raises:
             ConfigError: A feature is in neither or both towers, or a pattern matches nothing.

@@ -39,7 +39,7 @@ class TargetedSection(ModelSection):
         return [f for f, spec in schema.sparse.items() if spec.pooling == "sequence"]
 
     def targets(self, schema: Schema) -> dict[str, str]:
-        """Return sequence → its target feature.
+        """Return a mapping from sequence to its target feature.
 
         Raises:
             ConfigError: The schema has no sequence, the target does not exist, or the target is ambiguous.
@@ -223,7 +223,7 @@ class NextItemSection(SampledSection):
     """Divisor of the scores."""
 
     def sequence_lengths(self, schema: Schema) -> dict[str, int]:
-        """Return feature → maximum length of the history and the negatives, which are read id by id."""
+        """Return a mapping from feature to maximum length of the history and the negatives, which are read id by id."""
         return {self.history: self.max_length} | super().sequence_lengths(schema)
 
     def reads_ids(self, schema: Schema) -> list[str]:

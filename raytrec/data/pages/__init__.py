@@ -123,7 +123,7 @@ def _read_pages(pieces: dict[int, ChunkBytes], span: _RowSpan, columns: dict[str
 
 
 def _leaves(footer: pq.FileMetaData) -> dict[str, list[int]]:
-    """Return full column or field name → indexes of its leaf columns."""
+    """Return a mapping from full column or field name to the indexes of its leaf columns."""
     leaves = defaultdict(list)
     for i in range(footer.num_columns):
         path = footer.schema.column(i).path
@@ -134,12 +134,12 @@ def _leaves(footer: pq.FileMetaData) -> dict[str, list[int]]:
 
 
 class ChunkBytes(NamedTuple):
-    """Bytes read from a column chunk.
+    """Bytes of the pages of a column chunk that contain requested rows.
 
     Attributes:
         begin: Offset of the chunk in the file.
-        data: Dictionary (if needed) and pages.
-        row: Index of the first row in the pages.
+        data: Bytes of the dictionary page (if the pages need it) and of the data pages.
+        row: Index of the first row in the data pages, within the row group.
     """
 
     begin: int
@@ -148,7 +148,7 @@ class ChunkBytes(NamedTuple):
 
 
 def _fetch(file: pa.NativeFile, span: _RowSpan, leaves: list[int], used: set[int]) -> dict[int, ChunkBytes]:
-    """Return leaf column → pages with rows [first, last), for columns in `used` whose pages are understood.
+    """Return the pages with rows [first, last) by leaf column, for columns in `used` with known page formats.
 
     Args:
         file: Open file.

@@ -67,7 +67,7 @@ class PageIndex:
                 self._advance_page(read_at)
         if self._left or self._row != self._all_rows:
             raise DamagedPageError(
-                f"the pages of column {self._name} hold {self._row:,} rows; the footer has {self._all_rows:,}"
+                f"the pages of column {self._name} contain {self._row:,} rows, but the footer claims {self._all_rows:,}"
             )
 
     def read(self, read_at: ReadAt, first: int, last: int) -> tuple[bytes, int]:
@@ -81,7 +81,7 @@ class PageIndex:
         """
         start, stop = bisect_right(self._rows, first) - 1, bisect_left(self._rows, last)
         if start < 0:
-            raise ValueError(f"no page holds row {first:,}")
+            raise ValueError(f"no page contains row {first:,}")
         begin, end = self._offsets[start], self._offsets[stop] if stop < len(self._rows) else self._end
         coded, row = any(self._coded[start:stop]), self._rows[start]
         data = read_at(begin, end - begin)
@@ -95,14 +95,14 @@ class PageIndex:
         kind, body = header[TYPE], header[COMPRESSED]
         room = self._end - self._at - size
         if not 0 <= body <= room + MAX_UNCOUNTED_BYTES:  # pyarrow would allocate memory of the claimed size
-            raise DamagedPageError(f"a page of column {self._name} claims {body:,} bytes, but {room:,} are left")
+            raise DamagedPageError(f"a page of column {self._name} claims {body:,} bytes, but only {room:,} remain")
         if body > room:
             raise ValueError("the column chunk ends within a page")
         if fields := header.get(DATA_HEADERS.get(kind, 0)):
             values, rows, begins_row = fields[VALUES], fields[VALUES], True
             if not 0 <= values <= self._left:
                 raise DamagedPageError(
-                    f"a page of column {self._name} claims {values:,} values, but {self._left:,} are left"
+                    f"a page of column {self._name} claims {values:,} values, but only {self._left:,} remain"
                 )
             if self._depth:
                 rows, begins_row = self._count_page_rows(read_at, self._at + size, header, values)

@@ -94,7 +94,7 @@ def _decode(path: str, group: int, first: int, rows: int, columns: list[str]) ->
     try:
         table = retry_read(path, partial(_read, path, group, first, rows, columns))
         if table.num_rows < rows:
-            raise IndexError(f"the pages hold fewer than {first + rows:,} rows, but the footer claims more")
+            raise IndexError(f"the pages contain fewer rows than the footer claims ({first + rows:,} or more)")
     except (DamagedPageError, pa.ArrowException, OSError, IndexError, KeyError, ValueError, RecursionError) as error:
         raise DataError(
             f"cannot decode the row group: {get_first_line(error)}",
@@ -123,7 +123,7 @@ def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> p
         if group_rows <= max(MAX_FULL_DECODE_ROWS, 2 * rows):
             table = reader.read_row_group(group, columns=required_columns, use_threads=False)
             if table.num_rows != group_rows:
-                raise IndexError(f"the pages hold {table.num_rows:,} rows, but the footer has {group_rows:,}")
+                raise IndexError(f"the pages contain {table.num_rows:,} rows, but the footer claims {group_rows:,}")
             table = table.slice(first, rows)
         else:
             table = read_rows(file, version, reader, group, first, first + rows, required_columns)

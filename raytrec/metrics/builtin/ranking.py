@@ -127,10 +127,11 @@ class NDCG(GroupMetric):
 
 @metric("coverage", title="coverage at {k}", label="coverage@{k}", better="higher", at_k=True)
 class Coverage(GroupMetric):
-    """Number of distinct items among the k highest predictions of each group ÷ number of distinct items.
+    """Share of all distinct items that are among the k rows with the highest predictions of at least one group.
 
-    The task's `item` column identifies items. Among equal predictions, negative rows come first. Weights only
-    determine which rows count. Source: catalogue coverage in M. Ge et al., Beyond Accuracy, RecSys 2010.
+    The task's `item` column identifies items. Among equal predictions, negative rows come first. Rows with
+    weight 0 are excluded; other weights have no effect. Source: catalogue coverage in M. Ge et al., Beyond
+    Accuracy, RecSys 2010.
     """
 
     needs_item = True

@@ -89,7 +89,7 @@ class SequenceModules(nn.ModuleList):
         self.target_of = target_of
 
     def forward(self, inputs: dict) -> dict[str, Any]:
-        """Return feature → output of the feature's module."""
+        """Return a mapping from feature to the output of the feature's module."""
         modules = zip(self.target_of.items(), self, strict=True)
         return {feature: module(inputs[feature], inputs[target]) for (feature, target), module in modules}
 
@@ -125,7 +125,7 @@ class ConcatInputs(nn.Module):
 
 
 class FieldVectors(nn.Module):
-    """One vector for each dense column and each sparse feature: → float32 [B, F, D].
+    """Module that returns one vector for each dense column and each sparse feature, float32 [B, F, D].
 
     The vector of a sparse feature is its pooled embedding. A dense column with value x has the vector x · v
     with a learned v, as in factorization machines (Rendle 2010). With first-order weights, each table row,

@@ -218,7 +218,7 @@ def health(run: RunFolder) -> Figure | None:
 
 
 def _select_series(series: dict[str, dict[int, dict]], key: str) -> dict[str, list[tuple[int, float]]]:
-    """Return table → (step, value) pairs of a statistic, for tables that have it at two or more steps."""
+    """Return the (step, value) pairs of a statistic for each table that has it at two or more steps."""
     points = {n: [(s, e[key]) for s, e in steps.items() if not isnan(e[key])] for n, steps in series.items()}
     return {name: found for name, found in points.items() if len(found) > 1}
 

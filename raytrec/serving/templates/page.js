@@ -27,7 +27,7 @@ function age(seconds) {
 const number = (value) => (value >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3))));
 
 function show() {
-  const { model, before, replicas } = overview, versions = Object.values(replicas);
+  const { model, before, replicas, challenger } = overview, versions = Object.values(replicas);
   find("name").textContent = document.title = model.run;
   const how = versions.length === 1 ? "1 replica" : `${versions.length} replicas`;
   find("state").textContent = `${model.version} · ${how}`;
@@ -36,6 +36,7 @@ function show() {
     ["trained", `run ${model.run}, step ${model.step.toLocaleString("en")}`],
     ["exported", `${new Date(model.made).toLocaleString()}, ${age(model.age_s)} ago`],
     ["previous", before ?? "none"],
+    ["challenger", challenger ? `${challenger.version}: ${challenger.mode}, ${number(100 * challenger.share)} % of requests` : "none"],
   ]));
   find("differ").hidden = new Set(versions).size < 2;
   find("replicas").replaceChildren(...Object.entries(replicas).map(([name, version]) => {

@@ -1,0 +1,77 @@
+"""Challenger of the current export: its share of requests, and scoring of answered requests in shadow mode."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from hashlib import blake2b
+
+from raytrec.common.errors import get_first_line
+from raytrec.serving.replica_metrics import ReplicaMetrics
+from raytrec.serving.replica_state import Challenger
+
+_log = logging.getLogger(__name__)
+MAX_WAITING_BYTES = 2 << 20  # total size of the bodies that wait for an idle moment
+IDLE_INTERVAL_S = 0.001  # interval at which the service is checked for an idle moment
+
+
+def is_in_share(key: bytes, challenger: Challenger) -> bool:
+    """Return True if a key is in the share of a challenger. The result depends on key, version and share only.
+
+    A larger share includes the keys of a smaller one. Other versions draw other keys.
+    """
+    digest = blake2b(key, digest_size=8, key=challenger.version.encode()[: blake2b.MAX_KEY_SIZE]).digest()
+    return int.from_bytes(digest) < challenger.share * 2**64
+
+
+class ShadowQueue:
+    """Queue of answered requests that a challenger scores in the event loop while no rows wait for an answer.
+
+    Requests that exceed MAX_WAITING_BYTES are dropped and counted. Errors are counted and never reach a client.
+
+    Args:
+        figures: Metrics of the replica.
+        is_busy: Function that returns True if rows wait for an answer.
+    """
+
+    def __init__(self, figures: ReplicaMetrics, is_busy: Callable[[], bool]):
+        self._requests, self._is_busy = figures.shadow_requests, is_busy
+        self._queue: deque[tuple[str, int, Callable[[], Awaitable[None]]]] = deque()
+        self._waiting_bytes, self._warned = 0, ""
+
+    def add(self, version: str, body_bytes: int, score: Callable[[], Awaitable[None]]) -> None:
+        """Add a request to the queue, or drop the request if the queue is full.
+
+        Args:
+            version: Version of the challenger.
+            body_bytes: Size of the request's body in bytes.
+            score: Function that scores the request.
+        """
+        if self._waiting_bytes + body_bytes > MAX_WAITING_BYTES:
+            self._requests.labels(version, "dropped").inc()
+            return
+        self._waiting_bytes += body_bytes
+        self._queue.append((version, body_bytes, score))
+        if len(self._queue) == 1:
+            self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        """Score requests until the queue is empty."""
+        while self._queue:
+            await asyncio.sleep(IDLE_INTERVAL_S)
+            if self._is_busy():
+                continue
+            version, body_bytes, score = self._queue[0]
+            try:
+                await score()
+                outcome = "scored"
+            except Exception as error:
+                outcome = "error"
+                if version != self._warned:
+                    self._warned = version
+                    _log.warning("the challenger %s cannot score a request: %s", version, get_first_line(error))
+            self._queue.popleft()
+            self._waiting_bytes -= body_bytes
+            self._requests.labels(version, outcome).inc()
