@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -68,12 +67,16 @@ def test_exported_models_score_like_training(name, http, tmp_path):
         whole = [model.predict([row | user for row in each]) for user, each in zip(users, candidates, strict=True)]
         assert_close(model.predict(user=users[0], candidates=others), to_arrays(whole[:1], names), names)
         assert_predictions_equal(http.scores({"user": users[0], "candidates": others}), whole[0])
-        splits, read_users, read = zip(*map(model.read_candidates, users, candidates), strict=True)
-        for least in (0, sys.maxsize) if splits[0].once else (sys.maxsize,):  # both of a split's programs
-            together = model.rank(replace(splits[0], min_candidates=least), read_users, read)
-            assert_close(
-                dict(zip(names, map(pa.array, map(list, together)), strict=True)), to_arrays(whole, names), names
-            )
+        split = model.split(frozenset(columns))
+        for split.min_candidates in (0, sys.maxsize):  # the user's part is computed once, plain rows repeat the user
+            rows_read, users_read, splits = zip(*map(model.read_candidates, users, candidates), strict=True)
+            is_split = splits[0] is not None
+            together = model.rank(split, users_read, rows_read) if is_split else model.score(rows_read)
+            assert_close(dict(zip(names, map(to_column, together), strict=True)), to_arrays(whole, names), names)
+
+
+def to_column(values):
+    return pa.array(list(values))
 
 
 def to_arrays(tables, names):
