@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import pickle
 import tempfile
 from statistics import median
 from typing import Annotated
@@ -21,8 +20,9 @@ import harness
 import pyarrow as pa
 import torch
 import typer
-from harness import HERE, Grid, median_ratio, seconds_of, take_turns
-from serve import DENSE, JSON, SPARSE, _dlrm, _free_ports, _running, _sasrec
+from harness import Grid, median_ratio, seconds_of, take_turns
+from serve import _dlrm, _sasrec
+from serve_http import DENSE, JSON, SPARSE, find_free_ports, measure, run_service
 
 import raytrec
 
@@ -54,16 +54,17 @@ def candidates_over_http(
     export: str, rows: pa.Table, names: list[str], counts: tuple[int, ...], rounds: int, seconds: float
 ) -> list[list[str]]:
     """Return the cells of a table for JSON over HTTP, for each number of candidates."""
-    (port,), lines = _free_ports(1), []
+    (port,), lines = find_free_ports(1), []
     command = ["-m", "raytrec", "serve", export, "--port", str(port), "--no-token"]
-    first = json.dumps(_requests(rows, names, 1)[0][0]).encode()
-    with _running(command, port, first, {"OMP_NUM_THREADS": "1"}):
+    service = {"port": port, "path": "/predict", "headers": {"Content-Type": JSON}}
+    with run_service(command, service | {"bodies": _write(_requests(rows, names, 1)[0])}, {}):
         for count in counts:
             files = dict(
                 zip(("rows", "candidates"), map(_write, zip(*_requests(rows, names, count), strict=True)), strict=True)
             )
             sides = {
-                name: lambda file=file: 1000 * CLIENTS / _rate(port, seconds, file) for name, file in files.items()
+                name: lambda file=file: 1000 * CLIENTS / measure(service | {"bodies": file}, CLIENTS, seconds)["rate"]
+                for name, file in files.items()
             }
             lines.append(["HTTP", *_cells(take_turns(sides, rounds, 1)), ""])
     return lines
@@ -73,14 +74,8 @@ def _write(requests: tuple[Request, ...]) -> str:
     """Write bodies to a file for serve_client.py, and return its path."""
     bodies = [json.dumps(request, separators=(",", ":")).encode() for request in requests]
     with tempfile.NamedTemporaryFile(dir=".", delete=False) as file:
-        file.write(json.dumps([len(body) for body in bodies]).encode() + b"\n" + b"".join(bodies))
+        file.write(pickle.dumps(bodies))
     return file.name
-
-
-def _rate(port: int, seconds: float, file: str) -> float:
-    """Return the requests/s of the clients."""
-    words = [str(HERE / "serve_client.py"), str(port), str(CLIENTS), str(seconds), JSON, file]
-    return json.loads(subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, check=True).stdout)["rate"]
 
 
 def _cells(times: dict[str, list[float]]) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -104,10 +104,9 @@ def run_service(words: list[str], side: dict[str, Any], environment: dict[str, s
 
 
 def find_free_ports(count: int) -> list[int]:
-    """Return free ports on loopback."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
+    """Return unused ports below those that Linux assigns, which Ray's processes could take meanwhile."""
+    used = {each.laddr.port for each in psutil.net_connections("tcp")}
+    return random.sample(sorted(set(range(20_000, 32_000)) - used), count)
 
 
 def _write_bodies(data: pa.Table) -> dict[str, dict[str, Any]]:
@@ -181,11 +180,15 @@ def measure_round(sides: dict[str, dict[str, Any]], number: int, seconds: float)
     figures: dict[str, dict[str, dict]] = {side: {} for side in sides}
     for clients in CLIENTS:
         for side in list(sides)[:: -1 if number % 2 else 1]:
-            spec = sides[side] | _find_processes(sides[side]["port"])
-            words = [str(HERE / "serve_client.py"), json.dumps(spec), str(clients), str(seconds)]
-            done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, check=True, timeout=START_S)
-            figures[side][str(clients)] = json.loads(done.stdout)
+            figures[side][str(clients)] = measure(sides[side], clients, seconds)
     return figures
+
+
+def measure(side: dict[str, Any], clients: int, seconds: float) -> dict[str, float]:
+    """Send a side's requests with serve_client.py, and return the figures."""
+    spec = json.dumps(side | _find_processes(side["port"]))
+    words = [sys.executable, str(HERE / "serve_client.py"), spec, str(clients), str(seconds)]
+    return json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True, timeout=START_S).stdout)
 
 
 def _find_processes(port: int) -> dict[str, list[int]]:
