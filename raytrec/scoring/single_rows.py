@@ -72,11 +72,12 @@ def _multiply(ones_RND: torch.Tensor, others_UMD: torch.Tensor, users_B: torch.T
     Args:
         ones_RND: Vectors of users or rows.
         others_UMD: Vectors with the same number of rows, or with `users_B`, vectors of users.
-        users_B: User of each row.
+        users_B: User of each row, ascending.
     """
-    if users_B is not None:
-        others_UMD = repeat_rows(others_UMD, users_B, broadcast=True).squeeze(0)
-    return (ones_RND @ others_UMD.mT).flatten(1)
+    if users_B is None:
+        return (ones_RND @ others_UMD.mT).flatten(1)
+    parts = ones_RND.split(torch.bincount(users_B, minlength=len(others_UMD)).tolist())
+    return torch.cat([part @ other.mT for part, other in zip(parts, others_UMD, strict=True)]).flatten(1)
 
 
 def make_example_input(of: Input, rows: int) -> torch.Tensor:

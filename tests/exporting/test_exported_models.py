@@ -1,6 +1,7 @@
 """The export of every model, loaded or served over HTTP, gives the scores of the trained step."""
 
 import json
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -66,10 +67,16 @@ def test_exported_models_score_like_training(name, http, tmp_path):
         whole = [model.predict([row | user for row in each]) for user, each in zip(users, candidates, strict=True)]
         assert_close(model.predict(user=users[0], candidates=others), to_arrays(whole[:1], names), names)
         assert_predictions_equal(http.scores({"user": users[0], "candidates": others}), whole[0])
-        model.split(frozenset(columns)).min_candidates = 0  # so that no user is repeated
-        read, read_users, splits = zip(*map(model.read_candidates, users, candidates), strict=True)
-        together = model.rank(splits[0], read_users, read)
-        assert_close(dict(zip(names, map(pa.array, map(list, together)), strict=True)), to_arrays(whole, names), names)
+        split = model.split(frozenset(columns))
+        for split.min_candidates in (0, sys.maxsize):  # the user's part is computed once, plain rows repeat the user
+            rows_read, users_read, splits = zip(*map(model.read_candidates, users, candidates), strict=True)
+            is_split = splits[0] is not None
+            together = model.rank(split, users_read, rows_read) if is_split else model.score(rows_read)
+            assert_close(dict(zip(names, map(to_column, together), strict=True)), to_arrays(whole, names), names)
+
+
+def to_column(values):
+    return pa.array(list(values))
 
 
 def to_arrays(tables, names):

@@ -139,6 +139,18 @@ def test_plain_json_rows_equal_rows_read_by_the_general_reader(reader, assembler
         assert_same_tensors(assembler, found, read_as_all_rows(body, reader))
 
 
+@settings(max_examples=300, deadline=None)
+@given(bodies())
+def test_plain_mappings_equal_rows_read_by_the_general_reader(reader, assembler, body):
+    try:
+        rows = json.loads(body)["rows"]
+    except (ValueError, KeyError):
+        return
+    found = PlainRowReader(reader).read_objects(rows, LIMITS.ids)
+    if found is not None:
+        assert_same_tensors(assembler, found, reader.read(to_table(rows, reader.columns)))
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_plain_arrow_rows_equal_rows_read_by_the_general_reader(reader, assembler, data):
@@ -228,7 +240,7 @@ def test_usual_requests_are_plain(reader, assembler, form):
         value = rows if form == "rows" else {name: table[name].to_pylist() for name in COLUMNS}
         body = json.dumps({form: value}, ensure_ascii=False).encode()
         found = plain_reader.read_json(body, LIMITS.rows, LIMITS.ids)
-    assert len(found) == 2
+    assert len(found) == 2 == len(plain_reader.read_objects(rows, LIMITS.ids))
     assert_same_tensors(assembler, found, reader.read(table))
 
 

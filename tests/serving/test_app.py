@@ -26,7 +26,7 @@ from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.request_rows import ObjectRows
 from raytrec.serving.app import Service
 from raytrec.serving.batching import Batcher
-from raytrec.serving.bodies import ARROW, JSON, Limits, Query
+from raytrec.serving.bodies import ARROW, JSON, Limits, Query, decode_request
 from raytrec.serving.loaded_exports import LoadedExports, execute_command, load_either
 from raytrec.serving.openapi import make_page
 from raytrec.serving.replica_metrics import describe_model
@@ -202,6 +202,73 @@ def test_invalid_row_fails_only_its_own_request(model, served_export):
     for scores in (first, third):
         for got, column in zip(scores, expected.columns, strict=True):
             np.testing.assert_allclose(got, column.to_numpy(), rtol=1e-6)
+
+
+def make_ranking_requests(model, table, columns):
+    """Return bodies with different users and numbers of candidates, and the predictions of their full rows."""
+    rows, bodies = table.to_pylist(), []
+    for at in range(len(rows)):
+        few = [{k: v for k, v in row.items() if k not in columns} for row in rows[: at + 1]]
+        bodies.append({"user": {name: rows[at][name] for name in columns}, "candidates": few})
+    return bodies, [model.predict([row | each["user"] for row in each["candidates"]]) for each in bodies]
+
+
+def test_candidates_of_concurrent_users_are_scored_together(http, model, served_export, monkeypatch):
+    bodies, expected = make_ranking_requests(model, served_export[1], ["user"])
+    sizes, found = [], {}
+    monkeypatch.setattr(http.service, "batcher", Batcher(observe=sizes.append))
+
+    def ask(place):
+        found[place] = http.scores(bodies[place])
+
+    def ask_all():
+        threads = [threading.Thread(target=ask, args=[place]) for place in range(len(bodies))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return max(sizes) > len(bodies)  # more rows than any request has
+
+    wait_for(ask_all, "requests in one batch", 60)
+    for place, predictions in found.items():
+        assert_predictions_equal(predictions, expected[place])
+
+
+@pytest.mark.parametrize("columns", [["user"], ["a", "user"]])
+def test_invalid_candidates_fail_only_their_own_user(model, served_export, columns):
+    bodies, expected = make_ranking_requests(model, served_export[1], columns)
+    bodies[5]["user"]["user"] = [10**6]
+    bodies[7]["candidates"][3]["friends"] = [-1]
+    sizes = []
+
+    async def ask():
+        batcher = Batcher(observe=sizes.append)
+        queries = [decode_request(JSON, json.dumps(body).encode(), model, "predict", LIMITS) for body in bodies]
+        return await asyncio.gather(*map(batcher.score, queries), return_exceptions=True)
+
+    for place, (scores, table) in enumerate(zip(asyncio.run(ask()), expected, strict=True)):
+        if place in (5, 7):
+            assert isinstance(scores, DataError) and "out of range" in str(scores)
+            continue
+        for values, column in zip(scores, table.columns, strict=True):
+            np.testing.assert_allclose(values, column.to_numpy(), rtol=1e-6, atol=1e-6)
+    assert sizes == [sum(len(body["candidates"]) for body in bodies)]
+
+
+def test_users_with_other_columns_are_scored_apart(model, served_export):
+    parts = [make_ranking_requests(model, served_export[1], columns) for columns in (["user"], ["a", "user"])]
+    sizes = []
+
+    async def ask():
+        batcher = Batcher(observe=sizes.append)
+        bodies = [bodies[3] for bodies, _ in parts]
+        queries = [decode_request(JSON, json.dumps(body).encode(), model, "predict", LIMITS) for body in bodies]
+        return await asyncio.gather(*map(batcher.score, queries))
+
+    for (_, expected), scores in zip(parts, asyncio.run(ask()), strict=True):
+        for values, column in zip(scores, expected[3].columns, strict=True):
+            np.testing.assert_allclose(values, column.to_numpy(), rtol=1e-6, atol=1e-6)
+    assert sizes == [4, 4]
 
 
 def test_full_queue_rejects_requests(served_export):

@@ -73,5 +73,9 @@ def test_predictions_and_errors_match_their_descriptions(http, document, served_
             assert headers["Content-Type"] == (OCTET_STREAM if binary else JSON)
             headers["Content-Type"], content = JSON, json.dumps(answer).encode()  # the binary data are cut off
             assert_described(document, "post", path, status, content, headers)
+    for path in ("/v2/models/other", "/v2/models/other/ready", "/v2/models/films/versions/1"):
+        status, content, headers = http.ask(path)
+        assert status == 404
+        assert_described(document, "get", path, status, content, headers)
     for path in ("/v2/models/other/infer", "/v2/models/films/infer"):
         assert_described(document, "post", path, *http.ask(path, b"{}"))
