@@ -28,7 +28,6 @@ from harness import HERE, median_ratio
 import raytrec
 from raytrec.data.assembler import Assembler
 from raytrec.serving.bodies import ARROW, JSON
-from raytrec.serving.inference_protocol import BINARY, HEADER_LENGTH
 
 ROWS, BODIES, CLIENTS, START_S, TOLERANCE = 32, 60, (1, 10, 50), 180, 1e-5
 DENSE, SPARSE = [f"I{i}" for i in range(1, 14)], [f"C{i}" for i in range(1, 27)]
@@ -44,6 +43,7 @@ SIDES = {  # side → service, path, form of its bodies
     "raytrec OIP, binary": ("raytrec", "/v2/models/dlrm/infer", "binary"),
 }
 PEERS = ("pydantic", "orjson", "stacked")
+OIP_LENGTH = "Inference-Header-Content-Length"
 MARK = "BENCH_SERVE_PORT"  # environment variable that marks the processes of a service
 FIGURES = "requests/s", "p50 ms", "p99 ms", "CPU-µs/request", "answering process"
 HEADER = ("variant", "clients", *FIGURES, *(f"× {peer}" for peer in PEERS))
@@ -128,14 +128,14 @@ def _write_bodies(data: pa.Table) -> dict[str, dict[str, Any]]:
             ("columns", JSON, _to_json({"columns": rows.to_pydict()})),
             ("arrow", ARROW, _to_stream(rows)),
             ("arrow lists", ARROW, _to_stream(pa.table(lists))),
-            ("binary", BINARY, head + dense.tobytes() + ids.tobytes()),
+            ("binary", "application/octet-stream", head + dense.tobytes() + ids.tobytes()),
         ):
             by_form.setdefault((form, kind), []).append(body)
     forms = {}
     for (form, kind), bodies in by_form.items():
         Path(form).write_bytes(pickle.dumps(bodies))
         forms[form] = {"headers": {"Content-Type": kind, "Accept": kind}, "bodies": str(Path(form).absolute())}
-    forms["binary"]["headers"][HEADER_LENGTH] = str(len(head))  # the same for all bodies, whose shapes are equal
+    forms["binary"]["headers"][OIP_LENGTH] = str(len(head))  # the same for all bodies, whose shapes are equal
     return forms
 
 
@@ -159,7 +159,7 @@ def _ask(side: dict[str, Any]) -> np.ndarray | str:
             content = response.read()
             if response.headers.get_content_type() == ARROW:
                 return pa.ipc.open_stream(content).read_all()["score"].to_numpy()
-            if length := response.headers.get(HEADER_LENGTH):
+            if length := response.headers.get(OIP_LENGTH):
                 return np.frombuffer(content[int(length) :], np.float32)
             values = json.loads(content)
             return np.array(values.get("predictions", values)["score"])
