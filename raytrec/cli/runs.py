@@ -79,10 +79,10 @@ def tune(
         space (SPACE.yaml): Keys to search and their distributions.
         trials: Number of trials; default: 10.
         metric: Metric by which trials are compared; default: as for checkpoint.best_metric.
-        at_once: Number of concurrent trials; default: as many as the cluster has room for.
-        seed: Seed of the search; the same seed draws the same trials.
+        at_once: Maximum number of concurrent trials; default: as many as fit on the machine or cluster.
+        seed: Seed of the search; the same seed always yields the same values.
         grace_steps: Steps before which no trial is stopped; default: train.eval_every_steps.
-        reduction_factor: One in this many trials of the same age continues training.
+        reduction_factor: At each comparison, one in this many trials continues.
         resume (FOLDER): Resume this search; --trials may add trials.
         resume_latest: Resume the newest interrupted search of this command; start a new one if there is none.
     """
@@ -161,8 +161,8 @@ def plan(
 
     Options:
         on (2x8xh100-sxm,4x48gib): Machines, separated by commas: known machines, or GPUs (on CPU: workers)
-            per host x memory of each[:memory of the host[:disk of the host]]; any: as many of each known
-            machine as needed; default without --prices: scaling.num_workers GPUs (on CPU: workers) of 80 GiB.
+            per host x memory of each[:memory of the host[:disk of the host]]; any: the smallest cluster of
+            each known machine; default without --prices: scaling.num_workers GPUs (on CPU: workers) of 80 GiB.
         rates (FILE): Measured rates, instead of data sheet rates.
         prices (FILE): Machines and their hourly prices, as YAML or JSON: find the smallest and the cheapest
             cluster of these machines.

@@ -103,8 +103,7 @@ def read_footer(uri: str) -> pq.FileMetaData:
         raise DataError(
             f"the file is not a complete Parquet file: {str(error).splitlines()[0]}",
             where=uri,
-            expected=storage_hint(uri)
-            + "a file with a readable footer that is neither cut off nor still being written",
+            expected=storage_hint(uri) + "a file that is neither cut off nor still being written",
             do="write or copy the file again, or remove it",
         ) from None
     return metadata
