@@ -20,7 +20,7 @@ from raytrec.scoring.request_rows import RowReader, repeat_users
 from raytrec.scoring.single_rows import Program, repeat_rows
 
 # Numbers of candidates, runs of each way and maximum CPU time of the comparison of two ways to score candidates.
-MEASURED_CANDIDATES, MEASURED_RUNS, MEASURING_S = (4, 16, 64, 256), 5, 0.1
+MEASURED_CANDIDATES, MEASURED_RUNS, MEASURING_S = (4, 16, 64, 256), 3, 0.03
 
 
 @dataclass(eq=False)
@@ -64,17 +64,14 @@ class ColumnSplit:
         users, others, whole = self.plain
         if not (users and others and whole):
             return None
-        if repeat:
-            complete = [{**each, **user} if isinstance(each, dict) else each for each in candidates]
-            rows, user_rows = whole.read_objects(complete, max_ids), None
-        else:
-            rows, user_rows = others.read_objects(candidates, max_ids), users.read_objects([user], max_ids)
-        if rows is None or not (repeat or user_rows) or self.names & set(candidates[0]):
-            return None
-        return rows, user_rows, None if repeat else self
+        user_rows = None if repeat else users.read_objects([user], max_ids)
+        full = [{**each, **user} if isinstance(each, dict) else each for each in candidates] if repeat else candidates
+        rows = (whole if repeat else others).read_objects(full, max_ids)
+        is_plain = rows and (repeat or user_rows) and not self.names & set(candidates[0])
+        return (rows, user_rows, None if repeat else self) if is_plain else None
 
-    def read(self, users: pa.Table, candidates: pa.Table, counts: Sequence[int]) -> tuple[Rows, Rows]:
-        """Return users and their candidates in tables as rows.
+    def read(self, users: pa.Table, candidates: pa.Table, counts: Sequence[int]) -> list[Rows]:
+        """Return users and their candidates in tables as rows, in this order.
 
         Args:
             users: One row per user.
@@ -84,12 +81,12 @@ class ColumnSplit:
         Raises:
             DataError: The schema does not allow a value.
         """
-        parts = (users, self.users), (repeat_users(candidates, users, self.repeated, counts), self.candidates)
-        rows = [
+        tables = users, repeat_users(candidates, users, self.repeated, counts)
+        parts = zip(self.plain, tables, (self.users, self.candidates), strict=False)
+        return [
             (plain and plain.read_table(table, sys.maxsize, sys.maxsize)) or reader.read(table)
-            for (table, reader), plain in zip(parts, self.plain, strict=False)
+            for plain, table, reader in parts
         ]
-        return rows[0], rows[1]
 
     def run(self, user_inputs: Tensors, row_inputs: Tensors, users_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the outputs of the model's program for candidates.

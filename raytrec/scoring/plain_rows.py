@@ -80,8 +80,8 @@ class PlainRowReader:
             return msgspec.json.Decoder(msgspec.defstruct("Body", [entry], forbid_unknown_fields=True))
 
         self._row_decoder, self._column_decoder = make_decoder(columns=False), make_decoder(columns=True)
-        self._convert = msgspec.convert
         self._errors, self._as_tuple = (msgspec.MsgspecError, RecursionError), msgspec.structs.astuple
+        self._convert = msgspec.convert
 
     def read_json(self, body: bytes, max_rows: int, max_ids: int) -> Rows | None:
         """Return the rows of a body with `rows` or `columns`, or None if they are not plain."""
@@ -117,10 +117,8 @@ class PlainRowReader:
         """Return rows of values: numbers, then ids, then lists."""
         count, dense, ids = len(rows), len(self._dense), len(self._dense) + len(self._ids)
         try:
-            numbers, single = (
-                np.fromiter(chain.from_iterable([row[first:last] for row in rows]), dtype, count * (last - first))
-                for first, last, dtype in ((0, dense, np.float64), (dense, ids, np.int64))
-            )
+            numbers = np.fromiter(chain.from_iterable([row[:dense] for row in rows]), np.float64).reshape(count, -1).T
+            single = np.fromiter(chain.from_iterable([row[dense:ids] for row in rows]), np.int64).reshape(count, -1).T
             lists = []
             for place in range(ids, ids + len(self._lists)):
                 values = [row[place] for row in rows]
@@ -128,7 +126,7 @@ class PlainRowReader:
                 lists.append((lengths, np.fromiter(chain.from_iterable(values), np.int64, int(lengths.sum()))))
         except OverflowError:
             return None
-        return self.to_rows(numbers.reshape(count, -1).T, single.reshape(count, -1).T, lists, max_ids)
+        return self.to_rows(numbers, single, lists, max_ids)
 
     def read_table(self, table: pa.Table, max_rows: int, max_ids: int) -> Rows | None:
         """Return the rows of a table, or None if they are not plain."""

@@ -80,9 +80,9 @@ class Scorer:
             )
         if rows is not None:
             return self.as_table(self.score([self.reader.read(to_table(rows, self.reader.columns))]))
-        return self.as_table(self._predict_candidates(*self.read_candidates(user, candidates)))
+        return self.as_table(self._score_parts(*self.read_candidates(user, candidates)))
 
-    def _predict_candidates(self, rows: Any, user: Any, split: ColumnSplit | None) -> list[np.ndarray]:
+    def _score_parts(self, rows: Any, user: Any, split: ColumnSplit | None) -> list[np.ndarray]:
         return self.rank(split, [user], [rows]) if split else self.score([rows])
 
     def vectors(self, rows: Any, *, tower: TowerName = "query") -> np.ndarray:
@@ -164,9 +164,7 @@ class Scorer:
             outputs = self._programs[program].forward(*(tensors[each.kind, each.feature] for each in inputs))
             return [each.numpy() for each in outputs]
 
-    def read_candidates(
-        self, user: Any, candidates: Any, max_ids: int = sys.maxsize
-    ) -> tuple[Any, Any, ColumnSplit | None]:
+    def read_candidates(self, user: Any, candidates: Any, max_ids: int = sys.maxsize) -> tuple[Any, Any, Any]:
         """Return a user and candidates, in any form that `predict` accepts, for `rank`.
 
         A few plain candidates are returned as rows that repeat the user, for `score`, if that is faster.
@@ -187,9 +185,7 @@ class Scorer:
             read, is_few = partial(split.read_plain, user, max_ids), len(candidates) < (split.min_candidates or 0)
             if plain := read(candidates, is_few):
                 if split.min_candidates is None:
-                    split.min_candidates = find_min_candidates(
-                        lambda *few: self._predict_candidates(*read(*few)), candidates
-                    )
+                    split.min_candidates = find_min_candidates(lambda *few: self._score_parts(*read(*few)), candidates)
                 return plain
         return self.to_ranking_tables(user, candidates)
 

@@ -73,13 +73,13 @@ def busy(seconds):
         pass
 
 
-@pytest.mark.parametrize("row_s, expected", [(1e-3, 4), (1e-4, 16), (1e-8, MEASURED_CANDIDATES[-1])])
+@pytest.mark.parametrize("row_s, expected", [(2e-4, 4), (2e-5, 16), (1e-9, MEASURED_CANDIDATES[-1])])
 def test_repeating_the_user_is_chosen_where_it_is_faster(row_s, expected):
     seen = []
 
     def score(rows, repeat):
         seen.append(len(rows))
-        busy(len(rows) * row_s if repeat else 1e-3)
+        busy(len(rows) * row_s if repeat else 2e-4)
 
     assert find_min_candidates(score, ["a", "b", "c"]) == expected
     assert max(seen) == expected
