@@ -38,9 +38,9 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         self._send()
 
-    def _send(self) -> None:
+    def _send(self, is_closing: bool = False) -> None:
         self._received, self._began = b"", perf_counter()
-        if self._began < self._until or not self._durations:
+        if not is_closing and (self._began < self._until or not self._durations):
             return self._transport.write(next(self._requests))
         self.done.set_result(None)
         self._transport.close()
@@ -54,7 +54,7 @@ class Connection(asyncio.Protocol):
             if not head.startswith(b"HTTP/1.1 200"):
                 return self._transport.abort()
             self._durations.append(perf_counter() - self._began)
-            self._send()
+            self._send(b"\r\nconnection: close" in head.lower())
 
     def connection_lost(self, error: Exception | None) -> None:
         """Report a connection that ended before its time."""
@@ -72,7 +72,8 @@ async def run(side: dict, bodies: list[bytes], clients: int, seconds: float) -> 
     async def connect(first: int) -> None:
         own_requests = (requests[i % len(requests)] for i in count(first, STEP))
         make = partial(Connection, own_requests, began + seconds, durations)
-        await (await asyncio.get_running_loop().create_connection(make, "127.0.0.1", side["port"]))[1].done
+        while not durations or perf_counter() < began + seconds:  # again if the service closes the connection
+            await (await asyncio.get_running_loop().create_connection(make, "127.0.0.1", side["port"]))[1].done
 
     durations: list[float] = []
     await asyncio.gather(*map(connect, range(clients)))
