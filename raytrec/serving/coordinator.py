@@ -119,7 +119,8 @@ class Coordinator:
                 await asyncio.wait_for(self._changed.wait(), FOLLOW_INTERVAL_S)
         beside = (each.connections for each in self._live().values() if each.node == report.node)
         counts = [count for count in beside if count is not None]
-        return replace(self._order, fair_connections=sum(counts) / len(counts) if counts else inf)
+        # A lone replica keeps all connections; its last count may be older than some of them.
+        return replace(self._order, fair_connections=sum(counts) / len(counts) if len(counts) > 1 else inf)
 
     async def record_report(self, replica: str, report: ReplicaState) -> None:
         """Record a replica's report."""

@@ -42,7 +42,8 @@ class ReplicaCommand:
         answer: Export with which replicas answer.
         prepare: URI of an export to load next to the current one; None: none.
         challenger: Challenger of the export that answers; None: none.
-        fair_connections: Mean number of active connections of the replicas on the replica's node.
+        fair_connections: Mean number of active connections of the replicas on the replica's node; infinite for a
+            lone replica.
     """
 
     number: int

@@ -93,10 +93,10 @@ def follow(coordinator, replica, node, connections):
 def test_coordinator_computes_fair_connections_for_each_node():
     coordinator = Coordinator(Export("/export", "v1"), lambda: None, lambda state: None)
     assert follow(coordinator, "a", "node 1", None) == float("inf")
-    assert follow(coordinator, "a", "node 1", 12) == 12
-    assert follow(coordinator, "b", "node 1", None) == 12, "a replica that does not listen yet was counted"
+    assert follow(coordinator, "a", "node 1", 12) == float("inf"), "a lone replica would close connections"
+    assert follow(coordinator, "b", "node 1", None) == float("inf"), "a replica that does not listen yet was counted"
     assert follow(coordinator, "b", "node 1", 0) == 6
-    assert follow(coordinator, "c", "node 2", 100) == 100
+    assert follow(coordinator, "c", "node 2", 100) == float("inf")
     assert follow(coordinator, "a", "node 1", 6) == 3
 
 
