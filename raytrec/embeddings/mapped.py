@@ -29,7 +29,7 @@ from raytrec.embeddings.row_pages import prefetch_rows
 
 ADMISSION_SIGHTINGS = 3  # if lower, rarely used rows displace others; if higher, the slots fill more slowly
 MIN_CLOCK_WINDOW = 4096  # minimum number of slots that the hand inspects at once
-SAMPLED_ROWS = 32
+SAMPLED_ROWS = 32  # rows that are sampled before pages are prefetched (prefetch_rows)
 BLOCK_ROWS = 65_536  # rows written back at once
 # Bytes of memory per place, in addition to its row, and per row of the table.
 BYTES_PER_PLACE, ROW_BYTES = 10, 4

@@ -26,7 +26,7 @@ from raytrec.serving.replica_state import Challenger, Export, ReplicaCommand, Re
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "raytrec-serve"  # of coordinator actors
+NAMESPACE = "raytrec-serve"  # Ray namespace of coordinator actors
 FOLLOW_INTERVAL_S = 5.0  # interval at which an idle replica asks again
 REPLICA_TIMEOUT_S = 15.0  # time without a request after which a replica counts as ended
 LOAD_TIMEOUT_S = 1800.0  # timeout of loading

@@ -57,7 +57,9 @@ class Replica:
         gc.collect()
         gc.freeze()  # later collections, which interrupt scoring, skip imported modules and the code of programs
         endpoints = [
-            Endpoint("POST", "/promote", self._promote, "Promote or challenge with the export at uri; {}: go back."),
+            Endpoint(
+                "POST", "/promote", self._promote, "Make the export at uri current or the challenger; {}: roll back."
+            ),
             Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
             Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
             Endpoint("GET", "/model", self._model, "Current model, previous version and challenger."),

@@ -68,7 +68,7 @@ class Inference(NamedTuple):
             headers: Headers of the answer.
         """
         scorer, parts, outputs = self.query.scorer, [], []
-        values = dict(zip((task.column for task in scorer.manifest.tasks), scores, strict=True))
+        values = self.query.name_scores(scores)
         for column, is_binary in self.outputs.items():
             content: dict[str, Any] = {"data": values[column].ravel().tolist()}
             if is_binary:
