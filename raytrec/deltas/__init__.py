@@ -1,0 +1,1 @@
+"""Deltas: the rows, ids and dense weights that a run has changed since its previous delta."""

@@ -1,0 +1,152 @@
+"""Folder of a run's deltas: layout, manifests, and the Arrow schemas of their files. Torch is not imported.
+
+FOLDER/stream.json                     Stream: identity of the run that writes the folder
+FOLDER/exports/000000000012/           full export of the state that delta 12 leads to (`raytrec export`)
+FOLDER/deltas/000000000013.json        DeltaManifest of delta 13; exists once all of its files are complete
+FOLDER/deltas/000000000013-ATTEMPT/    its files; ATTEMPT is a random name
+
+Deltas are numbered from 1 without gaps. Each manifest contains the SHA-256 of the previous manifest. The files
+are Arrow IPC files; their schema metadata names the operation and the version of the format:
+
+    rows    new values of table rows, or of a range of their columns
+    ids     rows of managed ids: all listed rows lose their id, then each non-null id gets its row
+    dense   new values of all dense weights
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import pyarrow as pa
+from pydantic import Field, model_validator
+
+from raytrec.common.documents import to_json_document, validate_as
+from raytrec.common.reading import UnreadableError, parse_json
+from raytrec.common.storage import join_uri, read_bytes
+from raytrec.config.base import NonNegativeInt, PositiveInt, Section
+from raytrec.scoring.manifest import FileEntry
+
+DELTA_FORMAT: Literal[1] = 1
+STREAM_FILE, EXPORTS_FOLDER, DELTAS_FOLDER = "stream.json", "exports", "deltas"
+Operation = Literal["rows", "ids", "dense"]
+
+
+def make_arrow_schema(operation: Operation) -> pa.Schema:
+    """Return the schema of the files of an operation."""
+    table = pa.field("table", pa.dictionary(pa.int32(), pa.string()), nullable=False)
+    row = pa.field("row", pa.int64(), nullable=False)
+    fields = {
+        # A row's values from column `column` on; column-wise shards write different columns of the same row.
+        "rows": [table, row, pa.field("column", pa.int32()), pa.field("values", pa.large_list(pa.float32()))],
+        "ids": [table, row, pa.field("id", pa.int64())],
+        # Values in row-major order, as little-endian bytes of the dtype (torch's name, such as float32).
+        "dense": [
+            pa.field("name", pa.string()),
+            pa.field("dtype", pa.string()),
+            pa.field("shape", pa.list_(pa.int64())),
+            pa.field("values", pa.large_binary()),
+        ],
+    }[operation]
+    return pa.schema(fields, {"raytrec.operation": operation, "raytrec.version": str(DELTA_FORMAT)})
+
+
+class Stream(Section):
+    """Identity of the run that writes a folder of deltas.
+
+    Attributes:
+        id: Random identifier, which checkpoints of the run contain.
+        run: Name of the run.
+    """
+
+    format: Literal[1] = DELTA_FORMAT
+    id: str
+    run: str
+
+
+class DeltaTable(Section):
+    """Size of a table, which must equal the size of the consumer's table."""
+
+    rows: PositiveInt
+    dim: PositiveInt
+
+
+class DeltaManifest(Section):
+    """Content of a delta.
+
+    Attributes:
+        stream: Stream.id of the run.
+        number: Number of the delta, from 1.
+        parent: SHA-256 of the file of the previous manifest; empty for delta 1.
+        step: Step whose state the delta leads to. It is smaller than the previous delta's step if the run has
+            returned to an earlier checkpoint in the meantime.
+        cut_unix_s: Time at which training reached the step, in seconds since 1970.
+        last: True if the run has ended with this delta.
+        tables: Sizes of all tables.
+        files: Operation → name of each file, relative to the folder of the manifest → size and checksum.
+    """
+
+    format: Literal[1] = DELTA_FORMAT
+    stream: str
+    number: PositiveInt
+    parent: str
+    step: NonNegativeInt
+    cut_unix_s: float
+    last: bool = False
+    tables: dict[str, DeltaTable]
+    files: dict[Operation, dict[str, FileEntry]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> DeltaManifest:
+        prefix = f"{format_number(self.number)}-"
+        for name in (name for files in self.files.values() for name in files):
+            folder, _, file = name.partition("/")
+            valid_file = file.isascii() and file.replace("-", "").replace(".", "").isalnum() and ".." not in file
+            if not (folder.startswith(prefix) and folder[len(prefix) :].isalnum() and valid_file):
+                raise ValueError(f"files: {name!r} is not a file of delta {self.number}")
+        return self
+
+
+def format_number(number: int) -> str:
+    """Return the name of a delta or of an export: its number with leading zeros."""
+    return f"{number:012d}"
+
+
+def get_manifest_uri(folder: str, number: int) -> str:
+    """Return the location of a delta's manifest in a folder of deltas."""
+    return join_uri(folder, f"{DELTAS_FOLDER}/{format_number(number)}.json")
+
+
+def get_export_uri(folder: str, number: int) -> str:
+    """Return the location of the full export of the state that a delta leads to."""
+    return join_uri(folder, f"{EXPORTS_FOLDER}/{format_number(number)}")
+
+
+def encode_manifest(manifest: DeltaManifest) -> tuple[bytes, str]:
+    """Return the content of a manifest's file, and its SHA-256, the parent of the next delta."""
+    content = to_json_document(manifest)
+    return content, hashlib.sha256(content).hexdigest()
+
+
+def read_delta_manifest(folder: str, number: int) -> tuple[DeltaManifest, str] | None:
+    """Read the manifest of a delta; return None if the delta does not exist.
+
+    Args:
+        folder: Folder of deltas, a local path or a URI.
+        number: Number of the delta.
+
+    Returns:
+        The manifest, and the SHA-256 of its file.
+
+    Raises:
+        UnreadableError: The file is not the manifest of this delta.
+        OSError: The store cannot be read.
+    """
+    try:
+        content = read_bytes(get_manifest_uri(folder, number))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    manifest = validate_as(parse_json(content), DeltaManifest)
+    if manifest.number != number:
+        raise UnreadableError(f"the file contains delta {manifest.number}")
+    return manifest, hashlib.sha256(content).hexdigest()
