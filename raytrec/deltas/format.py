@@ -1,6 +1,6 @@
 """Folder of a run's deltas: layout, manifests, and the Arrow schemas of their files. Torch is not imported.
 
-FOLDER/stream.json                     Stream: identity of the run that writes the folder
+FOLDER/stream.json                     DeltaStream: identity of the run that writes the folder
 FOLDER/exports/000000000012/           full export of the state that delta 12 leads to (`raytrec export`)
 FOLDER/deltas/000000000013.json        DeltaManifest of delta 13; exists once all of its files are complete
 FOLDER/deltas/000000000013-ATTEMPT/    its files; ATTEMPT is a random name
@@ -51,7 +51,7 @@ def make_arrow_schema(operation: Operation) -> pa.Schema:
     return pa.schema(fields, {"raytrec.operation": operation, "raytrec.version": str(DELTA_FORMAT)})
 
 
-class Stream(Section):
+class DeltaStream(Section):
     """Identity of the run that writes a folder of deltas.
 
     Attributes:
@@ -75,7 +75,7 @@ class DeltaManifest(Section):
     """Content of a delta.
 
     Attributes:
-        stream: Stream.id of the run.
+        stream: DeltaStream.id of the run.
         number: Number of the delta, from 1.
         parent: SHA-256 of the file of the previous manifest; empty for delta 1.
         step: Step whose state the delta leads to. It is smaller than the previous delta's step if the run has
