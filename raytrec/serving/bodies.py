@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from dataclasses import field as make_field
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import pyarrow.compute as pc
 from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
-from raytrec.common.errors import DataError, RaytrecError, get_first_line
+from raytrec.common.errors import DataError, RaytrecError, RunError, get_first_line
 from raytrec.data.arrow import is_list
 from raytrec.data.row_slices import Rows
 from raytrec.scoring.column_splits import ColumnSplit
@@ -58,6 +59,10 @@ class RefusedRequest(Exception):
         return to_json({name: text for name, text in parts.items() if text})
 
 
+class UnavailableError(RunError):
+    """Error of a request that the client can repeat, answered with 503 and Retry-After."""
+
+
 @dataclass(frozen=True)
 class Query:
     """Rows that a request asks a model to score.
@@ -70,6 +75,7 @@ class Query:
             complete.
         split: Division of the columns between user and candidates; None: rows are complete.
         read_original: Function that returns the query of plain rows with rows as the client sent them, for the log.
+        missing_shards: Table shards whose vectors were replaced by zeros; filled when the rows are scored.
     """
 
     scorer: Scorer
@@ -78,6 +84,7 @@ class Query:
     user: pa.Table | Rows | None = None
     split: ColumnSplit | None = None
     read_original: Callable[[], Query] | None = None
+    missing_shards: set[int] = make_field(default_factory=set, compare=False)
 
     def to_table(self) -> pa.Table:
         """Return the rows as a table with the columns of the request; candidates have their user's columns."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
@@ -38,6 +38,15 @@ class ServiceOptions(Section):
     """Folder for a sample of requests and their scores, to which every node must be able to write."""
     log_sample: float = Field(default=0.01, gt=0, le=1)
     """Share of requests that is logged."""
+
+    table_shards: int = Field(default=0, ge=0)
+    """Number of actors that hold the tables; 0: each replica maps all tables."""
+    table_cache_mib: int = Field(default=64, ge=0)
+    """Maximum size of each replica's cache of rows."""
+    table_timeout_ms: float = Field(default=50, gt=0)
+    """Maximum time of a lookup in table shards."""
+    on_missing_shard: Literal["fail", "zeros"] = "fail"
+    """fail: requests without the answer of a shard get status 503; zeros: its vectors are 0."""
 
     def fill_name(self) -> ServiceOptions:
         """Return the options with a name; the default is the run's name.

@@ -1,0 +1,54 @@
+"""Table shards in the test process, which answer over Arrow Flight without Ray."""
+
+from contextlib import contextmanager
+
+from raytrec.scoring.load import LoadedTables
+from raytrec.serving.replica_metrics import ReplicaMetrics
+from raytrec.serving.table_shards.connection import ShardConnection
+from raytrec.serving.table_shards.lookups import ShardedLookups
+from raytrec.serving.table_shards.shard import TableShard
+
+
+class LocalShards:
+    """Table shards of exports, and lookups in them.
+
+    Attributes:
+        shards: shards by number; another shard may take a number.
+        figures: metrics of the lookups.
+    """
+
+    def __init__(self, count):
+        self.shards = [TableShard(number, count, "127.0.0.1") for number in range(count)]
+        self.figures = ReplicaMetrics()
+
+    def serve_stacks(self, version, stacks, shapes):
+        """Serve stacks without an export."""
+        for shard in self.shards:
+            shard._versions[version] = LoadedTables(version, stacks, shapes)
+
+    def make_lookups(self, uri, manifest, ids, cache_bytes=2000, timeout_s=5.0, uses_zeros=False):
+        """Make lookups in the shards, as `load` does with `make_lookups`."""
+
+        def reach(number):
+            return lambda timeout_s: self.shards[number].open(uri, manifest.version)
+
+        connections = [ShardConnection(number, reach(number)) for number in range(len(self.shards))]
+        return ShardedLookups(manifest, ids, connections, cache_bytes, self.figures, timeout_s, uses_zeros)
+
+    def count(self, name, **labels):
+        """Return the value of a metric."""
+        return self.figures._registry.get_sample_value(name, labels) or 0.0
+
+    def close(self):
+        for shard in self.shards:
+            shard.server.shutdown()
+
+
+@contextmanager
+def local_shards(count):
+    """Run table shards during the block."""
+    shards = LocalShards(count)
+    try:
+        yield shards
+    finally:
+        shards.close()
