@@ -13,7 +13,7 @@ from weakref import finalize
 import numpy as np
 import torch
 
-from raytrec.common.errors import RunError
+from raytrec.common.errors import RaytrecError, RunError
 from raytrec.data.assembler import AssembledTensors
 from raytrec.scoring.lookups import IdRows, Lookups, Tensors, divide_by_totals, pad_sequences
 from raytrec.scoring.manifest import Manifest
@@ -28,7 +28,7 @@ from raytrec.serving.table_shards.row_cache import RowCache
 if TYPE_CHECKING:
     from raytrec.serving.replica_metrics import ReplicaMetrics
 
-NO_ROWS = np.empty(0, np.int64)
+NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)  # rows, lengths and weights
 LOAD_TIMEOUT_S = 1800.0  # timeout of shards that load tables
 CHECK_TIMEOUT_S = 60.0  # timeout of lookups of golden rows, whose pages are not in memory yet
 
@@ -101,7 +101,9 @@ class ShardedLookups(Lookups):
         for stack, places in members.items():
             parts = [self._locate(place, ids[place], lengths_FB[place], weights[place]) for place in places]
             sizes.append([len(lengths) for _, lengths, _ in parts])
-            lookups.append(self._start(stack, parts))
+            rows_N, lengths_K, weights_N = (np.concatenate(each) for each in zip(NOTHING, *parts, strict=True))
+            is_weighted = any(self._specs[place][1].weights for place in places)
+            lookups.append(StackLookup(stack, rows_N, lengths_K, weights_N if is_weighted else None))
         self._ask_shards(lookups)
         inputs: Tensors = {("dense", ""): rows.dense}
         for places, counts, lookup in zip(members.values(), sizes, lookups, strict=True):
@@ -121,24 +123,13 @@ class ShardedLookups(Lookups):
 
     def _locate(
         self, place: int, ids_N: torch.Tensor, lengths_B: torch.Tensor, weights_N: torch.Tensor | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return a feature's rows in its stack, the lengths of bags, and weights; a sequence has bags of one id."""
         (feature, spec), table = self._specs[place], self._tables[place]
         rows_N = self.find_table_rows(spec.table, ids_N).numpy() + table.first_row
         is_sequence = feature in self._features.sequences
         lengths = np.ones(len(rows_N), np.int64) if is_sequence else lengths_B.numpy().astype(np.int64)
-        return rows_N, lengths, weights_N.numpy() if spec.weights else None
-
-    def _start(
-        self, stack: ShardedStack, parts: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | None]]
-    ) -> StackLookup:
-        """Return the lookup of the rows, lengths and weights of several features."""
-        rows, lengths, weights = zip((NO_ROWS, NO_ROWS, None), *parts, strict=True)
-        if all(each is None for each in weights):
-            return StackLookup(stack, np.concatenate(rows), np.concatenate(lengths), None)
-        pairs = zip(weights, rows, strict=True)
-        full = [np.ones(len(part), np.float32) if each is None else each for each, part in pairs]
-        return StackLookup(stack, np.concatenate(rows), np.concatenate(lengths), np.concatenate(full))
+        return rows_N, lengths, weights_N.numpy() if spec.weights else np.ones(len(rows_N), np.float32)
 
     def _ask_shards(self, lookups: Sequence[StackLookup]) -> None:
         """Add the vectors of all shards to the lookups of a request.
@@ -180,11 +171,9 @@ def close_connections(connections: Sequence[ShardConnection]) -> None:
 def _connect(timeout_s: float, connection: ShardConnection) -> None:
     try:
         connection.connect(timeout_s)
-    except RunError:
-        raise
     except Exception as error:
-        cause = getattr(error, "cause", error)
-        if isinstance(cause, RunError):
-            raise cause from None
-        what = f"table shard {connection.number} cannot be reached: {cause}"
-        raise RunError(what, where="the service", do="check the log of the service") from None
+        cause = getattr(error, "cause", error)  # of an error of Ray
+        if not isinstance(cause, RaytrecError):
+            what = f"table shard {connection.number} cannot be reached: {cause}"
+            cause = RunError(what, where="the service", do="check the log of the service")
+        raise cause from None
