@@ -28,6 +28,7 @@ from raytrec.scoring.manifest import Manifest, StackEntry
 from raytrec.scoring.precisions import PRECISIONS
 from raytrec.serving.app import Service
 from raytrec.serving.loaded_exports import LoadedExports
+from raytrec.serving.table_shards import pooling
 from raytrec.serving.table_shards.messages import StackRequest, decode_request, decode_version, encode_request
 from raytrec.serving.table_shards.pooling import ShardedStack
 from raytrec.serving.table_shards.row_cache import RowCache
@@ -38,6 +39,12 @@ from raytrec.serving.table_shards.shard import MAX_VERSIONS, TableShard
 def shards():
     with local_shards(3) as shards:
         yield shards
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch):
+    """Distribute the rows of small tables over all shards."""
+    monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +262,7 @@ BAD_REQUESTS = {
 @pytest.mark.parametrize("name", BAD_REQUESTS)
 def test_malformed_request_is_refused_and_the_shard_lives(numbers, name):
     shard, request, answer = numbers
-    with pytest.raises((pa.ArrowException, OSError)) as refusal:
+    with pytest.raises((pa.ArrowException, OSError, StopIteration)) as refusal:
         ask(shard, BAD_REQUESTS[name](request))
     if name == "another version":
         assert "shard 0 has v, not w" in str(refusal.value)
@@ -315,7 +322,8 @@ def test_cache_keeps_frequent_rows_and_drops_changed_ones():
     assert cache.find(hot)[0].tolist() == [False, True]
 
 
-def test_rows_are_balanced_over_shards_whatever_their_frequency():
+def test_rows_are_balanced_over_shards_whatever_their_frequency(monkeypatch):
+    monkeypatch.setattr(pooling, "PAGE_BYTES", 4096)
     draw = np.random.default_rng(0)
     for row_bytes in (256, 72, 40):
         stack = ShardedStack(26 * 100_000, 64, row_bytes, 4, RowCache(1, 1, 0))

@@ -22,7 +22,7 @@ from raytrec.serving.table_shards.messages import MAX_VALUE_BYTES
 _log = logging.getLogger(__name__)
 RETRY_INTERVAL_S = 0.2  # interval of attempts to reach a shard that is away
 RECONNECT_TIMEOUT_S = 1800.0  # timeout of such an attempt, in which the shard may load tables
-DEADLINE_TICK_S = 0.005  # precision of deadlines
+DEADLINE_TICK_S = 0.005  # interval at which deadlines are checked while there are requests
 FAILURES = (pa.ArrowException, OSError, StopIteration)
 
 
@@ -74,16 +74,19 @@ class Exchange:
             self._writer.close()
 
 
-_watched: SimpleQueue[tuple[Exchange, float]] = SimpleQueue()  # requests in the order of their beginning
+_watched: SimpleQueue[tuple[Exchange, float]] = SimpleQueue()  # requests and their deadlines
 
 
 def _cancel_late_requests() -> None:
+    requests = list[tuple[Exchange, float]]()
     while True:
-        exchange, deadline = _watched.get()
-        if (wait_s := deadline - monotonic()) > 0:
-            sleep(max(wait_s, DEADLINE_TICK_S))
-        if exchange.deadline == deadline:
+        while not (requests and _watched.empty()):
+            requests.append(_watched.get())
+        sleep(DEADLINE_TICK_S)
+        requests = [each for each in requests if each[0].deadline == each[1]]  # without an answer
+        for exchange, _ in (late := [each for each in requests if each[1] < monotonic()]):
             exchange.cancel()
+        requests = [each for each in requests if each not in late]
 
 
 @cache

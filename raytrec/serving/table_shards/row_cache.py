@@ -24,13 +24,13 @@ class RowCache:
     Args:
         rows: Number of rows of the stack.
         dim: Number of values of a vector.
-        capacity_bytes: Maximum size in bytes.
+        capacity_bytes: Maximum size in bytes; if not even one row fits, no row is kept.
     """
 
     def __init__(self, rows: int, dim: int, capacity_bytes: int):
         capacity = capacity_bytes // (4 * dim + BYTES_PER_SLOT)
         self._is_whole = capacity >= rows  # each row has another place
-        slots = rows if self._is_whole else 1 << max(0, capacity.bit_length() - 1)
+        slots = rows if self._is_whole else 1 << capacity.bit_length() >> 1
         self._rows, self._missed = np.full(slots, -1, np.int64), np.full(slots, -1, np.int64)
         self._is_used, self._vectors = np.zeros(slots, bool), np.empty((slots, dim), np.float32)
         self._lock, self._drops = Lock(), 0
@@ -45,6 +45,9 @@ class RowCache:
             True for each row found, bool [N]; the vectors of these rows, float32 [found, dim]; True for each
             missed row that should be inserted, bool [N]; and the argument `drops` of `insert`.
         """
+        if not len(self._rows):
+            none_N = np.zeros(len(rows_N), bool)
+            return none_N, self._vectors, none_N, 0
         slots_N = self._find_slots(rows_N)
         with self._lock:
             is_found_N = self._rows[slots_N] == rows_N
