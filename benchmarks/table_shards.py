@@ -108,13 +108,13 @@ def open_sides(export: str, shards: int) -> Iterator[dict[str, Any]]:
             sides[side] = load(export, make_lookups=make).lookups
         stack.callback(serve.shutdown)
         serve.start(proxy_location="Disabled")
-        connections = []
+        connections, slow = [], options.model_copy(update={"table_cache_mib": 0})
         for number in range(shards):
             deployment = serve.deployment(HandleShard, name=f"shard-{number}", ray_actor_options={"num_cpus": 1})
             bound = deployment.bind(number, shards, export, manifest.version)
             handle = serve.run(bound, name=f"shard-{number}", route_prefix=None)
             connections.append(HandleConnection(number, handle))
-        sides["Serve's handles"] = ShardedLookups(manifest, {}, connections, 0, figures, 60)
+        sides["Serve's handles"] = ShardedLookups(manifest, {}, connections, slow, figures)
         yield sides
 
 

@@ -22,7 +22,7 @@ def serve(
     log_sample: Annotated[float, typer.Option(min=1e-6, max=1)] = 0.01,
     promote_from: str | None = None,
     table_shards: Annotated[int, typer.Option(min=0)] = 0,
-    table_cache_mib: Annotated[int, typer.Option(min=0)] = 64,
+    table_cache_mib: Annotated[float, typer.Option(min=0)] = 64,
     table_timeout_ms: Annotated[float, typer.Option(min=1)] = 50,
     on_missing_shard: Literal["fail", "zeros"] = "fail",
     allow_code: AllowCode = False,

@@ -11,7 +11,6 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from raytrec.common.processes import get_owner_name, remove_leftovers
 from raytrec.common.storage import make_absolute, open_filesystem
 from raytrec.config.transforms import Python
 from raytrec.embeddings.hashing import ids_to_keys
-from raytrec.scoring.lookups import IdRows, Lookups, TableRows
+from raytrec.scoring.lookups import IdRows, Lookups
 from raytrec.scoring.manifest import GOLDEN, MANIFEST_FILE, Manifest, read_manifest
 from raytrec.scoring.program_archive import load_program
 from raytrec.scoring.request_rows import widen_type
@@ -77,9 +76,9 @@ def load(
     manifest = read_manifest(place)
     refuse_code(manifest, place, allow_code)
     with ExitStack() as copies:
-        table_files = _list_table_names(manifest)
-        local = _select_files(manifest, manifest.files.keys() - table_files) if make_lookups else manifest
-        folder, copied = _copy_to_disk(place, local, copies)
+        table_files = list_table_names(manifest)
+        local = select_files(manifest, manifest.files.keys() - table_files) if make_lookups else manifest
+        folder, copied = copy_to_disk(place, local, copies)
         check_files(folder, local, check_tables, place, background)
         try:
             scorer = open_export(folder, manifest, make_lookups and partial(make_lookups, place))
@@ -95,58 +94,17 @@ def load(
                 do="export the run again",
             ) from error
         if copied:
-            _unlink(folder, local.files.keys() & table_files)
+            unlink_files(folder, local.files.keys() & table_files)
         weakref.finalize(scorer, copies.pop_all().close)
     return scorer
 
 
-@dataclass(eq=False)
-class LoadedTables:
-    """Mapped tables of an export, without its programs.
-
-    Attributes:
-        version: Version of the export.
-        stacks: Rows of each stack, in the order of the manifest.
-        shapes: Rows and dim of each stack.
-    """
-
-    version: str
-    stacks: list[TableRows]
-    shapes: list[tuple[int, int]]
-
-
-def load_tables(uri: str, part: tuple[int, int]) -> LoadedTables:
-    """Map the tables of an export into memory.
-
-    Args:
-        uri: Local path, s3:// or gs:// URI.
-        part: (number, count) of the process among processes that load the tables; each compares the checksums of its
-            part of the files.
-
-    Raises:
-        RunError: There is no export, or it is damaged.
-    """
-    place = make_absolute(uri)
-    manifest, (number, count) = read_manifest(place), part
-    names = sorted(_list_table_names(manifest))
-    with ExitStack() as copies:
-        folder, copied = _copy_to_disk(place, _select_files(manifest, names), copies)
-        check_files(folder, _select_files(manifest, names[number::count]), True, place, background=True)
-        tables = open_tables(folder, manifest)
-        if copied:
-            _unlink(folder, names)
-        stacks = [tables[each.tables[0]].stack for each in manifest.stacks]
-        loaded = LoadedTables(manifest.version, stacks, manifest.stack_shapes)
-        weakref.finalize(loaded, copies.pop_all().close)
-    return loaded
-
-
-def _select_files(manifest: Manifest, names: Iterable[str]) -> Manifest:
+def select_files(manifest: Manifest, names: Iterable[str]) -> Manifest:
     """Return the manifest with only some of the files."""
     return manifest.model_copy(update={"files": {name: manifest.files[name] for name in names}})
 
 
-def _unlink(folder: Path, names: Iterable[str]) -> None:
+def unlink_files(folder: Path, names: Iterable[str]) -> None:
     """Remove mapped files, so that their space is freed when the process ends, even if it is killed."""
     for name in names:
         (folder / name).unlink()
@@ -168,11 +126,11 @@ def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
         )
 
 
-def _list_table_names(manifest: Manifest) -> set[str]:
+def list_table_names(manifest: Manifest) -> set[str]:
     return {name for stack in manifest.stacks for name in stack.files}
 
 
-def _copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Path, bool]:
+def copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Path, bool]:
     """Return (a local folder with the export's files, True if they are copies).
 
     Args:
@@ -224,7 +182,7 @@ def check_files(folder: Path, manifest: Manifest, tables: bool, where: str, back
     Raises:
         RunError: A file is missing or differs, or the child process failed.
     """
-    lazy = set() if tables else _list_table_names(manifest)
+    lazy = set() if tables else list_table_names(manifest)
     sums = hash_in_child(folder, manifest.files.keys() - lazy, where) if background else {}
     for name, entry in manifest.files.items():
         try:

@@ -18,17 +18,8 @@ from raytrec import __version__
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError, SchemaError
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.batching import RETRY_AFTER_S, Batcher, make_busy_refusal
-from raytrec.serving.bodies import (
-    JSON,
-    Limits,
-    Query,
-    RefusedRequest,
-    UnavailableError,
-    decode_request,
-    encode_response,
-    json_response,
-)
+from raytrec.serving.batching import RETRY_AFTER_S, Batcher, UnavailableError, make_busy_refusal
+from raytrec.serving.bodies import JSON, Limits, Query, RefusedRequest, decode_request, encode_response, json_response
 from raytrec.serving.challenger import ShadowQueue, is_in_share
 from raytrec.serving.inference_protocol import MODEL_TEMPLATES, decode_inference, describe_tensors, match_path
 from raytrec.serving.loaded_exports import LoadedExport, LoadedExports

@@ -23,6 +23,10 @@ RETRY_AFTER_S = 1  # seconds after which a refused client may try again
 MIN_FULL_BATCH_ROWS = 32  # minimum size of a full batch, even if it exceeds the time budget
 
 
+class UnavailableError(RunError):
+    """Error of a request that the client can repeat, answered with 503 and Retry-After."""
+
+
 @dataclass(eq=False)
 class _BatchPart:
     """Rows of a query that are scored together; the scores are set in `done`."""
@@ -118,7 +122,10 @@ class Batcher:
                 else:
                     results = self._score(batch)
                 for piece, result in zip(batch, results, strict=True):
-                    _finish(piece.done, result)
+                    if not piece.done.done():  # else the client has left while a thread scored
+                        piece.done.set_exception(result) if isinstance(result, Exception) else piece.done.set_result(
+                            result
+                        )
                 seconds, rows = perf_counter() - began, sum(len(piece.rows) for piece in batch)
                 self._observe(rows)
                 if rows >= MIN_FULL_BATCH_ROWS:
@@ -162,15 +169,6 @@ class Batcher:
             piece.query.missing_shards.update(missing)
             start = stop
         return results
-
-
-def _finish(done: asyncio.Future, result: list[np.ndarray] | Exception) -> None:
-    if done.done():  # the client has left while a thread scored
-        return
-    if isinstance(result, Exception):
-        done.set_exception(result)
-    else:
-        done.set_result(result)
 
 
 def make_busy_refusal(what: str, expected: str | None = None) -> RefusedRequest:

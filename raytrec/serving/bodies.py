@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
-from raytrec.common.errors import DataError, RaytrecError, RunError, get_first_line
+from raytrec.common.errors import DataError, RaytrecError, get_first_line
 from raytrec.data.arrow import is_list
 from raytrec.data.row_slices import Rows
 from raytrec.scoring.column_splits import ColumnSplit
@@ -57,10 +57,6 @@ class RefusedRequest(Exception):
         """Return the body of the answer: JSON with error, where, expected and do, without empty parts."""
         parts = {"error" if name == "what" else name: text for name, text in self.error.parts.items()}
         return to_json({name: text for name, text in parts.items() if text})
-
-
-class UnavailableError(RunError):
-    """Error of a request that the client can repeat, answered with 503 and Retry-After."""
 
 
 @dataclass(frozen=True)

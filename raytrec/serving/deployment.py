@@ -21,7 +21,7 @@ from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.app import Service
-from raytrec.serving.bodies import JSON, RefusedRequest, check_type, json_response
+from raytrec.serving.bodies import JSON, Limits, RefusedRequest, check_type, json_response
 from raytrec.serving.coordinator import FOLLOW_INTERVAL_S, LOAD_TIMEOUT_S, NAMESPACE, Coordinator, get_coordinator_name
 from raytrec.serving.listener import Listener
 from raytrec.serving.loaded_exports import execute_command, get_containing_folder, load_either, resolve_export
@@ -52,11 +52,11 @@ class Replica:
         self._coordinator = ray.get_actor(get_coordinator_name(service_options.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
         current, previous = ray.get(self._coordinator.exports.remote())
-        figures, make_lookups, threads = ReplicaMetrics(), None, 0
+        figures, make_lookups = ReplicaMetrics(), None
         if service_options.table_shards:
             from raytrec.serving.table_shards.actors import make_lookup_maker
 
-            make_lookups, threads = make_lookup_maker(service_options, figures), LOOKUP_THREADS
+            make_lookups = make_lookup_maker(service_options, figures)
         versions, failed = load_either(current, previous, service_options.allow_code, make_lookups)
         if failed:
             ray.get(self._coordinator.fall_back.remote(current, failed))
@@ -70,9 +70,8 @@ class Replica:
             Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
             Endpoint("GET", "/model", self._model, "Current model, previous version and challenger."),
         ]
-        self.service = Service(
-            versions, token, extra_endpoints=endpoints, name=service_options.name, figures=figures, threads=threads
-        )
+        threads = LOOKUP_THREADS if make_lookups else 0
+        self.service = Service(versions, token, Limits(), endpoints, service_options.name, figures, threads)
         if folder := service_options.log_requests:
             self.service.request_log = RequestLog(folder, service_options.log_sample, self._id, self.service.figures)
         self._promote_from = service_options.promote_from or service_options.uri

@@ -41,7 +41,7 @@ class ServiceOptions(Section):
 
     table_shards: int = Field(default=0, ge=0)
     """Number of actors that hold the tables; 0: each replica maps all tables."""
-    table_cache_mib: int = Field(default=64, ge=0)
+    table_cache_mib: float = Field(default=64, ge=0)
     """Maximum size of each replica's cache of rows."""
     table_timeout_ms: float = Field(default=50, gt=0)
     """Maximum time of a lookup in table shards."""

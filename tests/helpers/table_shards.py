@@ -2,11 +2,11 @@
 
 from contextlib import contextmanager
 
-from raytrec.scoring.load import LoadedTables
+from raytrec.serving.options import ServiceOptions
 from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.table_shards.connection import ShardConnection
 from raytrec.serving.table_shards.lookups import ShardedLookups, close_connections
-from raytrec.serving.table_shards.shard import TableShard
+from raytrec.serving.table_shards.shard import LoadedTables, TableShard
 
 
 class LocalShards:
@@ -26,7 +26,7 @@ class LocalShards:
         for shard in self.shards:
             shard._versions[version] = LoadedTables(version, stacks, shapes)
 
-    def make_lookups(self, uri, manifest, ids, cache_bytes=2000, timeout_s=30.0, uses_zeros=False):
+    def make_lookups(self, uri, manifest, ids, cache_bytes=2000, timeout_s=30.0, fallback="fail"):
         """Make lookups in the shards, as `load` does with `make_lookups`."""
 
         def reach(number):
@@ -34,7 +34,9 @@ class LocalShards:
 
         connections = [ShardConnection(number, reach(number)) for number in range(len(self.shards))]
         self._connections += connections
-        return ShardedLookups(manifest, ids, connections, cache_bytes, self.figures, timeout_s, uses_zeros)
+        sizes = {"table_cache_mib": cache_bytes / 2**20, "table_timeout_ms": 1000 * timeout_s}
+        options = ServiceOptions(uri="x", on_missing_shard=fallback, **sizes)
+        return ShardedLookups(manifest, ids, connections, options, self.figures)
 
     def count(self, name, **labels):
         """Return the value of a metric."""

@@ -135,7 +135,7 @@ def test_missing_shard_fails_requests_until_it_is_back(exports):
 def test_missing_shard_is_replaced_by_zeros_if_desired(exports):
     export, _, table = exports
     body = {"rows": table.to_pylist()}
-    with local_shards(2) as shards, serve(shards, export, cache_bytes=0, uses_zeros=True) as http:
+    with local_shards(2) as shards, serve(shards, export, cache_bytes=0, fallback="zeros") as http:
         expected = http.scores(body)
         assert http.ask("/predict", body)[2]["X-Missing-Shards"] is None
         for number, missing in ((1, "1"), (0, "0, 1")):
@@ -157,7 +157,7 @@ def test_golden_rows_need_all_shards(exports):
         make = shards.make_lookups
         shards.shards[0].answer = lambda request: pa.py_buffer(b"")
         with pytest.raises(RunError, match="table shards are away or late: 0"):
-            load(exports[0], make_lookups=lambda *arguments: make(*arguments, uses_zeros=True))
+            load(exports[0], make_lookups=lambda *arguments: make(*arguments, fallback="zeros"))
 
 
 def test_hanging_shard_delays_requests_by_the_timeout_only(exports):

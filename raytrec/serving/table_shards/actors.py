@@ -92,15 +92,8 @@ def make_lookup_maker(service_options: ServiceOptions, figures: ReplicaMetrics) 
 
     def make_lookups(uri: str, manifest: Manifest, ids: Mapping[str, IdRows]) -> ShardedLookups:
         reach = [partial(_open, name, uri, manifest.version) for name in names]
-        return ShardedLookups(
-            manifest,
-            ids,
-            [ShardConnection(number, each) for number, each in enumerate(reach)],
-            service_options.table_cache_mib << 20,
-            figures,
-            service_options.table_timeout_ms / 1000,
-            service_options.on_missing_shard == "zeros",
-        )
+        connections = [ShardConnection(number, each) for number, each in enumerate(reach)]
+        return ShardedLookups(manifest, ids, connections, service_options, figures)
 
     return make_lookups
 

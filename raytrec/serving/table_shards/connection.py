@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
@@ -63,15 +62,9 @@ class Exchange:
         self.deadline = None
         return answer, monotonic() < deadline  # later, the stream may already be canceled
 
-    def cancel(self) -> None:
+    def close(self) -> None:
         """End the stream, whereupon `send` and `receive` raise an error."""
         self._reader.cancel()
-
-    def close(self) -> None:
-        """End the stream."""
-        with suppress(*FAILURES):
-            self._reader.cancel()
-            self._writer.close()
 
 
 _watched: SimpleQueue[tuple[Exchange, float]] = SimpleQueue()  # requests and their deadlines
@@ -85,7 +78,7 @@ def _cancel_late_requests() -> None:
         sleep(DEADLINE_TICK_S)
         requests = [each for each in requests if each[0].deadline == each[1]]  # without an answer
         for exchange, _ in (late := [each for each in requests if each[1] < monotonic()]):
-            exchange.cancel()
+            exchange.close()
         requests = [each for each in requests if each not in late]
 
 

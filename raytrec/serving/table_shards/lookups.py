@@ -19,13 +19,14 @@ from raytrec.scoring.lookups import IdRows, Lookups, Tensors, divide_by_totals, 
 from raytrec.scoring.manifest import Manifest
 from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.table_files import place_tables
-from raytrec.serving.bodies import UnavailableError
+from raytrec.serving.batching import UnavailableError
 from raytrec.serving.table_shards.connection import ShardConnection
 from raytrec.serving.table_shards.messages import encode_request
 from raytrec.serving.table_shards.pooling import ShardedStack, StackLookup
 from raytrec.serving.table_shards.row_cache import RowCache
 
 if TYPE_CHECKING:
+    from raytrec.serving.options import ServiceOptions
     from raytrec.serving.replica_metrics import ReplicaMetrics
 
 NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)  # rows, lengths and weights
@@ -42,10 +43,8 @@ class ShardedLookups(Lookups):
         manifest: Manifest of the export.
         ids: Rows of managed ids, by table.
         connections: Connections to all shards, by number; the constructor connects them.
-        cache_bytes: Maximum total size of the caches of rows in bytes.
+        service_options: Size of the cache, timeout and fallback.
         figures: Metrics of the replica.
-        timeout_s: Maximum time of a lookup in seconds.
-        uses_zeros: True if vectors of shards that are away are 0; else UnavailableError is raised.
 
     Raises:
         RunError: A shard cannot load the tables.
@@ -56,12 +55,10 @@ class ShardedLookups(Lookups):
         manifest: Manifest,
         ids: Mapping[str, IdRows],
         connections: Sequence[ShardConnection],
-        cache_bytes: int,
+        service_options: ServiceOptions,
         figures: ReplicaMetrics,
-        timeout_s: float,
-        uses_zeros: bool = False,
     ):
-        shapes, stacks = manifest.stack_shapes, []
+        shapes, stacks, cache_bytes = manifest.stack_shapes, [], int(service_options.table_cache_mib * 2**20)
         total = sum(rows * dim for rows, dim in shapes)
         for entry, (rows, dim) in zip(manifest.stacks, shapes, strict=True):
             row_bytes, cache = PRECISIONS[entry.precision].row_bytes(dim), cache_bytes * rows * dim // total
@@ -69,7 +66,7 @@ class ShardedLookups(Lookups):
         self._stacks = stacks
         super().__init__(manifest.features, place_tables(manifest, self._stacks), ids)
         self._version, self._connections, self._figures = manifest.version, connections, figures
-        self._options, self._missing = (timeout_s, uses_zeros), local()
+        self._options, self._missing = service_options, local()
         self._timeout_s, self._uses_zeros = CHECK_TIMEOUT_S, False  # until the golden rows have been compared
         finalize(self, close_connections, connections)
         with ThreadPoolExecutor(len(connections)) as threads:
@@ -77,7 +74,8 @@ class ShardedLookups(Lookups):
 
     def finish_loading(self) -> None:
         """Answer requests with the timeout and the fallback of the service from now on."""
-        self._timeout_s, self._uses_zeros = self._options
+        self._timeout_s = self._options.table_timeout_ms / 1000
+        self._uses_zeros = self._options.on_missing_shard == "zeros"
 
     def take_missing_shards(self) -> set[int]:
         """Return the shards that this thread's lookups have missed since the last call."""
@@ -88,7 +86,7 @@ class ShardedLookups(Lookups):
         """Return the inputs of `needed_features`, with B rows each, and the dense columns.
 
         Raises:
-            UnavailableError: A shard is away, unless `uses_zeros` is True.
+            UnavailableError: A shard is away, unless the fallback is zeros.
         """
         bags, side_features = rows.bags, rows.side_features or {}
         lengths_FB, ids = bags.lengths.view(len(bags.keys), bags.rows), bags.ids.split(bags.counts)
@@ -135,7 +133,7 @@ class ShardedLookups(Lookups):
         """Add the vectors of all shards to the lookups of a request.
 
         Raises:
-            UnavailableError: A shard is away, unless `uses_zeros` is True.
+            UnavailableError: A shard is away, unless the fallback is zeros.
         """
         began, asked, missing = monotonic(), [], set[int]()
         for connection in self._connections:

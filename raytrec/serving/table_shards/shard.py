@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from threading import Lock, Thread
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,12 +18,56 @@ import pyarrow.flight as flight
 import torch
 
 from raytrec.common.errors import RunError
-from raytrec.scoring.load import LoadedTables, load_tables
+from raytrec.common.storage import make_absolute
+from raytrec.scoring.load import check_files, copy_to_disk, list_table_names, select_files, unlink_files
 from raytrec.scoring.lookups import TableRows
+from raytrec.scoring.manifest import read_manifest
+from raytrec.scoring.table_files import open_tables
 from raytrec.serving.table_shards.connection import read_tls_files
 from raytrec.serving.table_shards.messages import StackRequest, decode_request, decode_version
 
 MAX_VERSIONS = 4  # versions in memory: the current, previous and prepared export, and the challenger
+
+
+@dataclass(eq=False)
+class LoadedTables:
+    """Mapped tables of an export, without its programs.
+
+    Attributes:
+        version: Version of the export.
+        stacks: Rows of each stack, in the order of the manifest.
+        shapes: Rows and dim of each stack.
+    """
+
+    version: str
+    stacks: list[TableRows]
+    shapes: list[tuple[int, int]]
+
+
+def load_tables(uri: str, part: tuple[int, int]) -> LoadedTables:
+    """Map the tables of an export into memory.
+
+    Args:
+        uri: Local path, s3:// or gs:// URI.
+        part: (number, count) of the process among processes that load the tables; each compares the checksums of its
+            part of the files.
+
+    Raises:
+        RunError: There is no export, or it is damaged.
+    """
+    place = make_absolute(uri)
+    manifest, (number, count) = read_manifest(place), part
+    names = sorted(list_table_names(manifest))
+    with ExitStack() as copies:
+        folder, copied = copy_to_disk(place, select_files(manifest, names), copies)
+        check_files(folder, select_files(manifest, names[number::count]), True, place, background=True)
+        tables = open_tables(folder, manifest)
+        if copied:
+            unlink_files(folder, names)
+        stacks = [tables[each.tables[0]].stack for each in manifest.stacks]
+        loaded = LoadedTables(manifest.version, stacks, manifest.stack_shapes)
+        weakref.finalize(loaded, copies.pop_all().close)
+    return loaded
 
 
 class _TokenCheck(flight.ServerMiddlewareFactory):
@@ -47,13 +94,7 @@ class _LookupServer(flight.FlightServerBase):
         )
         self._shard, self.location = shard, f"grpc{'+tls' if tls else ''}://{place}:{self.port}"
 
-    def do_exchange(
-        self,
-        context: flight.ServerCallContext,
-        descriptor: flight.FlightDescriptor,
-        reader: flight.MetadataRecordBatchReader,
-        writer: flight.MetadataRecordBatchWriter,
-    ) -> None:
+    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Answer the requests of a stream until the client or a malformed request ends the stream."""
         for chunk in reader:
             if chunk.app_metadata is None:
