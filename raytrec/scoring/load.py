@@ -127,6 +127,7 @@ def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
 
 
 def list_table_names(manifest: Manifest) -> set[str]:
+    """Return the names of the files of all tables."""
     return {name for stack in manifest.stacks for name in stack.files}
 
 

@@ -123,9 +123,10 @@ class Batcher:
                     results = self._score(batch)
                 for piece, result in zip(batch, results, strict=True):
                     if not piece.done.done():  # else the client has left while a thread scored
-                        piece.done.set_exception(result) if isinstance(result, Exception) else piece.done.set_result(
-                            result
+                        finish: Any = (
+                            piece.done.set_exception if isinstance(result, Exception) else piece.done.set_result
                         )
+                        finish(result)
                 seconds, rows = perf_counter() - began, sum(len(piece.rows) for piece in batch)
                 self._observe(rows)
                 if rows >= MIN_FULL_BATCH_ROWS:

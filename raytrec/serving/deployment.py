@@ -52,11 +52,11 @@ class Replica:
         self._coordinator = ray.get_actor(get_coordinator_name(service_options.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
         current, previous = ray.get(self._coordinator.exports.remote())
-        figures, make_lookups = ReplicaMetrics(), None
+        figures, make_lookups, threads = ReplicaMetrics(), None, 0
         if service_options.table_shards:
             from raytrec.serving.table_shards.actors import make_lookup_maker
 
-            make_lookups = make_lookup_maker(service_options, figures)
+            make_lookups, threads = make_lookup_maker(service_options, figures), LOOKUP_THREADS
         versions, failed = load_either(current, previous, service_options.allow_code, make_lookups)
         if failed:
             ray.get(self._coordinator.fall_back.remote(current, failed))
@@ -70,7 +70,6 @@ class Replica:
             Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
             Endpoint("GET", "/model", self._model, "Current model, previous version and challenger."),
         ]
-        threads = LOOKUP_THREADS if make_lookups else 0
         self.service = Service(versions, token, Limits(), endpoints, service_options.name, figures, threads)
         if folder := service_options.log_requests:
             self.service.request_log = RequestLog(folder, service_options.log_sample, self._id, self.service.figures)

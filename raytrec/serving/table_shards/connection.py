@@ -10,7 +10,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
 from time import monotonic, sleep
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -112,12 +111,11 @@ class ShardConnection:
         """
         _start_deadlines()
         location, token = self._reach(timeout_s)
-        options: dict[str, Any] = {"generic_options": [("grpc.max_receive_message_length", MAX_VALUE_BYTES + 1024)]}
-        if tls := read_tls_files():
-            options["tls_root_certs"] = tls[2]
+        tls, limits = read_tls_files(), [("grpc.max_receive_message_length", MAX_VALUE_BYTES + 1024)]
+        client = flight.FlightClient(location, tls_root_certs=tls and tls[2], generic_options=limits)
         with self._lock:
             if not self._is_closed:
-                self._client, self._token = flight.FlightClient(location, **options), token
+                self._client, self._token = client, token
 
     def send(self, request: bytes, deadline: float) -> Exchange | None:
         """Send a request, and return the stream of its answer, or None if the shard is away."""
