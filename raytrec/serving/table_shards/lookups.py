@@ -20,6 +20,7 @@ from raytrec.scoring.manifest import Manifest
 from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.table_files import place_tables
 from raytrec.serving.batching import UnavailableError
+from raytrec.serving.coordinator import LOAD_TIMEOUT_S
 from raytrec.serving.table_shards.connection import ShardConnection
 from raytrec.serving.table_shards.messages import encode_request
 from raytrec.serving.table_shards.pooling import ShardedStack, StackLookup
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from raytrec.serving.replica_metrics import ReplicaMetrics
 
 NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)  # rows, lengths and weights
-LOAD_TIMEOUT_S = 1800.0  # timeout of shards that load tables
 CHECK_TIMEOUT_S = 60.0  # timeout of lookups of golden rows, whose pages are not in memory yet
 
 

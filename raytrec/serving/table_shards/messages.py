@@ -1,6 +1,6 @@
 """Messages between replicas and table shards: flat little-endian arrays without pickles. Torch is not imported.
 
-    request    int64 [FORMAT, bytes of the version, stacks]
+    request    int64 [MESSAGE_FORMAT, bytes of the version, stacks]
                int64 [stacks, 4]: single rows s, pooled rows p, bags b, 1 if the pooled rows have weights
                the version in UTF-8, padded with spaces to a multiple of 8 bytes
                for each stack int64 rows [s + p], int64 lengths of the bags [b]
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-FORMAT = 1
+MESSAGE_FORMAT = 1
 MAX_VALUE_BYTES = 1 << 30  # vectors that a shard reads for a request
 MAX_VERSION_BYTES = 1024
 
@@ -41,7 +41,7 @@ class StackRequest:
 def encode_request(version: str, stacks: Sequence[StackRequest]) -> bytes:
     """Return the bytes of a request."""
     name = version.encode()
-    header = [FORMAT, len(name), len(stacks)]
+    header = [MESSAGE_FORMAT, len(name), len(stacks)]
     for each in stacks:
         pooled = int(each.lengths.sum())
         header += [len(each.rows) - pooled, pooled, len(each.lengths), each.weights is not None]
@@ -61,8 +61,8 @@ def decode_version(request: memoryview) -> str:
         raise ValueError("the request has no header")
     kind, size, stacks = np.frombuffer(request, np.int64, 3).tolist()
     start = 24 + 32 * stacks
-    if kind != FORMAT or not (0 < size <= MAX_VERSION_BYTES and stacks > 0 and start < request.nbytes):
-        raise ValueError(f"the header of the request is not one of format {FORMAT}")
+    if kind != MESSAGE_FORMAT or not (0 < size <= MAX_VERSION_BYTES and stacks > 0 and start < request.nbytes):
+        raise ValueError(f"the header of the request is not one of format {MESSAGE_FORMAT}")
     return bytes(request[start : start + size]).decode()
 
 
