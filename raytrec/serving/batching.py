@@ -117,6 +117,8 @@ class Batcher:
                 for _ in range(2):  # lets requests that have arrived be received, then read
                     await asyncio.sleep(0)
                 began, batch = perf_counter(), self._take_batch()
+                if not batch:  # all clients have left, or another thread scores the rows
+                    continue
                 if self._threads:
                     results = await asyncio.get_running_loop().run_in_executor(self._threads, self._score, batch)
                 else:
@@ -150,8 +152,6 @@ class Batcher:
 
     def _score(self, batch: list[_BatchPart]) -> list[list[np.ndarray] | Exception]:
         """Return the scores or the error of each piece of a batch."""
-        if not batch:
-            return []
         parts = [piece.rows for piece in batch]
         try:
             scores = batch[0].query.score(parts, [piece.query.user for piece in batch])
