@@ -124,11 +124,9 @@ class Batcher:
                 else:
                     results = self._score(batch)
                 for piece, result in zip(batch, results, strict=True):
-                    if not piece.done.done():  # else the client has left while a thread scored
-                        finish: Any = (
-                            piece.done.set_exception if isinstance(result, Exception) else piece.done.set_result
-                        )
-                        finish(result)
+                    done: Any = piece.done
+                    if not done.done():  # else the client has left while a thread scored
+                        (done.set_exception if isinstance(result, Exception) else done.set_result)(result)
                 seconds, rows = perf_counter() - began, sum(len(piece.rows) for piece in batch)
                 self._observe(rows)
                 if rows >= MIN_FULL_BATCH_ROWS:

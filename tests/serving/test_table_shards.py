@@ -15,8 +15,8 @@ from drawn_lookups import draw_rows, look_up_one_by_one, models
 from exports import train_for_export
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from local_shards import local_shards
 from served import TOKEN, ServedApp, assert_predictions_equal
-from table_shards import local_shards
 from test_models import ModelCase
 from waiting import wait_for
 
