@@ -127,7 +127,8 @@ class ShardedLookups(Lookups):
         rows_N = self.find_table_rows(spec.table, ids_N).numpy() + table.first_row
         is_sequence = feature in self._features.sequences
         lengths = np.ones(len(rows_N), np.int64) if is_sequence else lengths_B.numpy().astype(np.int64)
-        return rows_N, lengths, weights_N.numpy() if spec.weights else np.ones(len(rows_N), np.float32)
+        has_weights = spec.weights and weights_N is not None
+        return rows_N, lengths, weights_N.numpy() if has_weights else np.ones(len(rows_N), np.float32)
 
     def _ask_shards(self, lookups: Sequence[StackLookup]) -> None:
         """Add the vectors of all shards to the lookups of a request.
