@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import read_about
 from disks import fill_disk, small_disk
-from managed_ids import managed_schema
+from managed_ids import TABLES, managed_schema
 from ranks import run_on_ranks
 from small import SCHEMA
 
@@ -119,16 +119,25 @@ def begin_state(states):
 PLANS = ["row_wise", "table_wise", "column_wise", "grid_shard", "data_parallel"]
 
 
+# Ids expire, and their rows are not reassigned in the run.
+EXPIRING = managed_schema({**TABLES, "user": {"rows": 400, "dim": 8, "ids": {"ttl_steps": 2}}})
 CASES = {
     **{plan: (2, plan, SCHEMA, []) for plan in PLANS},
     "one rank": (1, "row_wise", SCHEMA, []),
     "averages": (1, "table_wise", SCHEMA, ["train.ema=0.9"]),
     "managed ids": (3, "row_wise", managed_schema(), []),
     "managed ids, column-wise": (2, "column_wise", managed_schema(), []),
+    "expiring ids": (2, "row_wise", EXPIRING, []),
 }
 
 
-SLOW_CASES = ["table_wise", "grid_shard", "one rank", "managed ids, column-wise"]  # others cover their parts
+SLOW_CASES = [
+    "table_wise",
+    "grid_shard",
+    "one rank",
+    "managed ids",
+    "managed ids, column-wise",
+]  # others cover their parts
 
 
 def mark_slow(names, slow_names):
