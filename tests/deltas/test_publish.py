@@ -52,6 +52,11 @@ def shift_ids_further(rank, batches):
     shift_ids(rank, batches, 5)
 
 
+def reverse_batches(rank, batches):
+    """Reverse the batches after a resume, so that other rows are looked up than before."""
+    batches.reverse()
+
+
 def read_state(made):
     """Return (tables, ids, dense) of the current state as arrays; a collective."""
     import torch.distributed as dist
@@ -76,8 +81,10 @@ def train(rank, world, folder, plan, schema, settings, stop=None, resume=False, 
     steps, every = (MANAGED_STEPS, MANAGED_EVERY) if schema.managed else (STEPS, EVERY)
     changes = ["run.name=run", f"checkpoint.every_steps={every}", *delta_settings(folder), *settings]
     spoil = shift_ids_further if resume else shift_ids
+    if not schema.managed:
+        spoil = reverse_batches if resume else None
     made = loop.make_worker_loop(
-        *(rank, world, steps, changes, f"{folder}/run", spoil if schema.managed else None),
+        *(rank, world, steps, changes, f"{folder}/run", spoil),
         plan=plan,
         schema=schema,
         kernel=None if plan == "data_parallel" else "fused",
