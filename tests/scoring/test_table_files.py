@@ -180,7 +180,7 @@ def test_cold_rows_are_prefetched_before_they_are_read(manifest, tmp_path, monke
     drop_pages(tmp_path, stack._stored)
     if count_resident_pages(stack._stored):
         pytest.skip("this system does not drop pages on request")
-    monkeypatch.setattr(stack._precision.__class__, "decode", lambda precision, stored: stored)
+    monkeypatch.setattr(stack.precision.__class__, "decode", lambda precision, stored: stored)
     stack._stored, values = (
         SimpleNamespace(
             data_ptr=stack._stored.data_ptr,
