@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pyarrow import fs
@@ -9,7 +11,7 @@ from pyarrow import fs
 from raytrec.common.documents import validate_as
 from raytrec.common.errors import RunError, get_first_line
 from raytrec.common.reading import UnreadableError, parse_json
-from raytrec.common.storage import join_uri, open_filesystem, query_file_info, read_bytes
+from raytrec.common.storage import join_uri, open_filesystem, query_file_info, read_bytes, split_query
 from raytrec.deltas.format import (
     DELTAS_FOLDER,
     EXPORTS_FOLDER,
@@ -20,7 +22,7 @@ from raytrec.deltas.format import (
     get_manifest_uri,
     read_delta_manifest,
 )
-from raytrec.scoring.manifest import format_version, read_manifest
+from raytrec.scoring.manifest import ExportSource, format_version, read_manifest
 
 REFUSAL_ADVICE = "wait for the run's next full export, which replaces all deltas before it"
 
@@ -109,12 +111,12 @@ def check_gap(folder: str, position: Position) -> None:
         raise make_refusal(folder, number, f"it is missing, and delta {position.number} has been removed")
 
 
-def find_export(folder: str, newer_than: int = 0) -> tuple[str, Position] | None:
-    """Return the location and the position of the newest full export of the current stream, or None if there is none.
+def iterate_exports(folder: str, newer_than: int = 0) -> Iterator[tuple[str, Position]]:
+    """Yield the location and the position of each full export of the current stream, the newest one first.
 
     Args:
         folder: Folder of deltas.
-        newer_than: Number of the delta after which the export must have been written.
+        newer_than: Number of a delta; only exports of later deltas are yielded.
 
     Raises:
         RunError: The stream's identity cannot be read.
@@ -130,8 +132,36 @@ def find_export(folder: str, newer_than: int = 0) -> tuple[str, Position] | None
         except (OSError, RunError, UnreadableError):  # incomplete or damaged
             continue
         if found and (found[0].stream, found[0].step) == (stream.id, source.step):
-            return uri, Position(source.run, *found)
-    return None
+            yield uri, Position(source.run, *found)
+
+
+def find_position(folder: str, export: str, source: ExportSource) -> Position:
+    """Return the position of an export, which may be a copy of a full export or have another precision.
+
+    Args:
+        folder: Folder of deltas.
+        export: Location of the export; if its last part is a number, that of the delta.
+        source: Origin of the exported model.
+
+    Raises:
+        RunError: The folder does not contain exactly one delta that leads to the step of the export.
+    """
+    stream, name = read_stream(folder), split_query(export)[0].rpartition("/")[2]
+    numbers, found = list_numbers(folder) if stream else set(), []
+    for number in sorted(numbers & {int(name)} if name.isdecimal() and name.isascii() else numbers):
+        with suppress(UnreadableError):
+            entry = read_delta_manifest(folder, number)
+            if entry and (entry[0].stream, entry[0].step) == (stream.id, source.step):
+                found.append(Position(source.run, *entry))
+    if len(found) != 1:
+        which = ", ".join(str(each.number) for each in found) or "none"
+        raise RunError(
+            f"step {source.step:,} of the export is not the step of exactly one delta: {which}",
+            where=folder,
+            expected="the delta of a checkpoint from which the export was made",
+            do=f"apply deltas to a full export in {EXPORTS_FOLDER}/",
+        )
+    return found[0]
 
 
 def list_numbers(folder: str, part: str = DELTAS_FOLDER) -> set[int]:

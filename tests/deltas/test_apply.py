@@ -12,7 +12,8 @@ from test_models import ModelCase
 
 import raytrec
 from raytrec.deltas.apply import PreparedDelta, read_delta
-from raytrec.deltas.chain import find_export, read_next
+from raytrec.deltas.chain import iterate_exports, read_next
+from raytrec.exporting.apply_deltas import apply_deltas
 
 CASES = {
     "managed": ManagedCase(),
@@ -76,7 +77,7 @@ def test_applied_deltas_equal_an_export_of_the_step(case, precision, trained, tm
     folder = DeltaFolder.of_schema(tmp_path / "deltas", steps.schema)
     folder.write_steps(steps, 1, 3, column_parts=2)
     folder.add_export(1, steps.export(1, tmp_path / "first", quantize=precision))
-    uri, position = find_export(str(folder.path))
+    ((uri, position),) = iterate_exports(str(folder.path))
     model, untouched = raytrec.load(uri), raytrec.load(uri)
     first = score_parts(model, steps.table)
     for _ in range(2):
@@ -88,6 +89,14 @@ def test_applied_deltas_equal_an_export_of_the_step(case, precision, trained, tm
     ):
         np.testing.assert_allclose(actual, values, rtol=1e-6, atol=1e-6)
         assert not np.allclose(actual, old)
+    out = apply_deltas(uri, str(folder.path), str(tmp_path / "out"))
+    offline = raytrec.load(out.path, check_tables=True)
+    assert_equal_models(offline, expected)
+    assert (out.metrics["step"], out.metrics["deltas"], offline.manifest.source.step) == (3, 2, 3)
+    for name in expected.manifest.tasks:
+        np.testing.assert_allclose(
+            offline.golden[name.column].to_pylist(), expected.golden[name.column].to_pylist(), 1e-6
+        )
     assert (model.step, model.version) == (3, f"small-3-{folder.checksums[3][:8]}")
     assert all(np.array_equal(a, b) for a, b in zip(score_parts(untouched, steps.table), first, strict=True))
     assert read_next(str(folder.path), position) is None
