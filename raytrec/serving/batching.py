@@ -26,7 +26,7 @@ class VersionedScores(list[np.ndarray]):
     """Scores of each task.
 
     Args:
-        values: VersionedScores of each task.
+        values: Scores of each task.
         version: Version of the model when it computed the scores.
     """
 
@@ -174,12 +174,10 @@ class Batcher:
             for piece in batch:
                 piece.done.set_exception(error)
             return
-        start = 0
+        start, version = 0, batch[0].query.scorer.version
         for piece in batch:
             stop = start + len(piece.rows)
-            piece.done.set_result(
-                VersionedScores((values[start:stop] for values in scores), piece.query.scorer.version)
-            )
+            piece.done.set_result(VersionedScores((values[start:stop] for values in scores), version))
             start = stop
 
 

@@ -65,7 +65,7 @@ class Inference(NamedTuple):
 
         Args:
             model: Name of the model.
-            scores: VersionedScores of each task.
+            scores: Scores of each task.
             headers: Headers of the answer.
         """
         parts, outputs = [], []
