@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import numpy as np
-import pyarrow as pa
 import torch
 from pyarrow import fs
 
