@@ -55,7 +55,8 @@ def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, a
     refuse_code(base, export, allow_code)
     positions = _read_chain(deltas, find_position(deltas, export, base.source), to)
     binding = compute_binding(base.checksum, positions[-1].checksum)
-    target = ExportFolder(ClaimedFolder(out, "raytrec deltas apply"), ExportClaim(binding, {}, binding))
+    claim = ExportClaim(binding, {}, compute_binding(base.checksum, to))
+    target = ExportFolder(ClaimedFolder(out, "raytrec deltas apply"), claim)
     with RunConsole(base.source.run) as console, target.folder.hold():
         if (manifest := target.complete()) is None:
             with TemporaryDirectory(prefix="raytrec-deltas-") as work:

@@ -7,11 +7,13 @@ import torch
 from checkpoints import flip_lowest_bit
 from deltas import STREAM, DeltaFolder, make_row_table
 
-from raytrec.common.errors import RunError
+from raytrec.common.errors import ConfigError, RunError
 from raytrec.config.schema import Schema
 from raytrec.deltas.apply import read_delta
-from raytrec.deltas.chain import Position, check_gap, read_next
+from raytrec.deltas.chain import Position, check_gap, find_position, read_next
 from raytrec.deltas.format import format_number, read_delta_manifest
+from raytrec.exporting.apply_deltas import _read_chain
+from raytrec.scoring.manifest import ExportSource
 
 SCHEMA = Schema.parse(
     {
@@ -218,3 +220,21 @@ def test_gaps_are_refused(folder):
 def test_position_names_run_step_and_delta(folder):
     found = Position("my films", *read_delta_manifest(str(folder.path), 1))
     assert found.version == f"my_films-10-{folder.checksums[1][:8]}" and found.manifest.stream == STREAM
+
+
+def test_export_must_belong_to_one_delta(folder):
+    folder.write(2, 10, dense=WEIGHTS)
+    folder.write(3, 30, dense=WEIGHTS)
+    source = ExportSource(run="films", step=10, checkpoint="", checkpoint_id="", raytrec="", torch="")
+    place, third = str(folder.path), source.model_copy(update={"step": 30})
+    assert find_position(place, "films-export", third).number == 3
+    assert find_position(place, f"{place}/exports/{format_number(2)}", source).number == 2
+    for wrong, found in ((source, "1, 2"), (source.model_copy(update={"step": 20}), "none")):
+        with pytest.raises(RunError, match=f"of the export is not the step of exactly one delta: {found}"):
+            find_position(place, "films-export", wrong)
+    start = find_position(place, f"{place}/exports/{format_number(1)}", source)
+    assert [each.number for each in _read_chain(place, start, None)] == [1, 2, 3]
+    assert [each.number for each in _read_chain(place, start, 2)] == [1, 2]
+    for number in (4, 0):
+        with pytest.raises(ConfigError, match=f"there is no delta {number} after delta 1"):
+            _read_chain(place, start, number)
