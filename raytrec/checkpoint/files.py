@@ -147,8 +147,8 @@ def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]
 def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
     """Remove complete checkpoints except the `last` newest and the `best` best by a metric.
 
-    Incomplete checkpoints older than the newest complete one are also removed. A checkpoint whose index
-    cannot be read is kept, because it may be readable later. Pinned checkpoints are kept.
+    Incomplete checkpoints older than the newest complete one are also removed. A checkpoint is kept if it is
+    pinned, or if its index cannot be read, because it may be readable later.
     """
     abouts = _read_all_abouts(root)
     complete = [step for step, about in abouts.items() if about is not None]

@@ -109,7 +109,7 @@ class _HashedSink(io.RawIOBase):
 
 
 def read_named_rows(folder: str, manifest: DeltaManifest, operation: Operation) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (table, rows, int64 [n]) for each batch of rows that a delta names. Checksums are not verified.
+    """Yield (table, rows, int64 [n]) for the batches of rows that a delta names.
 
     Args:
         folder: Folder of deltas.
@@ -117,14 +117,17 @@ def read_named_rows(folder: str, manifest: DeltaManifest, operation: Operation) 
         operation: rows or ids.
 
     Raises:
-        OSError, pyarrow.ArrowException: A file cannot be read.
+        OSError: A file cannot be read, or its checksum does not match.
     """
     filesystem, path = open_filesystem(join_uri(folder, DELTAS_FOLDER))
-    for name in manifest.files.get(operation, ()):
+    for name, entry in manifest.files.get(operation, {}).items():
         file = f"{path}/{name}"
         is_local = filesystem.type_name == "local"
         with pa.memory_map(file) if is_local else filesystem.open_input_file(file) as source:
-            reader = pa.ipc.open_file(source)
+            data = source.read_buffer()
+            if hashlib.sha256(data).hexdigest() != entry.sha256:
+                raise OSError(f"the checksum of {name} does not match")
+            reader = pa.ipc.open_file(data)
             for number in range(reader.num_record_batches):
                 batch = reader.get_batch(number)
                 codes, rows = batch["table"].indices.to_numpy(), batch["row"].to_numpy()

@@ -195,9 +195,9 @@ class ManifestWriter:
             found = [read_delta_manifest(self._folder, each) for each in range(max(1, first), newest.number + 1)]
         except (OSError, UnreadableError):
             return newest.number, None
-        deltas = [each and each[0] for each in found]
-        if None in deltas:
-            return newest.number, None
+        if None in found or [sha256 for _, sha256 in found[:-1]] != [delta.parent for delta, _ in found[1:]]:
+            return newest.number, None  # a delta is missing or damaged
+        deltas = [delta for delta, _ in found]
         return newest.number, deltas[1:] if first and deltas[0].step == step else deltas
 
     def begin(self, known: int) -> tuple[int, str | None]:

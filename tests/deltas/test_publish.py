@@ -8,7 +8,7 @@ import loop
 import numpy as np
 import pytest
 import torch
-from checkpoints import read_about
+from checkpoints import flip_lowest_bit, read_about
 from disks import fill_disk, small_disk
 from managed_ids import TABLES, managed_schema
 from ranks import run_on_ranks
@@ -175,23 +175,25 @@ RESUMES = {
 
 @pytest.mark.parametrize("name", mark_slow(RESUMES, ["data-parallel to table-wise", "managed ids"]))
 @pytest.mark.parametrize(
-    "is_lost", [False, pytest.param(True, marks=pytest.mark.survive)], ids=["", "delta of the checkpoint lost"]
+    "fault", [None, *(pytest.param(fault, marks=pytest.mark.survive) for fault in ("delta lost", "file damaged"))]
 )
-def test_deltas_after_a_resume_lead_to_the_states_of_the_run(tmp_path, name, is_lost):
+def test_deltas_after_a_resume_lead_to_the_states_of_the_run(tmp_path, name, fault):
     """Deltas exist beyond the checkpoint to which the run returns, with another plan and number of ranks.
 
-    If the delta of the checkpoint was not written, the changes before the checkpoint are not known.
+    If the delta of the checkpoint was not written, or a later delta is damaged, the changes are not known.
     """
     schema, (world, plan), (new_world, new_plan) = RESUMES[name]
     create_stream(tmp_path)
     saved, stop, end = (8, 14, MANAGED_STEPS) if schema.managed else (4, 7, STEPS)
     states, _ = run_on_ranks(world, train, str(tmp_path), plan, schema, [], stop)[0]
-    if is_lost:
+    if fault == "delta lost":
         about = read_about(tmp_path / f"run/checkpoints/step-{saved:010d}")
         for path in sorted((tmp_path / "deltas/deltas").glob("*.json"))[about["deltas"]["number"] - 1 :]:
             path.unlink()
     steps, state = check_states(tmp_path, states, 1, begin_state(states))
-    assert (steps[-1][0] < saved) if is_lost else (steps[-1][0] > saved)
+    assert (steps[-1][0] < saved) if fault == "delta lost" else (steps[-1][0] > saved)
+    if fault == "file damaged":
+        flip_lowest_bit(max((tmp_path / "deltas/deltas").glob("*/rows-00000.arrow")), 1000)
     states, warnings = run_on_ranks(new_world, train, str(tmp_path), new_plan, schema, [], None, True)[0]
     assert min(states) == saved and not warnings
     steps, _ = check_states(tmp_path, states, len(steps) + 1, state)
