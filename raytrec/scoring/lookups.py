@@ -13,7 +13,7 @@ import torch
 from raytrec.config.features import Features
 from raytrec.config.schema import Table
 from raytrec.data.assembler import AssembledTensors
-from raytrec.embeddings.hashing import assign_fallback_rows, ids_to_keys
+from raytrec.embeddings.hashing import assign_fallback_rows, ids_to_keys, unhash_bits
 from raytrec.embeddings.row_pages import prefetch_rows
 from raytrec.scoring.manifest import InputKind
 from raytrec.scoring.precisions import TablePrecision
@@ -48,6 +48,10 @@ class RowStack:
         if len(rows_N) >= MIN_PREFETCHED_ROWS:
             prefetch_rows(self._stored, rows_N, SAMPLED_ROWS)
         return self._precision.decode(self._stored.index_select(0, rows_N))
+
+    def read(self, first: int, end: int) -> torch.Tensor:
+        """Return the stored rows [first, end) as a view, [n, …]."""
+        return self._stored[first:end]
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,15 @@ class IdRows:
         places_N = torch.searchsorted(self._keys, keys_N).clamp(max=len(self._keys) - 1)
         return torch.where(self._keys[places_N] == keys_N, self._rows[places_N], shared_N)
 
+    def read(self, first: int, end: int) -> torch.Tensor:
+        """Return the ids whose keys plus 2⁶³ are in [first, end), by ascending key, and their rows: int64 [n, 2]."""
+        bounds = torch.tensor([first - 2**63, end - 1 - 2**63])
+        begin, stop = torch.searchsorted(self._keys, bounds[0]), torch.searchsorted(self._keys, bounds[1], right=True)
+        return torch.stack([unhash_bits(self._keys[begin:stop]), self._rows[begin:stop]], 1)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
 
 @dataclass(frozen=True)
 class _FeatureGroup:
@@ -112,10 +125,14 @@ class Lookups:
         features: Features of the model.
         tables: Tables by name.
         ids: Rows of managed ids, by table.
+
+    Attributes:
+        tables: Tables by name.
+        ids: Rows of managed ids, by table.
     """
 
     def __init__(self, features: Features, tables: Mapping[str, StackedTable], ids: Mapping[str, IdRows]):
-        self._features, self._ids = features, ids
+        self._features, self.tables, self.ids = features, tables, ids
         self._specs = list(features.schema.sparse.items())
         self._tables = [tables[spec.table] for _, spec in self._specs]
         lookups = proxy(self)  # without a reference cycle, the last reference frees the tables
@@ -128,7 +145,7 @@ class Lookups:
         lengths_FB = bags.lengths.view(len(bags.keys), bags.rows)
         has_one_id = (lengths_FB.numpy() == 1).all(1).tolist()
         groups, others = self._group(tuple(has_one_id), tuple(needed_features))
-        is_one_lookup = not others and not self._ids and [len(g.places) * bags.rows for g in groups] == [len(bags.ids)]
+        is_one_lookup = not others and not self.ids and [len(g.places) * bags.rows for g in groups] == [len(bags.ids)]
         ids = () if is_one_lookup else bags.ids.split(bags.counts)
         for group in groups:
             parts = (self.find_table_rows(self._specs[place][1].table, ids[place]) for place in group.places)
@@ -168,7 +185,7 @@ class Lookups:
 
     def find_table_rows(self, table: str, ids_N: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids in a table: int64 [N] → int64 [N]."""
-        return self._ids[table](ids_N) if table in self._ids else ids_N
+        return self.ids[table](ids_N) if table in self.ids else ids_N
 
     def _look_up_feature(
         self,

@@ -104,6 +104,12 @@ class Scorer:
         """Return the manifest's version."""
         return self.manifest.version
 
+    @property
+    def program_weights(self) -> dict[str, torch.Tensor]:
+        """Return the dense weights and buffers of all programs by PROGRAM/NAME."""
+        states = {program: module.state_dict() for program, module in self._programs.items()}
+        return {f"{program}/{name}": value for program, state in states.items() for name, value in state.items()}
+
     @cached_property
     def reader(self) -> RowReader:
         """Return the reader of rows for `score`."""
