@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ def steps(root: str) -> list[int]:
 
     filesystem, path = open_filesystem(root)
     infos = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    names = [info.base_name for info in infos if info.type == fs.FileType.Directory]
-    return sorted((int(n.removeprefix(STEP_PREFIX)) for n in names if _is_step(n)), reverse=True)
+    names = [info.base_name for info in infos if info.type == fs.FileType.Directory and _is_step(info.base_name)]
+    return sorted((int(name.removeprefix(STEP_PREFIX)) for name in names), reverse=True)
 
 
 def iterate_indexes(
@@ -66,9 +67,8 @@ def iterate_indexes(
         try:
             index = read_index(folder)
             if problem := find_obstacle(index["about"]):
-                raise make_unreadable_error(
-                    f"its index is not from a training run ({problem})", join_uri(folder, INDEX)
-                )
+                what = f"its index is not from a training run ({problem})"
+                raise make_unreadable_error(what, join_uri(folder, INDEX))
             yield folder, index, None
         except CheckpointError as error:
             yield folder, {}, error
@@ -153,7 +153,7 @@ def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
     complete = [step for step, about in abouts.items() if about is not None]
     retained = {*complete[:last], *_select_best(abouts, best, by)}
     for step, about in abouts.items():
-        if step not in retained and complete and step < complete[0]:
+        if complete and step < complete[0] and step not in retained:
             _remove(root, step, complete=about is not None)
 
 
@@ -248,15 +248,13 @@ def discard(folder: str, attempt: str) -> None:
     from pyarrow import fs
 
     filesystem, path = open_filesystem(folder)
-    try:
+    with suppress(OSError):
         files = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
         for info in files:
             if attempt in info.base_name:
                 filesystem.delete_file(info.path)
         if all(attempt in info.base_name for info in files):
             filesystem.delete_dir(path)
-    except OSError:
-        return
 
 
 def _check_run_index(folder: str, index: dict[str, Any]) -> dict[str, Any]:
@@ -286,14 +284,12 @@ def _list_roots(place: str) -> list[str]:
     config = Path(place) / "config.yaml"
     if "://" not in place and config.is_file():
         try:
-            values = parse_yaml(read_bytes(config, MAX_YAML_BYTES))
-            checkpoint_dir = values["checkpoint"]["dir"]
+            checkpoint_dir = parse_yaml(read_bytes(config, MAX_YAML_BYTES))["checkpoint"]["dir"]
         except (OSError, UnreadableError, KeyError, TypeError):  # reported where the configuration is needed
             return roots
         if isinstance(checkpoint_dir, str) and checkpoint_dir:
-            if chooses_server(checkpoint_dir) and not is_own_file(
-                config
-            ):  # the server would get this user's credentials
+            # The server would get this user's credentials.
+            if chooses_server(checkpoint_dir) and not is_own_file(config):
                 raise RunError(
                     f"checkpoint.dir in the configuration of the run names a server: {checkpoint_dir}",
                     where=describe_foreign_file(config),

@@ -112,7 +112,7 @@ def _join_cluster(address: str, source: str) -> Iterator[None]:
 def _start_local_ray(num_cpus: int | None) -> Iterator[None]:
     """Start a local Ray cluster for this process alone, and stop it at the end of the block."""
     stay_on_loopback()
-    options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
+    options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, **make_idle_arguments()}
     with (
         create_private_folder() as folder,
         fork_workers(folder) as (environment, on_raylet),
@@ -121,12 +121,7 @@ def _start_local_ray(num_cpus: int | None) -> Iterator[None]:
         try:
             with _shut_down_in_time():
                 with omit_unneeded_processes():
-                    _connect(
-                        "a new local cluster",
-                        **make_folder_arguments(folder / "ray"),
-                        **make_idle_arguments(),
-                        **options,
-                    )
+                    _connect("a new local cluster", **make_folder_arguments(folder / "ray"), **options)
                 _state.is_own = True
                 yield
         finally:
