@@ -61,6 +61,10 @@ def _wrap_command(command: Callable[..., None]) -> Callable[..., None]:
 for command in COMMANDS:
     app.command(command.__name__.removesuffix("_job"))(with_options(_wrap_command(command)))
 
+deltas_app = typer.Typer(help="Apply a run's deltas to exports.", no_args_is_help=True)
+deltas_app.command("apply")(with_options(_wrap_command(saved.apply_deltas)))
+app.add_typer(deltas_app, name="deltas")
+
 
 def _version(is_requested: bool) -> None:
     if is_requested:

@@ -22,11 +22,12 @@ def serve(
     log_sample: Annotated[float, typer.Option(min=1e-6, max=1)] = 0.01,
     promote_from: str | None = None,
     allow_code: AllowCode = False,
+    follow: bool = False,
 ):
     """Serve an export over HTTP with Ray Serve until Ctrl-C.
 
     Options:
-        uri: Export: a local folder, s3:// or gs://.
+        uri: Export, or folder of deltas with --follow: a local folder, s3:// or gs://.
         name: Name of the service; default: the run's name.
         address: auto or HOST:PORT of a Ray cluster; default: a new local cluster.
         replicas (N|MIN:MAX): Number of replicas; MIN:MAX: scaled by load.
@@ -36,6 +37,7 @@ def serve(
         log_requests (URI): Folder for a sample of requests and their scores.
         log_sample: Share of requests that is logged.
         promote_from: Folder of exports; default: the parent folder of URI.
+        follow: Follow a run; URI is its folder of deltas (export.deltas.to).
     """
     options = {**locals()}
     from raytrec.serving.command import serve as run

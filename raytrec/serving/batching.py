@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
@@ -20,6 +20,19 @@ from raytrec.serving.bodies import Query, RefusedRequest
 
 RETRY_AFTER_S = 1  # seconds after which a refused client may try again
 MIN_FULL_BATCH_ROWS = 32  # minimum size of a full batch, even if it exceeds the time budget
+
+
+class Scores(list[np.ndarray]):
+    """Scores of each task.
+
+    Args:
+        values: Scores of each task.
+        version: Version of the model when it computed the scores.
+    """
+
+    def __init__(self, values: Iterable[np.ndarray], version: str):
+        super().__init__(values)
+        self.version = version
 
 
 @dataclass(eq=False)
@@ -61,12 +74,19 @@ class Batcher:
         observe: Callable[[int], object] = lambda rows: None,
     ):
         self._budget_s, self._max_waiting, self._observe = budget_s, max_waiting_rows, observe
-        self._queue: deque[_BatchPart] = deque()
+        self._queue: deque[_BatchPart | Callable[[], object]] = deque()
         self._row_s = budget_s / 1024  # seconds per row, averaged over recent batches
         self._running = False
         self.waiting = 0
 
-    async def score(self, query: Query) -> list[np.ndarray]:
+    def call_between(self, action: Callable[[], object]) -> None:
+        """Call a function, which may change a model, once all parts of the waiting queries have been scored."""
+        if self._queue:
+            self._queue.append(action)
+        else:
+            action()
+
+    async def score(self, query: Query) -> Scores:
         """Return the scores of a query's rows, as Scorer.score does.
 
         Raises:
@@ -86,7 +106,7 @@ class Batcher:
             if is_whole:
                 return await pieces[0].done
             scores = await asyncio.gather(*(piece.done for piece in pieces))
-            return [np.concatenate(each) for each in zip(*scores, strict=True)]
+            return Scores([np.concatenate(each) for each in zip(*scores, strict=True)], scores[0].version)
         finally:
             self.waiting -= len(rows)
             for piece in pieces:  # no longer needed if the client has left or a row is wrong
@@ -121,13 +141,20 @@ class Batcher:
         batch, rows, max_rows = [], 0, self._max_batch_rows
         while self._queue:
             piece = self._queue[0]
+            if not isinstance(piece, _BatchPart):
+                if batch:
+                    break
+                self._queue.popleft()
+                piece()
+                continue
             if piece.done.cancelled():
                 self._queue.popleft()
                 continue
             rows += len(piece.rows)
             if batch and (rows > max_rows or piece.kind != batch[0].kind):
                 break
-            batch.append(self._queue.popleft())
+            batch.append(piece)
+            self._queue.popleft()
         return batch
 
     def _score(self, batch: list[_BatchPart]) -> None:
@@ -150,7 +177,7 @@ class Batcher:
         start = 0
         for piece in batch:
             stop = start + len(piece.rows)
-            piece.done.set_result([values[start:stop] for values in scores])
+            piece.done.set_result(Scores((values[start:stop] for values in scores), piece.query.scorer.version))
             start = stop
 
 

@@ -51,10 +51,17 @@ class Replica:
         self._node = ray.get_runtime_context().get_node_id()
         self._coordinator = ray.get_actor(get_coordinator_name(service_options.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
-        current, previous = ray.get(self._coordinator.exports.remote())
-        versions, failed = load_either(current, previous, service_options.allow_code)
-        if failed:
-            ray.get(self._coordinator.fall_back.remote(current, failed))
+        self._follower = None
+        if service_options.follow:
+            from raytrec.serving.follow import Follower
+
+            self._follower = Follower(service_options.uri, service_options.allow_code)
+            versions = self._follower.versions
+        else:
+            current, previous = ray.get(self._coordinator.exports.remote())
+            versions, failed = load_either(current, previous, service_options.allow_code)
+            if failed:
+                ray.get(self._coordinator.fall_back.remote(current, failed))
         gc.collect()
         gc.freeze()  # later collections, which interrupt scoring, skip imported modules and the code of programs
         endpoints = [
@@ -73,6 +80,8 @@ class Replica:
         self._join()
         self._busy = perf_counter(), process_time()
         self._listener = Listener(self.service, service_options.host, service_options.port)
+        if self._follower:
+            self._follower.start(self.service, self._listener)
 
     def _join(self) -> None:
         """Follow the coordinator, and return once this replica has the version with which all replicas answer.
@@ -82,6 +91,8 @@ class Replica:
         # One thread executes commands one after the other; another thread reports meanwhile.
         self._load_thread, self._report_lock = ThreadPoolExecutor(1, "load"), Lock()
         self._last_report, self._is_current = ReplicaState(-1, self.service.versions.version), Event()
+        if self._follower:  # the run, not the coordinator, determines the version
+            self._is_current.set()
         Thread(target=self._follow, name="follow", daemon=True).start()
         if not self._is_current.wait(LOAD_TIMEOUT_S):
             raise self._last_report.error or RunError("the coordinator does not respond", where="the service")
@@ -112,6 +123,9 @@ class Replica:
         # on loopback that requires no token.
         check_type(request.headers.get("content-type", ""), JSON)
         promotion = Promotion.parse(await self.service.read(request))
+        if self._follower:
+            what, do = "the service follows the deltas of a run", "start a service of the export without --follow"
+            raise RefusedRequest(409, RunError(what, where="/promote", expected="a service of an export", do=do))
         uri = resolve_export(promotion.uri, self._promote_from) if promotion.uri else None
         arguments = uri, promotion.share, promotion.shadow
         return json_response(await self._ask_coordinator(lambda: self._coordinator.promote.remote(*arguments)))
@@ -125,7 +139,8 @@ class Replica:
 
     async def _model(self, request: Request, scorer: Scorer) -> Response:
         overview = await self._ask_coordinator(self._coordinator.overview.remote)
-        return json_response(overview | {"model": describe_model(scorer)})
+        freshness = {"freshness": self._follower.describe()} if self._follower else {}
+        return json_response(overview | {"model": describe_model(scorer)} | freshness)
 
     async def _ask_coordinator(self, ask: Callable[[], Any]) -> Any:
         """Return the coordinator's answer; convert the coordinator's errors to refusals for the client."""
@@ -158,7 +173,9 @@ class Replica:
             if self._listener:
                 self._listener.fair_connections = order.fair_connections
             failed = work and work.done() and versions.version != order.answer.version
-            if order.number != received or failed:
+            if self._follower:
+                received = order.number
+            elif order.number != received or failed:
                 received, work = order.number, self._load_thread.submit(self._carry_out, order)
 
     def _carry_out(self, order: ReplicaCommand) -> None:
@@ -171,7 +188,7 @@ class Replica:
 
     def _report(self) -> ReplicaState:
         service, scorer = self.service, self.service.versions.current.scorer
-        service.figures.keep_versions({each.scorer.version for each in service.versions.loaded})
+        service.figures.keep_versions({each.scorer.export_version for each in service.versions.loaded})
         figures = tuple(service.figures.collect(describe_model(scorer), service.batcher.waiting))
         connections = self._listener.count_active_connections() if self._listener else None
         return replace(
@@ -217,7 +234,8 @@ def declare(service_options: ServiceOptions) -> Any:
 
     from raytrec.compat.ray_core import load_actor_value, store_actor_value
 
-    export = Export(service_options.uri, read_manifest(service_options.uri).version)
+    version = "" if service_options.follow else read_manifest(service_options.uri).version
+    export = Export(service_options.uri, version)
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Coordinator).options(
         name=get_coordinator_name(service_options.name),
         namespace=NAMESPACE,

@@ -38,6 +38,7 @@ class LoadedExports:
     Args:
         uri: URI of the first export.
         allow_code: True if transforms of exports may name code.
+        background: True if this process answers requests meanwhile; see scoring.load.load.
 
     Attributes:
         current: Export that answers.
@@ -45,9 +46,9 @@ class LoadedExports:
         challenger: Export that answers or scores a share of requests; None if there is none.
     """
 
-    def __init__(self, uri: str, allow_code: bool = False):
+    def __init__(self, uri: str, allow_code: bool = False, background: bool = False):
         self._allow_code, self._lock = allow_code, Lock()
-        self.current = self._load(uri, background=False)
+        self.current = self._load(uri, background)
         self.previous: LoadedExport | None = None
         self.challenger: LoadedExport | None = None
         self._prepared: LoadedExport | None = None
@@ -89,6 +90,10 @@ class LoadedExports:
                     raise RunError(f"{version} is not prepared", where="the service", do="prepare the export")
                 self.current, self.previous = self._prepared, self.current
             self._prepared = None
+
+    def replace(self, loaded: LoadedExport) -> None:
+        """Answer with an export that another object has loaded, and release all other exports."""
+        self.current, self.previous = loaded, None
 
     def set_challenger(self, challenger: Challenger | None) -> str | None:
         """Set, change or remove (None) the challenger, which is loaded unless it is in memory.

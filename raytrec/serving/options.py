@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, ValidationError
 
 from raytrec.cluster.access import load_or_create_token
-from raytrec.common.errors import DataError
+from raytrec.common.errors import DataError, RunError
 from raytrec.common.storage import make_absolute
 from raytrec.config.base import Number, Section
 from raytrec.scoring.manifest import read_manifest
@@ -38,14 +38,26 @@ class ServiceOptions(Section):
     """Folder for a sample of requests and their scores, to which every node must be able to write."""
     log_sample: float = Field(default=0.01, gt=0, le=1)
     """Share of requests that is logged."""
+    follow: bool = False
+    """Follow a run: uri is its folder of deltas (export.deltas.to)."""
 
     def fill_name(self) -> ServiceOptions:
         """Return the options with a name; the default is the run's name.
 
         Raises:
-            RunError: There is no export.
+            RunError: There is no export, or no folder of deltas.
         """
-        return self.model_copy(update={"name": self.name or read_manifest(self.uri).source.run})
+        return self.model_copy(update={"name": self.name or self._read_run()})
+
+    def _read_run(self) -> str:
+        if not self.follow:
+            return read_manifest(self.uri).source.run
+        from raytrec.deltas.chain import read_stream
+
+        if stream := read_stream(self.uri):
+            return stream.run
+        what, expected = "no run has written deltas to this folder", "a folder of export.deltas.to"
+        raise RunError(what, where=self.uri, expected=expected)
 
 
 class Promotion(Section):
