@@ -33,6 +33,7 @@ from raytrec.metrics.selection import MetricDisplay
 
 STEP_PREFIX = "step-"
 FOLDER = "checkpoints"  # in the run folder, unless checkpoint.dir is set
+PIN = "pinned"  # file in the folder of a checkpoint that must not be removed
 # Cache: folder → (size and modification time of its index, the index's `about`). Reading the index of a
 # checkpoint with many shards takes seconds.
 _ABOUT_CACHE: dict[str, tuple[tuple[int, int], dict]] = {}
@@ -147,13 +148,13 @@ def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
     """Remove complete checkpoints except the `last` newest and the `best` best by a metric.
 
     Incomplete checkpoints older than the newest complete one are also removed. A checkpoint whose index
-    cannot be read is kept, because it may be readable later.
+    cannot be read is kept, because it may be readable later. Pinned checkpoints are kept.
     """
     abouts = _read_all_abouts(root)
     complete = [step for step, about in abouts.items() if about is not None]
     retained = {*complete[:last], *_select_best(abouts, best, by)}
     for step, about in abouts.items():
-        if complete and step < complete[0] and step not in retained:
+        if complete and step < complete[0] and step not in retained and not _is_pinned(root, step):
             _remove(root, step, complete=about is not None)
 
 
@@ -167,15 +168,33 @@ def remove_incomplete(root: str) -> None:
 def remove_oldest(root: str, best: int, by: MetricDisplay | None) -> str | None:
     """Remove the oldest removable checkpoint; return its folder, or None if all must be kept.
 
-    The newest complete checkpoint, from which a run resumes, and the `best` best by a metric are kept.
+    The newest complete checkpoint, from which a run resumes, the `best` best by a metric and pinned ones are kept.
     """
     abouts = _read_all_abouts(root)
     complete = [step for step, about in abouts.items() if about is not None]
-    removable = [step for step in complete[1:] if step not in _select_best(abouts, best, by)]
+    best_steps = _select_best(abouts, best, by)
+    removable = [step for step in complete[1:] if step not in best_steps and not _is_pinned(root, step)]
     if not removable:
         return None
     _remove(root, removable[-1], complete=True)
     return get_step_folder(root, removable[-1])
+
+
+def pin(root: str, step: int, is_pinned: bool) -> None:
+    """Protect a checkpoint from `keep` and `remove_oldest`, or end the protection.
+
+    Raises:
+        OSError: The folder of the checkpoint does not exist or cannot be written.
+    """
+    filesystem, path = open_filesystem(join_uri(get_step_folder(root, step), PIN))
+    if is_pinned:
+        filesystem.open_output_stream(path).close()
+    elif filesystem.get_file_info(path).is_file:
+        filesystem.delete_file(path)
+
+
+def _is_pinned(root: str, step: int) -> bool:
+    return query_file_info(join_uri(get_step_folder(root, step), PIN)).is_file
 
 
 def _read_all_abouts(root: str) -> dict[int, dict | None]:

@@ -111,7 +111,7 @@ def sum_squared_row_gradients(kernel: nn.Module, features: KeyedJaggedTensor, gr
         gradient: Gradient of the lookup's output.
     """
     if returns_per_id_vectors(kernel):
-        return _sum_squared_gradients(_offset_ids(kernel, features), gradient)
+        return _sum_squared_gradients(offset_ids(kernel, features), gradient)
     total = torch.zeros((), dtype=torch.float64, device=gradient.device)
     grads = dict(zip(features.keys(), gradient.split(kernel.config.embedding_dims(), dim=1), strict=True))
     for table in list_kernel_tables(kernel):
@@ -126,7 +126,7 @@ def sum_squared_row_gradients(kernel: nn.Module, features: KeyedJaggedTensor, gr
     return total
 
 
-def _offset_ids(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
+def offset_ids(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
     """Return the looked-up ids, int64 [N], shifted by the rows of all preceding tables."""
     ids_N, rows = features.values(), [table.local_rows for table in list_kernel_tables(kernel)]
     if len(rows) == 1:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
 from time import monotonic, time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from raytrec.worker.nonfinite import NAN_FOLDER, LossMonitor, dump
 from raytrec.worker.progress import RankRun
 from raytrec.worker.step import Step, StepOutputs
 
+if TYPE_CHECKING:
+    from raytrec.deltas.publish import DeltaPublisher
+
 
 class Stopped(Exception):
     """Signal, raised on all ranks, that a user has stopped the run and its state has been saved."""
@@ -46,28 +49,53 @@ def make_row_snapshot(step: Step, state: LogicalState, on_wait: Callable[[], Non
     return rows
 
 
+def make_publisher(run: RankRun, about: Mapping[str, Any] | None) -> DeltaPublisher:
+    """Return the writer of the run's deltas (export.deltas); a collective.
+
+    Args:
+        run: Run that writes the deltas.
+        about: Entry "about" of the restored checkpoint's index; None at the start of a run.
+    """
+    from raytrec.deltas.publish import DeltaPublisher
+
+    context = run.context
+    return DeltaPublisher(
+        context.task.config,
+        run.step.model,
+        run.state,
+        run.step.managed,
+        None if about is None else about.get("deltas", {}),
+        run.progress.step,
+        context.heartbeat.confirm,
+        lambda text: context.report(messages.Warn(text=text)),
+    )
+
+
 class CheckpointManager:
     """Manager that saves a run and executes the coordinator's commands; its methods are collectives.
 
     Args:
         run: Run to save; a checkpoint of its last step is always saved.
         before_save: Collective called before each save; an exception prevents the save.
+        about: Entry "about" of the restored checkpoint's index; None at the start of a run.
     """
 
-    def __init__(self, run: RankRun, before_save: Callable[[], None]):
+    def __init__(self, run: RankRun, before_save: Callable[[], None], about: Mapping[str, Any] | None = None):
         self._run, self._context, self._config = run, run.context, run.context.task.config
         self._step, self._state, self._progress = run.step, run.state, run.progress
         self._before_save, section, heartbeat = before_save, self._config.checkpoint, run.context.heartbeat
         best = run.progress.window.selection.best(section.best_metric) if section.keep_best else None
         rows = make_row_snapshot(run.step, run.state, heartbeat.tick) if section.async_save else None
+        self._deltas = make_publisher(run, about) if self._config.export.deltas else None
         self._saver = CheckpointWriter(
-            run.context.task.checkpoint, section, heartbeat.confirm, run.state.unbounded, best, rows
+            run.context.task.checkpoint, section, self._confirm, run.state.unbounded, best, rows
         )
         self._newest: int | None = run.progress.step or None  # step of the newest checkpoint
         self._error: RunError | None = None  # error of the last checkpoint
         self._saver.last_step = self._newest
         self._consensus, self._losses = StepConsensus(), LossMonitor()
         self._saved_at, self._requested, self._pending = monotonic(), False, Command.GO
+        self._is_due = self._deltas is not None and self._deltas.lacks_export  # services wait for an export
         run.step.drain_every = section.every_steps
         heartbeat.watch_device(self._find_unfinished_step)
 
@@ -79,9 +107,11 @@ class CheckpointManager:
             RunError: A loss was not finite; see also `save`.
         """
         step, command = self._progress.step, self._context.heartbeat.command
-        is_due = monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
+        is_due = self._is_due or monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
         if self._context.index == 0 and command == Command.GO and is_due and not self._requested:
             command, self._requested = Command.SAVE, True
+        elif command == Command.GO and self._deltas and self._deltas.take_request():
+            command = Command.DELTA
         self._losses.add(step, outputs.loss)
         decision = self._consensus.exchange(command, self._losses.poll_status(), self._saver.busy)
         if decision is None:
@@ -95,13 +125,15 @@ class CheckpointManager:
     def _execute(self, command: Command) -> None:
         """Execute a command to save or to end this group, immediately or once the pipeline has been drained."""
         step, every = self._progress.step, self._config.checkpoint.every_steps
-        if command == Command.GO and every and step % every == 0:
+        if command < Command.SAVE and every and step % every == 0:
             command = Command.SAVE
         self._pending = max(self._pending, command)
         if self._pending != Command.GO and self._step.is_map_ahead:
             return self._step.drain()
         command, self._pending = self._pending, Command.GO
-        if command == Command.SAVE:
+        if command == Command.DELTA:
+            self._cut_delta()
+        elif command == Command.SAVE:
             self.save()
         elif command in (Command.RESTART, Command.STOP) and step < self._run.last_step:
             self.save(wait=True)
@@ -112,12 +144,28 @@ class CheckpointManager:
         if self._config.checkpoint.keep_best:
             self.save(again=True)
 
-    def save(self, *, wait: bool = False, again: bool = False) -> Saved | None:
+    def _cut_delta(self, last: bool = False) -> dict[str, Any]:
+        """Start to write a delta if export.deltas is set, and return its entry for the index of a checkpoint."""
+        if self._deltas is None:
+            return {}
+        self._context.heartbeat.tick("save")
+        entry = self._deltas.cut(self._progress.step, last)
+        self._context.heartbeat.tick("step")
+        return entry
+
+    def _confirm(self) -> None:
+        """Check, before a commit on rank 0, that this group owns the run; wait for the delta of the same step."""
+        if self._deltas is not None:
+            self._deltas.wait_until_written()
+        self._context.heartbeat.confirm()
+
+    def save(self, *, wait: bool = False, again: bool = False, last: bool = False) -> Saved | None:
         """Start saving a checkpoint of this step unless one exists.
 
         Args:
             wait: True to wait until the checkpoint has been committed.
             again: True to save even if a checkpoint of this step exists.
+            last: True if the run ends with this state.
 
         Returns:
             Outcome of the save, if `wait` is True and a save was in progress; else None.
@@ -137,12 +185,17 @@ class CheckpointManager:
             self._collect_save()
             self._before_save()
             ids, about_ids = gather_ids(self._step.maps)
-            self._saver.save(step, self._state.tensors(), self._make_about() | about_ids, ids)
-            self._saved_at, self._requested = monotonic(), False
+            about = self._make_about() | about_ids | self._cut_delta(last)
+            self._saver.save(step, self._state.tensors(), about, ids)
+            self._saved_at, self._requested, self._is_due = monotonic(), False, False
+        elif last:
+            self._cut_delta(last)
         saved = None
         if wait:
             heartbeat.tick("save")
             saved = self._collect_save()
+            if self._deltas is not None:
+                self._deltas.collect()
         heartbeat.tick("step")
         return saved
 
@@ -162,6 +215,8 @@ class CheckpointManager:
         folder = get_step_folder(root, step)
         load_with_ids(folder, self._state.tensors(), self._step.maps, read_index(folder)["about"])
         self._state.refresh_kernels()
+        if self._deltas is not None:
+            self._deltas.mark_all()
 
     def finish(self, *, again: bool = False) -> None:
         """Save the last checkpoint of the run.
@@ -173,10 +228,12 @@ class CheckpointManager:
             RunError: The state is not finite and checks.finite is set to stop, or a loss was not finite.
         """
         self._context.enter_phase("saving the checkpoint", "save")
-        saved = self.save(wait=True, again=again)
+        saved = self.save(wait=True, again=again, last=True)
         self._error = saved.error if saved else None
         if self._error is None or again:
             self._saver.close()
+            if self._deltas is not None:
+                self._deltas.close()
 
     def find_unsaved_error(self) -> ErrorParts | None:
         """Return the parts of the error that prevented saving the model; None if the model is saved.
@@ -216,6 +273,8 @@ class CheckpointManager:
             self._newest = saved.step
         if saved.note:
             self._warn(saved.note)
+        if self._deltas is not None:
+            self._deltas.collect(block=False)
         self._context.report(
             messages.Saved(
                 step=saved.step,
@@ -223,6 +282,7 @@ class CheckpointManager:
                 error=str(saved.error) if saved.error else None,
                 blocked_s=saved.blocked_s,
                 seconds=saved.seconds,
+                delta=self._deltas.written.get(saved.step) if self._deltas else None,
             )
         )
         if isinstance(saved.error, NonfiniteStateError):

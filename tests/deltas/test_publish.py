@@ -1,0 +1,157 @@
+"""Deltas of a training run, applied by the reader of docs/online.md, lead to exactly the run's states."""
+
+import re
+from pathlib import Path
+
+import loop
+import numpy as np
+import pytest
+from managed_ids import managed_schema
+from ranks import run_on_ranks
+from small import SCHEMA
+
+STEPS, EVERY = 10, 4  # steps of a run, and between its checkpoints
+MANAGED_STEPS, MANAGED_EVERY = 18, 8  # the pipeline is drained before a delta, which takes a few steps
+PAGE = Path(__file__).parents[2] / "docs/online.md"
+(READER,) = re.findall(r"(?s)```python\n(import json.*?)```", PAGE.read_text())
+NAMESPACE = {}
+exec(READER, NAMESPACE)
+apply_delta = NAMESPACE["apply_delta"]
+
+
+def delta_settings(folder, **keys):
+    keys = {"to": f"{folder}/deltas", "every_s": 0.001} | keys
+    return [f"export.deltas.{key}={value}" for key, value in keys.items()]
+
+
+def create_stream(folder):
+    """Create the stream of a run in `folder`, as the driver does."""
+    from small import make_small_config
+
+    from raytrec.config.run_config import load_config
+    from raytrec.deltas.stream import open_stream
+
+    settings = [f"run.dir={folder}/run", "run.name=run", *delta_settings(folder)]
+    open_stream(load_config(make_small_config(1, {}), settings))
+
+
+def shift_ids(rank, batches):
+    """Shift the ids of managed tables at each step, so that new ids appear and old ones are evicted."""
+    for step, batch in enumerate(batches):
+        parts = batch.sparse.values().split(batch.sparse.length_per_key())
+        for ids, key in zip(parts, batch.sparse.keys(), strict=True):
+            ids += 2 * step if key != "city" else 0
+
+
+def read_state(made):
+    """Return (tables, ids, dense) of the current state as arrays; a collective."""
+    import torch.distributed as dist
+
+    from raytrec.embeddings.hashing import unhash_bits
+
+    tables = {n: t.weight.dense().float().numpy().copy() for n, t in made.checkpoints._state.tables.items()}
+    ids = {}
+    for name, part in made.step.maps.items():
+        entries = part.state().rows
+        pairs = dict(zip(entries.fields["row"].tolist(), unhash_bits(entries.keys).tolist(), strict=True))
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, pairs)
+        ids[name] = {row: id for each in parts for row, id in each.items()}
+    with made.step._averaged():
+        dense = {f"model.{n}": v.detach().numpy().copy() for n, v in made.step.head.model.state_dict().items()}
+    return tables, ids, dense
+
+
+def train(rank, world, folder, plan, schema, settings, stop=None, resume=False):
+    """Train, and return the states by step and the warnings."""
+    steps, every = (MANAGED_STEPS, MANAGED_EVERY) if schema.managed else (STEPS, EVERY)
+    changes = ["run.name=run", f"checkpoint.every_steps={every}", *delta_settings(folder), *settings]
+    made = loop.make_worker_loop(
+        *(rank, world, steps, changes, f"{folder}/run", shift_ids if schema.managed else None),
+        plan=plan,
+        schema=schema,
+        kernel=None if plan == "data_parallel" else "fused",
+        resume=resume,
+    )
+    states = {made.progress.step: read_state(made)}
+
+    def after(made):
+        made.checkpoints._deltas.wait_until_written()  # so that the next delta is not skipped
+        if not made.step.is_map_ahead:
+            states[made.progress.step] = read_state(made)
+        return loop.STOP if made.progress.step == stop else None
+
+    made.train(steps - made.progress.step, after)
+    assert made.error is None, made.error
+    warnings = [message["text"] for message in made.said if message["kind"] == "warn"]
+    return states, warnings
+
+
+def check_states(folder, states, first, state):
+    """Apply all deltas from number `first` on, compare each state, and return the steps and the last state."""
+    tables, ids, dense = state
+    steps, number = [], first
+    while Path(f"{folder}/deltas/deltas/{number:012d}.json").exists():
+        manifest = apply_delta(f"{folder}/deltas", number, tables, ids, dense)
+        their_tables, their_ids, their_dense = states[manifest["step"]]
+        for name, values in their_tables.items():
+            np.testing.assert_array_equal(tables[name], values, f"table {name} after delta {number}")
+        for name, rows in their_ids.items():
+            assert {row: id for row, id in ids[name].items() if id is not None} == rows, (name, number)
+        assert dense.keys() == their_dense.keys()
+        assert all(np.array_equal(dense[name], value) for name, value in their_dense.items())
+        steps.append((manifest["step"], manifest["last"]))
+        number += 1
+    return steps, (tables, ids, dense)
+
+
+def begin_state(states):
+    tables, ids, _ = states[0]
+    return {n: v.copy() for n, v in tables.items()}, {n: dict(v) for n, v in ids.items()}, {}
+
+
+PLANS = ["row_wise", "table_wise", "column_wise", "grid_shard", "data_parallel"]
+
+
+CASES = {
+    **{plan: (2, plan, SCHEMA, []) for plan in PLANS},
+    "one rank": (1, "row_wise", SCHEMA, []),
+    "averages": (1, "table_wise", SCHEMA, ["train.ema=0.9"]),
+    "managed ids": (3, "row_wise", managed_schema(), []),
+    "managed ids, column-wise": (2, "column_wise", managed_schema(), []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_delta_leads_to_the_state_of_its_step(tmp_path, name):
+    world, plan, schema, settings = CASES[name]
+    create_stream(tmp_path)
+    states, warnings = run_on_ranks(world, train, str(tmp_path), plan, schema, settings)[0]
+    assert not warnings
+    steps, (_, ids, _) = check_states(tmp_path, states, 1, begin_state(states))
+    saved, end = ({8, 16}, MANAGED_STEPS) if schema.managed else ({4, 8}, STEPS)
+    assert saved < {step for step, _ in steps} and len(steps) > 4
+    assert steps[-1] == (end, True) and not any(last for _, last in steps[:-1])
+    assert not schema.managed or any(None in rows.values() for rows in ids.values()), "no row has lost its id"
+
+
+RESUMES = {
+    "row-wise to column-wise": (SCHEMA, (2, "row_wise"), (3, "column_wise")),
+    "data-parallel to table-wise": (SCHEMA, (3, "data_parallel"), (1, "table_wise")),
+    "managed ids": (managed_schema(), (1, "table_wise"), (2, "row_wise")),
+}
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_deltas_after_a_resume_lead_to_the_states_of_the_run(tmp_path, name):
+    """Deltas exist beyond the checkpoint to which the run returns, with another plan and number of ranks."""
+    schema, (world, plan), (new_world, new_plan) = RESUMES[name]
+    create_stream(tmp_path)
+    saved, stop, end = (8, 14, MANAGED_STEPS) if schema.managed else (4, 7, STEPS)
+    states, _ = run_on_ranks(world, train, str(tmp_path), plan, schema, [], stop)[0]
+    steps, state = check_states(tmp_path, states, 1, begin_state(states))
+    assert steps[-1][0] > saved
+    states, warnings = run_on_ranks(new_world, train, str(tmp_path), new_plan, schema, [], None, True)[0]
+    assert min(states) == saved and not warnings
+    steps, _ = check_states(tmp_path, states, len(steps) + 1, state)
+    assert steps[-1] == (end, True) and len(steps) > 2
