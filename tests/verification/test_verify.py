@@ -143,18 +143,20 @@ def test_changed_ids_and_weights_of_any_program_are_named(run, weight):
     assert any(f"dense item/{weight}: 1 differ, such as value 3 by 0.25" in line for line in result.next_steps)
 
 
-def test_tables_ids_and_weights_of_one_side_are_named(run, weight, tmp_path):
+def test_other_shapes_and_missing_names_are_named(run, weight, tmp_path):
     folder = str(shutil.copytree(get_step_folder(f"{run}/checkpoints", 2), tmp_path / "step-2"))
     index = {key: value for key, value in read_index(folder).items() if key not in ("format", "sha256")}
     for kind in ("value", "ema"):
         index["tensors"][f"dense/head.{weight}s/{kind}"] = index["tensors"].pop(f"dense/head.{weight}/{kind}")
-    del index["tensors"]["tables/tag/weight"], index["about"]["ids"]
+    del index["about"]["ids"]
+    table = index["tensors"]["tables/tag/weight"]
+    table["shape"] = table["chunks"][0]["sizes"] = [4, 10]
     write_index(folder, index)
     with Replicas(run / "export-None") as service:
         metrics = verify(service.url, folder).metrics
     assert metrics["result"] == "different" and not any(each["count"] for each in metrics["differences"])
     examples = {f"{each['part']} {each['name']}": each["examples"] for each in metrics["differences"]}
-    assert examples["rows tag"] == ["fp32 [5, 8] in the service, missing in the checkpoint"]
+    assert examples["rows tag"] == ["fp32 [5, 8] in the service, fp32 [4, 10] in the checkpoint"]
     assert examples["ids user"][0].startswith("int64 [") and "missing in the checkpoint" in examples["ids user"][0]
     for program in ("predict", "query", "item"):
         assert examples[f"dense {program}/{weight}"][0].endswith("in the service, missing in the checkpoint")
