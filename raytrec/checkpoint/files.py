@@ -263,9 +263,15 @@ def measure_free_bytes(root: str) -> int | None:
 
 
 def discard(folder: str, attempt: str) -> None:
-    """Remove the files of a failed attempt, and the folder if it is then empty; errors are ignored."""
+    """Remove the files of a failed attempt, and the folder if it is then empty; errors are ignored.
+
+    A committed checkpoint is kept: a rank may fail after the commit, before all ranks know of it.
+    """
     from pyarrow import fs
 
+    with suppress(CheckpointError):
+        if read_index(folder)["attempt"] == attempt:
+            return
     filesystem, path = open_filesystem(folder)
     with suppress(OSError):
         files = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
