@@ -102,6 +102,7 @@ def test_run_and_replica_survive_faults(worlds, sharding, managed, precision, te
         train__epochs=4,
         scaling__num_workers=worlds[0],
         plan__tables={"*": {"sharding_type": sharding}},
+        optim__embeddings={"name": "adagrad", "lr": 0.1},
         checkpoint__every_steps=6,
         checkpoint__keep_last=100,
         export__deltas={"to": str(deltas), "every_s": 0.2, "full_every": 1000, "quantize": precision},
