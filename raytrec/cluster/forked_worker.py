@@ -4,8 +4,8 @@ This process asks the warm process for a worker and exits when that worker ends.
 
     python forked_worker.py default_worker.py ... --serialized-runtime-env-context=JSON --language=PYTHON
 
-The script is run as a file and imports as little as possible. If the warm process does not answer or refuses,
-and for workers with another interpreter, Ray's own script is run instead.
+The script is run as a file and imports as little as possible. Ray's own script is run instead if there is no warm
+process, if it does not answer or refuses, and for workers with another interpreter.
 """
 
 import json
@@ -25,8 +25,27 @@ def main() -> None:
     command = [a for a in sys.argv[1:] if not a.startswith((CONTEXT, LANGUAGE))]
     plain = plain and settings.get("py_executable") in (None, sys.executable) and command[0].endswith(".py")
     if not (plain and _run_forked(command, settings.get("env_vars") or {}, os.environ.get(PLACE, ""))):
-        script = os.path.join(os.path.dirname(command[0]), "setup_worker.py")
-        os.execv(sys.executable, [sys.executable, script, *sys.argv[1:]])
+        script = os.path.join(_find_script_folder(command[0]), "setup_worker.py")
+        arguments = [a for a in sys.argv[1:] if not a.startswith(CONTEXT)]
+        os.execv(sys.executable, [sys.executable, script, *arguments, CONTEXT + _quote_interpreter(settings)])
+
+
+def _find_script_folder(program: str) -> str:
+    """Return the folder of Ray's scripts, of which a worker's program is one unless it is an option (-m)."""
+    from importlib.util import find_spec
+
+    if program.endswith(".py"):
+        return os.path.dirname(program)
+    return os.path.join(find_spec("ray").submodule_search_locations[0], "_private", "workers")
+
+
+def _quote_interpreter(settings: dict) -> str:
+    """Return a worker's environment with a quoted interpreter, because Ray (2.60.0) writes it into a shell command."""
+    from shlex import quote
+
+    interpreter = settings.get("py_executable") or sys.executable
+    is_file = os.path.isfile(interpreter)  # otherwise it is a command, such as `uv run`
+    return json.dumps(settings | {"py_executable": quote(interpreter) if is_file else interpreter})
 
 
 def _run_forked(command: list, overrides: dict, place: str) -> bool:

@@ -20,9 +20,16 @@ from time import monotonic, sleep, time
 from typing import NoReturn
 
 from raytrec.cluster.access import TOKEN_PATH_VARIABLE, token_file, use_token
+from raytrec.cluster.warm_process import FORKED_WORKER_PROGRAM
 from raytrec.common.errors import RunError, convert_os_errors
 from raytrec.common.processes import lock_file
-from raytrec.compat.ray_start import CURRENT_CLUSTER_FILE, INFREQUENT_REPORTS_ENV, LONGEST_SOCKET_PATH, replace_popen
+from raytrec.compat.ray_start import (
+    CURRENT_CLUSTER_FILE,
+    INFREQUENT_REPORTS_ENV,
+    LONGEST_SOCKET_PATH,
+    make_ray_command,
+    replace_popen,
+)
 
 FOLDER_PREFIX, OWNER = "raytrec-", "owner"
 RAY_TMPDIR_VARIABLE = "RAY_TMPDIR"
@@ -224,25 +231,23 @@ def start_head(root: Path, *, port: int, dashboard_port: int, client_port: int, 
         cpus: Logical CPUs; default: all CPUs of the machine.
 
     Raises:
-        RunError: No `ray` command is next to this Python, or a port is taken or given twice.
+        RunError: A port is taken or given twice.
     """
     check_ports({"--port": port, "--dashboard-port": dashboard_port, "--client-port": client_port})
-    program = Path(sys.executable).with_name("ray")
-    if not program.exists():
-        raise RunError("the `ray` command is missing", where=str(program.parent), expected="the package ray[default]")
     use_token(create=True)
     environment = os.environ | _build_environment(root)
     print(f"job API      http://127.0.0.1:{dashboard_port}")
     print(f"Ray client   ray://127.0.0.1:{client_port}")
     print(f"token        {token_file()}", flush=True)
-    arguments = ["start", "--head", "--block", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
-    arguments += ["--dashboard-host=127.0.0.1", f"--port={port}", f"--dashboard-port={dashboard_port}"]
+    arguments = [*make_ray_command(FORKED_WORKER_PROGRAM), "start", "--head", "--block", "--disable-usage-stats"]
+    arguments += ["--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1"]
+    arguments += [f"--port={port}", f"--dashboard-port={dashboard_port}"]
     with socket.create_server(("127.0.0.1", 0)) as probe:  # another Ray may use the default port
         arguments += [f"--dashboard-agent-listen-port={probe.getsockname()[1]}"]
     arguments += [f"--ray-client-server-port={client_port}", *([f"--num-cpus={cpus}"] if cpus else [])]
     # Workers use any free ports, as with a local Ray cluster; the default ports 10002 to 19999 may be taken.
     arguments += ["--min-worker-port=0", "--max-worker-port=0"]
-    os.execve(program, [str(program), *arguments], environment)
+    os.execve(sys.executable, arguments, environment)
 
 
 def check_ports(ports: dict[str, int]) -> None:

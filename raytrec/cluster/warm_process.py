@@ -158,9 +158,9 @@ def fork_workers(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[int],
         Environment variables for Ray's processes, and a function to call with the raylet's process id.
     """
     process, place = _warm_processes.get(WARM), folder / WARM
-    if process is None or process.listens:
-        yield ALLOCATOR_ENV, lambda pid: None
-        return
-    process.listen(place)
+    environment, on_raylet = {PLACE: ""}, lambda pid: None  # a warm process of an enclosing Ray is not used
+    if process is not None and not process.listens:
+        process.listen(place)
+        environment, on_raylet = NO_PRESTART_ENV | {PLACE: str(place)}, process.serve
     with replace_worker_script(FORKED_WORKER_PROGRAM):
-        yield ALLOCATOR_ENV | NO_PRESTART_ENV | {PLACE: str(place)}, process.serve
+        yield ALLOCATOR_ENV | environment, on_raylet

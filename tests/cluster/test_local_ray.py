@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from heads import RayHead
 from waiting import wait_for
 
 from raytrec.cluster import local_ray
@@ -35,6 +36,37 @@ def test_ray_folder_is_private_and_removed_at_exit(base):
         (folder / "ray" / "log").write_text("x")
         assert len(f"{folder}{local_ray.LONGEST_SOCKET_PATH}") <= local_ray.MAX_SOCKET_PATH_BYTES
     assert not folder.exists()
+
+
+@pytest.fixture
+def spaced_python(tmp_path):
+    """Return the path of this Python through a folder with a space in its name."""
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "python").symlink_to(sys.prefix)
+    return str(tmp_path / "a b" / "python" / "bin" / "python")
+
+
+SHOW_PYTHON_OF_WORKERS = """
+import ray, sys
+from raytrec.cluster.session import ray_session
+with ray_session(sys.argv[1], None if sys.argv[1] else 1):
+    remote = ray.remote(lambda: sys.executable).options(runtime_env={"env_vars": {"A": "b"}})
+    print(ray.get(remote.remote(), timeout=60))
+"""
+
+
+def test_local_workers_start_if_the_path_of_python_has_a_space(base, spaced_python):
+    """Ray writes this path without quotes into the shell command of a worker with a runtime environment."""
+    command = [spaced_python, "-c", SHOW_PYTHON_OF_WORKERS, ""]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.stdout == f"{spaced_python}\n", done.stderr
+
+
+@pytest.mark.cluster
+def test_workers_of_a_head_start_if_the_path_of_python_has_a_space(tmp_path, spaced_python):
+    with RayHead(tmp_path / "head", 1, program=(spaced_python, "-m", "raytrec")) as head:
+        done = head.run(spaced_python, "-c", SHOW_PYTHON_OF_WORKERS, head.address, timeout=100)
+    assert done.stdout == f"{spaced_python}\n", done.stderr
 
 
 OWNER_CODE = "from raytrec.cluster.local_ray import make_folder; print(make_folder()[0], flush=True); input()"

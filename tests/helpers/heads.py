@@ -30,6 +30,7 @@ class RayHead:
         folder: an empty folder for the token, Ray's files and the shared root.
         cpus: number of logical CPUs.
         environment: additional environment variables of Ray and its jobs.
+        program: command `raytrec`.
 
     Attributes:
         url: URL of the job API.
@@ -40,7 +41,13 @@ class RayHead:
         env: environment variables for commands of a cluster user.
     """
 
-    def __init__(self, folder: Path, cpus: int = 6, environment: dict[str, str] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        cpus: int = 6,
+        environment: dict[str, str] | None = None,
+        program: tuple[str, ...] = (RAYTREC,),
+    ):
         self.folder, self.root, self.token = folder, folder / "root", folder / "auth_token"
         self.root.mkdir(parents=True)
         port, dashboard, client = find_free_ports(3)
@@ -49,7 +56,7 @@ class RayHead:
         self.env = environment_with_token(self.token)
         short = {"RAY_TMPDIR": str(make_short_link(folder))}
         self._environment = self.env | short | (environment or {})
-        self._command = [RAYTREC, "head", "--root", str(self.root), "--port", str(port)]
+        self._command = [*program, "head", "--root", str(self.root), "--port", str(port)]
         self._command += ["--dashboard-port", str(dashboard), "--client-port", str(client)]
         self._command += ["--cpus", str(cpus)]
 
