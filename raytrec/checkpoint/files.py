@@ -17,6 +17,7 @@ from raytrec.checkpoint.index import (
     make_unreadable_error,
     read_index,
 )
+from raytrec.checkpoint.pins import is_pinned
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import parse_number
 from raytrec.common.reading import MAX_YAML_BYTES, UnreadableError, parse_yaml, read_bytes
@@ -33,7 +34,6 @@ from raytrec.metrics.selection import MetricDisplay
 
 STEP_PREFIX = "step-"
 FOLDER = "checkpoints"  # in the run folder, unless checkpoint.dir is set
-PIN = "pinned"  # file in the folder of a checkpoint that must not be removed
 # Cache: folder → (size and modification time of its index, the index's `about`). Reading the index of a
 # checkpoint with many shards takes seconds.
 _ABOUT_CACHE: dict[str, tuple[tuple[int, int], dict]] = {}
@@ -154,7 +154,8 @@ def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
     complete = [step for step, about in abouts.items() if about is not None]
     retained = {*complete[:last], *_select_best(abouts, best, by)}
     for step, about in abouts.items():
-        if complete and step < complete[0] and step not in retained and not _is_pinned(root, step):
+        is_old = complete and step < complete[0] and step not in retained
+        if is_old and not is_pinned(get_step_folder(root, step)):
             _remove(root, step, complete=about is not None)
 
 
@@ -173,28 +174,11 @@ def remove_oldest(root: str, best: int, by: MetricDisplay | None) -> str | None:
     abouts = _read_all_abouts(root)
     complete = [step for step, about in abouts.items() if about is not None]
     best_steps = _select_best(abouts, best, by)
-    removable = [step for step in complete[1:] if step not in best_steps and not _is_pinned(root, step)]
+    removable = [step for step in complete[1:] if step not in best_steps and not is_pinned(get_step_folder(root, step))]
     if not removable:
         return None
     _remove(root, removable[-1], complete=True)
     return get_step_folder(root, removable[-1])
-
-
-def pin(root: str, step: int, is_pinned: bool) -> None:
-    """Protect a checkpoint from `keep` and `remove_oldest`, or end the protection.
-
-    Raises:
-        OSError: The folder of the checkpoint does not exist or cannot be written.
-    """
-    filesystem, path = open_filesystem(join_uri(get_step_folder(root, step), PIN))
-    if is_pinned:
-        filesystem.open_output_stream(path).close()
-    elif filesystem.get_file_info(path).is_file:
-        filesystem.delete_file(path)
-
-
-def _is_pinned(root: str, step: int) -> bool:
-    return query_file_info(join_uri(get_step_folder(root, step), PIN)).is_file
 
 
 def _read_all_abouts(root: str) -> dict[int, dict | None]:

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pyarrow import fs
-
 from raytrec.common.documents import validate_as
 from raytrec.common.errors import RunError, get_first_line
 from raytrec.common.reading import UnreadableError, parse_json
-from raytrec.common.storage import join_uri, open_filesystem, query_file_info, read_bytes, split_query
+from raytrec.common.storage import join_uri, query_file_info, read_bytes, split_query
 from raytrec.deltas.format import (
     DELTAS_FOLDER,
     EXPORTS_FOLDER,
@@ -22,6 +20,7 @@ from raytrec.deltas.format import (
     get_manifest_uri,
     read_delta_manifest,
 )
+from raytrec.deltas.stream import list_numbers
 from raytrec.scoring.manifest import ExportSource, format_version, read_manifest
 
 REFUSAL_ADVICE = "wait for the run's next full export, which replaces all deltas before it"
@@ -58,7 +57,7 @@ def make_refusal(folder: str, number: int, reason: str, expected: str | None = N
     return RunError(what, where=where, expected=expected, do=REFUSAL_ADVICE)
 
 
-def read_stream(folder: str) -> DeltaStream | None:
+def find_stream(folder: str) -> DeltaStream | None:
     """Read the identity of the run that writes a folder; return None if there is none yet.
 
     Raises:
@@ -122,8 +121,8 @@ def iterate_exports(folder: str, newer_than: int = 0) -> Iterator[tuple[str, Pos
         RunError: The stream's identity cannot be read.
         OSError: The store cannot be read.
     """
-    stream = read_stream(folder)
-    for number in sorted(list_numbers(folder, EXPORTS_FOLDER), reverse=True) if stream else ():
+    stream = find_stream(folder)
+    for number in reversed(list_numbers(folder, EXPORTS_FOLDER) if stream else []):
         if number <= newer_than:
             break
         uri = get_export_uri(folder, number)
@@ -146,8 +145,8 @@ def find_position(folder: str, export: str, source: ExportSource) -> Position:
     Raises:
         RunError: The folder does not contain exactly one delta that leads to the step of the export.
     """
-    stream, name = read_stream(folder), split_query(export)[0].rpartition("/")[2]
-    numbers, found = list_numbers(folder) if stream else set(), []
+    stream, name = find_stream(folder), split_query(export)[0].rpartition("/")[2]
+    numbers, found = set(list_numbers(folder, DELTAS_FOLDER)) if stream else set(), []
     for number in sorted(numbers & {int(name)} if name.isdecimal() and name.isascii() else numbers):
         with suppress(UnreadableError):
             entry = read_delta_manifest(folder, number)
@@ -164,13 +163,5 @@ def find_position(folder: str, export: str, source: ExportSource) -> Position:
     return found[0]
 
 
-def list_numbers(folder: str, part: str = DELTAS_FOLDER) -> set[int]:
-    """Return the numbers of the manifests or of the exports in a folder of deltas."""
-    filesystem, path = open_filesystem(join_uri(folder, part))
-    infos = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    names = (info.base_name.removesuffix(".json") for info in infos)
-    return {int(name) for name in names if name.isdecimal() and name.isascii()}
-
-
 def _exists(uri: str) -> bool:
-    return query_file_info(uri).type == fs.FileType.File
+    return query_file_info(uri).is_file

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic, time
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -17,23 +15,14 @@ from torch import nn
 
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common.collectives import Peers
-from raytrec.common.errors import RaytrecError, RunError, get_first_line
-from raytrec.common.formatting import as_dict
-from raytrec.common.output_folder import OutputFolder
-from raytrec.common.storage import join_uri, query_file_info
+from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
 from raytrec.deltas.changed_ids import IdChanges, IdRowChanges
 from raytrec.deltas.changes import RowChanges, RowPiece, TakenRows, count_bytes, iterate_pieces
 from raytrec.deltas.files import DeltaFiles, read_named_rows
-from raytrec.deltas.format import (
-    DELTAS_FOLDER,
-    DeltaManifest,
-    DeltaTable,
-    encode_manifest,
-    format_number,
-    get_manifest_uri,
-)
-from raytrec.deltas.stream import NewestDelta, find_deltas_since, find_newest_delta, list_exports, read_stream
+from raytrec.deltas.format import DeltaTable
+from raytrec.deltas.manifests import DeltaOutcome, ManifestWriter, describe_failure
+from raytrec.deltas.stream import read_stream
 from raytrec.embeddings.managed.batches import ManagedBatches
 
 MAX_COPY_BYTES = 1 << 30  # of changed rows on a rank; for larger deltas, training waits until they are written
@@ -51,20 +40,6 @@ class _Cut:
     rows: TakenRows
     ids: dict[str, IdRowChanges]
     dense: dict[str, torch.Tensor]
-
-
-class _Outcome(NamedTuple):
-    """Outcome of writing a delta, the same on all ranks.
-
-    Attributes:
-        number: Number of the delta if it has been written, else of the newest known delta.
-        error: Reason why it was not written, or None.
-        is_overtaken: True if another process has written deltas in the meantime.
-    """
-
-    number: int
-    error: str | None = None
-    is_overtaken: bool = False
 
 
 class DeltaPublisher:
@@ -100,7 +75,7 @@ class DeltaPublisher:
     ):
         self._section, self._folder, self._state = config.export.deltas, config.export.deltas.to, state
         self._stream = read_stream(config)
-        self._confirm, self._warn = confirm, warn
+        self._warn = warn
         self._sizes = {name: DeltaTable(rows=t.shape[0], dim=t.shape[1]) for name, t in state.tables.items()}
         self._rows, self._ids = RowChanges(model, state.tables), IdChanges(managed.maps if managed else {})
         if managed:
@@ -114,15 +89,13 @@ class DeltaPublisher:
         # A single rank needs no group, whose threads would poll.
         self._peers = Peers(group=dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltas")
-        self._running: Future[_Outcome] | None = None
+        self._running: Future[DeltaOutcome] | None = None
         self._cut: _Cut | None = None
         self._cut_at, self._is_requested = monotonic(), False
         self._has_failed, self._marks_all = False, False
-        self._newest: NewestDelta | None = None  # on rank 0; None: unknown
-        self._hashes: set[str] = set()  # of the manifests of this process
+        self._manifests = ManifestWriter(self._folder, self._stream, self._sizes, confirm)  # used by rank 0
         self.written: dict[int, int] = {}
-        self.lacks_export = False
-        self._number = self._mark_since(position, step)
+        self._number, self.lacks_export = self._mark_since(position, step)
 
     def take_request(self) -> bool:
         """Return True once if export.deltas.every_s has passed since the last delta, and that delta is complete."""
@@ -200,13 +173,17 @@ class DeltaPublisher:
                 copies[part.removeprefix(HEAD)] = dense.get(part + AVERAGE, dense[name]).detach().to("cpu", copy=True)
         return copies
 
-    def _mark_since(self, position: Mapping[str, Any] | None, step: int) -> int:
-        """Count the changes of all deltas since a checkpoint as changes, and return the number of the newest delta."""
+    def _mark_since(self, position: Mapping[str, Any] | None, step: int) -> tuple[int, bool]:
+        """Count the changes of all deltas since a checkpoint as changes.
+
+        Returns:
+            Number of the newest delta, and True if the folder contains no full export.
+        """
         found: list[Any] = [None]
         if dist.get_rank() == 0:
-            found[0] = self._find_since(position, step)
+            found[0] = self._manifests.find_deltas_since(position, step)
         dist.broadcast_object_list(found)
-        number, deltas = found[0]
+        number, deltas, lacks_export = found[0]
         ids: dict[str, list[torch.Tensor]] = {}
         try:
             for delta in deltas or ():
@@ -222,24 +199,13 @@ class DeltaPublisher:
         else:
             for table in sorted(ids):
                 self._ids.mark(table, torch.cat(ids[table]).unique())
-        return number
+        return number, lacks_export
 
-    def _find_since(self, position: Mapping[str, Any] | None, step: int) -> tuple[int, list[DeltaManifest] | None]:
-        """Return the number of the newest delta, and the deltas since a checkpoint, or None if they are unknown."""
-        known = {"stream": self._stream.id, "number": 0} if position is None else as_dict(position)
-        try:
-            self._newest = find_newest_delta(self._folder)
-            self.lacks_export = not list_exports(self._folder)
-        except OSError:
-            return 0, None
-        is_same = known.get("stream") == self._stream.id
-        return self._newest.number, find_deltas_since(self._folder, self._newest, known if is_same else None, step)
-
-    def _publish(self, cut: _Cut, pieces: list[RowPiece] | None) -> _Outcome:
+    def _publish(self, cut: _Cut, pieces: list[RowPiece] | None) -> DeltaOutcome:
         """Write this rank's files, and on rank 0 the manifest; runs in the thread."""
-        number, name, error = self._peers.objects(self._begin_attempt())[0]
+        number, name, error = self._peers.objects(None if dist.get_rank() else self._manifests.begin(self._number))[0]
         if error is not None:
-            return _Outcome(number, error, is_overtaken=not name)
+            return DeltaOutcome(number, error, is_overtaken=not name)
         files, rank = DeltaFiles(self._folder, name, self._sizes), dist.get_rank()
         try:
             files.write_rows(f"rows-{rank:05d}.arrow", iterate_pieces(cut.rows) if pieces is None else pieces)
@@ -248,71 +214,17 @@ class DeltaPublisher:
                 self._check_dense(cut.dense)
                 files.write_dense("dense.arrow", cut.dense)
         except Exception as failure:
-            error = _describe(failure)
+            error = describe_failure(failure)
         entries, errors = zip(*self._peers.objects((files.entries, error)), strict=True)
         error = next(filter(None, errors), None)
         if error is None and rank == 0:
-            error = self._commit(cut, number, entries)
-        (error,) = self._peers.objects(error)[:1]
+            error = self._manifests.commit(number, entries, step=cut.step, cut_unix_s=cut.unix_s, last=cut.last)
+        error = self._peers.objects(error)[0]
         if error is not None and rank == 0:
-            self._newest = None
-            with suppress(OSError, RaytrecError):  # a store may have created the manifest in spite of the error
-                if not query_file_info(get_manifest_uri(self._folder, number)).is_file:
-                    files.discard()
-        return _Outcome(number if error is None else number - 1, error)
-
-    def _begin_attempt(self) -> tuple[int, str, str | None] | None:
-        """Return the number and the folder of the next delta on rank 0, and None on other ranks.
-
-        If there is an error, the number is that of the newest known delta. The folder is empty if another process
-        has written newer deltas.
-        """
-        if dist.get_rank():
-            return None
-        try:
-            if self._newest is None:
-                newest = find_newest_delta(self._folder)
-                if newest.number > self._number and newest.sha256 not in self._hashes:
-                    self._hashes.add(newest.sha256)
-                    return newest.number, "", f"another process has written delta {newest.number}"
-                self._newest = newest
-        except (OSError, RaytrecError) as failure:
-            return self._number, "-", _describe(failure)
-        number = self._newest.number + 1
-        return number, f"{format_number(number)}-{uuid.uuid4().hex[:8]}", None
-
-    def _commit(self, cut: _Cut, number: int, entries: tuple[dict, ...]) -> str | None:
-        """Write the manifest on rank 0, and return the reason if that fails."""
-        manifest = DeltaManifest(
-            stream=self._stream.id,
-            number=number,
-            parent=self._newest.sha256,
-            step=cut.step,
-            cut_unix_s=cut.unix_s,
-            last=cut.last,
-            tables=self._sizes,
-        )
-        for operation, files in (item for rank_entries in entries for item in rank_entries.items()):
-            manifest.files.setdefault(operation, {}).update(files)
-        content, sha256 = encode_manifest(manifest)
-        try:
-            self._confirm()
-            if query_file_info(get_manifest_uri(self._folder, number)).is_file:
-                raise RunError(f"another process has written delta {number}")
-            self._hashes.add(sha256)
-            OutputFolder(join_uri(self._folder, DELTAS_FOLDER)).write(f"{format_number(number)}.json", content)
-        except (OSError, RaytrecError) as failure:
-            return _describe(failure)
-        self._newest = NewestDelta(number, sha256)
-        return None
+            self._manifests.give_up(number, files)
+        return DeltaOutcome(number if error is None else number - 1, error)
 
     def _check_dense(self, dense: Mapping[str, torch.Tensor]) -> None:
         for name, value in dense.items():
             if f"{HEAD}{name}{VALUE}" not in self._state.unbounded and not value.isfinite().all():
                 raise RunError(f"the dense weight {name} contains NaN or infinity")
-
-
-def _describe(failure: Exception) -> str:
-    if isinstance(failure, RaytrecError):
-        return failure.what
-    return (isinstance(failure, OSError) and failure.strerror) or get_first_line(failure)

@@ -10,7 +10,8 @@ from contextlib import suppress
 from tempfile import TemporaryFile
 from time import sleep
 
-from raytrec.checkpoint.files import pin, steps
+from raytrec.checkpoint.files import get_step_folder, steps
+from raytrec.checkpoint.pins import pin, unpin
 from raytrec.common.errors import get_last_line
 from raytrec.common.messages import Saved
 from raytrec.config.run_config import RunConfig
@@ -43,7 +44,7 @@ class DeltaExports:
         self._clean_up()
         with suppress(OSError):
             for step in steps(config.checkpoint_root):  # an earlier driver may have been killed
-                pin(config.checkpoint_root, step, False)
+                unpin(get_step_folder(config.checkpoint_root, step))
 
     def add(self, saved: Saved) -> None:
         """Consider a saved checkpoint for an export."""
@@ -60,11 +61,11 @@ class DeltaExports:
             self._saved = None
             self._start_export(saved)
 
-    def finish(self, show_phase: Callable[[str], None]) -> None:
+    def finish(self, show_phase: Callable[[str, bool], None]) -> None:
         """Wait for the export in progress, and for the first export if it is due."""
         self.poll()
         while self._process is not None:
-            show_phase(f"exporting step {self._exporting.step} for services that follow the run")
+            show_phase(f"exporting step {self._exporting.step} for services that follow the run", False)
             sleep(POLL_INTERVAL_S)
             self.poll()
 
@@ -77,7 +78,7 @@ class DeltaExports:
 
     def _start_export(self, saved: Saved) -> None:
         with suppress(OSError):  # the checkpoint has been removed
-            pin(self._config.checkpoint_root, saved.step, True)
+            pin(saved.folder)
             place = get_export_uri(self._section.to, saved.delta)
             command = [sys.executable, "-P", "-m", "raytrec", "export", self._config.run.dir, "--out", place]
             command += ["--checkpoint", str(saved.step), "--allow-code"]  # this process has judged the configuration
@@ -108,7 +109,7 @@ class DeltaExports:
     def _unpin(self) -> None:
         self._process = None
         with suppress(OSError):
-            pin(self._config.checkpoint_root, self._exporting.step, False)
+            unpin(self._exporting.folder)
 
     def _clean_up(self) -> None:
         """Remove old exports and deltas, and find the newest export."""

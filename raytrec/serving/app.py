@@ -19,7 +19,7 @@ from raytrec import __version__
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError, SchemaError
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.batching import Batcher, Scores, make_busy_refusal
+from raytrec.serving.batching import Batcher, VersionedScores, make_busy_refusal
 from raytrec.serving.bodies import JSON, Limits, Query, RefusedRequest, decode_request, encode_response, json_response
 from raytrec.serving.challenger import ShadowQueue, is_in_share
 from raytrec.serving.inference_protocol import MODEL_TEMPLATES, decode_inference, describe_tensors, match_path
@@ -201,7 +201,7 @@ class Service:
         kind, content = encode_response(request.headers.get("accept", ""), scores.version, names, scores)
         return Response(content, media_type=kind, headers=headers)
 
-    async def _score(self, request: Request, query: Query, decode: Decoder) -> tuple[Scores, dict[str, str]]:
+    async def _score(self, request: Request, query: Query, decode: Decoder) -> tuple[VersionedScores, dict[str, str]]:
         """Return the scores of a request's rows and the headers of its answer; count and log the rows.
 
         Args:

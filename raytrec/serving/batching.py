@@ -22,7 +22,7 @@ RETRY_AFTER_S = 1  # seconds after which a refused client may try again
 MIN_FULL_BATCH_ROWS = 32  # minimum size of a full batch, even if it exceeds the time budget
 
 
-class Scores(list[np.ndarray]):
+class VersionedScores(list[np.ndarray]):
     """Scores of each task.
 
     Args:
@@ -86,7 +86,7 @@ class Batcher:
         else:
             action()
 
-    async def score(self, query: Query) -> Scores:
+    async def score(self, query: Query) -> VersionedScores:
         """Return the scores of a query's rows, as Scorer.score does.
 
         Raises:
@@ -106,7 +106,7 @@ class Batcher:
             if is_whole:
                 return await pieces[0].done
             scores = await asyncio.gather(*(piece.done for piece in pieces))
-            return Scores([np.concatenate(each) for each in zip(*scores, strict=True)], scores[0].version)
+            return VersionedScores([np.concatenate(each) for each in zip(*scores, strict=True)], scores[0].version)
         finally:
             self.waiting -= len(rows)
             for piece in pieces:  # no longer needed if the client has left or a row is wrong
@@ -174,10 +174,10 @@ class Batcher:
             for piece in batch:
                 piece.done.set_exception(error)
             return
-        start = 0
+        start, version = 0, batch[0].query.scorer.version
         for piece in batch:
             stop = start + len(piece.rows)
-            piece.done.set_result(Scores((values[start:stop] for values in scores), piece.query.scorer.version))
+            piece.done.set_result(VersionedScores((values[start:stop] for values in scores), version))
             start = stop
 
 

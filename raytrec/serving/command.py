@@ -72,11 +72,11 @@ def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
     Raises:
         RunError: There is no full export after EXPORT_TIMEOUT_S, or the folder cannot be read.
     """
-    from raytrec.deltas.chain import iterate_exports, read_stream
+    from raytrec.deltas.chain import find_stream, iterate_exports
 
     deadline, printed = monotonic() + EXPORT_TIMEOUT_S, ""
     while next(iterate_exports(folder), None) is None:
-        stream = read_stream(folder)
+        stream = find_stream(folder)
         state = f"run {stream.run} has not written a full export" if stream else "no run has written to the folder"
         if monotonic() > deadline:
             do = "check that a run with export.deltas.to trains and saves checkpoints"

@@ -14,7 +14,7 @@ from prometheus_client import Counter, Gauge
 
 from raytrec.common.errors import RaytrecError, RunError, get_first_line
 from raytrec.deltas.apply import PreparedDelta, read_delta
-from raytrec.deltas.chain import Position, check_gap, iterate_exports, read_next, read_stream
+from raytrec.deltas.chain import Position, check_gap, find_stream, iterate_exports, read_next
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.loaded_exports import LoadedExports
 
@@ -148,7 +148,7 @@ class Follower:
         self._applied.inc()
 
     def _check_stream(self) -> None:
-        stream, own = read_stream(self._folder), self.position.manifest.stream
+        stream, own = find_stream(self._folder), self.position.manifest.stream
         if stream and stream.id != own:
             raise RunError(
                 f"the run has begun anew as stream {stream.id}",
@@ -168,7 +168,7 @@ class Follower:
 
     def _heal(self) -> bool:
         """Load the newest full export after the current delta or of a new stream; return False if there is none."""
-        stream = read_stream(self._folder)
+        stream = find_stream(self._folder)
         is_same = stream is None or stream.id == self.position.manifest.stream
         loaded = self._load_newest(self.position.number if is_same else 0, background=True)
         if loaded is None:

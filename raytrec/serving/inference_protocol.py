@@ -21,7 +21,7 @@ from starlette.responses import Response
 from raytrec.common.errors import DataError
 from raytrec.data.arrow import is_list, value_type
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.batching import Scores
+from raytrec.serving.batching import VersionedScores
 from raytrec.serving.bodies import JSON, Limits, Query, check_object_count, check_type, make_query
 from raytrec.serving.tensors import DATATYPES, InputTensor, Message, Parameters, read_tensors, to_table
 
@@ -60,7 +60,7 @@ class Inference(NamedTuple):
     id: str | None
     outputs: dict[str, bool]
 
-    def encode(self, model: str, scores: Scores, headers: dict[str, str]) -> Response:
+    def encode(self, model: str, scores: VersionedScores, headers: dict[str, str]) -> Response:
         """Return the answer to the request.
 
         Args:

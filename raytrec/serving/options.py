@@ -52,9 +52,9 @@ class ServiceOptions(Section):
     def _read_run(self) -> str:
         if not self.follow:
             return read_manifest(self.uri).source.run
-        from raytrec.deltas.chain import read_stream
+        from raytrec.deltas.chain import find_stream
 
-        if stream := read_stream(self.uri):
+        if stream := find_stream(self.uri):
             return stream.run
         what, expected = "no run has written deltas to this folder", "a folder of export.deltas.to"
         raise RunError(what, where=self.uri, expected=expected)

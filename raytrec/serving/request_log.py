@@ -22,7 +22,7 @@ from raytrec.common.output_folder import OutputFolder
 from raytrec.common.redaction import hide
 from raytrec.common.storage import make_absolute
 from raytrec.data.arrow import pick_columns
-from raytrec.serving.batching import Scores
+from raytrec.serving.batching import VersionedScores
 from raytrec.serving.bodies import Query
 from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.skew.samples import REQUEST_COLUMN, VERSION_KEY
@@ -50,7 +50,7 @@ class LoggedRequest:
     @property
     def version(self) -> str:
         """Return the version that computed the scores."""
-        return self.scores.version if isinstance(self.scores, Scores) else self.query.scorer.version
+        return self.scores.version if isinstance(self.scores, VersionedScores) else self.query.scorer.version
 
 
 class RequestLog:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
-from time import monotonic, time
-from typing import TYPE_CHECKING, Any
+from time import monotonic
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,60 +15,25 @@ from raytrec.checkpoint.files import get_step_folder, steps
 from raytrec.checkpoint.index import read_index
 from raytrec.checkpoint.managed import gather_ids, load_with_ids
 from raytrec.checkpoint.save import CheckpointWriter, NonfiniteStateError, Saved
-from raytrec.checkpoint.snapshot import RowSnapshot
-from raytrec.checkpoint.state import LogicalState
 from raytrec.common import messages
 from raytrec.common.errors import ErrorParts, RunError
-from raytrec.common.machine import get_installed_versions
 from raytrec.common.messages import Command, Restart
-from raytrec.common.redaction import hide_all
-from raytrec.common.storage import quote_for_shell
 from raytrec.config.features import resolve_features
-from raytrec.embeddings.sharding import describe_plan
+from raytrec.worker.checkpoint_entries import (
+    add_advice,
+    describe_run,
+    make_publisher,
+    make_row_snapshot,
+    make_unsaved_error,
+)
 from raytrec.worker.consensus import Decision, StepConsensus
 from raytrec.worker.nonfinite import NAN_FOLDER, LossMonitor, dump
 from raytrec.worker.progress import RankRun
-from raytrec.worker.step import Step, StepOutputs
-
-if TYPE_CHECKING:
-    from raytrec.deltas.publish import DeltaPublisher
+from raytrec.worker.step import StepOutputs
 
 
 class Stopped(Exception):
     """Signal, raised on all ranks, that a user has stopped the run and its state has been saved."""
-
-
-def make_row_snapshot(step: Step, state: LogicalState, on_wait: Callable[[], None]) -> RowSnapshot:
-    """Return a snapshot that preserves rows changed during a save by training or by reassignment of ids.
-
-    `on_wait` is passed to RowSnapshot.
-    """
-    rows = RowSnapshot(step.model, state.tables, on_wait)
-    if step.managed is not None:
-        step.managed.on_write = rows.preserve_rows
-    return rows
-
-
-def make_publisher(run: RankRun, about: Mapping[str, Any] | None) -> DeltaPublisher:
-    """Return the writer of the run's deltas (export.deltas); a collective.
-
-    Args:
-        run: Run that writes the deltas.
-        about: Entry "about" of the restored checkpoint's index; None at the start of a run.
-    """
-    from raytrec.deltas.publish import DeltaPublisher
-
-    context = run.context
-    return DeltaPublisher(
-        context.task.config,
-        run.step.model,
-        run.state,
-        run.step.managed,
-        None if about is None else about.get("deltas", {}),
-        run.progress.step,
-        context.heartbeat.confirm,
-        lambda text: context.report(messages.Warn(text=text)),
-    )
 
 
 class CheckpointManager:
@@ -108,10 +73,11 @@ class CheckpointManager:
         """
         step, command = self._progress.step, self._context.heartbeat.command
         is_due = self._is_due or monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
-        if self._context.index == 0 and command == Command.GO and is_due and not self._requested:
-            command, self._requested = Command.SAVE, True
-        elif command == Command.GO and self._deltas and self._deltas.take_request():
-            command = Command.DELTA
+        if self._context.index == 0 and command == Command.GO and not self._requested:
+            if is_due:
+                command, self._requested = Command.SAVE, True
+            elif self._deltas is not None and self._deltas.take_request():
+                command = Command.DELTA
         self._losses.add(step, outputs.loss)
         decision = self._consensus.exchange(command, self._losses.poll_status(), self._saver.busy)
         if decision is None:
@@ -185,7 +151,7 @@ class CheckpointManager:
             self._collect_save()
             self._before_save()
             ids, about_ids = gather_ids(self._step.maps)
-            about = self._make_about() | about_ids | self._cut_delta(last)
+            about = describe_run(self._run) | about_ids | self._cut_delta(last)
             self._saver.save(step, self._state.tensors(), about, ids)
             self._saved_at, self._requested, self._is_due = monotonic(), False, False
         elif last:
@@ -242,20 +208,8 @@ class CheckpointManager:
         """
         if self._error is not None:
             self.finish(again=True)
-        return None if self._error is None else self._unsaved_model_error(self._error).parts
-
-    def _unsaved_model_error(self, error: RunError) -> RunError:
-        """Return the error of a run whose last checkpoint could not be written."""
-        if isinstance(error, NonfiniteStateError):
-            return error
-        folder = self._config.run.dir
-        from_step = f"from the checkpoint of step {self._newest}" if self._newest else "from the beginning"
-        return RunError(
-            f"the trained model is not saved: {error.what}",
-            where=error.where,
-            expected=error.expected,
-            do=f"free up space, and train the remaining steps {from_step}: raytrec train --resume "
-            f"{quote_for_shell(folder)}",
+        return (
+            None if self._error is None else make_unsaved_error(self._error, self._config.run.dir, self._newest).parts
         )
 
     def _collect_save(self) -> Saved | None:
@@ -286,27 +240,13 @@ class CheckpointManager:
             )
         )
         if isinstance(saved.error, NonfiniteStateError):
-            saved = replace(saved, error=self._add_advice(saved.error))
+            saved = replace(saved, error=add_advice(saved.error, self._context.task, self._newest))
             if self._config.checks.finite == "stop":
                 raise saved.error
         return saved
 
     def _warn(self, text: str) -> None:
         self._context.report(messages.Warn(text=text))
-
-    def _add_advice(self, error: NonfiniteStateError) -> NonfiniteStateError:
-        """Return the error with advice on restarting from the newest checkpoint, which is finite."""
-        optim = self._config.optim
-        lower = f"optim.embeddings.lr={optim.embeddings.lr / 10:g} optim.dense.lr={optim.dense.lr / 10:g}"
-        if self._newest is None:
-            do = f"restart with lower learning rates ({lower}), or set train.max_grad_norm"
-        else:
-            folder = get_step_folder(self._context.task.checkpoint, self._newest)
-            do = (
-                "restart with the weights of the last checkpoint, which is finite, and lower learning rates "
-                f"or train.max_grad_norm: raytrec train --warm-start {quote_for_shell(folder)} {lower}"
-            )
-        return NonfiniteStateError(error.what, where=error.where, expected=error.expected, do=do)
 
     def _find_unfinished_step(self) -> tuple[int, str] | None:
         """Return the first step and phase that the GPU has not finished, or None; called by the heartbeat's thread."""
@@ -343,18 +283,3 @@ class CheckpointManager:
             do="inspect the batch; lower optim.dense.lr or optim.embeddings.lr; scale dense columns to about "
             "±10; or set train.on_nan=skip",
         )
-
-    def _make_about(self) -> dict[str, Any]:
-        config, task = self._config, self._context.task
-        return {
-            "name": config.run.name,
-            "saved_unix_s": time(),
-            "progress": self._progress.record(),
-            "evaluation": self._progress.last_evaluation,
-            "data": task.fingerprint,
-            "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # checkpoints are shared
-            "schema": task.schema.to_yaml(),
-            "plan": describe_plan(self._run.plan),
-            "world_size": self._context.world,
-            "versions": get_installed_versions(),
-        }

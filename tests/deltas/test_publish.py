@@ -1,11 +1,15 @@
 """Deltas of a training run, applied by the reader of docs/online.md, lead to exactly the run's states."""
 
 import re
+import sys
 from pathlib import Path
 
 import loop
 import numpy as np
 import pytest
+import torch
+from checkpoints import read_about
+from disks import fill_disk, small_disk
 from managed_ids import managed_schema
 from ranks import run_on_ranks
 from small import SCHEMA
@@ -62,7 +66,7 @@ def read_state(made):
     return tables, ids, dense
 
 
-def train(rank, world, folder, plan, schema, settings, stop=None, resume=False):
+def train(rank, world, folder, plan, schema, settings, stop=None, resume=False, disturb=None):
     """Train, and return the states by step and the warnings."""
     steps, every = (MANAGED_STEPS, MANAGED_EVERY) if schema.managed else (STEPS, EVERY)
     changes = ["run.name=run", f"checkpoint.every_steps={every}", *delta_settings(folder), *settings]
@@ -77,6 +81,8 @@ def train(rank, world, folder, plan, schema, settings, stop=None, resume=False):
 
     def after(made):
         made.checkpoints._deltas.wait_until_written()  # so that the next delta is not skipped
+        if disturb:
+            disturb(made)
         if not made.step.is_map_ahead:
             states[made.progress.step] = read_state(made)
         return loop.STOP if made.progress.step == stop else None
@@ -122,7 +128,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW_CASES = ["table_wise", "grid_shard", "one rank", "managed ids, column-wise"]  # others cover their parts
+
+
+def mark_slow(names, slow_names):
+    return [pytest.param(name, marks=[pytest.mark.survive] if name in slow_names else []) for name in names]
+
+
+@pytest.mark.parametrize("name", mark_slow(CASES, SLOW_CASES))
 def test_each_delta_leads_to_the_state_of_its_step(tmp_path, name):
     world, plan, schema, settings = CASES[name]
     create_stream(tmp_path)
@@ -142,16 +155,76 @@ RESUMES = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMES)
-def test_deltas_after_a_resume_lead_to_the_states_of_the_run(tmp_path, name):
-    """Deltas exist beyond the checkpoint to which the run returns, with another plan and number of ranks."""
+@pytest.mark.parametrize("name", mark_slow(RESUMES, ["data-parallel to table-wise", "managed ids"]))
+@pytest.mark.parametrize(
+    "is_lost", [False, pytest.param(True, marks=pytest.mark.survive)], ids=["", "delta of the checkpoint lost"]
+)
+def test_deltas_after_a_resume_lead_to_the_states_of_the_run(tmp_path, name, is_lost):
+    """Deltas exist beyond the checkpoint to which the run returns, with another plan and number of ranks.
+
+    If the delta of the checkpoint was not written, the changes before the checkpoint are not known.
+    """
     schema, (world, plan), (new_world, new_plan) = RESUMES[name]
     create_stream(tmp_path)
     saved, stop, end = (8, 14, MANAGED_STEPS) if schema.managed else (4, 7, STEPS)
     states, _ = run_on_ranks(world, train, str(tmp_path), plan, schema, [], stop)[0]
+    if is_lost:
+        about = read_about(tmp_path / f"run/checkpoints/step-{saved:010d}")
+        for path in sorted((tmp_path / "deltas/deltas").glob("*.json"))[about["deltas"]["number"] - 1 :]:
+            path.unlink()
     steps, state = check_states(tmp_path, states, 1, begin_state(states))
-    assert steps[-1][0] > saved
+    assert (steps[-1][0] < saved) if is_lost else (steps[-1][0] > saved)
     states, warnings = run_on_ranks(new_world, train, str(tmp_path), new_plan, schema, [], None, True)[0]
     assert min(states) == saved and not warnings
     steps, _ = check_states(tmp_path, states, len(steps) + 1, state)
     assert steps[-1] == (end, True) and len(steps) > 2
+
+
+def fill_disk_for_a_while(made):
+    """Fill the disk of the deltas after step 3, and free it after step 7, on rank 0."""
+    place = Path(made.context.task.config.export.deltas.to)
+    if made.context.index == 0 and made.progress.step == 3:
+        fill_disk(place)
+    if made.context.index == 0 and made.progress.step == 7:
+        (place / "ballast").unlink()
+
+
+@pytest.mark.parametrize(
+    "schema", [SCHEMA, pytest.param(managed_schema(), marks=pytest.mark.survive)], ids=["plain ids", "managed ids"]
+)
+def test_delta_after_a_full_disk_contains_all_changes(tmp_path, schema):
+    with small_disk(tmp_path / "deltas", "1m"):
+        create_stream(tmp_path)
+        arguments = str(tmp_path), "row_wise", schema, [], None, False, fill_disk_for_a_while
+        states, warnings = run_on_ranks(2, train, *arguments)[0]
+        steps, _ = check_states(tmp_path, states, 1, begin_state(states))
+        folders = {path.name.partition("-")[0] for path in (tmp_path / "deltas/deltas").iterdir() if path.is_dir()}
+    assert len(warnings) == 1 and "No space left" in warnings[0], "one warning for several failures"
+    assert steps[-1][1] and len(steps) > 2
+    assert len(folders) == len(steps), "files of failed deltas remain"
+
+
+def test_rows_with_nan_are_not_written(tmp_path):
+    from raytrec.deltas.changes import RowPiece
+    from raytrec.deltas.files import DeltaFiles
+
+    files = DeltaFiles(str(tmp_path), "000000000001-a", ["user"])
+    values = torch.tensor([[1.0, 2.0], [3e38, 3e38], [torch.nan, 0.0]])
+    files.write_rows("finite.arrow", [RowPiece("user", torch.arange(2), 0, values[:2])])
+    assert list(files.entries["rows"]) == ["000000000001-a/finite.arrow"]
+    with pytest.raises(ValueError, match="table user contain NaN"):
+        files.write_rows("rows.arrow", [RowPiece("user", torch.arange(3), 0, values)])
+    assert [path.name for path in tmp_path.rglob("*.arrow")] == ["finite.arrow"]
+
+
+def test_training_without_deltas_does_not_import_them(tmp_path):
+    assert run_on_ranks(1, find_delta_modules, str(tmp_path)) == [[]]
+
+
+def find_delta_modules(rank, world, folder):
+    """Train without deltas, and return the modules of raytrec.deltas that are imported meanwhile."""
+    for name in [name for name in sys.modules if name.startswith("raytrec.deltas.")]:
+        del sys.modules[name]  # the process may have served other tests
+    made = loop.make_worker_loop(rank, world, 2, [], f"{folder}/run").train(2)
+    assert made.error is None
+    return [name for name in sys.modules if name.startswith("raytrec.deltas.")]
