@@ -21,6 +21,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from raytrec.common.collectives import to_device_tensor
 from raytrec.compat.torchrec_ import (
     ShardedEmbeddingTable,
     iterate_replicated_kernels,
@@ -133,7 +134,7 @@ def offset_ids(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
         return ids_N
     firsts = [sum(rows[:i]) for i, table in enumerate(list_kernel_tables(kernel)) for _ in table.feature_names]
     lengths_KB = features.lengths().view(len(firsts), -1)
-    first_K = torch.tensor(firsts).to(ids_N.device, non_blocking=True)
+    first_K = to_device_tensor(firsts, ids_N.device)
     return ids_N + first_K.repeat_interleave(lengths_KB.sum(1), output_size=len(ids_N))
 
 

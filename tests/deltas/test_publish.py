@@ -10,9 +10,9 @@ import pytest
 import torch
 from checkpoints import read_about
 from disks import fill_disk, small_disk
-from managed_ids import managed_schema
+from managed_ids import TABLES, managed_schema
 from ranks import run_on_ranks
-from small import SCHEMA
+from small import SCHEMA, make_small_schema
 
 STEPS, EVERY = 10, 4  # steps of a run, and between its checkpoints
 MANAGED_STEPS, MANAGED_EVERY = 18, 8  # the pipeline is drained before a delta, which takes a few steps
@@ -39,12 +39,17 @@ def create_stream(folder):
     open_stream(load_config(make_small_config(1, {}), settings))
 
 
-def shift_ids(rank, batches):
+def shift_ids(rank, batches, distance=2):
     """Shift the ids of managed tables at each step, so that new ids appear and old ones are evicted."""
     for step, batch in enumerate(batches):
         parts = batch.sparse.values().split(batch.sparse.length_per_key())
         for ids, key in zip(parts, batch.sparse.keys(), strict=True):
-            ids += 2 * step if key != "city" else 0
+            ids += distance * step if key != "city" else 0
+
+
+def shift_ids_further(rank, batches):
+    """Shift the ids after a resume by other distances, so that rows get other ids than before."""
+    shift_ids(rank, batches, 5)
 
 
 def read_state(made):
@@ -70,8 +75,9 @@ def train(rank, world, folder, plan, schema, settings, stop=None, resume=False, 
     """Train, and return the states by step and the warnings."""
     steps, every = (MANAGED_STEPS, MANAGED_EVERY) if schema.managed else (STEPS, EVERY)
     changes = ["run.name=run", f"checkpoint.every_steps={every}", *delta_settings(folder), *settings]
+    spoil = shift_ids_further if resume else shift_ids
     made = loop.make_worker_loop(
-        *(rank, world, steps, changes, f"{folder}/run", shift_ids if schema.managed else None),
+        *(rank, world, steps, changes, f"{folder}/run", spoil if schema.managed else None),
         plan=plan,
         schema=schema,
         kernel=None if plan == "data_parallel" else "fused",
@@ -119,16 +125,25 @@ def begin_state(states):
 PLANS = ["row_wise", "table_wise", "column_wise", "grid_shard", "data_parallel"]
 
 
+# Ids expire, and their rows are not reassigned in the run.
+EXPIRING = managed_schema({**TABLES, "user": {"rows": 400, "dim": 8, "ids": {"ttl_steps": 2}}})
 CASES = {
     **{plan: (2, plan, SCHEMA, []) for plan in PLANS},
     "one rank": (1, "row_wise", SCHEMA, []),
     "averages": (1, "table_wise", SCHEMA, ["train.ema=0.9"]),
     "managed ids": (3, "row_wise", managed_schema(), []),
     "managed ids, column-wise": (2, "column_wise", managed_schema(), []),
+    "expiring ids": (2, "row_wise", EXPIRING, []),
 }
 
 
-SLOW_CASES = ["table_wise", "grid_shard", "one rank", "managed ids, column-wise"]  # others cover their parts
+SLOW_CASES = [
+    "table_wise",
+    "grid_shard",
+    "one rank",
+    "managed ids",
+    "managed ids, column-wise",
+]  # others cover their parts
 
 
 def mark_slow(names, slow_names):
@@ -148,10 +163,13 @@ def test_each_delta_leads_to_the_state_of_its_step(tmp_path, name):
     assert not schema.managed or any(None in rows.values() for rows in ids.values()), "no row has lost its id"
 
 
+# Most rows are not looked up again before the first delta of the new group.
+LARGE = make_small_schema(tables={"user": {"rows": 600, "dim": 8}, "tag": {"rows": 300, "dim": 8}})
 RESUMES = {
-    "row-wise to column-wise": (SCHEMA, (2, "row_wise"), (3, "column_wise")),
+    "row-wise to column-wise": (LARGE, (2, "row_wise"), (3, "column_wise")),
     "data-parallel to table-wise": (SCHEMA, (3, "data_parallel"), (1, "table_wise")),
     "managed ids": (managed_schema(), (1, "table_wise"), (2, "row_wise")),
+    "expiring ids": (EXPIRING, (2, "row_wise"), (1, "table_wise")),
 }
 
 
