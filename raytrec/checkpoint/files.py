@@ -247,13 +247,10 @@ def measure_free_bytes(root: str) -> int | None:
 
 
 def discard(folder: str, attempt: str) -> None:
-    """Remove the files of a failed attempt, and the folder if it is then empty; errors are ignored.
-
-    A committed checkpoint is kept: a rank may fail after the commit, before all ranks know of it.
-    """
+    """Remove the files of a failed attempt, and the folder if it is then empty; errors are ignored."""
     from pyarrow import fs
 
-    with suppress(CheckpointError):
+    with suppress(CheckpointError):  # a rank can fail after the commit, before all ranks know of the commit
         if read_index(folder)["attempt"] == attempt:
             return
     filesystem, path = open_filesystem(folder)
