@@ -29,7 +29,7 @@ from raytrec.serving.openapi import Endpoint
 MAX_BLOCK_BYTES = 1 << 20  # a digest of this size takes about 1 ms, in which the replica answers no other request
 NUM_KEYS, PAIR_BYTES = 2**64, 16
 REPLICA_HEADER = "X-Replica"
-Part = Literal["rows", "ids", "dense"]
+StatePart = Literal["rows", "ids", "dense"]
 
 
 class BlockQuery(Section):
@@ -39,7 +39,7 @@ class BlockQuery(Section):
         values: True to return the bytes instead of their digest.
     """
 
-    part: Part
+    part: StatePart
     name: str
     first: int = Field(ge=0)
     end: int = Field(le=NUM_KEYS)

@@ -12,7 +12,7 @@ from raytrec.common.errors import RunError
 from raytrec.serving.command import parse_error
 from raytrec.serving.served_state import REPLICA_HEADER
 
-ANSWER_TIMEOUT_S = 60
+RESPONSE_TIMEOUT_S = 60
 CONNECT_TIMEOUT_S = 30  # time in which each replica must answer; a replica that has ended is listed for 15 s
 CONNECT_INTERVAL_S = 0.05
 
@@ -41,7 +41,7 @@ class ReplicaConnection:
         self._service, self._path = service, url.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
-        self._connection = kind(url.netloc, timeout=ANSWER_TIMEOUT_S)
+        self._connection = kind(url.netloc, timeout=RESPONSE_TIMEOUT_S)
         self.replica: str | None = None
         self._version: str | None = None
         self.state: dict[str, Any] = json.loads(self.get("/state"))

@@ -16,7 +16,7 @@ from raytrec.embeddings.hashing import ids_to_keys
 from raytrec.prediction.one_process import HEAD
 from raytrec.scoring.lookups import IdRows
 from raytrec.scoring.precisions import PRECISIONS
-from raytrec.serving.served_state import MAX_BLOCK_BYTES, NUM_KEYS, PAIR_BYTES, Part, describe_tensors, to_bytes
+from raytrec.serving.served_state import MAX_BLOCK_BYTES, NUM_KEYS, PAIR_BYTES, StatePart, describe_tensors, to_bytes
 
 
 class StoredState:
@@ -44,13 +44,13 @@ class StoredState:
         programs = {name.partition("/")[0] for name in served["dense"]}
         self._weights = {f"{program}/{name}": values[key] for program in programs for name, key in keys.items()}
         tables = {name: tensors.get(TENSOR_KEY.format(name, "weight")) for name in served["rows"]}
-        self.parts: dict[Part, dict[str, Any]] = {
+        self.parts: dict[StatePart, dict[str, Any]] = {
             "rows": {n: served["rows"][n] | {"shape": table["shape"]} for n, table in tables.items() if table},
             "ids": {name: served["ids"].get(name) for name in index["about"].get("ids", {}) if name in tables},
             "dense": describe_tensors(self._weights),
         }
 
-    def iterate_blocks(self, part: Part, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def iterate_blocks(self, part: StatePart, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield (first, end, values as a service stores them, [n, …]); a table is not read as a whole."""
         if part == "dense":
             values = self._weights[name].flatten()
@@ -70,7 +70,7 @@ class StoredState:
                     yield first, end, precision.encode(torch.from_numpy(stored.read(first, end)))
 
     def compare(
-        self, part: Part, name: str, first: int, values: torch.Tensor, content: bytes
+        self, part: StatePart, name: str, first: int, values: torch.Tensor, content: bytes
     ) -> tuple[int, float, Iterator[str]]:
         """Return number, largest difference and texts of the values that differ between a block and served bytes."""
         served = torch.from_numpy(np.frombuffer(content, np.uint8).copy())

@@ -16,7 +16,7 @@ from raytrec.common.formatting import format_percent
 from raytrec.common.storage import make_absolute, query_file_info, split_query
 from raytrec.driver.console import Result, RunConsole
 from raytrec.serving.options import find_token
-from raytrec.serving.served_state import Part, to_bytes
+from raytrec.serving.served_state import StatePart, to_bytes
 from raytrec.verification.replica_connection import ReplicaConnection, ServiceChangedError, connect
 from raytrec.verification.stored_state import StoredState
 
@@ -38,7 +38,7 @@ class Difference:
     """
 
     replica: str
-    part: Part
+    part: StatePart
     name: str
     count: int = 0
     largest: float = 0.0
@@ -138,7 +138,7 @@ def _check_states(replicas: Sequence[ReplicaConnection], step: int, service: str
 
 def _compare(replicas: Sequence[ReplicaConnection], stored: StoredState, console: RunConsole) -> list[Difference]:
     """Return the differences of all replicas, whose states differ at most in values."""
-    found: dict[tuple[str, Part, str], Difference] = {}
+    found: dict[tuple[str, StatePart, str], Difference] = {}
     state, rows = replicas[0].state, 0
     for part, expected in stored.parts.items():
         for name in sorted(expected.keys() | state[part].keys()):
@@ -164,5 +164,5 @@ def _compare(replicas: Sequence[ReplicaConnection], stored: StoredState, console
     return [*found.values()]
 
 
-def _count(state: dict[str, Any], part: Part) -> int:
+def _count(state: dict[str, Any], part: StatePart) -> int:
     return sum(each["shape"][0] for each in state[part].values())
