@@ -10,9 +10,10 @@ from struct import error as StructError
 import numpy as np
 import pyarrow as pa
 import torch
+from pyarrow import fs
 
 from raytrec.common.errors import RaytrecError, get_first_line
-from raytrec.common.storage import join_uri, read_bytes
+from raytrec.common.storage import join_uri, open_filesystem
 from raytrec.config.schema import Schema
 from raytrec.data.arrow_messages import has_compressed_buffers
 from raytrec.deltas.chain import Position, make_refusal
@@ -109,26 +110,29 @@ def _read_files(folder: str, position: Position, operation: Operation) -> Iterat
     for name, entry in position.manifest.files.get(operation, {}).items():
         try:
             yield from _read_file(join_uri(folder, f"{DELTAS_FOLDER}/{name}"), entry, make_arrow_schema(operation))
-        except FileNotFoundError:
-            raise UnusableDeltaError(f"{name} is missing") from None
         except (OSError, ValueError, StructError, pa.ArrowException) as error:
             raise UnusableDeltaError(f"{name}: {get_first_line(error)}") from None
 
 
 def _read_file(uri: str, entry: FileEntry, schema: pa.Schema) -> list[pa.RecordBatch]:
-    content = read_bytes(uri, entry.bytes)
-    if (len(content), hashlib.sha256(content).hexdigest()) != (entry.bytes, entry.sha256):
+    filesystem, path = open_filesystem(uri)
+    info, content = filesystem.get_file_info(path), pa.py_buffer(b"")
+    if info.type == fs.FileType.NotFound:
+        raise UnusableDeltaError("the file is missing")
+    if info.is_file and info.size == entry.bytes:  # a pipe would block
+        with filesystem.open_input_stream(path) as file:
+            content = file.read_buffer(entry.bytes)
+    if (content.size, hashlib.sha256(content).hexdigest()) != (entry.bytes, entry.sha256):
         raise UnusableDeltaError(f"the file differs from the written file of {entry.bytes:,} bytes")
     # The messages are read in their order; the footer, which could point elsewhere, is not used.
-    stream = pa.py_buffer(content).slice(ARROW_MAGIC_BYTES)
+    stream = content.slice(min(ARROW_MAGIC_BYTES, content.size))
     if has_compressed_buffers(stream):
         raise UnusableDeltaError("the buffers are compressed")
     table = pa.ipc.open_stream(stream).read_all()
     if not table.schema.equals(schema, check_metadata=True):
         raise UnusableDeltaError("the Arrow schema or its metadata differ from the format of deltas")
     table.validate(full=True)  # offsets outside of the values would read other memory
-    nullable = {"id"}
-    if any(table[name].null_count for name in table.column_names if name not in nullable):
+    if any(table[name].null_count for name in table.column_names if name != "id"):
         raise UnusableDeltaError("a value is null")
     return table.to_batches()
 
@@ -162,12 +166,12 @@ def _split_rows(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, list
             raise UnusableDeltaError("a value is null")
         values = values.to_numpy()
         for name, places in _select_tables(batch, schema):
-            spans = np.stack([columns[places], np.diff(offsets)[places]], 1)
-            for column, width in np.unique(spans, axis=0).tolist():
+            spans = columns[places].astype(np.int64) << 32 | np.diff(offsets)[places]
+            for column, width in (divmod(span, 1 << 32) for span in np.unique(spans).tolist()):
                 if column < 0 or width < 1 or column + width > schema.tables[name].dim:
                     raise UnusableDeltaError(f"columns {column} to {column + width - 1} are not in table {name}")
-                chosen = places[(spans == (column, width)).all(1)]
-                piece = values[offsets[chosen][:, None] + np.arange(width)]
+                chosen = places[spans == (column << 32 | width)]
+                piece = np.lib.stride_tricks.sliding_window_view(values, width)[offsets[chosen]]
                 pieces.setdefault(name, []).append((column, rows[chosen], piece))
     return pieces
 
@@ -220,10 +224,8 @@ def _read_dense(batches: list[pa.RecordBatch], weights: Mapping[str, torch.Tenso
             if (dtype, shape, len(values)) != expected:
                 what = f"weight {name} is {dtype} {shape} in {len(values):,} bytes"
                 raise UnusableDeltaError(f"{what} instead of {expected[0]} {expected[1]} in {expected[2]:,} bytes")
-            raw = (
-                torch.frombuffer(bytearray(values), dtype=torch.uint8) if values else torch.empty(0, dtype=torch.uint8)
-            )
-            dense[name] = raw.view(old.dtype).view(old.shape)
+            dense[name] = torch.empty(old.shape, dtype=old.dtype)
+            dense[name].view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(values, np.uint8)
             if not bool(dense[name].isfinite().all()):
                 raise UnusableDeltaError(f"weight {name} contains NaN or infinity")
     if missing := sorted(weights.keys() - dense.keys()):

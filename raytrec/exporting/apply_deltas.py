@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import numpy as np
-import pyarrow as pa
 import torch
 from pyarrow import fs
 
@@ -63,9 +62,10 @@ def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, a
                 console.phase("copying the export")
                 _copy_files(export, base, Path(work))
                 manifest = _write_export(target, _PatchedExport(Path(work), base), deltas, positions[1:], console)
-    metrics = {"version": manifest.version, "step": manifest.source.step, "deltas": len(positions) - 1}
-    pairs = [(name, f"{value:,}" if isinstance(value, int) else value) for name, value in metrics.items()]
-    metrics |= {"name": base.source.run, "seconds": round(perf_counter() - began, 3)}
+    step, count = manifest.source.step, len(positions) - 1
+    metrics = {"version": manifest.version, "step": step, "deltas": count, "name": base.source.run}
+    metrics["seconds"] = round(perf_counter() - began, 3)
+    pairs = [("version", manifest.version), ("step", f"{step:,}"), ("applied deltas", f"{count:,}")]
     return Result(metrics, out, [f"export       {out}", f"serve with   raytrec serve {out}"], pairs)
 
 
@@ -134,15 +134,15 @@ class _PatchedExport:
         for name, entry in self.manifest.programs.items():
             file = self.folder / entry.file
             file.write_bytes(replace_weights(file.read_bytes(), self.programs[name], self.weights))
-        for name, file_name in self.manifest.ids.items():
-            (self.folder / file_name).write_bytes(encode_ids(*self.ids[name].ids))
+        for table, ids_file in self.manifest.ids.items():
+            (self.folder / ids_file).write_bytes(encode_ids(*self.ids[table].ids))
         scorer = open_export(self.folder, self.manifest)
         golden = scorer.golden
         if len(golden):
             scores = scorer.as_table(scorer.score([scorer.reader.read(golden)]))
-            for name in scores.column_names:
-                values = pa.chunked_array(scores[name].chunks, golden.schema.field(name).type)
-                golden = golden.set_column(golden.column_names.index(name), name, values)
+            for column in scores.column_names:
+                values = scores[column].cast(golden.schema.field(column).type)
+                golden = golden.set_column(golden.column_names.index(column), column, values)
         (self.folder / GOLDEN).write_bytes(encode_arrow(golden))
 
 

@@ -31,8 +31,8 @@ CHECK_INTERVAL_S = 5.0  # interval at which the folder is checked for gaps and n
 class Follower:
     """Consumer of a run's deltas in one replica: loads a full export, and applies the deltas after it in a thread.
 
-    A delta that cannot be used is refused: the service answers with what it has, and tries again until the delta
-    can be used or a newer full export exists.
+    A delta that cannot be used is refused: the replica keeps its state, and tries again until the delta can be used
+    or a newer full export exists.
 
     Args:
         folder: Folder of deltas (export.deltas.to).
@@ -151,7 +151,7 @@ class Follower:
         stream, own = find_stream(self._folder), self.position.manifest.stream
         if stream and stream.id != own:
             raise RunError(
-                f"the run has begun anew as stream {stream.id}",
+                f"the folder contains another stream: {stream.id}",
                 where=self._folder,
                 expected=f"stream {own}, or a full export of the new stream",
                 do="wait for the first full export of the new stream",
@@ -216,6 +216,7 @@ def _call(action: Callable[[], None]) -> None:
 def _complete(done: Future[None], action: Callable[[], None]) -> None:
     """Call a function in the event loop, and pass its result or error to the waiting thread."""
     try:
-        done.set_result(action())
+        action()
+        done.set_result(None)
     except BaseException as error:
         done.set_exception(error)

@@ -138,7 +138,7 @@ def test_damaged_files_are_refused(folder, operation):
         file.write_bytes(content)
     assert read_second(folder)
     file.unlink()
-    with pytest.raises(RunError, match=f"{operation}.arrow is missing"):
+    with pytest.raises(RunError, match=f"{operation}.arrow: the file is missing"):
         read_second(folder)
 
 

@@ -206,7 +206,7 @@ def test_new_stream_is_followed_from_its_first_export(steps, folder, exports, se
     shutil.rmtree(folder.path)
     anew = DeltaFolder(folder.path, folder.tables, "stream-2")
     anew.write(1, 5)
-    service.wait_for_problem("the run has begun anew as stream stream-2")
+    service.wait_for_problem("the folder contains another stream: stream-2")
     assert service.ready()["freshness"]["step"] == 2
     anew.add_export(1, exports(5))
     service.wait(delta=1, step=5, problem=None)
