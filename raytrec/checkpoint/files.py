@@ -154,8 +154,7 @@ def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
     complete = [step for step, about in abouts.items() if about is not None]
     retained = {*complete[:last], *_select_best(abouts, best, by)}
     for step, about in abouts.items():
-        is_old = complete and step < complete[0] and step not in retained
-        if is_old and not is_pinned(get_step_folder(root, step)):
+        if step not in retained and complete and step < complete[0] and not is_pinned(get_step_folder(root, step)):
             _remove(root, step, complete=about is not None)
 
 

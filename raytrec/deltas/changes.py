@@ -62,13 +62,16 @@ class LookedUpRows:
 class ComparedRows:
     """Changed rows of a shard of which any step may change any row; at first, all rows count as changed.
 
+    All rows of a shard with some of the columns always count as changed, because a delta contains whole rows.
+
     Args:
         table: Name of the table.
         shard: Shard of this rank. The published values are stored in a tensor of the same size.
+        dim: Number of columns of the table.
     """
 
-    def __init__(self, table: str, shard: Shard):
-        self.table, self.shard = table, shard
+    def __init__(self, table: str, shard: Shard, dim: int):
+        self.table, self.shard, self._is_part = table, shard, len(shard.columns) < dim
         self._published = torch.full_like(shard.values, torch.nan)  # NaN differs from every value
 
     def mark(self, rows: torch.Tensor) -> None:
@@ -77,7 +80,8 @@ class ComparedRows:
 
     def take(self) -> torch.Tensor:
         """Return the changed rows, and count none as changed; see LookedUpRows."""
-        rows = (self.shard.values != self._published).any(1).nonzero().squeeze(1)
+        differs = (self.shard.values != self._published).any(1)
+        rows = (differs | self._is_part).nonzero().squeeze(1)
         self._published.index_copy_(0, rows, self.shard.read(rows))
         return rows
 
@@ -99,7 +103,7 @@ class RowChanges:
             self._parts += _watch_kernel(kernel, tables)
         if dist.get_rank() == 0:
             replicated = [(name, table.weight) for name, table in tables.items() if table.weight.replicated]
-            self._parts += [ComparedRows(name, weight.local[0]) for name, weight in replicated]
+            self._parts += [ComparedRows(name, weight.local[0], weight.shape[1]) for name, weight in replicated]
 
     def mark_local(self, table: str, rows: torch.Tensor) -> None:
         """Count rows of this rank's shards of a table as changed; arguments as in ManagedBatches.on_write."""
@@ -146,7 +150,8 @@ def _watch_kernel(kernel: nn.Module, tables: Mapping[str, Table]) -> list[Looked
     names = [each.name for each in list_kernel_tables(kernel)]
     shards = [_find_shard(tables[each.name], get_shard_origin(each)) for each in list_kernel_tables(kernel)]
     if find_fused_lookup(kernel) is None:
-        return [ComparedRows(name, shard) for name, shard in zip(names, shards, strict=True)]
+        dims = [tables[name].shape[1] for name in names]
+        return [ComparedRows(*each) for each in zip(names, shards, dims, strict=True)]
     flags = torch.zeros(sum(len(shard.rows) for shard in shards), dtype=torch.uint8, device=shards[0].values.device)
     kernel.register_forward_pre_hook(partial(_flag_lookup, flags))
     parts = flags.split([len(shard.rows) for shard in shards])

@@ -60,10 +60,6 @@ class DeltaFiles:
         ]
         self._write("dense", name, [columns])
 
-    def discard(self) -> None:
-        """Remove the files of all ranks for this delta."""
-        self._output.remove(self._attempt)
-
     def _write(self, operation: Operation, name: str, batches: Iterable[list[Any]]) -> None:
         batches, schema, place = iter(batches), make_arrow_schema(operation), f"{self._attempt}/{name}"
         first = next(batches, None)

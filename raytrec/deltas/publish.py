@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -20,9 +21,8 @@ from raytrec.config.run_config import RunConfig
 from raytrec.deltas.changed_ids import IdChanges, IdRowChanges
 from raytrec.deltas.changes import RowChanges, RowPiece, TakenRows, count_bytes, iterate_pieces
 from raytrec.deltas.files import DeltaFiles, read_named_rows
-from raytrec.deltas.format import DeltaTable
-from raytrec.deltas.manifests import DeltaOutcome, ManifestWriter, describe_failure
-from raytrec.deltas.stream import read_stream
+from raytrec.deltas.format import DeltaTable, format_number
+from raytrec.deltas.stream import DeltaOutcome, ManifestWriter, describe_failure, list_exports, read_stream
 from raytrec.embeddings.managed.batches import ManagedBatches
 
 MAX_COPY_BYTES = 1 << 30  # of changed rows on a rank; for larger deltas, training waits until they are written
@@ -59,7 +59,6 @@ class DeltaPublisher:
 
     Attributes:
         written: Step → number of the newest delta that leads to the step; only for recent deltas.
-        lacks_export: True on rank 0 if the folder contains no full export.
     """
 
     def __init__(
@@ -95,13 +94,20 @@ class DeltaPublisher:
         self._has_failed, self._marks_all = False, False
         self._manifests = ManifestWriter(self._folder, self._stream, self._sizes, confirm)  # used by rank 0
         self.written: dict[int, int] = {}
-        self._number, self.lacks_export = self._mark_since(position, step)
+        self._number = self._mark_since(position, step)
 
     def take_request(self) -> bool:
         """Return True once if export.deltas.every_s has passed since the last delta, and that delta is complete."""
         is_busy = self._is_requested or not (self._running is None or self._running.done())
         self._is_requested |= not is_busy and monotonic() - self._cut_at >= self._section.every_s
         return not is_busy and self._is_requested
+
+    def lacks_export(self) -> bool:
+        """Return True if the folder contains no full export; False if the store does not answer."""
+        try:
+            return not list_exports(self._folder)
+        except OSError:
+            return False
 
     def mark_all(self) -> None:
         """Count all rows and ids as changed."""
@@ -140,7 +146,9 @@ class DeltaPublisher:
         if self._running is None or not (block or self._running.done()):
             return
         outcome, self._running = self._running.result(), None
-        self._number, self._marks_all = outcome.number, self._marks_all or outcome.is_overtaken
+        if outcome.error is not None and outcome.number != self._number:
+            self._marks_all = True  # the content of the delta that exists is not known
+        self._number = outcome.number
         if outcome.error is None:
             self.written = dict([*self.written.items(), (self._cut.step, outcome.number)][-9:])
         else:
@@ -173,17 +181,13 @@ class DeltaPublisher:
                 copies[part.removeprefix(HEAD)] = dense.get(part + AVERAGE, dense[name]).detach().to("cpu", copy=True)
         return copies
 
-    def _mark_since(self, position: Mapping[str, Any] | None, step: int) -> tuple[int, bool]:
-        """Count the changes of all deltas since a checkpoint as changes.
-
-        Returns:
-            Number of the newest delta, and True if the folder contains no full export.
-        """
+    def _mark_since(self, position: Mapping[str, Any] | None, step: int) -> int:
+        """Count the changes of all deltas since a checkpoint as changes, and return the number of the newest delta."""
         found: list[Any] = [None]
         if dist.get_rank() == 0:
-            found[0] = self._manifests.find_deltas_since(position, step)
+            found[0] = self._manifests.find_since(position, step)
         dist.broadcast_object_list(found)
-        number, deltas, lacks_export = found[0]
+        number, deltas = found[0]
         ids: dict[str, list[torch.Tensor]] = {}
         try:
             for delta in deltas or ():
@@ -199,14 +203,18 @@ class DeltaPublisher:
         else:
             for table in sorted(ids):
                 self._ids.mark(table, torch.cat(ids[table]).unique())
-        return number, lacks_export
+        return number
 
     def _publish(self, cut: _Cut, pieces: list[RowPiece] | None) -> DeltaOutcome:
         """Write this rank's files, and on rank 0 the manifest; runs in the thread."""
-        number, name, error = self._peers.objects(None if dist.get_rank() else self._manifests.begin(self._number))[0]
+        rank, begun = dist.get_rank(), None
+        if rank == 0:
+            begun = *self._manifests.begin(self._number), uuid.uuid4().hex[:8]
+        newest, error, attempt = self._peers.objects(begun)[0]
         if error is not None:
-            return DeltaOutcome(number, error, is_overtaken=not name)
-        files, rank = DeltaFiles(self._folder, name, self._sizes), dist.get_rank()
+            return DeltaOutcome(newest, error)
+        number, name = newest + 1, f"{format_number(newest + 1)}-{attempt}"
+        files = DeltaFiles(self._folder, name, self._sizes)
         try:
             files.write_rows(f"rows-{rank:05d}.arrow", iterate_pieces(cut.rows) if pieces is None else pieces)
             files.write_ids(f"ids-{rank:05d}.arrow", cut.ids)
@@ -221,8 +229,8 @@ class DeltaPublisher:
             error = self._manifests.commit(number, entries, step=cut.step, cut_unix_s=cut.unix_s, last=cut.last)
         error = self._peers.objects(error)[0]
         if error is not None and rank == 0:
-            self._manifests.give_up(number, files)
-        return DeltaOutcome(number if error is None else number - 1, error)
+            self._manifests.give_up(number, name)
+        return DeltaOutcome(number if error is None else newest, error)
 
     def _check_dense(self, dense: Mapping[str, torch.Tensor]) -> None:
         for name, value in dense.items():

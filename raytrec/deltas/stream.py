@@ -1,10 +1,10 @@
-"""Stream of a run's deltas: its identity, its newest delta, and the deltas since a checkpoint; without torch."""
+"""Stream of a run's deltas: its identity, its newest delta, its manifests; without torch."""
 
 from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from pyarrow import fs
 
 from raytrec.common.documents import find_document, read_document, to_json_document
-from raytrec.common.errors import ConfigError, convert_os_errors
+from raytrec.common.errors import ConfigError, RaytrecError, RunError, convert_os_errors, get_first_line
+from raytrec.common.formatting import as_dict
 from raytrec.common.messages import DELTA_STREAM
 from raytrec.common.output_folder import OutputFolder
 from raytrec.common.reading import UnreadableError
@@ -24,12 +25,15 @@ from raytrec.deltas.format import (
     STREAM_FILE,
     DeltaManifest,
     DeltaStream,
+    DeltaTable,
+    Operation,
+    encode_manifest,
     format_number,
     get_export_uri,
     get_manifest_uri,
     read_delta_manifest,
 )
-from raytrec.scoring.manifest import MANIFEST_FILE
+from raytrec.scoring.manifest import MANIFEST_FILE, FileEntry
 
 
 class NewestDelta(NamedTuple):
@@ -140,28 +144,115 @@ def find_newest_delta(folder: str) -> NewestDelta:
     return NewestDelta(numbers[-1], hashlib.sha256(read_bytes(get_manifest_uri(folder, numbers[-1]))).hexdigest())
 
 
-def find_deltas_since(
-    folder: str, newest: NewestDelta, position: Mapping[str, Any] | None, step: int
-) -> list[DeltaManifest] | None:
-    """Return the deltas that may lead away from the state of a checkpoint; None if they cannot be determined.
+class DeltaOutcome(NamedTuple):
+    """Outcome of writing a delta, the same on all ranks.
 
-    Delta `number` of a checkpoint is the delta of its step, unless that delta could not be written. In that case, a
-    later step has the number, or there is no delta of that number.
+    Attributes:
+        number: Number of the delta if it has been written, else of the newest known delta.
+        error: Reason why the delta was not written, or None.
+    """
+
+    number: int
+    error: str | None = None
+
+
+class ManifestWriter:
+    """Writer of the manifests of a run, on rank 0.
 
     Args:
         folder: Folder of deltas.
-        newest: Newest delta in the folder.
-        position: Entry "deltas" of the checkpoint; None if the checkpoint has no delta of this stream.
-        step: Step of the checkpoint.
+        stream: Stream of the run.
+        tables: Sizes of all tables.
+        confirm: Function called before a delta is committed; raises RunError if this group no longer owns the run.
     """
-    number = (position or {}).get("number")
-    if not isinstance(number, int) or not 0 <= number <= newest.number:
+
+    def __init__(self, folder: str, stream: DeltaStream, tables: dict[str, DeltaTable], confirm: Callable[[], None]):
+        self._folder, self._stream, self._tables, self._confirm = folder, stream, tables, confirm
+        self._newest: NewestDelta | None = None  # None: unknown
+
+    def find_since(self, position: Mapping[str, Any] | None, step: int) -> tuple[int, list[DeltaManifest] | None]:
+        """Return the number of the newest delta, and the deltas that may lead away from the state of a checkpoint.
+
+        Delta N of a checkpoint is the delta of its step, unless that delta could not be written. In that case, a
+        later step has the number N, or there is no such delta, and changes before the checkpoint are unknown.
+
+        Args:
+            position: Entry "deltas" of the checkpoint's index; None at the start of the run.
+            step: Step of the checkpoint.
+
+        Returns:
+            The number, and the deltas; None if they cannot be determined.
+        """
+        first = 0 if position is None else as_dict(position).get("number")
+        is_same = position is None or as_dict(position).get("stream") == self._stream.id
+        try:
+            self._newest = newest = find_newest_delta(self._folder)
+        except OSError:
+            return 0, None
+        if not is_same or not isinstance(first, int) or not 0 <= first <= newest.number:
+            return newest.number, None
+        try:
+            found = [read_delta_manifest(self._folder, each) for each in range(max(1, first), newest.number + 1)]
+        except (OSError, UnreadableError):
+            return newest.number, None
+        deltas = [each and each[0] for each in found]
+        if None in deltas:
+            return newest.number, None
+        return newest.number, deltas[1:] if first and deltas[0].step == step else deltas
+
+    def begin(self, known: int) -> tuple[int, str | None]:
+        """Return the number of the newest delta; and the reason, if the next delta cannot be begun.
+
+        Args:
+            known: Number of the newest known delta. A larger number may follow if the store has created a manifest
+                in spite of an error, or if another process writes deltas.
+        """
+        try:
+            self._newest = self._newest or find_newest_delta(self._folder)
+        except (OSError, RaytrecError) as failure:
+            return known, describe_failure(failure)
+        number = self._newest.number
+        return number, None if number == known else f"delta {number} exists already"
+
+    def commit(self, number: int, entries: Iterable[dict[Operation, dict[str, FileEntry]]], **about: Any) -> str | None:
+        """Write the manifest of a delta, and return the reason if that fails.
+
+        Args:
+            number: Number of the delta.
+            entries: Files of each rank.
+            **about: step, cut_unix_s and last of the manifest.
+        """
+        manifest = DeltaManifest(
+            stream=self._stream.id, number=number, parent=self._newest.sha256, tables=self._tables, **about
+        )
+        for operation, files in (item for rank_entries in entries for item in rank_entries.items()):
+            manifest.files.setdefault(operation, {}).update(files)
+        content, sha256 = encode_manifest(manifest)
+        try:
+            self._confirm()
+            if query_file_info(get_manifest_uri(self._folder, number)).is_file:
+                raise RunError(f"delta {number} exists already")
+            OutputFolder(join_uri(self._folder, DELTAS_FOLDER)).write(f"{format_number(number)}.json", content)
+        except (OSError, RaytrecError) as failure:
+            return describe_failure(failure)
+        self._newest = NewestDelta(number, sha256)
         return None
-    try:
-        manifests = [read_delta_manifest(folder, each) for each in range(max(1, number), newest.number + 1)]
-    except (OSError, UnreadableError):
-        return None
-    if None in manifests:
-        return None
-    deltas = [manifest for manifest, _ in manifests]
-    return deltas[1:] if number and deltas[0].step == step else deltas
+
+    def give_up(self, number: int, attempt: str) -> None:
+        """Remove the files of a delta that could not be written.
+
+        Args:
+            number: Number of the delta.
+            attempt: Folder of its files.
+        """
+        self._newest = None
+        with suppress(OSError, RaytrecError):  # a store may have created the manifest in spite of the error
+            if not query_file_info(get_manifest_uri(self._folder, number)).is_file:
+                OutputFolder(join_uri(self._folder, DELTAS_FOLDER)).remove(attempt)
+
+
+def describe_failure(failure: Exception) -> str:
+    """Return the reason of a failure in one line."""
+    if isinstance(failure, RaytrecError):
+        return failure.what
+    return (isinstance(failure, OSError) and failure.strerror) or get_first_line(failure)

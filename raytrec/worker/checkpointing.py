@@ -60,7 +60,7 @@ class CheckpointManager:
         self._saver.last_step = self._newest
         self._consensus, self._losses = StepConsensus(), LossMonitor()
         self._saved_at, self._requested, self._pending = monotonic(), False, Command.GO
-        self._is_due = self._deltas is not None and self._deltas.lacks_export  # services wait for an export
+        self._is_due = self._deltas is not None and self._deltas.lacks_export()  # services wait for an export
         run.step.drain_every = section.every_steps
         heartbeat.watch_device(self._find_unfinished_step)
 
@@ -98,7 +98,9 @@ class CheckpointManager:
             return self._step.drain()
         command, self._pending = self._pending, Command.GO
         if command == Command.DELTA:
+            self._context.heartbeat.tick("save")
             self._cut_delta()
+            self._context.heartbeat.tick("step")
         elif command == Command.SAVE:
             self.save()
         elif command in (Command.RESTART, Command.STOP) and step < self._run.last_step:
@@ -112,12 +114,7 @@ class CheckpointManager:
 
     def _cut_delta(self, last: bool = False) -> dict[str, Any]:
         """Start to write a delta if export.deltas is set, and return its entry for the index of a checkpoint."""
-        if self._deltas is None:
-            return {}
-        self._context.heartbeat.tick("save")
-        entry = self._deltas.cut(self._progress.step, last)
-        self._context.heartbeat.tick("step")
-        return entry
+        return self._deltas.cut(self._progress.step, last) if self._deltas is not None else {}
 
     def _confirm(self) -> None:
         """Check, before a commit on rank 0, that this group owns the run; wait for the delta of the same step."""
