@@ -249,9 +249,6 @@ def discard(folder: str, attempt: str) -> None:
     """Remove the files of a failed attempt, and the folder if it is then empty; errors are ignored."""
     from pyarrow import fs
 
-    with suppress(CheckpointError):  # a rank can fail after the commit, before all ranks know of the commit
-        if read_index(folder)["attempt"] == attempt:
-            return
     filesystem, path = open_filesystem(folder)
     with suppress(OSError):
         files = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
