@@ -5,7 +5,7 @@ import random
 import shutil
 import signal
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 
 import parquet
 import pyarrow as pa
@@ -15,13 +15,11 @@ from delta_faults import FAULTS, DeltaFeed, follow_through_faults
 from deltas import DeltaFolder, ManagedCase, train_steps
 from rays import alive_worker_pids
 from served import TOKEN
-from services import run_service
 from waiting import wait_for
 
 from raytrec.checkpoint.files import get_step_folder
 from raytrec.driver import run as driver
 from raytrec.serving import follow
-from raytrec.verification.verify import verify
 
 SEED = 5
 # Steps to which consecutive deltas lead; the run goes back three times.
@@ -123,37 +121,3 @@ def test_run_and_replica_survive_faults(worlds, sharding, managed, precision, te
 
     faults, comparisons = follow_through_faults(feed, find_checkpoint, SEED)
     assert len(faults) >= 7 and comparisons >= 8, (faults, comparisons)
-
-
-@pytest.mark.survive
-@pytest.mark.usefixtures("ray_cluster")
-def test_service_equals_the_run_that_it_follows_after_its_replicas_are_killed(tiny_data, tmp_path):
-    run, deltas, has_ended, results = tmp_path / "run", tmp_path / "deltas", Event(), []
-
-    def serve():
-        with run_service(str(deltas), 2, tmp_path, None, ["--follow"]) as service:
-            for kills in range(4):  # the last two after the run has ended
-                if kills == 2:
-                    has_ended.wait(600)
-                killed = service.replicas()[kills % 2]
-                killed.kill()
-                wait_for(lambda killed=killed: len({*service.replicas()} - {killed}) == 2, "another replica", 240)
-            steps = [str(result.metrics["train.steps"])] * 2
-            wait_for(lambda: [each.split("-")[-2] for each in service.versions()] == steps, "the last step", 240)
-            results.append(verify(service.url, str(run)))
-
-    server, killer = Thread(target=serve, daemon=True), kill_ranks(run, SEED, kills=1)
-    server.start()
-    values = parquet.config_values(
-        tiny_data,
-        run,
-        train__epochs=40,
-        checkpoint__every_steps=50,
-        export__deltas={"to": str(deltas), "every_s": 0.5, "full_every": 1000},
-    )
-    result = driver.train(values)
-    killer.join()
-    has_ended.set()
-    server.join()
-    metrics = results[0].metrics
-    assert metrics["result"] == "equal" and len(metrics["replicas"]) == 2, results[0].next_steps
