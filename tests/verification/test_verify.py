@@ -57,7 +57,7 @@ def settings(monkeypatch):
     for module in (served_state, stored_state):
         monkeypatch.setattr(module, "MAX_BLOCK_BYTES", 200)
     monkeypatch.setattr("raytrec.compat.uvicorn_.CLOSE_GRACE_S", 0.1)
-    monkeypatch.setattr(replica_connection, "CONNECT_TIMEOUT_S", 1)
+    monkeypatch.setattr(replica_connection, "CONNECT_TIMEOUT_S", 3)
     monkeypatch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
 
 
