@@ -59,7 +59,7 @@ def document(rows: list, results: dict) -> str:
             models.setdefault((row.data, row.published["source"]), []).append(row.model)
     sources = [f"- `{data}`, {', '.join(names)}: {source}" for (data, source), names in models.items()]
     parts = [grid(rows, results).markdown(), "\n".join(dict.fromkeys(notes))]
-    return "\n\n".join([*parts, *(["\n".join(["Published figures:", "", *sources])] if sources else [])])
+    return "\n\n".join([*parts, *(["\n".join(["Published results:", "", *sources])] if sources else [])])
 
 
 def exports_document(rows: list, results: dict) -> str:

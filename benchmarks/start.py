@@ -181,7 +181,7 @@ def grid(values: dict[str, Any]) -> Grid:
 def document(values: dict[str, Any]) -> str:
     """Return the text for docs/benchmarks.md."""
     of = (
-        f"The figures are medians of {len(values['rounds'])} runs. "
+        f"The values are medians of {len(values['rounds'])} runs. "
         f"A run uses {values['cpu_s']:.1f} CPU seconds until its first step."
     )
     return f"{grid(values).markdown()}\n\n{of}"
