@@ -29,7 +29,7 @@ EXTRA_PACKAGES = ("ray", "torch", "torchrec", "fbgemm_gpu", "mlflow", "psutil", 
 COMMANDS: list[Callable[..., None]] = [
     *(runs.train, runs.tune, service.submit, service.head, service.follow_job, service.stop_job),
     *(saved.evaluate, saved.predict, saved.index, saved.convert, runs.check, runs.doctor, runs.plan),
-    *(saved.export, service.serve, service.promote, service.skew),
+    *(saved.export, service.serve, service.promote, service.verify, service.skew),
     *(saved.report, saved.track, saved.compare, saved.inspect, runs.config),
 ]
 # Command → purpose of the warm process.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raytrec.cli.options import Address, AllowCode, Job, Json, Overrides, RequiredConfig, print_json
+from raytrec.cli.options import Address, AllowCode, Job, Json, Overrides, RequiredConfig, print_json, print_result
 
 
 def serve(
@@ -71,6 +71,26 @@ def promote(
 
     run(uri, service=service, name=name, rollback=rollback, share=share, shadow=shadow)
     print("restart      a restarted service loads the export that its command names")
+
+
+def verify(
+    service: Annotated[str, typer.Argument(metavar="SERVICE")],
+    run: Annotated[str, typer.Argument(metavar="RUN[/STEP]")],
+    name: str | None = None,
+    json: Json = False,
+):
+    """Compare all rows, managed ids and dense weights of a service with a checkpoint; exit with 1 if some differ.
+
+    Options:
+        service: Address of the service, such as http://127.0.0.1:8000.
+        run: Run folder (its newest checkpoint), run folder and step, or checkpoint folder.
+        name: Name of the service, used to find its token.
+    """
+    from raytrec.verification.verify import verify as run_verify
+
+    result = run_verify(service, run, name=name)
+    print_result(result, json)
+    raise typer.Exit(result.metrics["result"] != "equal")
 
 
 def skew(

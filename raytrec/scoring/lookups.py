@@ -67,6 +67,10 @@ class RowStack:
         """Replace stored rows after `prepare_writing`; the rows are int64 [N], the values [N, …]."""
         self._stored.index_copy_(0, rows_N, stored_N)
 
+    def read(self, first: int, end: int) -> torch.Tensor:
+        """Return the stored rows [first, end) as a view, [n, …]."""
+        return self._stored[first:end]
+
 
 @dataclass(frozen=True)
 class StackedTable:
@@ -123,6 +127,15 @@ class IdRows:
             return shared_N
         places_N = torch.searchsorted(self._keys, keys_N).clamp(max=len(self._keys) - 1)
         return torch.where(self._keys[places_N] == keys_N, self._rows[places_N], shared_N)
+
+    def read(self, first: int, end: int) -> torch.Tensor:
+        """Return the ids whose keys plus 2⁶³ are in [first, end), by ascending key, and their rows: int64 [n, 2]."""
+        bounds = torch.tensor([first - 2**63, end - 1 - 2**63])
+        begin, stop = torch.searchsorted(self._keys, bounds[0]), torch.searchsorted(self._keys, bounds[1], right=True)
+        return torch.stack([unhash_bits(self._keys[begin:stop]), self._rows[begin:stop]], 1)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 @dataclass(frozen=True)

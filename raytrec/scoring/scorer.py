@@ -113,9 +113,15 @@ class Scorer:
         return self.manifest.version
 
     @property
+    def program_weights(self) -> dict[str, torch.Tensor]:
+        """Return the dense weights and buffers of all programs by PROGRAM/NAME."""
+        states = {program: module.state_dict() for program, module in self._programs.items()}
+        return {f"{program}/{name}": value for program, state in states.items() for name, value in state.items()}
+
+    @property
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the weights of all programs by name; a weight may be in several programs."""
-        return {name: value for each in self._programs.values() for name, value in each.state_dict().items()}
+        return {name.partition("/")[2]: value for name, value in self.program_weights.items()}
 
     def update(self, step: int, version: str, ids: Mapping[str, IdRows], weights: Mapping[str, torch.Tensor]) -> None:
         """Replace managed ids and weights in place; unlike other methods, only in the thread that scores.

@@ -18,7 +18,7 @@ from raytrec.cluster.local_ray import check_ports
 from raytrec.cluster.warm_process import SERVING, keep_warm_process
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import make_absolute, open_filesystem
-from raytrec.serving.options import TOKEN, ServiceOptions, read_token, token_file
+from raytrec.serving.options import TOKEN, ServiceOptions, find_token, read_token, token_file
 
 PORT_TIMEOUT_S = 40  # timeout of a service that is ending on the port
 EXPORT_TIMEOUT_S = 1800  # timeout of a run's first full export
@@ -203,7 +203,7 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
         raise ConfigError(
             "promote requires either a URI or --rollback alone", where="raytrec promote", expected="one of the two"
         )
-    token = os.environ.get(TOKEN) or (name and token_file(name).exists() and read_token(name)) or ""
+    token = find_token(name)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     body = json.dumps(({} if uri is None else {"uri": make_absolute(uri)}) | challenger).encode()
     request = urllib.request.Request(f"{service.rstrip('/')}/promote", body, headers, method="POST")
@@ -213,15 +213,16 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
             print(f"version      {result['version']}\nresult       {result['news']}")
             return result["version"]
     except urllib.error.HTTPError as error:
-        raise _make_promotion_error(error.read(), service) from None
+        raise parse_error(error.read(), "the service rejected the promotion", service) from None
     except (OSError, ValueError, KeyError) as error:
         raise RunError(f"the service does not respond: {error}", where=service) from None
 
 
-def _make_promotion_error(body: bytes, service: str) -> RunError:
+def parse_error(body: bytes, what: str, service: str) -> RunError:
+    """Return the error in the body of an answer, or an error with the text `what` if the body contains none."""
     try:
         parts: dict[str, Any] = json.loads(body)
-        what = parts.pop("error")
-        return RunError(what, **{key: parts.get(key) for key in ("where", "expected", "do")})
+        error = parts.pop("error")
+        return RunError(error, **{key: parts.get(key) for key in ("where", "expected", "do")})
     except (ValueError, KeyError, TypeError, AttributeError):
-        return RunError("the service rejected the promotion", where=service)
+        return RunError(what, where=service)

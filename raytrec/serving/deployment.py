@@ -30,6 +30,7 @@ from raytrec.serving.options import TOKEN, Promotion, ServiceOptions
 from raytrec.serving.replica_metrics import describe_model
 from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaState
 from raytrec.serving.request_log import RequestLog
+from raytrec.serving.served_state import list_endpoints
 
 TARGET_BUSY_SHARE = 0.6  # target share of the time during which replicas are busy
 
@@ -70,6 +71,7 @@ class Replica:
             Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
             Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
             Endpoint("GET", "/model", self._model, "Current model, previous version and challenger."),
+            *list_endpoints(self._id),
         ]
         self.service = Service(versions, token, extra_endpoints=endpoints, name=service_options.name)
         if folder := service_options.log_requests:

@@ -95,3 +95,12 @@ def read_token(name: str) -> str:
     if token := os.environ.get(TOKEN):
         return token
     return load_or_create_token(token_file(name))
+
+
+def find_token(name: str | None) -> str:
+    """Return the token of a client: RAYTREC_SERVE_TOKEN, or the content of the service's file; "" if there is none.
+
+    Args:
+        name: Name of the service; None: no file is read.
+    """
+    return os.environ.get(TOKEN) or (name and token_file(name).exists() and read_token(name)) or ""

@@ -93,7 +93,7 @@ def command_line(process):
 
 
 @contextmanager
-def run_service(export, replicas, folder, promote_from="/", options=()):
+def run_service(export, replicas, folder, promote_from="/"):
     """Run `raytrec serve` until the block ends.
 
     Args:
@@ -101,7 +101,6 @@ def run_service(export, replicas, folder, promote_from="/", options=()):
         replicas: number of replicas, or MIN:MAX.
         folder: folder of the log.
         promote_from: folder of exports that can be promoted.
-        options: further options of the command.
     """
     least = int(str(replicas).partition(":")[0])
     with socket.socket() as probe:
@@ -109,7 +108,6 @@ def run_service(export, replicas, folder, promote_from="/", options=()):
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "raytrec", "serve", export, "--replicas", str(replicas)]
     command += ["--promote-from", promote_from] if promote_from else []
-    command += options
     environment = os.environ | {"RAYTREC_SERVE_TOKEN": TOKEN}
     with (folder / "serve.log").open("w") as log:
         process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, env=environment)
