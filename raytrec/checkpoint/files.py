@@ -17,6 +17,7 @@ from raytrec.checkpoint.index import (
     make_unreadable_error,
     read_index,
 )
+from raytrec.checkpoint.pins import is_pinned
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import parse_number
 from raytrec.common.reading import MAX_YAML_BYTES, UnreadableError, parse_yaml, read_bytes
@@ -146,14 +147,14 @@ def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]
 def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
     """Remove complete checkpoints except the `last` newest and the `best` best by a metric.
 
-    Incomplete checkpoints older than the newest complete one are also removed. A checkpoint whose index
-    cannot be read is kept, because it may be readable later.
+    Incomplete checkpoints older than the newest complete one are also removed. A checkpoint is kept if it is
+    pinned, or if its index cannot be read, because it may be readable later.
     """
     abouts = _read_all_abouts(root)
     complete = [step for step, about in abouts.items() if about is not None]
     retained = {*complete[:last], *_select_best(abouts, best, by)}
     for step, about in abouts.items():
-        if complete and step < complete[0] and step not in retained:
+        if step not in retained and complete and step < complete[0] and not is_pinned(get_step_folder(root, step)):
             _remove(root, step, complete=about is not None)
 
 
@@ -167,11 +168,12 @@ def remove_incomplete(root: str) -> None:
 def remove_oldest(root: str, best: int, by: MetricDisplay | None) -> str | None:
     """Remove the oldest removable checkpoint; return its folder, or None if all must be kept.
 
-    The newest complete checkpoint, from which a run resumes, and the `best` best by a metric are kept.
+    The newest complete checkpoint, from which a run resumes, the `best` best by a metric and pinned ones are kept.
     """
     abouts = _read_all_abouts(root)
     complete = [step for step, about in abouts.items() if about is not None]
-    removable = [step for step in complete[1:] if step not in _select_best(abouts, best, by)]
+    best_steps = _select_best(abouts, best, by)
+    removable = [step for step in complete[1:] if step not in best_steps and not is_pinned(get_step_folder(root, step))]
     if not removable:
         return None
     _remove(root, removable[-1], complete=True)

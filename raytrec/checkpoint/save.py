@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
@@ -26,7 +27,7 @@ from raytrec.checkpoint.files import (
     remove_oldest,
     remove_other_attempts,
 )
-from raytrec.checkpoint.index import InsufficientSpaceError
+from raytrec.checkpoint.index import CheckpointError, InsufficientSpaceError, read_index
 from raytrec.checkpoint.snapshot import HostStateBuffer, RowSnapshot
 from raytrec.checkpoint.state import State, find_nonfinite, summarize_over_ranks
 from raytrec.checkpoint.storage import ShardWriter
@@ -257,6 +258,9 @@ class CheckpointWriter:
 
     def _clean_up(self, folder: str, attempt: str, error: RunError | None, notes: list[str]) -> None:
         if error is not None:
+            with suppress(CheckpointError):
+                if read_index(folder)["attempt"] == attempt:
+                    return None  # a rank was lost after the commit, before all ranks knew of the commit
             return discard(folder, attempt)
         try:
             self._confirm()

@@ -29,7 +29,7 @@ EXTRA_PACKAGES = ("ray", "torch", "torchrec", "fbgemm_gpu", "mlflow", "psutil", 
 COMMANDS: list[Callable[..., None]] = [
     *(runs.train, runs.tune, service.submit, service.head, service.follow_job, service.stop_job),
     *(saved.evaluate, saved.predict, saved.index, saved.convert, runs.check, runs.doctor, runs.plan),
-    *(saved.export, service.serve, service.promote, service.skew),
+    *(saved.export, service.serve, service.promote, service.verify, service.skew),
     *(saved.report, saved.track, saved.compare, saved.inspect, runs.config),
 ]
 # Command → purpose of the warm process.
@@ -60,6 +60,10 @@ def _wrap_command(command: Callable[..., None]) -> Callable[..., None]:
 
 for command in COMMANDS:
     app.command(command.__name__.removesuffix("_job"))(with_options(_wrap_command(command)))
+
+deltas_app = typer.Typer(help="Apply a run's deltas to exports.", no_args_is_help=True)
+deltas_app.command("apply")(with_options(_wrap_command(saved.apply_deltas)))
+app.add_typer(deltas_app, name="deltas")
 
 
 def _version(is_requested: bool) -> None:

@@ -124,6 +124,29 @@ def export(
     print_result(run_export(**options), json)
 
 
+def apply_deltas(
+    export: Annotated[str, typer.Argument(metavar="EXPORT")],
+    deltas: Annotated[str, typer.Argument(metavar="DELTAS")],
+    out: str,
+    to: Annotated[int | None, typer.Option(min=1)] = None,
+    allow_code: AllowCode = False,
+    json: Json = False,
+):
+    """Write the export of a later step from an export and a run's deltas. Repeat the command to resume.
+
+    Options:
+        export: Export of a checkpoint, such as DELTAS/exports/NUMBER.
+        deltas: Folder of deltas (export.deltas.to).
+        out: Folder to write to: local, s3:// or gs://.
+        to (NUMBER): Last delta to apply; default: the newest one.
+    """
+    options = {**locals()}
+    del options["json"]
+    from raytrec.exporting.apply_deltas import apply_deltas as run_apply
+
+    print_result(run_apply(**options), json)
+
+
 def convert(
     run: Run,
     tables: Annotated[list[str], typer.Option("--table")],

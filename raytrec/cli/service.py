@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from raytrec.cli.options import Address, AllowCode, Job, Json, Overrides, RequiredConfig, print_json
+from raytrec.cli.options import Address, AllowCode, Job, Json, Overrides, RequiredConfig, print_json, print_result
 
 
 def serve(
@@ -26,11 +26,12 @@ def serve(
     table_timeout_ms: Annotated[float, typer.Option(min=1)] = 50,
     on_missing_shard: Literal["fail", "zeros"] = "fail",
     allow_code: AllowCode = False,
+    follow: bool = False,
 ):
     """Serve an export over HTTP with Ray Serve until Ctrl-C.
 
     Options:
-        uri: Export: a local folder, s3:// or gs://.
+        uri: Export, or folder of deltas with --follow: a local folder, s3:// or gs://.
         name: Name of the service; default: the run's name.
         address: auto or HOST:PORT of a Ray cluster; default: a new local cluster.
         replicas (N|MIN:MAX): Number of replicas; MIN:MAX: scaled by load.
@@ -44,6 +45,7 @@ def serve(
         table_cache_mib: Maximum size of each replica's cache of rows.
         table_timeout_ms: Maximum time of a lookup in table shards.
         on_missing_shard (fail|zeros): Answer 503, or score with zeros, if a shard is away.
+        follow: Follow a run; URI is its folder of deltas (export.deltas.to).
     """
     options = {**locals()}
     from raytrec.serving.command import serve as run
@@ -77,6 +79,26 @@ def promote(
 
     run(uri, service=service, name=name, rollback=rollback, share=share, shadow=shadow)
     print("restart      a restarted service loads the export that its command names")
+
+
+def verify(
+    service: Annotated[str, typer.Argument(metavar="SERVICE")],
+    run: Annotated[str, typer.Argument(metavar="RUN[/STEP]")],
+    name: str | None = None,
+    json: Json = False,
+):
+    """Compare all rows, managed ids and dense weights of a service with a checkpoint; exit with 1 if some differ.
+
+    Options:
+        service: Address of the service, such as http://127.0.0.1:8000.
+        run: Run folder (its newest checkpoint), run folder and step, or checkpoint folder.
+        name: Name of the service, used to find its token.
+    """
+    from raytrec.verification.verify import verify as run_verify
+
+    result = run_verify(service, run, name=name)
+    print_result(result, json)
+    raise typer.Exit(result.metrics["result"] != "equal")
 
 
 def skew(

@@ -19,7 +19,7 @@ from time import monotonic
 # more.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 TRIM_THRESHOLD_BYTES, TOP_PAD_BYTES, LARGEST_BYTES = 64 << 20, 64 << 20, 32 << 20
-MAP_FIXED, PROT_NONE, MAP_FAILED = 0x10, 0, 2**64 - 1  # of mmap(2) on Linux, 64 bits
+MAP_FIXED, MAP_NORESERVE, PROT_NONE, MAP_FAILED = 0x10, 0x4000, 0, 2**64 - 1  # of mmap(2) on Linux, 64 bits
 TRIM_INTERVAL_S = 5.0  # trimming takes milliseconds, and the memory must be allocated again
 # Environment of ranks, read tasks and the process that forks them; glibc reads it when a process starts. By
 # default, glibc keeps freed memory in up to eight arenas per core, and each arena grows to the largest need of
@@ -110,7 +110,7 @@ def unmap_file(address: int, size: int) -> None:
 
 
 def map_files(parts: Sequence[tuple[Path, int, int]]) -> ctypes.Array[ctypes.c_ubyte]:
-    """Map parts of files to consecutive addresses and return their bytes, which must not be written.
+    """Map parts of files to consecutive addresses and return their bytes, which are written after `allow_writing` only.
 
     The files are unmapped when the result is no longer referenced.
 
@@ -127,9 +127,25 @@ def map_files(parts: Sequence[tuple[Path, int, int]]) -> ctypes.Array[ctypes.c_u
     weakref.finalize(content, _LIBC.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size)).atexit = False
     for path, offset, part_size in parts:
         with path.open("rb") as file:
-            _map_pages(address, part_size, mmap.PROT_READ, MAP_FIXED, file.fileno(), offset)
+            # Without NORESERVE, the system would refuse to make a mapping larger than its memory writable.
+            _map_pages(address, part_size, mmap.PROT_READ, MAP_FIXED | MAP_NORESERVE, file.fileno(), offset)
         address += part_size
     return content
+
+
+def allow_writing(address: int, size: int) -> None:
+    """Allow writing to files mapped by `map_files`; the process gets a private copy of each page that it writes.
+
+    Args:
+        address: Address of the first byte, at a page boundary.
+        size: Size in bytes.
+
+    Raises:
+        OSError: The system refuses.
+    """
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    if protect(ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_WRITE):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _map_pages(address: int | None, size: int, rights: int, flags: int, file: int = -1, offset: int = 0) -> int:

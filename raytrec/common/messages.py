@@ -18,6 +18,7 @@ from raytrec.common.formatting import MAX_ABSOLUTE_VALUE, parse_number
 HEARTBEAT_INTERVAL_S = 0.5  # shortest time between two heartbeats of a rank
 MAX_HEARTBEATS_PER_S = 512  # maximum total of all ranks; one actor answers all heartbeats
 METRICS, RANKS, CHECKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl"
+DELTA_STREAM = "deltas.json"  # file of the run folder that identifies the run's deltas (export.deltas)
 
 Figures = Mapping[str, Any]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
@@ -48,9 +49,10 @@ class Command(IntEnum):
     """Command from the coordinator to all ranks; a command with a larger value overrides the others."""
 
     GO = 0
-    SAVE = 1
-    RESTART = 2  # save, then end, so that Ray Train restarts the group on the current nodes
-    STOP = 3  # save, then end
+    DELTA = 1  # write a delta (export.deltas)
+    SAVE = 2
+    RESTART = 3  # save, then end, so that Ray Train restarts the group on the current nodes
+    STOP = 4  # save, then end
     ABORT = 9  # end the process immediately
 
 
@@ -151,14 +153,16 @@ class Saved(RunEvent):
         error: Reason why the checkpoint could not be written; None if the save succeeded.
         blocked_s: Seconds for which training waited.
         seconds: Duration of the whole save in seconds.
+        delta: Number of the delta that leads to the checkpoint's state; None if no such delta was written.
     """
 
-    KIND = "saved"
+    KIND, LEFT_OUT = "saved", ("delta",)
     step: Count
     folder: str
     error: str | None
     blocked_s: Real
     seconds: Real
+    delta: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

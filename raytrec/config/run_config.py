@@ -37,7 +37,14 @@ from raytrec.config.overrides import (
 )
 from raytrec.config.tables import OptimSection, PlanSection
 from raytrec.config.tasks import EvalSection, TaskSection
-from raytrec.config.training import CheckpointSection, ChecksSection, ScalingSection, TrackingSection, TrainSection
+from raytrec.config.training import (
+    CheckpointSection,
+    ChecksSection,
+    ExportSection,
+    ScalingSection,
+    TrackingSection,
+    TrainSection,
+)
 from raytrec.config.trust import find_foreign_code, find_origin, refuse_code
 
 MAX_MISTAKES = 20  # listed in one error message
@@ -63,6 +70,7 @@ class RunConfig(Section):
     train: TrainSection = Field(default_factory=TrainSection)
     eval: Annotated[EvalSection, Mark.FREE] = Field(default_factory=EvalSection)
     checkpoint: Annotated[CheckpointSection, Mark.FREE] = Field(default_factory=CheckpointSection)
+    export: Annotated[ExportSection, Mark.FREE, Mark.COMMON] = Field(default_factory=ExportSection)
     checks: Annotated[ChecksSection, Mark.FREE] = Field(default_factory=ChecksSection)
     tracking: Annotated[TrackingSection, Mark.FREE, Mark.COMMON] = Field(default_factory=TrackingSection)
 

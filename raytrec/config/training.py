@@ -1,4 +1,4 @@
-"""The sections `train`, `scaling`, `checkpoint`, `tracking` and `checks`."""
+"""The sections `train`, `scaling`, `checkpoint`, `export`, `tracking` and `checks`."""
 
 from __future__ import annotations
 
@@ -79,6 +79,28 @@ class CheckpointSection(Section):
     async_save: bool = True
     """Write while training continues, from a copy in host memory. Tables on CPUs that are updated in the
     backward pass are not copied; their rows are set aside before they change. false: training waits."""
+
+
+class DeltasSection(Section):
+    """Deltas, from which services follow a run (docs/online.md)."""
+
+    to: str = Field(min_length=1)
+    """Folder of the deltas and of the full exports that they continue; local, s3:// or gs://."""
+    every_s: PositiveFloat = 10
+    """Seconds between deltas. Each checkpoint also writes a delta."""
+    full_every: PositiveInt = 100
+    """Number of deltas after which the next checkpoint is exported in full, at low priority."""
+    keep: PositiveInt = 2
+    """Number of full exports to keep. Deltas older than the oldest one are removed."""
+    quantize: Literal["fp16", "int8", "int4"] | None = None
+    """Precision of the tables of full exports, as in `raytrec export`; null: fp32. Deltas contain fp32."""
+
+
+class ExportSection(Section):
+    """Exports that a run writes during training."""
+
+    deltas: DeltasSection | None = None
+    """Write the rows, ids and dense weights that have changed every few seconds; null: no deltas."""
 
 
 class EarlyStoppingSection(Section):

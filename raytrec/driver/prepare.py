@@ -14,7 +14,7 @@ from typing import Any, Literal
 from raytrec.checkpoint.files import find, steps
 from raytrec.checkpoint.index import INDEX
 from raytrec.common.errors import ConfigError, RunError, convert_os_errors
-from raytrec.common.messages import CHECKS, EVENTS, METRICS, RANKS
+from raytrec.common.messages import CHECKS, DELTA_STREAM, EVENTS, METRICS, RANKS
 from raytrec.common.redaction import find_hidden_keys
 from raytrec.common.storage import join_uri, make_absolute, make_relative, quote_for_shell
 from raytrec.config.data import to_run_name
@@ -29,7 +29,8 @@ from raytrec.driver.recorder import RESULT, write_text
 from raytrec.driver.resume import find_interrupted_run, resume_config
 from raytrec.tracking.feed import DELIVERY_STATE_FILE as DELIVERED
 
-RUN_RECORD_FILES = (METRICS, RANKS, CHECKS, EVENTS, DELIVERED, DRIVER)  # records that a new run does not continue
+# Records that a new run does not continue.
+RUN_RECORD_FILES = (METRICS, RANKS, CHECKS, EVENTS, DELTA_STREAM, DELIVERED, DRIVER)
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
         )
     place = partial(make_absolute, root=run.root)
     with_vocabulary = [each for each in data.transforms if isinstance(each, VOCABULARY_TRANSFORMS)]
-    places = [(run, "dir"), (config.checkpoint, "dir"), (config.plan, "mmap_dir")]
+    places = [(run, "dir"), (config.checkpoint, "dir"), (config.plan, "mmap_dir"), (config.export.deltas, "to")]
     places += [(data, key) for key in ("train", "valid", "test", "schema_path")]
     places += [(config.warm_start, "from_"), (config.eval.retrieval, "items")]
     places += [(transform, "vocabulary") for transform in with_vocabulary]

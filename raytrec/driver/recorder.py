@@ -37,6 +37,7 @@ class Watch:
         console: Console that shows the messages.
         record: Record that stores the messages; None if nothing is trained.
         ended: Function called when the result has arrived, before the workers end.
+        saved: Function called with each message about a checkpoint; None: no function.
 
     Attributes:
         result: Figures of rank 0; None until the group has ended successfully.
@@ -45,8 +46,14 @@ class Watch:
         ended_early_at: Step at which evaluations ended training (train.early_stopping); None if they did not.
     """
 
-    def __init__(self, console: Any, record: Record | None = None, ended: Callable[[], None] = lambda: None):
-        self.console, self._ended = console, ended
+    def __init__(
+        self,
+        console: Any,
+        record: Record | None = None,
+        ended: Callable[[], None] = lambda: None,
+        saved: Callable[[messages.Saved], None] | None = None,
+    ):
+        self.console, self._ended, self._saved = console, ended, saved
         self.result: dict[str, Any] | None = None
         self.stopped_at: int | None = None
         self.ended_early_at: int | None = None
@@ -96,6 +103,8 @@ class Watch:
             self.unsaved = RunError(**message.unsaved) if message.unsaved else None
             self._ended()
             return
+        if isinstance(message, messages.Saved) and self._saved:
+            self._saved(message)
         if isinstance(message, messages.Stopped):
             self.stopped_at = message.step
         if isinstance(message, messages.Event) and message.event == ENDED_EARLY:

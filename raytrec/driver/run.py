@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raytrec.checkpoint.files import find_newest_checkpoint, get_step_folder
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
@@ -33,6 +33,9 @@ from raytrec.report.report import BackgroundRenderer
 from raytrec.tracking.mlflow_records import collect_run_tags
 from raytrec.tracking.run_folder import TAGS, RunFolder
 from raytrec.worker.loop import count_total_steps, train_worker
+
+if TYPE_CHECKING:
+    from raytrec.driver.delta_exports import DeltaExports
 
 PREVIOUS_DRIVER_TIMEOUT_S = 60.0  # time for an earlier driver to end, in addition to scaling.shutdown_grace_s
 
@@ -116,9 +119,17 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
     """
     config, datasets = plan.config, plan.datasets
     folder, status, page = Path(config.run.dir), "FAILED", None
+    exports = _make_exports(config, console)
     follower = DeliveryProcess(config, console.warn)
     record, renderer = Record(folder), BackgroundRenderer(folder)
-    watch = Watch(console, record, renderer.begin if config.tracking.report else lambda: None)
+    ended = renderer.begin if config.tracking.report else lambda: None
+    watch = Watch(console, record, ended, exports.add if exports else None)
+
+    def poll() -> None:
+        follower.check()
+        if exports:
+            exports.poll()
+
     try:
         console.phase("starting Ray")
         _preload_imports()
@@ -136,10 +147,12 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
                 watch,
                 fingerprint=fingerprint(data["train"]),
                 saves=True,
-                on_poll=follower.check,
+                on_poll=poll,
             )
 
         figures = run_in_session(config, watch.failed, work)
+        if exports:
+            exports.finish(console.phase)
         renderer.confirm()
         store_error = _find_store_error(follower, folder)
         metrics = {
@@ -172,6 +185,8 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
         console.note(f"resume with: {resume_command(config)}")
         raise
     finally:
+        if exports:
+            exports.close()
         if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():
             console.phase("writing the report")
             page = _write_report(renderer, console)
@@ -179,6 +194,15 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
             if lost:
                 console.warn(lost)
     return Result(metrics, folder, _list_next_steps(config, metrics.get("code"), page))
+
+
+def _make_exports(config: RunConfig, console: RunConsole) -> DeltaExports | None:
+    """Return the exporter of a run with deltas, else None."""
+    if config.export.deltas is None:
+        return None
+    from raytrec.driver.delta_exports import DeltaExports
+
+    return DeltaExports(config, console.warn)
 
 
 def add_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> RaytrecError:

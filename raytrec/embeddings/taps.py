@@ -21,6 +21,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from raytrec.common.collectives import to_device_tensor
 from raytrec.compat.torchrec_ import (
     ShardedEmbeddingTable,
     iterate_replicated_kernels,
@@ -111,7 +112,7 @@ def sum_squared_row_gradients(kernel: nn.Module, features: KeyedJaggedTensor, gr
         gradient: Gradient of the lookup's output.
     """
     if returns_per_id_vectors(kernel):
-        return _sum_squared_gradients(_offset_ids(kernel, features), gradient)
+        return _sum_squared_gradients(offset_ids(kernel, features), gradient)
     total = torch.zeros((), dtype=torch.float64, device=gradient.device)
     grads = dict(zip(features.keys(), gradient.split(kernel.config.embedding_dims(), dim=1), strict=True))
     for table in list_kernel_tables(kernel):
@@ -126,14 +127,14 @@ def sum_squared_row_gradients(kernel: nn.Module, features: KeyedJaggedTensor, gr
     return total
 
 
-def _offset_ids(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
+def offset_ids(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
     """Return the looked-up ids, int64 [N], shifted by the rows of all preceding tables."""
     ids_N, rows = features.values(), [table.local_rows for table in list_kernel_tables(kernel)]
     if len(rows) == 1:
         return ids_N
     firsts = [sum(rows[:i]) for i, table in enumerate(list_kernel_tables(kernel)) for _ in table.feature_names]
     lengths_KB = features.lengths().view(len(firsts), -1)
-    first_K = torch.tensor(firsts).to(ids_N.device, non_blocking=True)
+    first_K = to_device_tensor(firsts, ids_N.device)
     return ids_N + first_K.repeat_interleave(lengths_KB.sum(1), output_size=len(ids_N))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from raytrec.checkpoint.managed import read_stored_ids
 from raytrec.common.errors import ConfigError
@@ -204,9 +205,10 @@ def _write_export(
         target.write(ONNX_FILE, [model])
     manifest.transforms = _copy_vocabularies(target, transforms)
     for name, file in manifest.ids.items():
-        target.write(file, [_encode_ids(trained, name)])
+        columns = read_stored_ids(trained.saved.folder, trained.saved.index, name, ("id", "row"))
+        target.write(file, [encode_ids(columns["id"], columns["row"])])
     _write_tables(target, trained, manifest, console)
-    target.write(GOLDEN, [_encode_arrow(golden)])
+    target.write(GOLDEN, [encode_arrow(golden)])
     if precision != "fp32":
         manifest.metrics = compare_precisions(trained, places, precision, console)
     manifest.files = dict(target.claim.files)
@@ -216,11 +218,10 @@ def _write_export(
     return manifest
 
 
-def _encode_ids(trained: TrainedModel, table: str) -> bytes:
+def encode_ids(ids: torch.Tensor, rows: torch.Tensor) -> bytes:
     """Return a Parquet file with the managed ids of a table and their rows."""
-    columns = read_stored_ids(trained.saved.folder, trained.saved.index, table, ("id", "row"))
     sink = io.BytesIO()
-    pq.write_table(pa.table({name: values.numpy() for name, values in columns.items()}), sink, compression="zstd")
+    pq.write_table(pa.table({"id": ids.numpy(), "row": rows.numpy()}), sink, compression="zstd")
     return sink.getvalue()
 
 
@@ -249,7 +250,8 @@ def _write_tables(target: ExportFolder, trained: TrainedModel, manifest: Manifes
         rows_before += manifest.count_rows(stack)
 
 
-def _encode_arrow(table: pa.Table) -> bytes:
+def encode_arrow(table: pa.Table) -> bytes:
+    """Return an Arrow IPC file with a table."""
     sink = io.BytesIO()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)

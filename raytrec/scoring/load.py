@@ -245,7 +245,7 @@ def open_export(
     vocabularies = [_resolve_vocabulary(each, folder) for each in manifest.transforms]
     manifest = manifest.model_copy(update={"transforms": vocabularies})
     programs = {name: load_program(folder / each.file, len(each.inputs)) for name, each in manifest.programs.items()}
-    ids = {name: _read_ids(folder / file, manifest, name) for name, file in manifest.ids.items()}
+    ids = {name: read_ids(folder / file, manifest, name) for name, file in manifest.ids.items()}
     with pa.memory_map(str(folder / GOLDEN)) as file:
         golden = pa.ipc.open_file(file).read_all()
     golden.validate(full=True)  # wrong offsets would read other memory
@@ -262,7 +262,12 @@ def _resolve_vocabulary(transform: Any, folder: Path) -> Any:
     return transform.model_copy(update={"vocabulary": str(folder / name)}) if name else transform
 
 
-def _read_ids(file: Path, manifest: Manifest, table: str) -> IdRows:
+def read_ids(file: Path, manifest: Manifest, table: str) -> IdRows:
+    """Read the managed ids of a table.
+
+    Raises:
+        RunError: A row is not in the table.
+    """
     schema, parquet = manifest.data_schema.tables[table], pq.ParquetFile(file)
     if parquet.metadata.num_rows > schema.rows:
         raise RunError(f"table {table} has more ids than its {schema.rows:,} rows", where=str(file))

@@ -10,10 +10,11 @@ from weakref import proxy
 
 import torch
 
+from raytrec.common.memory import allow_writing
 from raytrec.config.features import Features
 from raytrec.config.schema import Table
 from raytrec.data.assembler import AssembledTensors
-from raytrec.embeddings.hashing import assign_fallback_rows, ids_to_keys
+from raytrec.embeddings.hashing import assign_fallback_rows, ids_to_keys, unhash_bits
 from raytrec.embeddings.row_pages import prefetch_rows
 from raytrec.scoring.manifest import InputKind
 from raytrec.scoring.precisions import TablePrecision
@@ -41,13 +42,34 @@ class RowStack:
     """
 
     def __init__(self, stored: torch.Tensor, precision: TablePrecision):
-        self._stored, self._precision = stored, precision
+        self._stored, self.precision, self._is_writable = stored, precision, False
 
     def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
         """Return the vectors of rows: int64 [N] → float32 [N, dim]."""
         if len(rows_N) >= MIN_PREFETCHED_ROWS:
             prefetch_rows(self._stored, rows_N, SAMPLED_ROWS)
-        return self._precision.decode(self._stored.index_select(0, rows_N))
+        return self.precision.decode(self._stored.index_select(0, rows_N))
+
+    def prepare_writing(self, rows_N: torch.Tensor) -> None:
+        """Copy the pages of mapped rows to private memory, so that `write` causes no page faults.
+
+        Raises:
+            OSError: The system refuses to make the mapping writable.
+        """
+        if not self._is_writable:
+            allow_writing(self._stored.data_ptr(), self._stored.nbytes)
+            self._is_writable = True
+        if len(rows_N) >= MIN_PREFETCHED_ROWS:
+            prefetch_rows(self._stored, rows_N, SAMPLED_ROWS)
+        self.write(rows_N, self._stored.index_select(0, rows_N))  # the same values, which readers do not notice
+
+    def write(self, rows_N: torch.Tensor, stored_N: torch.Tensor) -> None:
+        """Replace stored rows after `prepare_writing`; the rows are int64 [N], the values [N, …]."""
+        self._stored.index_copy_(0, rows_N, stored_N)
+
+    def read(self, first: int, end: int) -> torch.Tensor:
+        """Return the stored rows [first, end) as a view, [n, …]."""
+        return self._stored[first:end]
 
 
 @dataclass(frozen=True)
@@ -75,6 +97,28 @@ class IdRows:
     def __init__(self, table: Table, keys: torch.Tensor, rows: torch.Tensor):
         self._table, self._keys, self._rows = table, keys, rows
 
+    @property
+    def ids(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids that have their own row, in the order of their keys, and these rows, int64 [n] each."""
+        return unhash_bits(self._keys), self._rows
+
+    def replace(self, listed_L: torch.Tensor, ids_N: torch.Tensor, rows_N: torch.Tensor) -> IdRows:
+        """Return a copy in which all listed rows have lost their id, and then ids have got rows.
+
+        Args:
+            listed_L: Listed rows, int64 [L].
+            ids_N: Ids that get a row, int64 [N].
+            rows_N: Row of each of these ids, int64 [N]; all are listed.
+
+        Raises:
+            ValueError: An id would have two rows.
+        """
+        is_kept = torch.ones(self._table.rows, dtype=torch.bool).index_fill_(0, listed_L, False)[self._rows]
+        keys, order = torch.cat([self._keys[is_kept], ids_to_keys(ids_N)]).sort()
+        if not bool(keys.diff().all()):
+            raise ValueError("an id has two rows")
+        return IdRows(self._table, keys, torch.cat([self._rows[is_kept], rows_N])[order])
+
     def __call__(self, ids_N: torch.Tensor) -> torch.Tensor:
         """Return each id's own row or a shared one: int64 [N] → int64 [N]."""
         keys_N = ids_to_keys(ids_N)
@@ -83,6 +127,15 @@ class IdRows:
             return shared_N
         places_N = torch.searchsorted(self._keys, keys_N).clamp(max=len(self._keys) - 1)
         return torch.where(self._keys[places_N] == keys_N, self._rows[places_N], shared_N)
+
+    def read(self, first: int, end: int) -> torch.Tensor:
+        """Return the ids whose keys plus 2⁶³ are in [first, end), by ascending key, and their rows: int64 [n, 2]."""
+        bounds = torch.tensor([first - 2**63, end - 1 - 2**63])
+        begin, stop = torch.searchsorted(self._keys, bounds[0]), torch.searchsorted(self._keys, bounds[1], right=True)
+        return torch.stack([unhash_bits(self._keys[begin:stop]), self._rows[begin:stop]], 1)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 @dataclass(frozen=True)
@@ -112,10 +165,14 @@ class Lookups:
         features: Features of the model.
         tables: Tables by name.
         ids: Rows of managed ids, by table.
+
+    Attributes:
+        tables: Tables by name.
+        ids: Rows of managed ids, by table; entries may be replaced between calls.
     """
 
     def __init__(self, features: Features, tables: Mapping[str, StackedTable], ids: Mapping[str, IdRows]):
-        self._features, self._ids = features, ids
+        self._features, self.tables, self.ids = features, tables, dict(ids)
         self._specs = list(features.schema.sparse.items())
         self._tables = [tables[spec.table] for _, spec in self._specs]
         lookups = proxy(self)  # without a reference cycle, the last reference frees the tables
@@ -128,7 +185,7 @@ class Lookups:
         lengths_FB = bags.lengths.view(len(bags.keys), bags.rows)
         has_one_id = (lengths_FB.numpy() == 1).all(1).tolist()
         groups, others = self._group(tuple(has_one_id), tuple(needed_features))
-        is_one_lookup = not others and not self._ids and [len(g.places) * bags.rows for g in groups] == [len(bags.ids)]
+        is_one_lookup = not others and not self.ids and [len(g.places) * bags.rows for g in groups] == [len(bags.ids)]
         ids = () if is_one_lookup else bags.ids.split(bags.counts)
         for group in groups:
             parts = (self.find_table_rows(self._specs[place][1].table, ids[place]) for place in group.places)
@@ -175,7 +232,7 @@ class Lookups:
 
     def find_table_rows(self, table: str, ids_N: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids in a table: int64 [N] → int64 [N]."""
-        return self._ids[table](ids_N) if table in self._ids else ids_N
+        return self.ids[table](ids_N) if table in self.ids else ids_N
 
     def _look_up_feature(
         self,

@@ -194,9 +194,14 @@ class Manifest(Section):
 
     @property
     def version(self) -> str:
-        """Return the model's name in answers: run, step and checksum digits, in ASCII for headers."""
-        run = re.sub(r"[^\w.-]", "_", self.source.run, flags=re.ASCII)
-        return f"{run}-{self.source.step}-{self.checksum[:8]}"
+        """Return the model's name in answers."""
+        return format_version(self.source.run, self.source.step, self.checksum)
+
+
+def format_version(run: str, step: int, checksum: str) -> str:
+    """Return a model's name in answers: run, step and checksum digits, in ASCII for headers."""
+    name = re.sub(r"[^\w.-]", "_", run, flags=re.ASCII)
+    return f"{name}-{step}-{checksum[:8]}"
 
 
 def read_manifest(uri: str) -> Manifest:

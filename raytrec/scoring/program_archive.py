@@ -11,6 +11,7 @@ import ast
 import io
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -128,6 +129,25 @@ def _replace_weights(program: torch.fx.GraphModule, entries: dict[str, bytes], w
     return module
 
 
+def replace_weights(content: bytes, program: torch.fx.GraphModule, weights: Mapping[str, torch.Tensor]) -> bytes:
+    """Return an archive of the same program with other weights.
+
+    Args:
+        content: Archive.
+        program: Program that `load_program` has loaded from the archive.
+        weights: Values of all weights by name.
+    """
+    entries = _read_entries(content)
+    config = json.loads(entries[WEIGHTS_CONFIG])["config"]
+    for name, old in program.state_dict().items():
+        entry = f"data/weights/{config[name]['path_name']}"
+        if values := bytearray(entries[entry]):
+            storage = torch.frombuffer(values, dtype=old.dtype)
+            storage.as_strided(old.size(), old.stride(), old.storage_offset()).copy_(weights[name])
+        entries[entry] = bytes(values)
+    return _sanitize_entries(entries)
+
+
 def sanitize_archive(content: bytes) -> bytes:
     """Return a torch.export archive rebuilt from its checked parts, without metadata.
 
@@ -135,7 +155,10 @@ def sanitize_archive(content: bytes) -> bytes:
         DisallowedContent: The archive contains something that `raytrec export` does not write.
         BadZipFile: The archive is damaged.
     """
-    entries = _read_entries(content)
+    return _sanitize_entries(_read_entries(content))
+
+
+def _sanitize_entries(entries: dict[str, bytes]) -> bytes:
     parts: dict[str, bytes] = {}
     for name, pattern in TENSORS.items():
         config = _sanitize_tensors(_parse_entry(entries, name), pattern)

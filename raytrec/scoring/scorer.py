@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
-from weakref import proxy
+from weakref import WeakSet, proxy
 
 import numpy as np
 import pyarrow as pa
@@ -18,11 +18,11 @@ from raytrec.config.tasks import TowerName
 from raytrec.data.assembler import Assembler
 from raytrec.data.row_slices import Rows
 from raytrec.scoring.column_splits import ColumnSplit, find_min_candidates
-from raytrec.scoring.lookups import Lookups, Tensors
+from raytrec.scoring.lookups import IdRows, Lookups, Tensors
 from raytrec.scoring.manifest import Manifest, ProgramName
 from raytrec.scoring.plain_rows import PlainRowReader, make_plain_reader
 from raytrec.scoring.request_rows import ROWS_PLACE, RowReader, concat_rows, to_table
-from raytrec.scoring.single_rows import rewrite_for_single_rows
+from raytrec.scoring.single_rows import RewrittenProgram, rewrite_for_single_rows
 
 TOLERANCE = 1e-6  # of golden rows' scores, relative to scores above 1
 MAX_CACHED_SPLITS = 16  # cached ways to divide columns between user and candidates
@@ -43,12 +43,15 @@ class Scorer:
         manifest: Manifest of the export.
         columns: Columns that a row must contain.
         lookups: Lookups in the tables.
+        step: Step of the run whose state the scorer has.
+        version: Name of this state in answers; see `update`.
         split: Function that returns the division of the model's columns for the given columns of a user.
     """
 
     def __init__(self, manifest: Manifest, programs: Programs, lookups: Lookups, columns: pa.Schema, golden: pa.Table):
         self.manifest, self.columns, self.golden = manifest, columns, golden
         self._programs, self.lookups, self._features = programs, lookups, manifest.features
+        self.step, self._rewritten = manifest.source.step, WeakSet[RewrittenProgram]()
         # The caches do not refer to the scorer: without reference cycles, the last reference frees the tables.
         scorer, features = proxy(self), manifest.features
         self.split = lru_cache(MAX_CACHED_SPLITS)(lambda names: scorer._make_split(names))
@@ -101,8 +104,42 @@ class Scorer:
 
     @cached_property
     def version(self) -> str:
+        """Return the manifest's version until the first update."""
+        return self.export_version
+
+    @cached_property
+    def export_version(self) -> str:
         """Return the manifest's version."""
         return self.manifest.version
+
+    @property
+    def program_weights(self) -> dict[str, torch.Tensor]:
+        """Return the dense weights and buffers of all programs by PROGRAM/NAME."""
+        states = {program: module.state_dict() for program, module in self._programs.items()}
+        return {f"{program}/{name}": value for program, state in states.items() for name, value in state.items()}
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights of all programs by name; a weight may be in several programs."""
+        return {name.partition("/")[2]: value for name, value in self.program_weights.items()}
+
+    def update(self, step: int, version: str, ids: Mapping[str, IdRows], weights: Mapping[str, torch.Tensor]) -> None:
+        """Replace managed ids and weights in place; unlike other methods, only in the thread that scores.
+
+        Args:
+            step: Step of the new state.
+            version: Name of the new state in answers.
+            ids: Rows of managed ids, for some or all tables.
+            weights: Weights of the programs by name.
+        """
+        with torch.no_grad():
+            for program in self._programs.values():
+                for name, value in program.state_dict().items():
+                    value.copy_(weights[name])
+            for rewritten in self._rewritten:
+                rewritten.refresh()
+        self.lookups.ids.update(ids)
+        self.step, self.version = step, version
 
     @cached_property
     def reader(self) -> RowReader:
@@ -262,9 +299,12 @@ class Scorer:
         once_names = user_names if user_names >= set(schema.dense) else user_names - set(schema.dense)
         read_names = [{each.feature} if each.feature else set(schema.dense) for each in inputs]
         once = frozenset(place for place, features in enumerate(read_names) if features <= once_names)
-        program = rewrite_for_single_rows(module, inputs, once) if 0 < len(once) < len(inputs) else None
-        if program is None:
-            program, once = lambda *tensors: module.forward(*tensors[:-1]), frozenset()
+        rewritten = rewrite_for_single_rows(module, inputs, once) if 0 < len(once) < len(inputs) else None
+        if rewritten:
+            self._rewritten.add(rewritten)
+        else:
+            once = frozenset()
+        program = rewritten or (lambda *tensors: module.forward(*tensors[:-1]))
         plain = [make_plain_reader(user_reader), make_plain_reader(other_reader), self.get_plain_reader("predict")]
         return ColumnSplit(names, user_reader, other_reader, plain, repeated, inputs, program, once)
 

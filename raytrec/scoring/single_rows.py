@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, product
 from typing import Any, Literal
 
@@ -29,7 +30,30 @@ Program = Callable[..., tuple[torch.Tensor, ...]]
 ValueOrigin = Literal["user", "rows", "none", "size"]
 
 
-def rewrite_for_single_rows(program: fx.GraphModule, inputs: Sequence[Input], once: Collection[int]) -> Program | None:
+class RewrittenProgram:
+    """Program that takes one row per user of some inputs, and the user of each row, int64 [B].
+
+    Args:
+        module: Graph, which shares the weights of the original program.
+        copy_weights: Functions that copy parts of these weights to weights of the graph.
+    """
+
+    def __init__(self, module: fx.GraphModule, copy_weights: Sequence[Callable[[], object]]):
+        self._forward, self._copy_weights = module.forward, copy_weights
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the outputs of the program."""
+        return self._forward(*tensors)
+
+    def refresh(self) -> None:
+        """Copy parts of the original program's weights, whose values have changed."""
+        for copy in self._copy_weights:
+            copy()
+
+
+def rewrite_for_single_rows(
+    program: fx.GraphModule, inputs: Sequence[Input], once: Collection[int]
+) -> RewrittenProgram | None:
     """Return a program that takes one row per user of some inputs, or None if the program cannot be rewritten.
 
     Args:
@@ -80,6 +104,11 @@ def _multiply(ones_RND: torch.Tensor, others_UMD: torch.Tensor, users_B: torch.T
     return torch.cat([part @ other.mT for part, other in zip(parts, others_UMD, strict=True)]).flatten(1)
 
 
+def _copy_columns(part_OI: torch.Tensor, places: torch.Tensor, weight_OI: torch.Tensor, columns: torch.Tensor) -> None:
+    """Copy columns of a weight to places of a part; columns with the same place are added."""
+    part_OI.zero_().index_add_(1, places, weight_OI[:, columns])
+
+
 def make_example_input(of: Input, rows: int) -> torch.Tensor:
     """Return a random tensor with the shape and dtype of an input."""
     if of.kind == "present":
@@ -117,6 +146,7 @@ class _ProgramRewriter:
     def __init__(self, program: fx.GraphModule, once: Collection[int]):
         self._program, self._graph = program, fx.Graph()
         self._weights: dict[str, torch.Tensor] = {}
+        self._copy_weights: list[Callable[[], object]] = []
         self._values: dict[fx.Node, _Value] = {}
         placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
         new = [self._graph.placeholder(f"input_{place}") for place in range(len(placeholders))]
@@ -127,7 +157,7 @@ class _ProgramRewriter:
         self._users_B = self._graph.placeholder("users")
         self._sizes = [self._call(aten.sym_size.int, each, 0) for each in (new[min(once)], self._users_B)]
 
-    def result(self) -> Program:
+    def result(self) -> RewrittenProgram:
         """Return the rewritten program."""
         for node in self._program.graph.nodes:
             if node.op == "get_attr":
@@ -141,7 +171,7 @@ class _ProgramRewriter:
             elif node.op != "placeholder":
                 raise _UnsupportedProgram(node.op)
         self._graph.eliminate_dead_code()
-        return fx.GraphModule(self._weights, self._graph).forward
+        return RewrittenProgram(fx.GraphModule(self._weights, self._graph), self._copy_weights)
 
     def _call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
         return self._graph.call_function(target, args)
@@ -196,9 +226,10 @@ class _ProgramRewriter:
             starts = dict(zip(widths, accumulate(widths.values(), initial=0), strict=False))
             moves = [(at, starts[value] + place) for at, (value, place) in enumerate(columns) if value in starts]
             before, after = torch.tensor(moves).T
-            part_OI = weight_OI.new_zeros(len(weight_OI), sum(widths.values()))
             name = f"{node.name}_{origin}"
-            self._weights[name] = part_OI.index_add_(1, after, weight_OI[:, before])
+            part_OI = self._weights[name] = weight_OI.new_empty(len(weight_OI), sum(widths.values()))
+            self._copy_weights.append(partial(_copy_columns, part_OI, after, weight_OI, before))
+            self._copy_weights[-1]()
             joined = self._call(aten.cat.default, [value.new for value in widths], -1)
             outputs.append(self._call(aten.linear.default, joined, self._graph.get_attr(name), *biases))
         user = _Value("user", node.meta["val"].shape, outputs[0])

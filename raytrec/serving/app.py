@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic_core import to_json
@@ -18,7 +19,7 @@ from raytrec import __version__
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError, SchemaError
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.batching import RETRY_AFTER_S, Batcher, UnavailableError, make_busy_refusal
+from raytrec.serving.batching import RETRY_AFTER_S, Batcher, UnavailableError, VersionedScores, make_busy_refusal
 from raytrec.serving.bodies import JSON, Limits, Query, RefusedRequest, decode_request, encode_response, json_response
 from raytrec.serving.challenger import ShadowQueue, is_in_share
 from raytrec.serving.inference_protocol import MODEL_TEMPLATES, decode_inference, describe_tensors, match_path
@@ -26,6 +27,9 @@ from raytrec.serving.loaded_exports import LoadedExport, LoadedExports
 from raytrec.serving.openapi import Endpoint, describe, make_example_text, make_page
 from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.request_log import LoggedRequest, RequestLog
+
+if TYPE_CHECKING:
+    from raytrec.serving.follow import Follower
 
 log = logging.getLogger(__name__)
 Decoder = Callable[[Scorer], Query]
@@ -45,6 +49,9 @@ class Service:
             only the run's name.
         figures: Metrics of the process; None: new ones.
         threads: Number of threads that score; 0: the event loop scores.
+
+    Attributes:
+        follower: Follower of a run's deltas, which changes the current version in place; None: there is none.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class Service:
         self.figures = figures or ReplicaMetrics()
         self.batcher = Batcher(observe=self.figures.batch_rows.observe, threads=threads)
         self.request_log: RequestLog | None = None
+        self.follower: Follower | None = None
         self._shadows = ShadowQueue(self.figures, lambda: self.batcher.waiting > 0)
         self._shadow_batcher = Batcher(budget_s=0.005, threads=threads)  # an arriving request may wait as long
         self.endpoints = [
@@ -93,7 +101,9 @@ class Service:
         path, scope["path_params"] = match_path(scope["path"])
         request = Request(scope, receive)
         response = await self._answer(request, path)
-        version = response.headers["X-Model-Version"] = getattr(request.state, "version", self.versions.version)
+        response.headers["X-Model-Version"] = getattr(request.state, "version", self.versions.version)
+        # Deltas change the version of a model every few seconds, which would be too many series.
+        version = getattr(request.state, "scorer", self.versions.current.scorer).export_version
         path = path if any(path == known for _, known in self._table) else "other"
         self.figures.requests.labels(path, response.status_code, version).inc()
         await response(scope, receive, send)
@@ -146,7 +156,7 @@ class Service:
             is_decided = request.method != "POST" or named
             challenger = None if is_decided else await self._find_challenger(request, "canary")
         scorer = (challenger or current).scorer
-        request.state.version = scorer.version
+        request.state.version, request.state.scorer = scorer.version, scorer
         return scorer
 
     async def _find_challenger(self, request: Request, mode: str) -> LoadedExport | None:
@@ -194,10 +204,10 @@ class Service:
         body, content_type = await self.read(request), request.headers.get("content-type", "")
         decode = partial(decode_request, content_type, body, program=program, limits=self.limits)
         scores, headers = await self._score(request, decode(scorer), decode)
-        kind, content = encode_response(request.headers.get("accept", ""), scorer.version, names, scores)
+        kind, content = encode_response(request.headers.get("accept", ""), scores.version, names, scores)
         return Response(content, media_type=kind, headers=headers)
 
-    async def _score(self, request: Request, query: Query, decode: Decoder) -> tuple[list[np.ndarray], dict[str, str]]:
+    async def _score(self, request: Request, query: Query, decode: Decoder) -> tuple[VersionedScores, dict[str, str]]:
         """Return the scores of a request's rows and the headers of its answer; count and log the rows.
 
         Args:
@@ -206,7 +216,8 @@ class Service:
             decode: Function that decodes the request for a model, used if a challenger scores the rows, too.
         """
         scores, headers = await self.batcher.score(query), {}
-        self.figures.rows.labels(query.scorer.version).inc(len(scores[0]))
+        request.state.version = scores.version
+        self.figures.rows.labels(query.scorer.export_version).inc(len(scores[0]))
         if query.missing_shards:
             headers["X-Missing-Shards"] = ", ".join(map(str, sorted(query.missing_shards)))
         if query.program == "predict":
@@ -224,16 +235,19 @@ class Service:
         def decode(challenger: Scorer) -> Query:
             return decode_inference(request.headers, body, challenger, self.limits).query
 
-        return inference.encode(name, *await self._score(request, inference.query, decode))
+        scores, headers = await self._score(request, inference.query, decode)
+        self._check_model(request, scorer)  # the version may have changed
+        return inference.encode(name, scores, headers)
 
     def _check_model(self, request: Request, scorer: Scorer) -> str:
         """Return the model's name in a path of the Open Inference Protocol.
 
         Raises:
-            RefusedRequest: The name or the version is not that of the current model.
+            RefusedRequest: The name or the version is not that of the model that answers.
         """
         (name, version), run = request.path_params.values(), scorer.manifest.source.run
-        for value, known in ((name, [self._name or run, run]), (version or scorer.version, [scorer.version])):
+        current = request.state.version
+        for value, known in ((name, [self._name or run, run]), (version or current, [current])):
             if value not in known:
                 expected = " or ".join(dict.fromkeys(known))
                 raise RefusedRequest(404, DataError(f"'{value}' not found", where="the path", expected=expected))
@@ -273,7 +287,8 @@ class Service:
                 figures.shadow_difference.labels(version, column).inc(difference)
 
     async def _health(self, request: Request, scorer: Scorer) -> Response:
-        return json_response({"version": scorer.version})
+        freshness = {"freshness": self.follower.describe()} if self.follower else {}
+        return json_response({"version": scorer.version} | freshness)
 
     async def _healthz(self, request: Request, scorer: Scorer) -> Response:
         return Response("success", media_type="text/plain")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from struct import error as StructError
-from struct import unpack_from
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
 from raytrec.common.errors import DataError, get_first_line
+from raytrec.data.arrow_messages import has_compressed_buffers
 
-RECORD_BATCH, DICTIONARY_BATCH = 3, 2  # of Arrow's MessageHeader (format/Message.fbs)
 PLAIN_COLUMNS_TEXT = (
     "plain Arrow columns: no views, run-end encoding or unions, and no dictionaries of lists or structs"
 )
@@ -36,9 +35,8 @@ def read_stream(body: bytes, columns: Collection[str], max_expanded_bytes: int) 
         ExpansionLimitError: The columns exceed `max_expanded_bytes`.
     """
     try:
-        for message in pa.ipc.MessageReader.open_stream(body):
-            if _is_compressed(message.metadata):  # Arrow allocates the size that a buffer claims
-                raise DataError("the Arrow buffers are compressed", where="the body", expected="an uncompressed stream")
+        if has_compressed_buffers(body):
+            raise DataError("the Arrow buffers are compressed", where="the body", expected="an uncompressed stream")
         table = pa.ipc.open_stream(body).read_all()
         table.validate(full=True)  # offsets outside of the body would crash the process
     except (pa.ArrowException, OSError, StructError) as error:
@@ -58,32 +56,6 @@ def read_stream(body: bytes, columns: Collection[str], max_expanded_bytes: int) 
 def _may_share(kind: pa.DataType) -> bool:
     """Return True if rows of this type may share values, or parts of values."""
     return bool(kind.num_fields) or kind.has_variadic_buffers or types.is_dictionary(kind)
-
-
-def _is_compressed(metadata: pa.Buffer) -> bool:
-    """Return True if a message's buffers are compressed (RecordBatch.compression of Arrow's format)."""
-    data = metadata.to_pybytes()
-    message = unpack_from("<I", data)[0]
-    kind = _find_field(data, message, 1)
-    kind = data[kind] if kind else 0
-    batch = _find_table(data, message, 2) if kind in (RECORD_BATCH, DICTIONARY_BATCH) else 0
-    if kind == DICTIONARY_BATCH:
-        batch = _find_table(data, batch, 1)
-    return bool(batch and _find_field(data, batch, 3))
-
-
-def _find_field(data: bytes, table: int, number: int) -> int:
-    """Return the position of a field of a FlatBuffers table, or 0 if the field is missing."""
-    vtable = table - unpack_from("<i", data, table)[0]
-    if vtable < 0 or 4 + 2 * number >= unpack_from("<H", data, vtable)[0]:
-        return 0
-    offset = unpack_from("<H", data, vtable + 4 + 2 * number)[0]
-    return table + offset if offset else 0
-
-
-def _find_table(data: bytes, table: int, number: int) -> int:
-    place = _find_field(data, table, number)
-    return place + unpack_from("<I", data, place)[0] if place else 0
 
 
 def _count_expanded_bytes(array: pa.Array | pa.ChunkedArray, name: str) -> int:

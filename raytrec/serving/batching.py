@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +25,19 @@ MIN_FULL_BATCH_ROWS = 32  # minimum size of a full batch, even if it exceeds the
 
 class UnavailableError(RunError):
     """Error of a request that the client can repeat, answered with 503 and Retry-After."""
+
+
+class VersionedScores(list[np.ndarray]):
+    """Scores of each task.
+
+    Args:
+        values: Scores of each task.
+        version: Version of the model when it computed the scores.
+    """
+
+    def __init__(self, values: Iterable[np.ndarray], version: str):
+        super().__init__(values)
+        self.version = version
 
 
 @dataclass(eq=False)
@@ -69,13 +82,20 @@ class Batcher:
         threads: int = 0,
     ):
         self._budget_s, self._max_waiting, self._observe = budget_s, max_waiting_rows, observe
-        self._queue: deque[_BatchPart] = deque()
+        self._queue: deque[_BatchPart | Callable[[], object]] = deque()
         self._row_s = budget_s / 1024  # seconds per row, averaged over recent batches
         self._threads = ThreadPoolExecutor(threads, "score") if threads else None
         self._running, self._max_running = 0, threads or 1  # batches that are being scored
         self.waiting = 0
 
-    async def score(self, query: Query) -> list[np.ndarray]:
+    def call_between(self, action: Callable[[], object]) -> None:
+        """Call a function, which may change a model, once all parts of the waiting queries have been scored."""
+        if self._queue:
+            self._queue.append(action)
+        else:
+            action()
+
+    async def score(self, query: Query) -> VersionedScores:
         """Return the scores of a query's rows, as Scorer.score does.
 
         Raises:
@@ -95,7 +115,7 @@ class Batcher:
             if is_whole:
                 return await pieces[0].done
             scores = await asyncio.gather(*(piece.done for piece in pieces))
-            return [np.concatenate(each) for each in zip(*scores, strict=True)]
+            return VersionedScores([np.concatenate(each) for each in zip(*scores, strict=True)], scores[0].version)
         finally:
             self.waiting -= len(rows)
             for piece in pieces:  # no longer needed if the client has left or a row is wrong
@@ -139,16 +159,23 @@ class Batcher:
         batch, rows, max_rows = [], 0, self._max_batch_rows
         while self._queue:
             piece = self._queue[0]
+            if not isinstance(piece, _BatchPart):
+                if batch:
+                    break
+                self._queue.popleft()
+                piece()
+                continue
             if piece.done.cancelled():
                 self._queue.popleft()
                 continue
             rows += len(piece.rows)
             if batch and (rows > max_rows or piece.kind != batch[0].kind):
                 break
-            batch.append(self._queue.popleft())
+            batch.append(piece)
+            self._queue.popleft()
         return batch
 
-    def _score(self, batch: list[_BatchPart]) -> list[list[np.ndarray] | Exception]:
+    def _score(self, batch: list[_BatchPart]) -> list[VersionedScores | Exception]:
         """Return the scores or the error of each piece of a batch."""
         parts = [piece.rows for piece in batch]
         try:
@@ -159,12 +186,12 @@ class Batcher:
             return [self._score([piece])[0] for piece in batch]
         except Exception as error:
             return [error] * len(batch)
-        missing = batch[0].query.scorer.lookups.take_missing_shards()
-        start = 0
-        results: list[list[np.ndarray] | Exception] = []
+        scorer = batch[0].query.scorer
+        missing, start = scorer.lookups.take_missing_shards(), 0
+        results: list[VersionedScores | Exception] = []
         for piece in batch:
             stop = start + len(piece.rows)
-            results.append([values[start:stop] for values in scores])
+            results.append(VersionedScores((values[start:stop] for values in scores), scorer.version))
             piece.query.missing_shards.update(missing)
             start = stop
         return results

@@ -18,9 +18,10 @@ from raytrec.cluster.local_ray import check_ports
 from raytrec.cluster.warm_process import SERVING, keep_warm_process
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import make_absolute, open_filesystem
-from raytrec.serving.options import TOKEN, ServiceOptions, read_token, token_file
+from raytrec.serving.options import TOKEN, ServiceOptions, find_token, read_token, token_file
 
 PORT_TIMEOUT_S = 40  # timeout of a service that is ending on the port
+EXPORT_TIMEOUT_S = 1800  # timeout of a run's first full export
 PROMOTION_TIMEOUT_S = 1800  # timeout of a promotion, during which all replicas load tables
 
 
@@ -33,13 +34,16 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
         replicas: Number of processes that answer: N, or MIN:MAX depending on the load.
 
     Raises:
-        RunError: There is no export, Ray Serve is not installed, or the port is taken.
+        RunError: There is no export (with `follow`, after EXPORT_TIMEOUT_S), Ray Serve is not installed, or the
+            port is taken.
         ConfigError: `replicas` is malformed.
         DataError: The URI of the log is malformed.
     """
     min_replicas, max_replicas = _parse_replicas(replicas)
     if service_options.log_requests:
         open_filesystem(service_options.log_requests)
+    if service_options.follow:
+        wait_for_full_export(service_options.uri)
     service_options = service_options.fill_name()
     wait_for_port(service_options.port)
     token = None if service_options.no_token else read_token(service_options.name)
@@ -51,12 +55,36 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
             signal.signal(number, lambda *_: stop.set())
         try:
             _call_on_cluster("deploy", service_options, (min_replicas, max_replicas), token)
-            _print_address(
-                service_options.name, f"http://{service_options.host}:{service_options.port}", token is not None
-            )
+            url = f"http://{service_options.host}:{service_options.port}"
+            _print_address(service_options.name, url, token is not None, service_options.follow)
             _print_news(service_options.name, stop)
         finally:
             _call_on_cluster("shut_down_service", service_options.name, service_options.table_shards)
+
+
+def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
+    """Return when a folder of deltas contains a full export; print the state of the folder when it changes.
+
+    Args:
+        folder: Folder of deltas.
+        interval_s: Interval at which the folder is read.
+
+    Raises:
+        RunError: There is no full export after EXPORT_TIMEOUT_S, or the folder cannot be read.
+    """
+    from raytrec.deltas.chain import find_stream, iterate_exports
+
+    deadline, printed = monotonic() + EXPORT_TIMEOUT_S, ""
+    while next(iterate_exports(folder), None) is None:
+        stream = find_stream(folder)
+        state = f"run {stream.run} has not written a full export" if stream else "no run has written to the folder"
+        if monotonic() > deadline:
+            do = "check that a run with export.deltas.to trains and saves checkpoints"
+            raise RunError(f"after {EXPORT_TIMEOUT_S} s, {state}", where=folder, expected="a full export", do=do)
+        if state != printed:
+            printed = state
+            print(f"waiting      up to {EXPORT_TIMEOUT_S} s: {state}", flush=True)
+        sleep(interval_s)
 
 
 def wait_for_port(port: int) -> None:
@@ -142,7 +170,7 @@ def _call(function: str, *arguments: Any) -> None:
     getattr(deployment, function)(*arguments)
 
 
-def _print_address(name: str, url: str, has_token: bool) -> None:
+def _print_address(name: str, url: str, has_token: bool, follows: bool) -> None:
     bearer = ""
     if has_token:
         value = f"${TOKEN}" if os.environ.get(TOKEN) else f"$(cat {shlex.quote(str(token_file(name)))})"
@@ -150,7 +178,10 @@ def _print_address(name: str, url: str, has_token: bool) -> None:
     print(f"service      {url} ({name})")
     print(f"example      curl{bearer} {url}/openapi.json")
     print(f"page         {url}/ (asks for the token)" if has_token else f"page         {url}/")
-    print(f"promote      raytrec promote URI --service {url} --name {name}", flush=True)
+    if follows:
+        print("version      follows the run; GET /ready states the step and the seconds behind", flush=True)
+    else:
+        print(f"promote      raytrec promote URI --service {url} --name {name}", flush=True)
 
 
 def promote(uri: str | None, *, service: str, name: str | None, rollback: bool = False, **challenger: Any) -> str:
@@ -172,7 +203,7 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
         raise ConfigError(
             "promote requires either a URI or --rollback alone", where="raytrec promote", expected="one of the two"
         )
-    token = os.environ.get(TOKEN) or (name and token_file(name).exists() and read_token(name)) or ""
+    token = find_token(name)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     body = json.dumps(({} if uri is None else {"uri": make_absolute(uri)}) | challenger).encode()
     request = urllib.request.Request(f"{service.rstrip('/')}/promote", body, headers, method="POST")
@@ -182,15 +213,16 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
             print(f"version      {result['version']}\nresult       {result['news']}")
             return result["version"]
     except urllib.error.HTTPError as error:
-        raise _make_promotion_error(error.read(), service) from None
+        raise parse_error(error.read(), "the service rejected the promotion", service) from None
     except (OSError, ValueError, KeyError) as error:
         raise RunError(f"the service does not respond: {error}", where=service) from None
 
 
-def _make_promotion_error(body: bytes, service: str) -> RunError:
+def parse_error(body: bytes, what: str, service: str) -> RunError:
+    """Return the error in the body of an answer, or an error with the text `what` if the body contains none."""
     try:
         parts: dict[str, Any] = json.loads(body)
-        what = parts.pop("error")
-        return RunError(what, **{key: parts.get(key) for key in ("where", "expected", "do")})
+        error = parts.pop("error")
+        return RunError(error, **{key: parts.get(key) for key in ("where", "expected", "do")})
     except (ValueError, KeyError, TypeError, AttributeError):
-        return RunError("the service rejected the promotion", where=service)
+        return RunError(what, where=service)

@@ -98,7 +98,7 @@ class Coordinator:
         """
         if export == self._declared:
             return
-        if self._live():
+        if self._live() and export.version and self._current.version:
             await self.promote(export.uri)
         else:
             self._current, self._challenger = export, None

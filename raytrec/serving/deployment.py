@@ -30,6 +30,7 @@ from raytrec.serving.options import TOKEN, Promotion, ServiceOptions
 from raytrec.serving.replica_metrics import ReplicaMetrics, describe_model
 from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaState
 from raytrec.serving.request_log import RequestLog
+from raytrec.serving.served_state import list_endpoints
 
 LOOKUP_THREADS = 2  # batches of a replica with table shards at a time: one waits for vectors, one is scored
 TARGET_BUSY_SHARE = 0.6  # target share of the time during which replicas are busy
@@ -51,15 +52,21 @@ class Replica:
         self._node = ray.get_runtime_context().get_node_id()
         self._coordinator = ray.get_actor(get_coordinator_name(service_options.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
-        current, previous = ray.get(self._coordinator.exports.remote())
-        figures, make_lookups, threads = ReplicaMetrics(), None, 0
-        if service_options.table_shards:
-            from raytrec.serving.table_shards.actors import make_lookup_maker
+        figures, make_lookups, threads, self._follower = ReplicaMetrics(), None, 0, None
+        if service_options.follow:
+            from raytrec.serving.follow import Follower
 
-            make_lookups, threads = make_lookup_maker(service_options, figures), LOOKUP_THREADS
-        versions, failed = load_either(current, previous, service_options.allow_code, make_lookups)
-        if failed:
-            ray.get(self._coordinator.fall_back.remote(current, failed))
+            self._follower = Follower(service_options.uri, service_options.allow_code)
+            versions = self._follower.versions
+        else:
+            if service_options.table_shards:
+                from raytrec.serving.table_shards.actors import make_lookup_maker
+
+                make_lookups, threads = make_lookup_maker(service_options, figures), LOOKUP_THREADS
+            current, previous = ray.get(self._coordinator.exports.remote())
+            versions, failed = load_either(current, previous, service_options.allow_code, make_lookups)
+            if failed:
+                ray.get(self._coordinator.fall_back.remote(current, failed))
         gc.collect()
         gc.freeze()  # later collections, which interrupt scoring, skip imported modules and the code of programs
         endpoints = [
@@ -69,6 +76,7 @@ class Replica:
             Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
             Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
             Endpoint("GET", "/model", self._model, "Current model, previous version and challenger."),
+            *([] if service_options.table_shards else list_endpoints(self._id)),
         ]
         self.service = Service(versions, token, Limits(), endpoints, service_options.name, figures, threads)
         if folder := service_options.log_requests:
@@ -77,6 +85,8 @@ class Replica:
         self._join()
         self._busy = perf_counter(), process_time()
         self._listener = Listener(self.service, service_options.host, service_options.port)
+        if self._follower:
+            self._follower.start(self.service, self._listener)
 
     def _join(self) -> None:
         """Follow the coordinator, and return once this replica has the version with which all replicas answer.
@@ -86,6 +96,8 @@ class Replica:
         # One thread executes commands one after the other; another thread reports meanwhile.
         self._load_thread, self._report_lock = ThreadPoolExecutor(1, "load"), Lock()
         self._last_report, self._is_current = ReplicaState(-1, self.service.versions.version), Event()
+        if self._follower:  # the run, not the coordinator, determines the version
+            self._is_current.set()
         Thread(target=self._follow, name="follow", daemon=True).start()
         if not self._is_current.wait(LOAD_TIMEOUT_S):
             raise self._last_report.error or RunError("the coordinator does not respond", where="the service")
@@ -116,6 +128,9 @@ class Replica:
         # on loopback that requires no token.
         check_type(request.headers.get("content-type", ""), JSON)
         promotion = Promotion.parse(await self.service.read(request))
+        if self._follower:
+            what, do = "the service follows the deltas of a run", "start a service of the export without --follow"
+            raise RefusedRequest(409, RunError(what, where="/promote", expected="a service of an export", do=do))
         uri = resolve_export(promotion.uri, self._promote_from) if promotion.uri else None
         arguments = uri, promotion.share, promotion.shadow
         return json_response(await self._ask_coordinator(lambda: self._coordinator.promote.remote(*arguments)))
@@ -129,7 +144,8 @@ class Replica:
 
     async def _model(self, request: Request, scorer: Scorer) -> Response:
         overview = await self._ask_coordinator(self._coordinator.overview.remote)
-        return json_response(overview | {"model": describe_model(scorer)})
+        freshness = {"freshness": self._follower.describe()} if self._follower else {}
+        return json_response(overview | {"model": describe_model(scorer)} | freshness)
 
     async def _ask_coordinator(self, ask: Callable[[], Any]) -> Any:
         """Return the coordinator's answer; convert the coordinator's errors to refusals for the client."""
@@ -162,7 +178,9 @@ class Replica:
             if self._listener:
                 self._listener.fair_connections = order.fair_connections
             failed = work and work.done() and versions.version != order.answer.version
-            if order.number != received or failed:
+            if self._follower:
+                received = order.number
+            elif order.number != received or failed:
                 received, work = order.number, self._load_thread.submit(self._carry_out, order)
 
     def _carry_out(self, order: ReplicaCommand) -> None:
@@ -175,7 +193,7 @@ class Replica:
 
     def _report(self) -> ReplicaState:
         service, scorer = self.service, self.service.versions.current.scorer
-        service.figures.keep_versions({each.scorer.version for each in service.versions.loaded})
+        service.figures.keep_versions({each.scorer.export_version for each in service.versions.loaded})
         figures = tuple(service.figures.collect(describe_model(scorer), service.batcher.waiting))
         connections = self._listener.count_active_connections() if self._listener else None
         return replace(
@@ -225,7 +243,8 @@ def declare(service_options: ServiceOptions) -> Any:
         from raytrec.serving.table_shards.actors import start_shards
 
         start_shards(service_options)
-    export = Export(service_options.uri, read_manifest(service_options.uri).version)
+    version = "" if service_options.follow else read_manifest(service_options.uri).version
+    export = Export(service_options.uri, version)
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Coordinator).options(
         name=get_coordinator_name(service_options.name),
         namespace=NAMESPACE,

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from raytrec.common.errors import DataError
 from raytrec.data.arrow import is_list, value_type
 from raytrec.scoring.scorer import Scorer
+from raytrec.serving.batching import VersionedScores
 from raytrec.serving.bodies import JSON, Limits, Query, check_object_count, check_type, make_query
 from raytrec.serving.tensors import DATATYPES, InputTensor, Message, Parameters, read_tensors, to_table
 
@@ -59,7 +60,7 @@ class Inference(NamedTuple):
     id: str | None
     outputs: dict[str, bool]
 
-    def encode(self, model: str, scores: list[np.ndarray], headers: dict[str, str]) -> Response:
+    def encode(self, model: str, scores: VersionedScores, headers: dict[str, str]) -> Response:
         """Return the answer to the request.
 
         Args:
@@ -67,7 +68,7 @@ class Inference(NamedTuple):
             scores: Scores of each task.
             headers: Headers of the answer.
         """
-        scorer, parts, outputs = self.query.scorer, [], []
+        parts, outputs = [], []
         values = self.query.name_scores(scores)
         for column, is_binary in self.outputs.items():
             content: dict[str, Any] = {"data": values[column].ravel().tolist()}
@@ -75,7 +76,7 @@ class Inference(NamedTuple):
                 parts.append(values[column].tobytes())
                 content = {"parameters": {"binary_data_size": len(parts[-1])}}
             outputs.append({"name": column, "datatype": "FP32", "shape": values[column].shape} | content)
-        answer = {"model_name": model, "model_version": scorer.version, "outputs": outputs}
+        answer = {"model_name": model, "model_version": scores.version, "outputs": outputs}
         head = to_json(answer | ({} if self.id is None else {"id": self.id}), inf_nan_mode="null")
         headers |= {HEADER_LENGTH: str(len(head))} if parts else {}
         return Response(b"".join([head, *parts]), headers=headers, media_type=OCTET_STREAM if parts else JSON)

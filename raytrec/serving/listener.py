@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import socket
 import struct
@@ -35,6 +36,7 @@ class Listener:
     Attributes:
         port: Port of the socket.
         fair_connections: Number of active connections above which answers close connections; default: no limit.
+        loop: Event loop of the thread; None until the server has started.
 
     Raises:
         RunError: The server cannot listen on the address.
@@ -46,6 +48,7 @@ class Listener:
         from raytrec.compat.uvicorn_ import CLIENT_TIMEOUT_S, BoundedProtocol, DrainingServer
 
         self.fair_connections = inf
+        self.loop: asyncio.AbstractEventLoop | None = None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         # REUSEADDR: closed connections, which the kernel remembers for a minute, do not block the port.
@@ -93,6 +96,7 @@ class Listener:
     async def _check_connections(self) -> None:
         from raytrec.compat.uvicorn_ import abort_slow, close_surplus
 
+        self.loop = asyncio.get_running_loop()
         await abort_slow(self._server)
         close_surplus(self._server, self.fair_connections)
 

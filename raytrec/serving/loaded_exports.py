@@ -38,6 +38,7 @@ class LoadedExports:
     Args:
         uri: URI of the first export.
         allow_code: True if transforms of exports may name code.
+        background: True if this process answers requests meanwhile; see scoring.load.load.
         make_lookups: Function that makes the lookups in tables; None: tables are mapped.
 
     Attributes:
@@ -46,9 +47,11 @@ class LoadedExports:
         challenger: Export that answers or scores a share of requests; None if there is none.
     """
 
-    def __init__(self, uri: str, allow_code: bool = False, make_lookups: LookupMaker | None = None):
+    def __init__(
+        self, uri: str, allow_code: bool = False, background: bool = False, make_lookups: LookupMaker | None = None
+    ):
         self._allow_code, self._make_lookups, self._lock = allow_code, make_lookups, Lock()
-        self.current = self._load(uri, background=False)
+        self.current = self._load(uri, background)
         self.previous: LoadedExport | None = None
         self.challenger: LoadedExport | None = None
         self._prepared: LoadedExport | None = None
@@ -92,6 +95,10 @@ class LoadedExports:
                 self.current, self.previous = self._prepared, self.current
             self._prepared = None
 
+    def replace(self, loaded: LoadedExport) -> None:
+        """Answer with an export that another object has loaded, and release all other exports."""
+        self.current, self.previous = loaded, None
+
     def set_challenger(self, challenger: Challenger | None) -> str | None:
         """Set, change or remove (None) the challenger, which is loaded unless it is in memory.
 
@@ -131,7 +138,7 @@ def load_either(
     errors: list[RaytrecError] = []
     for export in filter(None, (current_export, previous_export)):
         try:
-            versions = LoadedExports(export.uri, allow_code, make_lookups)
+            versions = LoadedExports(export.uri, allow_code, make_lookups=make_lookups)
             if (version := versions.version) == export.version:
                 return versions, str(errors[0]) if errors else None
             what = f"the export has been changed in place from version {export.version} to {version}"

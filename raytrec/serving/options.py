@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from raytrec.cluster.access import load_or_create_token
-from raytrec.common.errors import DataError
+from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.common.storage import make_absolute
 from raytrec.config.base import Number, Section
 from raytrec.scoring.manifest import read_manifest
@@ -38,7 +38,8 @@ class ServiceOptions(Section):
     """Folder for a sample of requests and their scores, to which every node must be able to write."""
     log_sample: float = Field(default=0.01, gt=0, le=1)
     """Share of requests that is logged."""
-
+    follow: bool = False
+    """Follow a run: uri is its folder of deltas (export.deltas.to)."""
     table_shards: int = Field(default=0, ge=0)
     """Number of actors that hold the tables; 0: each replica maps all tables."""
     table_cache_mib: float = Field(default=64, ge=0)
@@ -52,9 +53,23 @@ class ServiceOptions(Section):
         """Return the options with a name; the default is the run's name.
 
         Raises:
-            RunError: There is no export.
+            RunError: There is no export, or no folder of deltas.
+            ConfigError: The service follows a run and has table shards.
         """
-        return self.model_copy(update={"name": self.name or read_manifest(self.uri).source.run})
+        if self.follow and self.table_shards:
+            what = "table shards cannot follow a run"
+            raise ConfigError(what, where="--table-shards", expected="--follow or --table-shards, not both")
+        return self.model_copy(update={"name": self.name or self._read_run()})
+
+    def _read_run(self) -> str:
+        if not self.follow:
+            return read_manifest(self.uri).source.run
+        from raytrec.deltas.chain import find_stream
+
+        if stream := find_stream(self.uri):
+            return stream.run
+        what, expected = "no run has written deltas to this folder", "a folder of export.deltas.to"
+        raise RunError(what, where=self.uri, expected=expected)
 
 
 class Promotion(Section):
@@ -92,3 +107,12 @@ def read_token(name: str) -> str:
     if token := os.environ.get(TOKEN):
         return token
     return load_or_create_token(token_file(name))
+
+
+def find_token(name: str | None) -> str:
+    """Return the token of a client: RAYTREC_SERVE_TOKEN, or the content of the service's file; "" if there is none.
+
+    Args:
+        name: Name of the service; None: no file is read.
+    """
+    return os.environ.get(TOKEN) or (name and token_file(name).exists() and read_token(name)) or ""

@@ -20,10 +20,10 @@ BATCH_ROWS = tuple(2**e for e in range(14))
 
 
 class ReplicaMetrics:
-    """Prometheus metrics of a replica's process."""
+    """Prometheus metrics of a replica's process, in `registry`. The label `version` is the version of an export."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
         self.requests = counter("raytrec_requests", "Requests by path and status.", ["path", "status", "version"])
         self.rows = counter("raytrec_rows", "Scored rows.", ["version"])
@@ -60,7 +60,7 @@ class ReplicaMetrics:
         version.add_metric([about["version"]], 1)
         age = GaugeMetricFamily("raytrec_model_age_seconds", "Seconds since the export was created.", about["age_s"])
         waiting_rows = GaugeMetricFamily("raytrec_waiting_rows", "Rows waiting to be scored.", waiting)
-        counters = list(self._registry.collect())
+        counters = list(self.registry.collect())
         for metric in counters:
             metric.samples = [each for each in metric.samples if not each.name.endswith("_created")]
         return [*counters, waiting_rows, version, age]
@@ -73,7 +73,7 @@ def describe_model(scorer: Scorer) -> dict[str, Any]:
     return {
         "version": scorer.version,
         "run": manifest.source.run,
-        "step": manifest.source.step,
+        "step": scorer.step,
         "made": manifest.made,
         "age_s": max(0.0, age),
     }

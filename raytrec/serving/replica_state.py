@@ -13,7 +13,7 @@ from raytrec.common.errors import RaytrecError
 
 @dataclass(frozen=True)
 class Export:
-    """Location of an export, and the version in its manifest."""
+    """Location of an export, and the version in its manifest; "" for a folder of deltas that replicas follow."""
 
     uri: str
     version: str

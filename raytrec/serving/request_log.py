@@ -22,6 +22,7 @@ from raytrec.common.output_folder import OutputFolder
 from raytrec.common.redaction import hide
 from raytrec.common.storage import make_absolute
 from raytrec.data.arrow import pick_columns
+from raytrec.serving.batching import VersionedScores
 from raytrec.serving.bodies import Query
 from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.skew.samples import REQUEST_COLUMN, VERSION_KEY
@@ -45,6 +46,11 @@ class LoggedRequest:
     scores: Sequence[np.ndarray]
     id: str = field(default_factory=lambda: uuid4().hex)
     time: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    @property
+    def version(self) -> str:
+        """Return the version that computed the scores."""
+        return self.scores.version if isinstance(self.scores, VersionedScores) else self.query.scorer.version
 
 
 class RequestLog:
@@ -117,7 +123,7 @@ class RequestLog:
             except Empty:
                 pass
             if logged is not None and (table := self._as_table(logged)) is not None:
-                tables[logged.query.scorer.version].append(table)
+                tables[logged.version].append(table)
                 rows += len(table)
             if ended or rows >= self._max_rows or monotonic() >= due:
                 for version, parts in tables.items():
@@ -169,7 +175,7 @@ def to_logged_rows(logged: LoggedRequest) -> pa.Table:
         REQUEST_COLUMN: (logged.id, pa.string()),
         "_time": (logged.time, pa.timestamp("us", "UTC")),
         "_path": (logged.path, pa.string()),
-        "_version": (scorer.version, pa.string()),
+        "_version": (logged.version, pa.string()),
     }
     for name, (value, kind) in about.items():
         table = table.append_column(name, pa.repeat(pa.scalar(value, kind), len(table)))

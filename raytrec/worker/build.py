@@ -155,8 +155,14 @@ def build_unsharded(
     return LossModel(recommender, task_objective, query_vectors=ranks_items)
 
 
-def begin_or_resume(context: WorkerContext, step: Step, state: LogicalState, progress: Progress) -> None:
-    """Restore the run's newest complete checkpoint, or begin a new run if there is none; a collective."""
+def begin_or_resume(
+    context: WorkerContext, step: Step, state: LogicalState, progress: Progress
+) -> dict[str, Any] | None:
+    """Restore the run's newest complete checkpoint, or begin a new run if there is none; a collective.
+
+    Returns:
+        Entry "about" of the checkpoint's index; None if a new run begins.
+    """
 
     def ids(about: dict[str, Any]) -> State:
         context.enter_phase("restoring", "restore")
@@ -167,10 +173,12 @@ def begin_or_resume(context: WorkerContext, step: Step, state: LogicalState, pro
         context.report(messages.Warn(text=f"skipped a checkpoint: {reason}"))
     if not restored.folder:
         context.enter_phase("setting initial values", "plan")
-        return begin(step, context.task.config, context.task.schema, context.task.datasets["train"].log_odds)
+        begin(step, context.task.config, context.task.schema, context.task.datasets["train"].log_odds)
+        return None
     load_ids(step.maps, restored.extra_tensors, restored.about)
     progress.resume(restored.about["progress"])
     step.trained = progress.step
+    return restored.about
 
 
 def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[float] = ()) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
-from time import monotonic, time
+from time import monotonic
 from typing import Any
 
 import torch
@@ -15,35 +15,25 @@ from raytrec.checkpoint.files import get_step_folder, steps
 from raytrec.checkpoint.index import read_index
 from raytrec.checkpoint.managed import gather_ids, load_with_ids
 from raytrec.checkpoint.save import CheckpointWriter, NonfiniteStateError, Saved
-from raytrec.checkpoint.snapshot import RowSnapshot
-from raytrec.checkpoint.state import LogicalState
 from raytrec.common import messages
 from raytrec.common.errors import ErrorParts, RunError
-from raytrec.common.machine import get_installed_versions
 from raytrec.common.messages import Command, Restart
-from raytrec.common.redaction import hide_all
-from raytrec.common.storage import quote_for_shell
 from raytrec.config.features import resolve_features
-from raytrec.embeddings.sharding import describe_plan
+from raytrec.worker.checkpoint_entries import (
+    add_advice,
+    describe_run,
+    make_publisher,
+    make_row_snapshot,
+    make_unsaved_error,
+)
 from raytrec.worker.consensus import Decision, StepConsensus
 from raytrec.worker.nonfinite import NAN_FOLDER, LossMonitor, dump
 from raytrec.worker.progress import RankRun
-from raytrec.worker.step import Step, StepOutputs
+from raytrec.worker.step import StepOutputs
 
 
 class Stopped(Exception):
     """Signal, raised on all ranks, that a user has stopped the run and its state has been saved."""
-
-
-def make_row_snapshot(step: Step, state: LogicalState, on_wait: Callable[[], None]) -> RowSnapshot:
-    """Return a snapshot that preserves rows changed during a save by training or by reassignment of ids.
-
-    `on_wait` is passed to RowSnapshot.
-    """
-    rows = RowSnapshot(step.model, state.tables, on_wait)
-    if step.managed is not None:
-        step.managed.on_write = rows.preserve_rows
-    return rows
 
 
 class CheckpointManager:
@@ -52,22 +42,25 @@ class CheckpointManager:
     Args:
         run: Run to save; a checkpoint of its last step is always saved.
         before_save: Collective called before each save; an exception prevents the save.
+        about: Entry "about" of the restored checkpoint's index; None at the start of a run.
     """
 
-    def __init__(self, run: RankRun, before_save: Callable[[], None]):
+    def __init__(self, run: RankRun, before_save: Callable[[], None], about: Mapping[str, Any] | None = None):
         self._run, self._context, self._config = run, run.context, run.context.task.config
         self._step, self._state, self._progress = run.step, run.state, run.progress
         self._before_save, section, heartbeat = before_save, self._config.checkpoint, run.context.heartbeat
         best = run.progress.window.selection.best(section.best_metric) if section.keep_best else None
         rows = make_row_snapshot(run.step, run.state, heartbeat.tick) if section.async_save else None
+        self._deltas = make_publisher(run, about) if self._config.export.deltas else None
         self._saver = CheckpointWriter(
-            run.context.task.checkpoint, section, heartbeat.confirm, run.state.unbounded, best, rows
+            run.context.task.checkpoint, section, self._confirm, run.state.unbounded, best, rows
         )
         self._newest: int | None = run.progress.step or None  # step of the newest checkpoint
         self._error: RunError | None = None  # error of the last checkpoint
         self._saver.last_step = self._newest
         self._consensus, self._losses = StepConsensus(), LossMonitor()
         self._saved_at, self._requested, self._pending = monotonic(), False, Command.GO
+        self._is_due = self._deltas is not None and self._deltas.lacks_export()  # services wait for an export
         run.step.drain_every = section.every_steps
         heartbeat.watch_device(self._find_unfinished_step)
 
@@ -79,9 +72,12 @@ class CheckpointManager:
             RunError: A loss was not finite; see also `save`.
         """
         step, command = self._progress.step, self._context.heartbeat.command
-        is_due = monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
-        if self._context.index == 0 and command == Command.GO and is_due and not self._requested:
-            command, self._requested = Command.SAVE, True
+        is_due = self._is_due or monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
+        if self._context.index == 0 and command == Command.GO and not self._requested:
+            if is_due:
+                command, self._requested = Command.SAVE, True
+            elif self._deltas is not None and self._deltas.take_request():
+                command = Command.DELTA
         self._losses.add(step, outputs.loss)
         decision = self._consensus.exchange(command, self._losses.poll_status(), self._saver.busy)
         if decision is None:
@@ -95,13 +91,17 @@ class CheckpointManager:
     def _execute(self, command: Command) -> None:
         """Execute a command to save or to end this group, immediately or once the pipeline has been drained."""
         step, every = self._progress.step, self._config.checkpoint.every_steps
-        if command == Command.GO and every and step % every == 0:
+        if command < Command.SAVE and every and step % every == 0:
             command = Command.SAVE
         self._pending = max(self._pending, command)
         if self._pending != Command.GO and self._step.is_map_ahead:
             return self._step.drain()
         command, self._pending = self._pending, Command.GO
-        if command == Command.SAVE:
+        if command == Command.DELTA:
+            self._context.heartbeat.tick("save")
+            self._cut_delta()
+            self._context.heartbeat.tick("step")
+        elif command == Command.SAVE:
             self.save()
         elif command in (Command.RESTART, Command.STOP) and step < self._run.last_step:
             self.save(wait=True)
@@ -112,12 +112,23 @@ class CheckpointManager:
         if self._config.checkpoint.keep_best:
             self.save(again=True)
 
-    def save(self, *, wait: bool = False, again: bool = False) -> Saved | None:
+    def _cut_delta(self, last: bool = False) -> dict[str, Any]:
+        """Start to write a delta if export.deltas is set, and return its entry for the index of a checkpoint."""
+        return self._deltas.cut(self._progress.step, last) if self._deltas is not None else {}
+
+    def _confirm(self) -> None:
+        """Check, before a commit on rank 0, that this group owns the run; wait for the delta of the same step."""
+        if self._deltas is not None:
+            self._deltas.wait_until_written()
+        self._context.heartbeat.confirm()
+
+    def save(self, *, wait: bool = False, again: bool = False, last: bool = False) -> Saved | None:
         """Start saving a checkpoint of this step unless one exists.
 
         Args:
             wait: True to wait until the checkpoint has been committed.
             again: True to save even if a checkpoint of this step exists.
+            last: True if the run ends with this state.
 
         Returns:
             Outcome of the save, if `wait` is True and a save was in progress; else None.
@@ -137,12 +148,17 @@ class CheckpointManager:
             self._collect_save()
             self._before_save()
             ids, about_ids = gather_ids(self._step.maps)
-            self._saver.save(step, self._state.tensors(), self._make_about() | about_ids, ids)
-            self._saved_at, self._requested = monotonic(), False
+            about = describe_run(self._run) | about_ids | self._cut_delta(last)
+            self._saver.save(step, self._state.tensors(), about, ids)
+            self._saved_at, self._requested, self._is_due = monotonic(), False, False
+        elif last:
+            self._cut_delta(last)
         saved = None
         if wait:
             heartbeat.tick("save")
             saved = self._collect_save()
+            if self._deltas is not None:
+                self._deltas.collect()
         heartbeat.tick("step")
         return saved
 
@@ -162,6 +178,8 @@ class CheckpointManager:
         folder = get_step_folder(root, step)
         load_with_ids(folder, self._state.tensors(), self._step.maps, read_index(folder)["about"])
         self._state.refresh_kernels()
+        if self._deltas is not None:
+            self._deltas.mark_all()
 
     def finish(self, *, again: bool = False) -> None:
         """Save the last checkpoint of the run.
@@ -173,10 +191,12 @@ class CheckpointManager:
             RunError: The state is not finite and checks.finite is set to stop, or a loss was not finite.
         """
         self._context.enter_phase("saving the checkpoint", "save")
-        saved = self.save(wait=True, again=again)
+        saved = self.save(wait=True, again=again, last=True)
         self._error = saved.error if saved else None
         if self._error is None or again:
             self._saver.close()
+            if self._deltas is not None:
+                self._deltas.close()
 
     def find_unsaved_error(self) -> ErrorParts | None:
         """Return the parts of the error that prevented saving the model; None if the model is saved.
@@ -185,20 +205,8 @@ class CheckpointManager:
         """
         if self._error is not None:
             self.finish(again=True)
-        return None if self._error is None else self._unsaved_model_error(self._error).parts
-
-    def _unsaved_model_error(self, error: RunError) -> RunError:
-        """Return the error of a run whose last checkpoint could not be written."""
-        if isinstance(error, NonfiniteStateError):
-            return error
-        folder = self._config.run.dir
-        from_step = f"from the checkpoint of step {self._newest}" if self._newest else "from the beginning"
-        return RunError(
-            f"the trained model is not saved: {error.what}",
-            where=error.where,
-            expected=error.expected,
-            do=f"free up space, and train the remaining steps {from_step}: raytrec train --resume "
-            f"{quote_for_shell(folder)}",
+        return (
+            None if self._error is None else make_unsaved_error(self._error, self._config.run.dir, self._newest).parts
         )
 
     def _collect_save(self) -> Saved | None:
@@ -216,6 +224,8 @@ class CheckpointManager:
             self._newest = saved.step
         if saved.note:
             self._warn(saved.note)
+        if self._deltas is not None:
+            self._deltas.collect(block=False)
         self._context.report(
             messages.Saved(
                 step=saved.step,
@@ -223,30 +233,17 @@ class CheckpointManager:
                 error=str(saved.error) if saved.error else None,
                 blocked_s=saved.blocked_s,
                 seconds=saved.seconds,
+                delta=self._deltas.written.get(saved.step) if self._deltas else None,
             )
         )
         if isinstance(saved.error, NonfiniteStateError):
-            saved = replace(saved, error=self._add_advice(saved.error))
+            saved = replace(saved, error=add_advice(saved.error, self._context.task, self._newest))
             if self._config.checks.finite == "stop":
                 raise saved.error
         return saved
 
     def _warn(self, text: str) -> None:
         self._context.report(messages.Warn(text=text))
-
-    def _add_advice(self, error: NonfiniteStateError) -> NonfiniteStateError:
-        """Return the error with advice on restarting from the newest checkpoint, which is finite."""
-        optim = self._config.optim
-        lower = f"optim.embeddings.lr={optim.embeddings.lr / 10:g} optim.dense.lr={optim.dense.lr / 10:g}"
-        if self._newest is None:
-            do = f"restart with lower learning rates ({lower}), or set train.max_grad_norm"
-        else:
-            folder = get_step_folder(self._context.task.checkpoint, self._newest)
-            do = (
-                "restart with the weights of the last checkpoint, which is finite, and lower learning rates "
-                f"or train.max_grad_norm: raytrec train --warm-start {quote_for_shell(folder)} {lower}"
-            )
-        return NonfiniteStateError(error.what, where=error.where, expected=error.expected, do=do)
 
     def _find_unfinished_step(self) -> tuple[int, str] | None:
         """Return the first step and phase that the GPU has not finished, or None; called by the heartbeat's thread."""
@@ -283,18 +280,3 @@ class CheckpointManager:
             do="inspect the batch; lower optim.dense.lr or optim.embeddings.lr; scale dense columns to about "
             "±10; or set train.on_nan=skip",
         )
-
-    def _make_about(self) -> dict[str, Any]:
-        config, task = self._config, self._context.task
-        return {
-            "name": config.run.name,
-            "saved_unix_s": time(),
-            "progress": self._progress.record(),
-            "evaluation": self._progress.last_evaluation,
-            "data": task.fingerprint,
-            "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # checkpoints are shared
-            "schema": task.schema.to_yaml(),
-            "plan": describe_plan(self._run.plan),
-            "world_size": self._context.world,
-            "versions": get_installed_versions(),
-        }

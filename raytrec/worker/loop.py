@@ -44,7 +44,7 @@ def train_worker(task: WorkerTask) -> None:
     selection = Selection.from_config(config, task.schema)
     window = MetricSums(selection, context.device)
     state, progress = LogicalState(step.model, step.optimizer), Progress(window)
-    begin_or_resume(context, step, state, progress)
+    about = begin_or_resume(context, step, state, progress)
     freeze_gc()
     stopping = EarlyStopping(config.train.early_stopping, progress, context.device)
     epochs = train.epochs(resolve_epochs(config, train.dataset.rows), progress.step)
@@ -53,7 +53,7 @@ def train_worker(task: WorkerTask) -> None:
     evaluate_valid = evaluate_shrunk if shrinks else evaluate
     run = RankRun(context, step, plan, state, progress, batches, total)
     observers = make_observers(run)
-    checkpoints = CheckpointManager(run, observers.before_save)
+    checkpoints = CheckpointManager(run, observers.before_save, about)
     context.report(
         messages.Start(
             total=total,

@@ -21,7 +21,7 @@ from raytrec.checks.parity.batches import compute_row_bounds, make_local_batch
 from raytrec.common.errors import SchemaError
 from raytrec.config.training import CheckpointSection
 from raytrec.worker.build import begin
-from raytrec.worker.checkpointing import make_row_snapshot
+from raytrec.worker.checkpoint_entries import make_row_snapshot
 
 MIDDLE_STEP = 3
 

@@ -155,6 +155,27 @@ def test_full_disk_keeps_the_only_checkpoint(tmp_path, unseen):
         assert checkpoints.read_tensors(place / "c/step-0000000001")["dense/padding/value"].sum() == 1 << 20
 
 
+def lose_rank_after_commit(rank, world, root):
+    """Save while the collective after the commit fails, as if another rank had been killed; return the error."""
+    state, commit = build_state(world), save.dcp.save
+
+    def fail_after_commit(*arguments, **options):
+        commit(*arguments, **options)
+        raise RuntimeError("Connection reset by peer")
+
+    saves = make_writer(state, root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save.dcp, "save", fail_after_commit)
+        error = save_and_wait(saves, 1, state.tensors()).error
+    saves.close()
+    return str(error), restore(root, state).folder
+
+
+def test_committed_checkpoint_is_kept_if_a_rank_is_lost(tmp_path):
+    ((error, folder),) = run_on_ranks(1, lose_rank_after_commit, str(tmp_path))
+    assert "Connection reset by peer" in error and folder == files.get_step_folder(str(tmp_path), 1)
+
+
 def write_checkpoint(root, step, ne):
     """Write a checkpoint without tensors and with an evaluation."""
     folder = Path(files.get_step_folder(str(root), step))

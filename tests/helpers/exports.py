@@ -81,6 +81,7 @@ def _saved(rank, world, case, root):
 
     Return (evaluated batch, checkpoint folder, task → predictions, tower → vectors).
     """
+    from raytrec.checkpoint.managed import gather_ids
     from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
     from raytrec.checks.parity.batches import compute_row_bounds, make_local_batch, make_random_batches
@@ -103,7 +104,8 @@ def _saved(rank, world, case, root):
     vectors = {tower: next(step.evaluate(iter(local[2:]), tower)).vectors for tower in towers}
     saver = CheckpointWriter(f"{root}/checkpoints", config.checkpoint)
     about = {"config": values, "schema": schema.to_yaml(), "data": "", "progress": progress_values(2)}
-    saver.save(2, LogicalState(step.model, step.optimizer).tensors(), about)
+    ids, about_ids = gather_ids(step.maps)
+    saver.save(2, LogicalState(step.model, step.optimizer).tensors(), about | about_ids, ids)
     folder = saver.collect_outcome().folder
     saver.close()
     return whole[2], folder, {task: o.predictions for task, o in outputs.tasks.items()}, vectors

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import small
 
 BATCH_ROWS = 12  # rows of a global batch of small.make_batches
+STOP = "stop"
 
 
 class RecordedMessages(list):
@@ -63,10 +64,12 @@ class WorkerLoop:
 
         Args:
             steps: number of steps.
-            after: function called with the loop after each step, before checkpoints.after_step.
+            after: function called with the loop after each step, before checkpoints.after_step. If it returns
+                STOP, training ends like that of a killed process.
         """
         from raytrec.common.errors import RunError
 
+        deltas = self.checkpoints._deltas
         try:
             self.observers.begin()
             for outputs in self.step.train(self.batches, steps):
@@ -75,8 +78,10 @@ class WorkerLoop:
                     self.progress.end_window()
                 self.progress.report(self.context)
                 self.observers.after_step(BATCH_ROWS)
-                if after:
-                    after(self)
+                if after and after(self) == STOP:
+                    self.checkpoints._saver.close()
+                    deltas and deltas.close()
+                    return self
                 self.checkpoints.after_step(outputs)
             self.progress.report(self.context, wait=True)
             self.checkpoints.finish()
@@ -88,7 +93,17 @@ class WorkerLoop:
 
 
 def make_worker_loop(
-    rank, world, steps, changes, folder, spoil=None, plan="row_wise", schema=small.SCHEMA, kernel="fused", **of
+    rank,
+    world,
+    steps,
+    changes,
+    folder,
+    spoil=None,
+    plan="row_wise",
+    schema=small.SCHEMA,
+    kernel="fused",
+    resume=False,
+    **of,
 ):
     """Create a Loop over random batches.
 
@@ -102,6 +117,7 @@ def make_worker_loop(
         plan: sharding type of all tables.
         schema: schema of the batches.
         kernel: compute kernel of all tables.
+        resume: continue from the newest checkpoint in the run folder.
         of: other arguments of small.make_small_config (model, tasks, …).
     """
     import torch
@@ -113,7 +129,7 @@ def make_worker_loop(
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import MetricSums
     from raytrec.tasks.task import resolve_tasks
-    from raytrec.worker.build import build_step
+    from raytrec.worker.build import begin_or_resume, build_step
     from raytrec.worker.checkpointing import CheckpointManager
     from raytrec.worker.context import WorkerContext, WorkerTask
     from raytrec.worker.nonfinite import RecentBatches
@@ -136,9 +152,10 @@ def make_worker_loop(
     task = WorkerTask(config, schema, {}, SimpleNamespace(put=said), f"{folder}/checkpoints")
     context = WorkerContext(rank, world, device, task, FakeHeartbeat(), 0)
     sums = MetricSums(Selection.from_config(config, schema), device)
-    batches, progress = RecentBatches(iter(read), 0), Progress(sums)
-    state = LogicalState(step.model, step.optimizer)
+    progress, state = Progress(sums), LogicalState(step.model, step.optimizer)
+    about = begin_or_resume(context, step, state, progress) if resume else None
+    batches = RecentBatches(iter(read[progress.step :]), progress.step)
     run = RankRun(context, step, sharding, state, progress, batches, steps)
     observers = make_observers(run)
-    checkpoints = CheckpointManager(run, observers.before_save)
+    checkpoints = CheckpointManager(run, observers.before_save, about)
     return WorkerLoop(context, step, checkpoints, observers, progress, batches, local, said)

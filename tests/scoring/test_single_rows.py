@@ -74,3 +74,16 @@ def test_columns_of_one_part_are_not_divided():
     program = export(Interactions())
     (expected, _), (actual, _) = run(program, [0] * ROWS, once=frozenset({6}))
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_refreshed_programs_follow_changed_weights():
+    program, users_B = export(Interactions()), torch.arange(ROWS) // 10
+    rewritten = rewrite_for_single_rows(program, INPUTS, USER)
+    few = [make_example_input(each, 4 if i in USER else ROWS) for i, each in enumerate(INPUTS)]
+    whole = [repeat_rows(each, users_B) if i in USER else each for i, each in enumerate(few)]
+    with torch.no_grad():
+        for value in program.state_dict().values():
+            value.copy_(torch.randn_like(value))
+        assert not torch.allclose(rewritten(*few, users_B)[0], program.forward(*whole)[0], rtol=1e-3)
+        rewritten.refresh()
+        torch.testing.assert_close(rewritten(*few, users_B)[0], program.forward(*whole)[0], rtol=1e-4, atol=1e-4)

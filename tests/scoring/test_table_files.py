@@ -16,7 +16,7 @@ from waiting import wait_for
 from raytrec.common.errors import RunError
 from raytrec.config.schema import Schema
 from raytrec.scoring import lookups
-from raytrec.scoring.load import _read_ids
+from raytrec.scoring.load import read_ids
 from raytrec.scoring.manifest import Manifest, StackEntry
 from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.table_files import ALIGNMENT, choose_block_rows, make_header, open_tables
@@ -157,7 +157,7 @@ def test_managed_ids_with_rows_of_another_table_are_refused(rows, tmp_path):
     schema = {"labels": ["y"], "dense": [], "sparse": {"t": {"table": "t"}}, "tables": {"t": table}}
     manifest = SimpleNamespace(data_schema=Schema.parse(schema, "the test"))
     with pytest.raises(RunError, match="table t"):
-        _read_ids(tmp_path / "ids.parquet", manifest, "t")
+        read_ids(tmp_path / "ids.parquet", manifest, "t")
 
 
 def count_resident_pages(values):
@@ -180,7 +180,7 @@ def test_cold_rows_are_prefetched_before_they_are_read(manifest, tmp_path, monke
     drop_pages(tmp_path, stack._stored)
     if count_resident_pages(stack._stored):
         pytest.skip("this system does not drop pages on request")
-    monkeypatch.setattr(stack._precision.__class__, "decode", lambda precision, stored: stored)
+    monkeypatch.setattr(stack.precision.__class__, "decode", lambda precision, stored: stored)
     stack._stored, values = (
         SimpleNamespace(
             data_ptr=stack._stored.data_ptr,

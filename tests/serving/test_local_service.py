@@ -16,6 +16,8 @@ from services import TOKEN, command_line, export_in_all_precisions, run_service
 from urllib3 import PoolManager, Retry
 from waiting import wait_for
 
+from raytrec.verification.verify import verify
+
 pytestmark = pytest.mark.survive
 CLIENTS, SHARE_TIMEOUT_S = 12, 30
 
@@ -47,6 +49,11 @@ def test_command_does_not_load_torch_and_replicas_are_forked(service):
     (controller,) = service.family("ServeController")
     for process in (*replicas, controller, *service.family("ray::Coordinator")):
         assert "forking.py" in command_line(process.parent())
+
+
+def test_both_replicas_equal_the_checkpoint(service, export):
+    metrics = verify(service.url, str(Path(export[0]).parent)).metrics
+    assert metrics["result"] == "equal" and len(metrics["replicas"]) == 2
 
 
 def count_requests(service):

@@ -12,8 +12,11 @@ import loop
 import managed_ids
 import pytest
 from ranks import run_on_ranks
-from small import SCHEMA, make_small_schema
+from small import SCHEMA, make_small_config, make_small_schema
 from standin.clock import use_simulated_clock
+
+from raytrec.config.run_config import load_config
+from raytrec.deltas.stream import open_stream
 
 # (Waiting place, callers in raytrec, innermost first, as many as needed to identify it) → reason.
 SPLITS = "TorchRec reads on the host how many ids go to each rank; on the stream of the ids' exchange"
@@ -61,6 +64,9 @@ NEXT_ITEM = {"max_length": 4, "negatives": "negatives", "max_negatives": 3}
 TOWERS = {"towers": {"query": ["user", "a"], "item": ["friends", "tags", "b"]}, "tower_mlp": [6]}
 
 
+DELTAS = ("export.deltas.every_s=1000", "export.deltas.to={folder}/deltas")
+
+
 @dataclass(frozen=True)
 class Case:
     """A training configuration and its additional allowed waits."""
@@ -81,6 +87,8 @@ CONFIGURATIONS = {
     "averages": Case(("train.ema=0.99",)),
     "caches": Case(kernel="fused_uvm_caching", more=PREFETCH_WAITS),
     "managed ids": Case(schema="managed ids"),
+    "deltas": Case(DELTAS),
+    "deltas of managed ids": Case(DELTAS, schema="managed ids"),
     "sasrec": Case(schema="sequences", model={"name": "sasrec", **NEXT_ITEM}, more=SEQUENCE_WAITS),
     "hstu": Case(schema="sequences", model={"name": "hstu", **NEXT_ITEM}, more=SEQUENCE_WAITS),
     "dien": Case(
@@ -95,7 +103,7 @@ CONFIGURATIONS = {
     ),
     "in-batch softmax": Case(model={"name": "two_tower", **TOWERS}, tasks=({"loss": "in_batch_softmax"},)),
 }
-SLOW_CASES = ["max_grad_norm", "skip", "hstu", "dien", "bst"]  # other cases cover their parts
+SLOW_CASES = ["deltas", "max_grad_norm", "skip", "hstu", "dien", "bst"]  # other cases cover their parts
 FIRST_STEP, LAST_STEP = 5, 25  # range of ordinary steps of 30: checks run before it, the last step is saved
 MAX_UPSTREAM_WAITS = 13  # maximum waits of TorchRec per step
 BACKWARD_S = 0.03  # GPU work after each backward pass, so that the host runs ahead
@@ -118,8 +126,9 @@ def collect_waits(rank, world, case, folder):
     from standin import StandInGpu
 
     gpu, found, assigned = StandInGpu.active, set(), []
+    changes = [change.replace("{folder}", folder) for change in case.changes]
     made = loop.make_worker_loop(
-        *(rank, world, 30, case.changes, folder, shift_managed_ids if case.schema == "managed ids" else None),
+        *(rank, world, 30, changes, folder, shift_managed_ids if case.schema == "managed ids" else None),
         schema=SCHEMAS[case.schema],
         kernel=case.kernel,
         model=case.model,
@@ -160,11 +169,22 @@ def find_allowed_key(where, callers, more=()):
     return None
 
 
+def create_stream(folder):
+    """Create the stream of deltas of a run, with an export, so that no checkpoint is saved after the first step."""
+    changes = [change.replace("{folder}", str(folder)) for change in DELTAS]
+    open_stream(load_config(make_small_config(1, {}), ["run.name=run", f"run.dir={folder}", *changes]))
+    export = folder / "deltas/exports/000000000000"
+    export.mkdir(parents=True)
+    (export / "manifest.json").write_text("{}")
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.survive] if name in SLOW_CASES else []) for name in CONFIGURATIONS]
 )
 def test_ordinary_steps_wait_only_at_allowed_places(name, tmp_path):
     case = CONFIGURATIONS[name]
+    if case.changes == DELTAS:
+        create_stream(tmp_path)
     for found, assigned in run_on_ranks(2, collect_waits, case, str(tmp_path), device="cuda"):
         keys = {(where, *callers): find_allowed_key(where, callers, case.more) for where, callers, _ in found}
         new = sorted(places for places, key in keys.items() if not key)

@@ -153,10 +153,12 @@ class ManagedBatches:
         steps: Number of steps whose ids have been mapped; a pipeline maps ids before earlier steps end.
         on_write: Function (table, rows) called before rows of a shard are written; the rows, int64 [n],
             are relative to the shard's first row.
+        on_assign: Function called with the rows that a batch has assigned to ids on all ranks, by table.
     """
 
     def __init__(self, model: nn.Module, live: Mapping[str, Table], schema: Schema, seed: int, device: torch.device):
         self.on_write: Callable[[str, torch.Tensor], None] = lambda table, rows: None
+        self.on_assign: Callable[[dict[str, NewRows]], None] = lambda new: None
         self._tables, self._schema, self._seed = live, schema, seed
         self._shards = {
             name: {shard.rows for part in (table.weight, *table.state.values()) for shard in part.local}
@@ -186,6 +188,7 @@ class ManagedBatches:
         if batch.new_rows is not None:
             raise RunError("the ids of this batch have already been replaced by rows", where=f"step {step}")
         rows, new = self._exchange.train(self._collect_ids(batch.sparse), step)
+        self.on_assign(new)
         self._synchronize()
         self.steps = step + 1
         batch.sparse, batch.new_rows = self._replace_ids(batch.sparse, rows), self._locate_new_rows(new)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from raytrec.embeddings.hashing import find_key_owners, hash_bits
-from raytrec.embeddings.managed.key_map import MapState
+from raytrec.embeddings.managed.key_map import FreeRows, MapState
 from raytrec.embeddings.managed.row_maps import RowMaps
 
 AGE_SAMPLE_SLOTS = 2**16  # slots sampled to estimate the age of ids
@@ -55,6 +55,11 @@ class RowMap:
             "lookups": maps.lookups_T[table],
             "fallback": maps.fallback_T[table],
         }
+
+    @property
+    def free(self) -> FreeRows:
+        """Rows without an id; the same on all ranks."""
+        return self._maps.free[self._table]
 
     def state(self) -> MapState:
         """Return this rank's part of the table's map."""

@@ -26,8 +26,13 @@ function age(seconds) {
 }
 const number = (value) => (value >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3))));
 
+function describeFreshness({ delta, seconds_behind, ended, problem }) {
+  const text = `delta ${delta.toLocaleString("en")}, ${number(seconds_behind)} s behind`;
+  return `${text}${ended ? ", the run has ended" : ""}${problem ? `. Not updated: ${problem}` : ""}`;
+}
+
 function show() {
-  const { model, before, replicas, challenger } = overview, versions = Object.values(replicas);
+  const { model, before, replicas, challenger, freshness } = overview, versions = Object.values(replicas);
   find("name").textContent = document.title = model.run;
   const how = versions.length === 1 ? "1 replica" : `${versions.length} replicas`;
   find("state").textContent = `${model.version} · ${how}`;
@@ -37,8 +42,9 @@ function show() {
     ["exported", `${new Date(model.made).toLocaleString()}, ${age(model.age_s)} ago`],
     ["previous", before ?? "none"],
     ["challenger", challenger ? `${challenger.version}: ${challenger.mode}, ${number(100 * challenger.share)} % of requests` : "none"],
+    ...(freshness ? [["freshness", describeFreshness(freshness)]] : []),
   ]));
-  find("differ").hidden = new Set(versions).size < 2;
+  find("differ").hidden = freshness || new Set(versions).size < 2;
   find("replicas").replaceChildren(...Object.entries(replicas).map(([name, version]) => {
     const row = makeElement("tr");
     row.append(makeElement("td", name), makeElement("td", version, version === model.version ? "" : "bad"));

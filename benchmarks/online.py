@@ -1,0 +1,111 @@
+"""Cost of deltas during training: CPU-µs per row with a delta every 10 seconds, compared with none.
+
+    python benchmarks/online.py [--workers 1] [--rounds 3]
+
+Steps have 2,048 rows per rank and 26 tables of 100,000 × 16, whose ids follow a power law. They run on a CPU with
+batches in memory; collating is included. The sides take turns of 10 seconds. Each turn with deltas writes one
+delta, and its CPU time includes the thread that writes. The ratio is the median over rounds.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import ExitStack
+from functools import partial
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any
+
+import harness
+import numpy as np
+from harness import Grid, median_ratio, take_turns
+from rank_group import Ranks, rig, run_script
+
+TABLES, ROWS, DIM, BATCH, PIECES = 26, 100_000, 16, 2048, 16
+TURN_S, SHORT_TURN_S = 10.0, 0.5
+SIDES = {"no deltas": {}, "a delta every 10 s": {"folder": True}}
+
+
+def build(rank: int, world: int, folder: str | None) -> tuple[Any, Any, Any]:
+    """Return a step, its batches, and a writer of deltas to `folder` (None: no deltas)."""
+    import torch
+
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.config.run_config import RunConfig
+
+    names = [f"f{number}" for number in range(TABLES)]
+    schema = {
+        "sparse": {name: {"table": name} for name in names},
+        "tables": {name: {"rows": ROWS, "dim": DIM} for name in names},
+    }
+    model = {"name": "dcn", "cross_layers": 3, "top_mlp": [512, 256]}
+    rank_rig = rig(schema, model, world, BATCH * world, plan={"tables": {"*": {"sharding_type": "row_wise"}}})
+    random = np.random.default_rng(rank)
+    pieces = [
+        rank_rig.piece(
+            [np.ones(BATCH, np.float32)], list((ROWS * random.random((TABLES, BATCH)) ** 3).astype(np.int64))
+        )
+        for _ in range(PIECES)
+    ]
+    if folder is None:
+        return rank_rig.step, rank_rig.repeat(pieces), None
+    from raytrec.deltas.publish import DeltaPublisher
+    from raytrec.deltas.stream import open_stream
+
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "run", "dir": f"{folder}/run"},
+            "data": {"train": "unused"},
+            "export": {"deltas": {"to": f"{folder}/deltas"}},
+        }
+    )
+    if rank == 0:
+        open_stream(config)
+    torch.distributed.barrier()
+    state = LogicalState(rank_rig.step.model, rank_rig.step.optimizer)
+    publisher = DeltaPublisher(config, rank_rig.step.model, state, None, None, 0, lambda: None, print)
+    return rank_rig.step, rank_rig.repeat(pieces), publisher
+
+
+def side(rank: int, world: int) -> Any:
+    """Return the function that answers a rank's requests: build, or train and write one delta."""
+    current: list[Any] = []
+
+    def answer(steps: int, folder: str | None = None, builds: bool = False) -> tuple[float, float]:
+        if builds:
+            current[:] = build(rank, world, folder)
+        step, batches, publisher = current
+        began, used = perf_counter(), process_time()
+        for _ in step.train(batches, steps):
+            pass
+        if publisher is not None:
+            publisher.cut(step.trained)
+            publisher.collect()
+            assert step.trained in publisher.written
+        return perf_counter() - began, process_time() - used
+
+    return answer
+
+
+def main(workers: harness.Workers = "1", rounds: harness.Rounds = 3, smallest: harness.Smallest = False) -> None:
+    """Print the table."""
+    rounds, turn_s, rows = (1, SHORT_TURN_S, []) if smallest else (rounds, TURN_S, [])
+    for world in harness.integers(workers):
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="online-"))
+            sides = {name: Ranks("online.py", world, stack) for name in SIDES}
+            for name, ranks in sides.items():
+                ranks.ask(steps=2, builds=True, folder=folder if SIDES[name] else None)
+            steps = max(2, round(turn_s / (sides["no deltas"].time(steps=4)["s"] / 4)))
+            turns = take_turns({name: partial(ranks.time, steps=steps) for name, ranks in sides.items()}, rounds)
+        rows_trained = steps * BATCH * world
+        per_row = {name: [1e6 * turn["cpu_s"] / rows_trained for turn in each] for name, each in turns.items()}
+        none, some = per_row.values()
+        rows.append([str(world), f"{median(none):.1f}", f"{median(some):.1f}", f"{median_ratio(some, none):.3f}"])
+    title = f"CPU-µs per row, {os.cpu_count()} cores, median of {rounds}"
+    Grid(("workers", *SIDES, "ratio"), rows, title, left=0).show()
+
+
+if __name__ == "__main__":
+    run_script(main, side)

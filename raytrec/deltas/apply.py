@@ -1,0 +1,287 @@
+"""Reading deltas from untrusted folders, and applying them to models in memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from struct import error as StructError
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import fs
+
+from raytrec.common.errors import RaytrecError, get_first_line
+from raytrec.common.storage import join_uri, open_filesystem
+from raytrec.config.schema import Schema
+from raytrec.data.arrow_messages import has_compressed_buffers
+from raytrec.deltas.chain import Position, make_refusal
+from raytrec.deltas.format import DELTAS_FOLDER, Operation, make_arrow_schema
+from raytrec.scoring.lookups import RowStack
+from raytrec.scoring.manifest import FileEntry
+from raytrec.scoring.precisions import TablePrecision
+from raytrec.scoring.scorer import Scorer
+
+ARROW_MAGIC_BYTES = 8  # before the stream in an Arrow IPC file
+
+
+class UnusableDeltaError(ValueError):
+    """Reason why a delta must not be applied."""
+
+
+@dataclass(frozen=True)
+class RowChanges:
+    """New values of whole rows of a table.
+
+    Attributes:
+        rows: Row numbers, int64 [n], ascending.
+        values: Values, float32 [n, dim].
+    """
+
+    rows: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class IdChanges:
+    """Changes of a table's managed ids.
+
+    Attributes:
+        listed: Rows that lose their id, int64 [l].
+        ids: Ids that get a row, int64 [n].
+        rows: Rows of these ids, int64 [n]; all are listed.
+    """
+
+    listed: torch.Tensor
+    ids: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Content of a delta, restricted to the tables of a consumer.
+
+    Attributes:
+        position: Position after the delta.
+        rows: Table → new rows.
+        ids: Table → changed ids.
+        dense: Name → values of all weights.
+    """
+
+    position: Position
+    rows: dict[str, RowChanges]
+    ids: dict[str, IdChanges]
+    dense: dict[str, torch.Tensor]
+
+
+def read_delta(folder: str, position: Position, schema: Schema, weights: Mapping[str, torch.Tensor]) -> Delta:
+    """Read and check the files of a delta.
+
+    Args:
+        folder: Folder of deltas.
+        position: Position after the delta.
+        schema: Schema of the consumer's export; its tables may be some of the run's tables.
+        weights: Weights of the consumer's programs by name, which determine names, shapes and dtypes.
+
+    Raises:
+        RunError: A file is missing, damaged, or does not fit the consumer's export.
+    """
+    try:
+        manifest = position.manifest
+        for name, table in schema.tables.items():
+            size = manifest.tables.get(name)
+            if size is None or (size.rows, size.dim) != (table.rows, table.dim):
+                found = f"{size.rows:,} rows of dim {size.dim}" if size else "no rows"
+                raise UnusableDeltaError(f"table {name} has {found} instead of {table.rows:,} of dim {table.dim}")
+        files = {operation: list(_read_files(folder, position, operation)) for operation in ("rows", "ids", "dense")}
+        return Delta(
+            position,
+            {name: _join_rows(name, schema, pieces) for name, pieces in _split_rows(files["rows"], schema).items()},
+            _read_ids(files["ids"], schema),
+            _read_dense(files["dense"], weights),
+        )
+    except (OSError, ValueError, StructError, pa.ArrowException) as error:
+        raise make_refusal(folder, position.number, get_first_line(error)) from None
+
+
+def _read_files(folder: str, position: Position, operation: Operation) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of all files of an operation, whose offsets, dictionaries and nulls have been checked."""
+    for name, entry in position.manifest.files.get(operation, {}).items():
+        try:
+            yield from _read_file(join_uri(folder, f"{DELTAS_FOLDER}/{name}"), entry, make_arrow_schema(operation))
+        except (OSError, ValueError, StructError, pa.ArrowException) as error:
+            raise UnusableDeltaError(f"{name}: {get_first_line(error)}") from None
+
+
+def _read_file(uri: str, entry: FileEntry, schema: pa.Schema) -> list[pa.RecordBatch]:
+    filesystem, path = open_filesystem(uri)
+    info, content = filesystem.get_file_info(path), pa.py_buffer(b"")
+    if info.type == fs.FileType.NotFound:
+        raise UnusableDeltaError("the file is missing")
+    if info.is_file and info.size == entry.bytes:  # a pipe would block
+        with filesystem.open_input_stream(path) as file:
+            content = file.read_buffer(entry.bytes)
+    if (content.size, hashlib.sha256(content).hexdigest()) != (entry.bytes, entry.sha256):
+        raise UnusableDeltaError(f"the file differs from the written file of {entry.bytes:,} bytes")
+    # The messages are read in their order; the footer, which could point elsewhere, is not used.
+    stream = content.slice(min(ARROW_MAGIC_BYTES, content.size))
+    if has_compressed_buffers(stream):
+        raise UnusableDeltaError("the buffers are compressed")
+    table = pa.ipc.open_stream(stream).read_all()
+    if not table.schema.equals(schema, check_metadata=True):
+        raise UnusableDeltaError("the Arrow schema or its metadata differ from the format of deltas")
+    table.validate(full=True)  # offsets outside of the values would read other memory
+    if any(table[name].null_count for name in table.column_names if name != "id"):
+        raise UnusableDeltaError("a value is null")
+    return table.to_batches()
+
+
+def _select_tables(batch: pa.RecordBatch, schema: Schema) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield each table of the consumer that a batch names, and the places of its entries in the batch."""
+    column = batch["table"]
+    codes = column.indices.to_numpy()
+    for code, name in enumerate(column.dictionary.to_pylist()):
+        places = np.flatnonzero(codes == code)
+        if name in schema.tables and len(places):
+            yield name, places
+
+
+def _check_range(table: str, rows: np.ndarray, count: int) -> None:
+    if len(rows) and not 0 <= rows.min() <= rows.max() < count:
+        row = rows.min() if rows.min() < 0 else rows.max()
+        raise UnusableDeltaError(f"row {row:,} is not in table {table}, which has {count:,} such rows")
+
+
+Piece = tuple[int, np.ndarray, np.ndarray]  # first column, rows [n], and their values from this column on, [n, width]
+
+
+def _split_rows(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, list[Piece]]:
+    """Return the pieces of rows of each table; the rows of a piece have the same columns."""
+    pieces: dict[str, list[Piece]] = {}
+    for batch in batches:
+        rows, columns, lists = batch["row"].to_numpy(), batch["column"].to_numpy(), batch["values"]
+        offsets, values = lists.offsets.to_numpy(), lists.values
+        if values.null_count:
+            raise UnusableDeltaError("a value is null")
+        values = values.to_numpy()
+        for name, places in _select_tables(batch, schema):
+            spans = columns[places].astype(np.int64) << 32 | np.diff(offsets)[places]
+            for column, width in (divmod(span, 1 << 32) for span in np.unique(spans).tolist()):
+                if column < 0 or width < 1 or column + width > schema.tables[name].dim:
+                    raise UnusableDeltaError(f"columns {column} to {column + width - 1} are not in table {name}")
+                chosen = places[spans == (column << 32 | width)]
+                piece = np.lib.stride_tricks.sliding_window_view(values, width)[offsets[chosen]]
+                pieces.setdefault(name, []).append((column, rows[chosen], piece))
+    return pieces
+
+
+def _join_rows(table: str, schema: Schema, pieces: list[Piece]) -> RowChanges:
+    """Return whole rows from the pieces of a table."""
+    all_rows = np.unique(np.concatenate([rows for _, rows, _ in pieces]))
+    _check_range(table, all_rows, schema.tables[table].rows)
+    values = np.empty((len(all_rows), schema.tables[table].dim), np.float32)
+    is_set = np.zeros(values.shape, bool)
+    for column, rows, piece in pieces:
+        span, places = slice(column, column + piece.shape[1]), np.searchsorted(all_rows, rows)
+        if len(np.unique(rows)) < len(rows) or is_set[places, span].any():
+            raise UnusableDeltaError(f"a row of table {table} occurs twice")
+        is_set[places, span], values[places, span] = True, piece
+    if not is_set.all():
+        raise UnusableDeltaError(f"row {all_rows[~is_set.all(1)][0]:,} of table {table} lacks columns")
+    if not np.isfinite(values).all():
+        row = all_rows[~np.isfinite(values).all(1)][0]
+        raise UnusableDeltaError(f"row {row:,} of table {table} contains NaN or infinity")
+    return RowChanges(torch.from_numpy(all_rows), torch.from_numpy(values))
+
+
+def _read_ids(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, IdChanges]:
+    parts: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+    for batch in batches:
+        has_id, ids = batch["id"].is_valid().to_numpy(zero_copy_only=False), batch["id"].fill_null(0).to_numpy()
+        for name, places in _select_tables(batch, schema):
+            if schema.tables[name].ids is None:
+                raise UnusableDeltaError(f"table {name} has no managed ids")
+            parts.setdefault(name, []).append((batch["row"].to_numpy()[places], ids[places], has_id[places]))
+    changes = {}
+    for name, members in parts.items():
+        rows, ids, has_id = (np.concatenate(each) for each in zip(*members, strict=True))
+        _check_range(name, rows, schema.tables[name].own_rows)
+        if len(np.unique(rows)) < len(rows):
+            raise UnusableDeltaError(f"the id of a row of table {name} occurs twice")
+        changes[name] = IdChanges(*(torch.from_numpy(each) for each in (rows, ids[has_id], rows[has_id])))
+    return changes
+
+
+def _read_dense(batches: list[pa.RecordBatch], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    dense: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        for name, dtype, shape, values in zip(*(batch[each].to_pylist() for each in batch.schema.names), strict=True):
+            old = weights.get(name)
+            if old is None or name in dense:
+                raise UnusableDeltaError(f"weight {name!r} is {'repeated' if name in dense else 'not in the programs'}")
+            expected = str(old.dtype).removeprefix("torch."), list(old.shape), old.nbytes
+            if (dtype, shape, len(values)) != expected:
+                what = f"weight {name} is {dtype} {shape} in {len(values):,} bytes"
+                raise UnusableDeltaError(f"{what} instead of {expected[0]} {expected[1]} in {expected[2]:,} bytes")
+            dense[name] = torch.empty(old.shape, dtype=old.dtype)
+            dense[name].view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(values, np.uint8)
+            if not bool(dense[name].isfinite().all()):
+                raise UnusableDeltaError(f"weight {name} contains NaN or infinity")
+    if missing := sorted(weights.keys() - dense.keys()):
+        raise UnusableDeltaError(f"weight {missing[0]} is missing")
+    return dense
+
+
+def encode_rows(folder: str, delta: Delta, table: str, precision: TablePrecision) -> torch.Tensor:
+    """Return the new rows of a table as an export stores them.
+
+    Raises:
+        RunError: A value is too large for the precision.
+    """
+    try:
+        return precision.encode(delta.rows[table].values)
+    except RaytrecError as error:
+        raise make_refusal(folder, delta.position.number, f"table {table}: {error.what}", error.expected) from None
+
+
+class PreparedDelta:
+    """Delta of which only copies into a scorer remain to be made.
+
+    Args:
+        folder: Folder of deltas, for error messages.
+        scorer: Scorer in the state of the previous delta. The scorer may score meanwhile, but must not be changed.
+        delta: Delta to apply.
+
+    Raises:
+        RunError: A value is too large for the precision of the tables, or an id would have two rows.
+        OSError: The tables cannot be made writable.
+    """
+
+    def __init__(self, folder: str, scorer: Scorer, delta: Delta):
+        self._scorer, self._delta, lookups = scorer, delta, scorer.lookups
+        parts: dict[RowStack, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for name, changes in delta.rows.items():
+            table = lookups.tables[name]
+            if not isinstance(stack := table.stack, RowStack):
+                raise TypeError("the tables are not in this process")
+            stored = encode_rows(folder, delta, name, stack.precision)
+            parts.setdefault(stack, []).append((changes.rows + table.first_row, stored))
+        self._rows = {
+            stack: [torch.cat(each) for each in zip(*members, strict=True)] for stack, members in parts.items()
+        }
+        for stack, (rows, _) in self._rows.items():
+            stack.prepare_writing(rows)
+        try:
+            self._ids = {
+                name: lookups.ids[name].replace(each.listed, each.ids, each.rows) for name, each in delta.ids.items()
+            }
+        except ValueError as error:
+            raise make_refusal(folder, delta.position.number, get_first_line(error)) from None
+
+    def apply(self) -> None:
+        """Change the scorer to the state of the delta, in the thread that scores."""
+        for stack, (rows, stored) in self._rows.items():
+            stack.write(rows, stored)
+        position = self._delta.position
+        self._scorer.update(position.manifest.step, position.version, self._ids, self._delta.dense)

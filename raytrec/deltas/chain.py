@@ -1,0 +1,167 @@
+"""Chain of a run's deltas, as consumers follow it: full exports, and the deltas after them. Torch is not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from raytrec.common.documents import validate_as
+from raytrec.common.errors import RunError, get_first_line
+from raytrec.common.reading import UnreadableError, parse_json
+from raytrec.common.storage import join_uri, query_file_info, read_bytes, split_query
+from raytrec.deltas.format import (
+    DELTAS_FOLDER,
+    EXPORTS_FOLDER,
+    STREAM_FILE,
+    DeltaManifest,
+    DeltaStream,
+    get_export_uri,
+    get_manifest_uri,
+    read_delta_manifest,
+)
+from raytrec.deltas.stream import list_numbers
+from raytrec.scoring.manifest import ExportSource, format_version, read_manifest
+
+REFUSAL_ADVICE = "wait for the run's next full export, which replaces all deltas before it"
+
+
+@dataclass(frozen=True)
+class Position:
+    """State of a consumer: the delta that leads to this state.
+
+    Attributes:
+        run: Name of the run.
+        manifest: Manifest of the delta.
+        checksum: SHA-256 of the manifest's file.
+    """
+
+    run: str
+    manifest: DeltaManifest
+    checksum: str
+
+    @property
+    def number(self) -> int:
+        """Return the number of the delta."""
+        return self.manifest.number
+
+    @property
+    def version(self) -> str:
+        """Return the name of the state in answers."""
+        return format_version(self.run, self.manifest.step, self.checksum)
+
+
+def make_refusal(folder: str, number: int, reason: str, expected: str | None = None) -> RunError:
+    """Return the error for a delta that must not be applied."""
+    what, where = f"delta {number} cannot be applied: {reason}", get_manifest_uri(folder, number)
+    return RunError(what, where=where, expected=expected, do=REFUSAL_ADVICE)
+
+
+def find_stream(folder: str) -> DeltaStream | None:
+    """Read the identity of the run that writes a folder; return None if there is none yet.
+
+    Raises:
+        RunError: The file cannot be read.
+    """
+    uri = join_uri(folder, STREAM_FILE)
+    try:
+        return validate_as(parse_json(read_bytes(uri)), DeltaStream)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnreadableError) as error:
+        what, expected = f"the folder of deltas cannot be read: {get_first_line(error)}", "a folder of export.deltas.to"
+        raise RunError(what, where=uri, expected=expected) from None
+
+
+def read_next(folder: str, position: Position) -> Position | None:
+    """Return the position after the next delta, or None if the next delta does not exist yet.
+
+    Raises:
+        RunError: The manifest is damaged, of another run, or does not continue the consumer's delta.
+    """
+    number, stream = position.number + 1, position.manifest.stream
+    try:
+        found = read_delta_manifest(folder, number)
+    except (OSError, UnreadableError) as error:
+        raise make_refusal(folder, number, f"the manifest cannot be read: {get_first_line(error)}") from None
+    if found is None:
+        return None
+    manifest, checksum = found
+    if manifest.stream != stream:
+        raise make_refusal(folder, number, f"it is of another run: stream {manifest.stream}", f"stream {stream}")
+    if manifest.parent != position.checksum:
+        reason = f"it does not continue delta {position.number}: parent {manifest.parent[:8] or 'none'}"
+        raise make_refusal(folder, number, reason, f"parent {position.checksum[:8]}")
+    return Position(position.run, manifest, checksum)
+
+
+def check_gap(folder: str, position: Position) -> None:
+    """Raise an error if the next delta is missing and will not appear.
+
+    Raises:
+        RunError: The next delta has been removed, or the delta after it exists.
+        OSError: The store cannot be read.
+    """
+    number = position.number + 1
+    after, own, now = (_exists(get_manifest_uri(folder, each)) for each in (number + 1, position.number, number))
+    if after and not now:
+        raise make_refusal(folder, number, f"it is missing, but delta {number + 1} exists")
+    if not own and not now:
+        raise make_refusal(folder, number, f"it is missing, and delta {position.number} has been removed")
+
+
+def iterate_exports(folder: str, newer_than: int = 0) -> Iterator[tuple[str, Position]]:
+    """Yield the location and the position of each full export of the current stream, the newest one first.
+
+    Args:
+        folder: Folder of deltas.
+        newer_than: Number of a delta; only exports of later deltas are yielded.
+
+    Raises:
+        RunError: The stream's identity cannot be read.
+        OSError: The store cannot be read.
+    """
+    stream = find_stream(folder)
+    for number in reversed(list_numbers(folder, EXPORTS_FOLDER) if stream else []):
+        if number <= newer_than:
+            break
+        uri = get_export_uri(folder, number)
+        try:
+            source, found = read_manifest(uri).source, read_delta_manifest(folder, number)
+        except (OSError, RunError, UnreadableError):  # incomplete or damaged
+            continue
+        if found and (found[0].stream, found[0].step) == (stream.id, source.step):
+            yield uri, Position(source.run, *found)
+
+
+def find_position(folder: str, export: str, source: ExportSource) -> Position:
+    """Return the position of an export, which may be a copy of a full export or have another precision.
+
+    Args:
+        folder: Folder of deltas.
+        export: Location of the export; if its last part is a number, that of the delta.
+        source: Origin of the exported model.
+
+    Raises:
+        RunError: The folder does not contain exactly one delta that leads to the step of the export.
+    """
+    stream, name = find_stream(folder), split_query(export)[0].rpartition("/")[2]
+    numbers, found = set(list_numbers(folder, DELTAS_FOLDER)) if stream else set(), []
+    for number in sorted(numbers & {int(name)} if name.isdecimal() and name.isascii() else numbers):
+        with suppress(UnreadableError):
+            entry = read_delta_manifest(folder, number)
+            if entry and (entry[0].stream, entry[0].step) == (stream.id, source.step):
+                found.append(Position(source.run, *entry))
+    if len(found) != 1:
+        which = ", ".join(str(each.number) for each in found) or "none"
+        raise RunError(
+            f"step {source.step:,} of the export is not the step of exactly one delta: {which}",
+            where=folder,
+            expected="the delta of a checkpoint from which the export was made",
+            do=f"apply deltas to a full export in {EXPORTS_FOLDER}/",
+        )
+    return found[0]
+
+
+def _exists(uri: str) -> bool:
+    return query_file_info(uri).is_file

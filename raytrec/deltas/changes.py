@@ -1,0 +1,168 @@
+"""Rows of this rank's shards that have changed since the previous delta."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from raytrec.compat.fbgemm import find_fused_lookup
+from raytrec.compat.torchrec_ import get_shard_origin, iterate_sharded_kernels, list_kernel_tables
+from raytrec.embeddings.tables import Shard, Table
+from raytrec.embeddings.taps import offset_ids
+
+PIECE_VALUES = 1 << 21  # maximum number of values in a piece; 8 MiB of float32
+
+
+@dataclass(frozen=True)
+class RowPiece:
+    """New values of some rows of a table, or of a range of their columns.
+
+    Attributes:
+        table: Name of the table.
+        rows: Rows of the table, int64 [n], in host memory.
+        column: First column.
+        values: Values, float32 [n, columns], in host memory.
+    """
+
+    table: str
+    rows: torch.Tensor
+    column: int
+    values: torch.Tensor
+
+
+class LookedUpRows:
+    """Changed rows of a shard whose rows change only after lookups or when they are reassigned to other ids.
+
+    Args:
+        table: Name of the table.
+        shard: Shard of this rank.
+        flags: uint8 [rows]; lookups set the flags of their rows to 1.
+    """
+
+    def __init__(self, table: str, shard: Shard, flags: torch.Tensor):
+        self.table, self.shard, self._flags = table, shard, flags
+
+    def mark(self, rows: torch.Tensor) -> None:
+        """Count rows as changed: int64 [n], relative to the shard's first row, on the shard's device."""
+        self._flags.index_fill_(0, rows, 1)
+
+    def take(self) -> torch.Tensor:
+        """Return the changed rows, int64 [n] as in `mark`, and count none as changed."""
+        rows = self._flags.nonzero().squeeze(1)
+        self._flags.zero_()
+        return rows
+
+
+class ComparedRows:
+    """Changed rows of a shard of which any step may change any row; at first, all rows count as changed.
+
+    All rows of a shard with some of the columns always count as changed, because a delta contains whole rows.
+
+    Args:
+        table: Name of the table.
+        shard: Shard of this rank. The published values are stored in a tensor of the same size.
+        dim: Number of columns of the table.
+    """
+
+    def __init__(self, table: str, shard: Shard, dim: int):
+        self.table, self.shard, self._is_part = table, shard, len(shard.columns) < dim
+        self._published = torch.full_like(shard.values, torch.nan)  # NaN differs from every value
+
+    def mark(self, rows: torch.Tensor) -> None:
+        """Count rows as changed; see LookedUpRows."""
+        self._published.index_fill_(0, rows, torch.nan)
+
+    def take(self) -> torch.Tensor:
+        """Return the changed rows, and count none as changed; see LookedUpRows."""
+        differs = (self.shard.values != self._published).any(1)
+        rows = (differs | self._is_part).nonzero().squeeze(1)
+        self._published.index_copy_(0, rows, self.shard.read(rows))
+        return rows
+
+
+TakenRows = list[tuple[LookedUpRows | ComparedRows, torch.Tensor]]
+
+
+class RowChanges:
+    """Changed rows of this rank's shards. Rank 0 publishes data-parallel tables.
+
+    Args:
+        model: Sharded model, whose lookups are observed from now on.
+        tables: Live tables by name.
+    """
+
+    def __init__(self, model: nn.Module, tables: Mapping[str, Table]):
+        self._parts: list[LookedUpRows | ComparedRows] = []
+        for kernel in iterate_sharded_kernels(model):
+            self._parts += _watch_kernel(kernel, tables)
+        if dist.get_rank() == 0:
+            replicated = [(name, table.weight) for name, table in tables.items() if table.weight.replicated]
+            self._parts += [ComparedRows(name, weight.local[0], weight.shape[1]) for name, weight in replicated]
+
+    def mark_local(self, table: str, rows: torch.Tensor) -> None:
+        """Count rows of this rank's shards of a table as changed; arguments as in ManagedBatches.on_write."""
+        for part in self._parts:
+            if part.table == table:
+                part.mark(rows)
+
+    def mark(self, table: str, rows: torch.Tensor) -> None:
+        """Count rows of a table, int64 [n] in host memory, as changed on the ranks that hold them."""
+        for part in self._parts:
+            if part.table == table:
+                shard = part.shard
+                local = rows[(rows >= shard.rows.start) & (rows < shard.rows.stop)] - shard.rows.start
+                part.mark(local.to(shard.values.device))
+
+    def mark_all(self) -> None:
+        """Count all rows as changed."""
+        for part in self._parts:
+            part.mark(torch.arange(len(part.shard.rows), device=part.shard.values.device))
+
+    @torch.no_grad()
+    def take(self) -> TakenRows:
+        """Return the changed rows of each shard, and count none as changed."""
+        return [(part, part.take()) for part in self._parts]
+
+
+def count_bytes(taken: TakenRows) -> int:
+    """Return the size of the values of changed rows in bytes."""
+    return sum(4 * len(rows) * len(part.shard.columns) for part, rows in taken)
+
+
+@torch.no_grad()
+def iterate_pieces(taken: TakenRows) -> Iterator[RowPiece]:
+    """Yield the current values of changed rows in pieces of at most PIECE_VALUES values."""
+    for part, rows in taken:
+        shard = part.shard
+        for some in rows.split(max(1, PIECE_VALUES // max(1, len(shard.columns)))) if len(rows) else ():
+            values = shard.read(some).float().cpu()
+            yield RowPiece(part.table, some.cpu() + shard.rows.start, shard.columns.start, values)
+
+
+def _watch_kernel(kernel: nn.Module, tables: Mapping[str, Table]) -> list[LookedUpRows | ComparedRows]:
+    """Return the changes of the shards that a kernel looks up."""
+    names = [each.name for each in list_kernel_tables(kernel)]
+    shards = [_find_shard(tables[each.name], get_shard_origin(each)) for each in list_kernel_tables(kernel)]
+    if find_fused_lookup(kernel) is None:
+        dims = [tables[name].shape[1] for name in names]
+        return [ComparedRows(*each) for each in zip(names, shards, dims, strict=True)]
+    flags = torch.zeros(sum(len(shard.rows) for shard in shards), dtype=torch.uint8, device=shards[0].values.device)
+    kernel.register_forward_pre_hook(partial(_flag_lookup, flags))
+    parts = flags.split([len(shard.rows) for shard in shards])
+    return [LookedUpRows(*each) for each in zip(names, shards, parts, strict=True)]
+
+
+def _find_shard(table: Table, origin: tuple[int, int]) -> Shard:
+    return next(shard for shard in table.weight.local if (shard.rows.start, shard.columns.start) == origin)
+
+
+def _flag_lookup(flags: torch.Tensor, kernel: nn.Module, inputs: tuple[KeyedJaggedTensor, ...]) -> None:
+    """Set the flags of the rows that a training step looks up; the host does not wait for a GPU."""
+    if kernel.training and torch.is_grad_enabled():
+        flags.index_fill_(0, offset_ids(kernel, inputs[0]).long(), 1)

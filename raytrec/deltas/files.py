@@ -1,0 +1,135 @@
+"""Writing the Arrow files of a delta, and reading the rows that a delta names."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from raytrec.common.output_folder import OutputFolder
+from raytrec.common.storage import join_uri, open_filesystem
+from raytrec.deltas.changed_ids import IdRowChanges
+from raytrec.deltas.changes import RowPiece
+from raytrec.deltas.format import DELTAS_FOLDER, DeltaManifest, Operation, make_arrow_schema
+from raytrec.scoring.manifest import FileEntry
+
+
+class DeltaFiles:
+    """Files that this rank writes for one delta.
+
+    Args:
+        folder: Folder of deltas.
+        attempt: Name of the delta's folder of files.
+        tables: Names of all tables.
+
+    Attributes:
+        entries: Operation → name of each file, as in DeltaManifest → size and checksum.
+    """
+
+    def __init__(self, folder: str, attempt: str, tables: Iterable[str]):
+        self._output, self._attempt = OutputFolder(join_uri(folder, DELTAS_FOLDER)), attempt
+        self._tables = {name: place for place, name in enumerate(tables)}
+        self.entries: dict[Operation, dict[str, FileEntry]] = {}
+
+    def write_rows(self, name: str, pieces: Iterable[RowPiece]) -> None:
+        """Write new values of rows; no file is written if there are none.
+
+        Raises:
+            ValueError: A value is not finite.
+            OSError: The file cannot be written.
+        """
+        self._write("rows", name, (self._to_row_columns(piece) for piece in pieces))
+
+    def write_ids(self, name: str, changes: Mapping[str, IdRowChanges]) -> None:
+        """Write rows with changed ids; no file is written if there are none. OSError is raised as in `write_rows`."""
+        columns = (self._to_id_columns(table, each) for table, each in changes.items() if len(each.rows))
+        self._write("ids", name, columns)
+
+    def write_dense(self, name: str, values: Mapping[str, torch.Tensor]) -> None:
+        """Write dense weights, which are in host memory. OSError is raised as in `write_rows`."""
+        columns = [
+            list(values),
+            [str(value.dtype).removeprefix("torch.") for value in values.values()],
+            [list(value.shape) for value in values.values()],
+            [value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for value in values.values()],
+        ]
+        self._write("dense", name, [columns])
+
+    def _write(self, operation: Operation, name: str, batches: Iterable[list[Any]]) -> None:
+        batches, schema, place = iter(batches), make_arrow_schema(operation), f"{self._attempt}/{name}"
+        first = next(batches, None)
+        if first is None:
+            return
+        with self._output.stream(place, place) as stream:
+            sink = _HashedSink(stream)
+            with pa.ipc.new_file(sink, schema) as writer:
+                for columns in (first, *batches):
+                    arrays = [
+                        column if isinstance(column, pa.Array) else pa.array(column, field.type)
+                        for column, field in zip(columns, schema, strict=True)
+                    ]
+                    writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+        self.entries[operation] = {place: FileEntry(bytes=sink.size, sha256=sink.digest.hexdigest())}
+
+    def _to_row_columns(self, piece: RowPiece) -> list[Any]:
+        values, (count, width) = piece.values, piece.values.shape
+        # A sum is faster than a mask of all values, but may overflow.
+        if not (values.sum().isfinite() or values.isfinite().all()):
+            raise ValueError(f"rows of table {piece.table} contain NaN or infinity")
+        lists = pa.LargeListArray.from_arrays(np.arange(count + 1) * width, values.reshape(-1).numpy())
+        return [self._repeat(piece.table, count), piece.rows.numpy(), np.full(count, piece.column, np.int32), lists]
+
+    def _to_id_columns(self, table: str, changes: IdRowChanges) -> list[Any]:
+        ids = pa.array(changes.ids.numpy(), mask=~changes.has_id.numpy())
+        return [self._repeat(table, len(ids)), changes.rows.numpy(), ids]
+
+    def _repeat(self, table: str, count: int) -> pa.Array:
+        return pa.DictionaryArray.from_arrays(np.full(count, self._tables[table], np.int32), list(self._tables))
+
+
+class _HashedSink(io.RawIOBase):
+    """Output stream that counts and hashes the bytes that it passes on."""
+
+    def __init__(self, stream: pa.NativeFile):
+        self._stream, self.size, self.digest = stream, 0, hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._stream.write(data)
+        self.digest.update(data)
+        self.size += len(data)
+        return len(data)
+
+
+def read_named_rows(folder: str, manifest: DeltaManifest, operation: Operation) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (table, rows, int64 [n]) for the batches of rows that a delta names.
+
+    Args:
+        folder: Folder of deltas.
+        manifest: Manifest of the delta.
+        operation: rows or ids.
+
+    Raises:
+        OSError: A file cannot be read, or its checksum does not match.
+    """
+    filesystem, path = open_filesystem(join_uri(folder, DELTAS_FOLDER))
+    for name, entry in manifest.files.get(operation, {}).items():
+        file = f"{path}/{name}"
+        is_local = filesystem.type_name == "local"
+        with pa.memory_map(file) if is_local else filesystem.open_input_file(file) as source:
+            data = source.read_buffer()
+            if hashlib.sha256(data).hexdigest() != entry.sha256:
+                raise OSError(f"the checksum of {name} does not match")
+            reader = pa.ipc.open_file(data)
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number)
+                codes, rows = batch["table"].indices.to_numpy(), batch["row"].to_numpy()
+                for code in np.unique(codes):
+                    yield batch["table"].dictionary[code].as_py(), torch.from_numpy(rows[codes == code])

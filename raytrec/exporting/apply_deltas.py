@@ -1,0 +1,181 @@
+"""`raytrec deltas apply`: writing the export of a later step from an export and deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import numpy as np
+import torch
+from pyarrow import fs
+
+from raytrec.common.errors import ConfigError, RunError, convert_os_errors
+from raytrec.common.output_folder import ClaimedFolder, compute_binding
+from raytrec.common.storage import make_absolute, open_filesystem
+from raytrec.deltas.apply import Delta, encode_rows, read_delta
+from raytrec.deltas.chain import Position, find_position, read_next
+from raytrec.driver.console import Result, RunConsole
+from raytrec.exporting.export import encode_arrow, encode_ids
+from raytrec.exporting.export_folder import ExportClaim, ExportFolder
+from raytrec.exporting.trained_model import PIECE_BYTES
+from raytrec.scoring.load import check_files, open_export, read_ids, refuse_code
+from raytrec.scoring.lookups import IdRows
+from raytrec.scoring.manifest import GOLDEN, ONNX_FILE, Manifest, read_manifest
+from raytrec.scoring.precisions import PRECISIONS
+from raytrec.scoring.program_archive import load_program, replace_weights
+from raytrec.scoring.table_files import ALIGNMENT
+
+
+def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, allow_code: bool = False) -> Result:
+    """Write an export of a later step, to which a run's deltas lead. Neither the run nor its data are needed.
+
+    The files of the export are copied to a temporary folder (TMPDIR), in which one delta after the other is applied. A
+    model in ONNX is not copied.
+
+    Args:
+        export: Export of a checkpoint; local, s3:// or gs://. Its tables may have any precision.
+        deltas: Folder of deltas of the same run (export.deltas.to).
+        out: Output folder; local, s3:// or gs://.
+        to: Number of the last delta to apply; default: the newest one.
+        allow_code: True to allow transforms of the export to name code.
+
+    Returns:
+        Result with the metrics version, step, deltas (number of applied deltas), name and seconds.
+
+    Raises:
+        RunError: The export or a delta cannot be used, or another process is writing to `out`.
+        ConfigError: `out` contains other files, or the export names code.
+    """
+    began = perf_counter()
+    export, deltas, out = (make_absolute(str(each)) for each in (export, deltas, out))
+    base = read_manifest(export)
+    refuse_code(base, export, allow_code)
+    positions = _read_chain(deltas, find_position(deltas, export, base.source), to)
+    binding = compute_binding(base.checksum, positions[-1].checksum)
+    claim = ExportClaim(binding, {}, compute_binding(base.checksum, to))
+    target = ExportFolder(ClaimedFolder(out, "raytrec deltas apply"), claim)
+    with RunConsole(base.source.run) as console, target.folder.hold():
+        if (manifest := target.complete()) is None:
+            with TemporaryDirectory(prefix="raytrec-deltas-") as work:
+                console.phase("copying the export")
+                _copy_files(export, base, Path(work))
+                manifest = _write_export(target, _PatchedExport(Path(work), base), deltas, positions[1:], console)
+    step, count = manifest.source.step, len(positions) - 1
+    metrics = {"version": manifest.version, "step": step, "deltas": count, "name": base.source.run}
+    metrics["seconds"] = round(perf_counter() - began, 3)
+    pairs = [("version", manifest.version), ("step", f"{step:,}"), ("applied deltas", f"{count:,}")]
+    return Result(metrics, out, [f"export       {out}", f"serve with   raytrec serve {out}"], pairs)
+
+
+def _read_chain(folder: str, start: Position, to: int | None) -> list[Position]:
+    """Return the start and the positions after the deltas to apply.
+
+    Raises:
+        ConfigError: Delta `to` does not follow the start.
+        RunError: A manifest cannot be used.
+    """
+    positions = [start]
+    while (to is None or positions[-1].number < to) and (following := read_next(folder, positions[-1])):
+        positions.append(following)
+    if to is not None and positions[-1].number != to:
+        first, last = start.number, positions[-1].number
+        raise ConfigError(f"there is no delta {to} after delta {first}", where="--to", expected=f"{first} to {last}")
+    return positions
+
+
+def _copy_files(export: str, manifest: Manifest, work: Path) -> None:
+    filesystem, path = open_filesystem(export)
+    for name in manifest.files.keys() - {ONNX_FILE}:
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        with convert_os_errors(f"{name} cannot be copied", where=export, do="free disk space, or set TMPDIR"):
+            fs.copy_files(f"{path}/{name}", str(work / name), filesystem, fs.LocalFileSystem())
+    files = {name: entry for name, entry in manifest.files.items() if name != ONNX_FILE}
+    check_files(work, manifest.model_copy(update={"files": files}), True, export)
+
+
+class _PatchedExport:
+    """Local copy of an export, whose files change as deltas are applied.
+
+    Args:
+        folder: Local folder of the copy.
+        manifest: Manifest of the original export.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        self.folder, self.manifest = folder, manifest
+        self.programs = {name: load_program(folder / e.file, len(e.inputs)) for name, e in manifest.programs.items()}
+        self.weights = {name: value for each in self.programs.values() for name, value in each.state_dict().items()}
+        self.ids: dict[str, IdRows] = {n: read_ids(folder / file, manifest, n) for n, file in manifest.ids.items()}
+
+    def apply(self, source: str, delta: Delta) -> None:
+        """Apply a delta of the folder `source`."""
+        for stack in self.manifest.stacks:
+            first_row, precision = 0, PRECISIONS[stack.precision]
+            for name in stack.tables:
+                if name in delta.rows:
+                    stored = encode_rows(source, delta, name, precision).numpy()
+                    self._write_rows(stack.files, stack.block_rows, delta.rows[name].rows.numpy() + first_row, stored)
+                first_row += self.manifest.data_schema.tables[name].rows
+        for name, changes in delta.ids.items():
+            self.ids[name] = self.ids[name].replace(changes.listed, changes.ids, changes.rows)
+        self.weights = delta.dense
+
+    def _write_rows(self, files: Sequence[str], block_rows: int, rows: np.ndarray, stored: np.ndarray) -> None:
+        for number, file in enumerate(files):
+            inside = rows // block_rows == number
+            if inside.any():  # the system writes the pages back, so that memory is not needed for the whole table
+                block = np.memmap(self.folder / file, stored.dtype, "r+", offset=ALIGNMENT)
+                block.reshape(-1, stored.shape[1])[rows[inside] - number * block_rows] = stored[inside]
+
+    def finish(self) -> None:
+        """Write the programs, the ids and the scores of the golden rows."""
+        for name, entry in self.manifest.programs.items():
+            file = self.folder / entry.file
+            file.write_bytes(replace_weights(file.read_bytes(), self.programs[name], self.weights))
+        for table, ids_file in self.manifest.ids.items():
+            (self.folder / ids_file).write_bytes(encode_ids(*self.ids[table].ids))
+        scorer = open_export(self.folder, self.manifest)
+        golden = scorer.golden
+        if len(golden):
+            scores = scorer.as_table(scorer.score([scorer.reader.read(golden)]))
+            for column in scores.column_names:
+                values = scores[column].cast(golden.schema.field(column).type)
+                golden = golden.set_column(golden.column_names.index(column), column, values)
+        (self.folder / GOLDEN).write_bytes(encode_arrow(golden))
+
+
+def _write_export(
+    target: ExportFolder, patched: _PatchedExport, deltas: str, positions: Sequence[Position], console: RunConsole
+) -> Manifest:
+    """Apply deltas, write all files of the new export, the manifest last, and return the manifest."""
+    base, source = patched.manifest, patched.manifest.source
+    for position in positions:
+        console.phase(f"applying delta {position.number}, step {position.manifest.step:,}", always=False)
+        delta = read_delta(deltas, position, base.data_schema, patched.weights)
+        try:
+            patched.apply(deltas, delta)
+        except ValueError as error:
+            raise RunError(f"delta {position.number} cannot be applied: {error}", where=deltas) from None
+    patched.finish()
+    for name in sorted(base.files.keys() - {ONNX_FILE}):
+        target.write(name, _iterate_pieces(patched.folder / name))
+    if positions:
+        named = f"delta-{positions[-1].number}", positions[-1].checksum, positions[-1].manifest.step
+        about = dict(zip(("checkpoint", "checkpoint_id", "step"), named, strict=True))
+        source = source.model_copy(update=about | {"torch": torch.__version__})
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    changes = {"made": made, "source": source, "metrics": {}, "files": dict(target.claim.files)}
+    manifest = base.model_copy(update=changes | {"binding": target.claim.binding})
+    if target.folder.is_local:
+        open_export(Path(target.folder.uri), manifest).check()
+    target.commit(manifest)
+    return manifest
+
+
+def _iterate_pieces(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        while piece := stream.read(PIECE_BYTES):
+            yield piece

@@ -1,0 +1,222 @@
+"""Following of a run's deltas by a replica, which thereby answers with the state of a recent training step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from threading import Thread
+from time import monotonic, sleep, time
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter, Gauge
+
+from raytrec.common.errors import RaytrecError, RunError, get_first_line
+from raytrec.deltas.apply import PreparedDelta, read_delta
+from raytrec.deltas.chain import Position, check_gap, find_stream, iterate_exports, read_next
+from raytrec.scoring.scorer import Scorer
+from raytrec.serving.loaded_exports import LoadedExports
+
+if TYPE_CHECKING:
+    from raytrec.serving.app import Service
+    from raytrec.serving.listener import Listener
+
+_log = logging.getLogger(__name__)
+LOCAL_INTERVAL_S, STORE_INTERVAL_S = 0.2, 1.0  # intervals at which the next delta is looked up
+RETRY_INTERVAL_S = 1.0  # interval at which a refused delta is read again, which may be incomplete on a store
+CHECK_INTERVAL_S = 5.0  # interval at which the folder is checked for gaps and new runs while no delta appears
+
+
+class Follower:
+    """Consumer of a run's deltas in one replica: loads a full export, and applies the deltas after it in a thread.
+
+    A delta that cannot be used is refused: the replica keeps its state, and tries again until the delta can be used
+    or a newer full export exists.
+
+    Args:
+        folder: Folder of deltas (export.deltas.to).
+        allow_code: True if transforms of exports may name code.
+
+    Attributes:
+        versions: Exports of the process.
+        position: Delta that leads to the state with which the replica answers.
+        problem: Reason why the next delta has been refused; None if there is none.
+
+    Raises:
+        RunError: There is no full export, or none can be loaded.
+    """
+
+    def __init__(self, folder: str, allow_code: bool = False):
+        self._folder, self._allow_code = folder, allow_code
+        self.problem: str | None = None
+        self._reasons: set[str] = set()
+        self._interval_s = STORE_INTERVAL_S if "://" in folder else LOCAL_INTERVAL_S
+        self._applied = Counter("raytrec_serve_deltas_applied", "Applied deltas.", registry=None)
+        self._refused = Counter("raytrec_serve_deltas_refused", "Refused deltas.", registry=None)
+        loaded = self._load_newest(0, background=False)
+        if loaded is None:
+            expected = "a folder of export.deltas.to with a full export"
+            raise RunError("the run has not written a full export yet", where=folder, expected=expected, do="retry")
+        self.versions, self.position = loaded
+        self._check_due, self._switch = 0.0, _call
+
+    def start(self, service: Service, listener: Listener) -> None:
+        """Follow the run in a thread until the process ends; changes are made in the event loop of the listener."""
+        registry = service.figures.registry
+        for metric in (self._applied, self._refused):
+            registry.register(metric)
+        step = Gauge("raytrec_serve_step", "Step of the run whose state answers.", registry=registry)
+        step.set_function(lambda: self.position.manifest.step)
+        behind = Gauge("raytrec_serve_seconds_behind", "Seconds since training reached this step.", registry=registry)
+        behind.set_function(lambda: self.seconds_behind)
+        service.follower = self
+        Thread(target=self._run, args=(service, listener), name="deltas", daemon=True).start()
+
+    @property
+    def seconds_behind(self) -> float:
+        """Return the seconds since training has reached the step with whose state the replica answers."""
+        return max(0.0, time() - self.position.manifest.cut_unix_s)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the freshness of the replica: step, delta, seconds behind, end of the run, and problem."""
+        manifest = self.position.manifest
+        about = {"step": manifest.step, "delta": manifest.number, "seconds_behind": round(self.seconds_behind, 3)}
+        return about | {"ended": manifest.last, "problem": self.problem}
+
+    def _run(self, service: Service, listener: Listener) -> None:
+        while listener.loop is None:
+            sleep(self._interval_s)
+        loop = listener.loop
+
+        def switch(action: Callable[[], None]) -> None:
+            done: Future[None] = Future()
+            loop.call_soon_threadsafe(service.batcher.call_between, partial(_complete, done, action))
+            done.result()
+
+        self._switch = switch
+        while not loop.is_closed():
+            if not self.advance():
+                sleep(RETRY_INTERVAL_S if self.problem else self._interval_s)
+
+    def advance(self) -> bool:
+        """Apply the next delta or load a newer export; return False if neither is possible now."""
+        try:
+            advanced = self._apply_next()
+            self._clear_problem()
+            return advanced
+        except Exception as error:
+            self.problem = self._record_refusal(error)
+        try:
+            return self._heal()
+        except Exception as error:
+            self._record_refusal(error)
+            return False
+
+    def _clear_problem(self) -> None:
+        self.problem = None
+        self._reasons.clear()
+
+    def _apply_next(self) -> bool:
+        """Apply the next delta; return False if there is none.
+
+        Raises:
+            RunError: The next delta cannot be used, or will not appear.
+            OSError: The store cannot be read.
+        """
+        prepared = self._prepare_next(self.versions.current.scorer, self.position)
+        if prepared is None:
+            if self.problem or monotonic() > self._check_due:
+                self._check_due = monotonic() + CHECK_INTERVAL_S
+                self._check_stream()
+                check_gap(self._folder, self.position)
+            return False
+        self._switch(lambda: self._adopt(*prepared))
+        self._check_due = monotonic() + CHECK_INTERVAL_S
+        return True
+
+    def _prepare_next(self, scorer: Scorer, position: Position) -> tuple[PreparedDelta, Position] | None:
+        following = read_next(self._folder, position)
+        if following is None:
+            return None
+        delta = read_delta(self._folder, following, scorer.manifest.data_schema, scorer.weights)
+        return PreparedDelta(self._folder, scorer, delta), following
+
+    def _adopt(self, prepared: PreparedDelta, position: Position) -> None:
+        prepared.apply()
+        self.position = position
+        self._applied.inc()
+
+    def _check_stream(self) -> None:
+        stream, own = find_stream(self._folder), self.position.manifest.stream
+        if stream and stream.id != own:
+            raise RunError(
+                f"the folder contains another stream: {stream.id}",
+                where=self._folder,
+                expected=f"stream {own}, or a full export of the new stream",
+                do="wait for the first full export of the new stream",
+            )
+
+    def _record_refusal(self, error: Exception) -> str:
+        """Return the reason why the service keeps its state; each reason is counted and logged once."""
+        reason = str(error) if isinstance(error, RaytrecError) else f"{self._folder}: {get_first_line(error)}"
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            self._refused.inc()
+            _log.warning("this replica answers with step %s: %s", self.position.manifest.step, reason)
+        return reason
+
+    def _heal(self) -> bool:
+        """Load the newest full export after the current delta or of a new stream; return False if there is none."""
+        stream = find_stream(self._folder)
+        is_same = stream is None or stream.id == self.position.manifest.stream
+        loaded = self._load_newest(self.position.number if is_same else 0, background=True)
+        if loaded is None:
+            return False
+        versions, position = loaded
+
+        def replace() -> None:
+            self.versions.replace(versions.current)
+            self.position = position
+            self._clear_problem()
+
+        self._switch(replace)
+        _log.warning("this replica has loaded the full export of step %s", position.manifest.step)
+        return True
+
+    def _load_newest(self, newer_than: int, background: bool) -> tuple[LoadedExports, Position] | None:
+        """Load the newest usable export and apply the deltas after it; return None if there is no export.
+
+        Raises:
+            RaytrecError: No export can be loaded.
+        """
+        errors: list[RaytrecError] = []
+        for uri, position in iterate_exports(self._folder, newer_than):
+            try:
+                versions = LoadedExports(uri, self._allow_code, background)
+            except RaytrecError as error:
+                errors.append(error)
+                continue
+            try:
+                while prepared := self._prepare_next(versions.current.scorer, position):
+                    prepared[0].apply()
+                    position = prepared[1]
+            except (RaytrecError, OSError) as error:
+                _log.warning("not all deltas after the full export can be applied: %s", error)
+            return versions, position
+        if errors:
+            raise errors[0]
+        return None
+
+
+def _call(action: Callable[[], None]) -> None:
+    action()
+
+
+def _complete(done: Future[None], action: Callable[[], None]) -> None:
+    """Call a function in the event loop, and pass its result or error to the waiting thread."""
+    try:
+        action()
+        done.set_result(None)
+    except BaseException as error:
+        done.set_exception(error)

@@ -1,0 +1,124 @@
+"""State of a replica for `raytrec verify`: stored rows, managed ids and dense weights, as digests or as bytes.
+
+A state has three parts, each with several names. The values of a name are numbered, and a block is a range of them:
+
+    rows    stored rows of a table (scoring/precisions.py), by row
+    ids     pairs (id, row), int64, of a table with managed ids, in the order of keys; numbered by key + 2⁶³
+    dense   values of a weight of a program, PROGRAM/NAME, in row-major order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, ValidationError
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from raytrec.common.errors import DataError
+from raytrec.common.memory import prefetch_pages
+from raytrec.config.base import Section
+from raytrec.scoring.scorer import Scorer
+from raytrec.serving.bodies import JSON
+from raytrec.serving.openapi import Endpoint
+
+MAX_BLOCK_BYTES = 1 << 20  # a digest of this size takes about 1 ms, in which the replica answers no other request
+NUM_KEYS, PAIR_BYTES = 2**64, 16
+REPLICA_HEADER = "X-Replica"
+StatePart = Literal["rows", "ids", "dense"]
+
+
+class BlockQuery(Section):
+    """Query of GET /state/block: the values [first, end) of a name.
+
+    Attributes:
+        values: True to return the bytes instead of their digest.
+    """
+
+    part: StatePart
+    name: str
+    first: int = Field(ge=0)
+    end: int = Field(le=NUM_KEYS)
+    values: bool = False
+
+
+def list_endpoints(replica: str) -> list[Endpoint]:
+    """Return the endpoints that describe the state of a replica with this id."""
+    headers = {REPLICA_HEADER: replica}
+
+    async def answer_state(request: Request, scorer: Scorer) -> Response:
+        return Response(to_json(describe_state(scorer)), media_type=JSON, headers=headers)
+
+    # Without await: the bytes belong to the version in the header of the answer.
+    async def answer_block(request: Request, scorer: Scorer) -> Response:
+        try:
+            query = BlockQuery.model_validate(dict(request.query_params))
+        except ValidationError as error:
+            mistake = error.errors()[0]
+            where, expected = str(mistake["loc"][0]), "part=rows|ids|dense, name, first, end, and optionally values=1"
+            raise DataError(f"invalid {where}: {mistake['msg']}", where=where, expected=expected) from None
+        block = to_bytes(read_block(scorer, query))
+        if query.values:
+            return Response(block.tobytes(), media_type="application/octet-stream", headers=headers)
+        return Response(sha256(block).hexdigest(), media_type="text/plain", headers=headers)
+
+    return [
+        Endpoint("GET", "/state", answer_state, "Tables, managed ids and dense weights of the replica that answers."),
+        Endpoint("GET", "/state/block", answer_block, "SHA-256 or bytes of a range of rows, ids or dense values."),
+    ]
+
+
+def describe_state(scorer: Scorer) -> dict[str, Any]:
+    """Return the version, run and step of a model, and the type and shape of each name of each part."""
+    run, step, _ = scorer.version.rsplit("-", 2)
+    tables, stacks = scorer.manifest.data_schema.tables, scorer.manifest.stacks
+    precisions = {name: stack.precision for stack in stacks for name in stack.tables}
+    return {
+        "version": scorer.version,
+        "run": run,
+        "step": int(step),
+        "rows": {name: {"dtype": precisions[name], "shape": [each.rows, each.dim]} for name, each in tables.items()},
+        "ids": {name: {"dtype": "int64", "shape": [len(ids), 2]} for name, ids in scorer.lookups.ids.items()},
+        "dense": describe_tensors(scorer.program_weights),
+    }
+
+
+def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the dtype and the shape of each tensor."""
+    return {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": [*t.shape]} for name, t in tensors.items()}
+
+
+def read_block(scorer: Scorer, query: BlockQuery) -> torch.Tensor:
+    """Return a block of rows, pairs or dense values: [n, …].
+
+    Raises:
+        DataError: There is no such name, the range is outside its values, or the block is too large.
+    """
+    part, name, first, end = query.part, query.name, query.first, query.end
+    lookups = scorer.lookups
+    names: Mapping[str, Any] = {"rows": lookups.tables, "ids": lookups.ids, "dense": scorer.program_weights}[part]
+    if (values := names.get(name)) is None:
+        raise DataError(f"there is no name '{name}'", where="name", expected=f"a name of {part} in /state")
+    if part == "rows":
+        rows = scorer.manifest.data_schema.tables[name].rows
+        values = values.stack.read(values.first_row, values.first_row + rows)
+    if part == "dense":
+        values = values.flatten()
+    pair_bytes = max(1, len(values)) * PAIR_BYTES / NUM_KEYS
+    count, value_bytes = (NUM_KEYS, pair_bytes) if part == "ids" else (len(values), values[:1].nbytes)
+    max_values = max(1, int(MAX_BLOCK_BYTES / value_bytes)) if count else 0
+    if not first < end <= min(count, first + max_values):
+        expected = f"first < end ≤ {count}, and at most {max_values} values"
+        raise DataError(f"invalid range from {first} to {end}", where="first, end", expected=expected)
+    block = values.read(first, end) if part == "ids" else values[first:end]
+    prefetch_pages(block.data_ptr(), block.nbytes)
+    return block
+
+
+def to_bytes(values: torch.Tensor) -> Any:
+    """Return the bytes of a tensor in host memory, uint8 [n] of NumPy."""
+    return values.contiguous().flatten().view(torch.uint8).numpy()

@@ -1,0 +1,1 @@
+"""`raytrec verify`: comparison of services with checkpoints."""

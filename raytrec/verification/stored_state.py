@@ -1,0 +1,95 @@
+"""State of a checkpoint in the form in which a service stores it, read and compared block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from raytrec.checkpoint.blocks import DTYPES
+from raytrec.checkpoint.managed import read_stored_ids
+from raytrec.checkpoint.restore import load
+from raytrec.checkpoint.rows import TENSOR_KEY, StoredTable
+from raytrec.embeddings.hashing import ids_to_keys
+from raytrec.prediction.one_process import HEAD
+from raytrec.scoring.lookups import IdRows
+from raytrec.scoring.precisions import PRECISIONS
+from raytrec.serving.served_state import MAX_BLOCK_BYTES, NUM_KEYS, PAIR_BYTES, StatePart, describe_tensors, to_bytes
+
+
+class StoredState:
+    """Rows, managed ids and dense weights of a checkpoint.
+
+    Args:
+        folder: Folder of the checkpoint.
+        index: Index of the checkpoint.
+        served: State of a replica, which defines tables, precisions and programs (`describe_state`).
+
+    Attributes:
+        parts: Part → name → type and shape, as in the state of a replica. Tables that are not served are left out.
+    """
+
+    def __init__(self, folder: str, index: dict[str, Any], served: dict[str, Any]):
+        self._folder, self._index, self._served, tensors = folder, index, served, index["tensors"]
+        keys = {}
+        for key in tensors:
+            if key.startswith(f"dense/{HEAD}") and key.endswith("/value"):
+                name, average = key[len("dense/head.") : -len("/value")], key.removesuffix("value") + "ema"
+                keys[name] = average if average in tensors else key  # with train.ema, the averages are exported
+        values = {key: torch.empty(tensors[key]["shape"], dtype=DTYPES[tensors[key]["dtype"]]) for key in keys.values()}
+        if values:
+            load(folder, values)
+        programs = {name.partition("/")[0] for name in served["dense"]}
+        self._weights = {f"{program}/{name}": values[key] for program in programs for name, key in keys.items()}
+        tables = {name: tensors.get(TENSOR_KEY.format(name, "weight")) for name in served["rows"]}
+        self.parts: dict[StatePart, dict[str, Any]] = {
+            "rows": {n: served["rows"][n] | {"shape": table["shape"]} for n, table in tables.items() if table},
+            "ids": {name: served["ids"].get(name) for name in index["about"].get("ids", {}) if name in tables},
+            "dense": describe_tensors(self._weights),
+        }
+
+    def iterate_blocks(self, part: StatePart, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield (first, end, values as a service stores them, [n, …]); a table is not read as a whole."""
+        if part == "dense":
+            values = self._weights[name].flatten()
+            for first, end in _split(len(values), values.itemsize):
+                yield first, end, values[first:end]
+        elif part == "ids":
+            stored_ids = read_stored_ids(self._folder, self._index, name, ("id", "row"))
+            ids = IdRows(None, ids_to_keys(stored_ids["id"]), stored_ids["row"])
+            # Keys are spread evenly; blocks have half of the maximum size on average.
+            count = 2 * max(1, len(ids), self._served["ids"][name]["shape"][0])
+            for first, end in _split(NUM_KEYS, count * PAIR_BYTES / NUM_KEYS):
+                yield first, end, ids.read(first, end)
+        else:
+            precision = PRECISIONS[self.parts["rows"][name]["dtype"]]
+            with StoredTable(self._folder, self._index, name) as stored:
+                for first, end in _split(stored.rows, precision.row_bytes(stored.dim)):
+                    yield first, end, precision.encode(torch.from_numpy(stored.read(first, end)))
+
+    def compare(
+        self, part: StatePart, name: str, first: int, values: torch.Tensor, content: bytes
+    ) -> tuple[int, float, Iterator[str]]:
+        """Return number, largest difference and texts of the values that differ between a block and served bytes."""
+        served = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
+        if part == "ids":
+            pairs, stored = dict(served.view(torch.int64).view(-1, 2).tolist()), dict(values.tolist())
+            ids = [each for each in stored | pairs if pairs.get(each) != stored.get(each)]
+            rows = ((each, pairs.get(each, "no row"), stored.get(each, "no row")) for each in ids)
+            return len(ids), 0.0, (f"id {each} has {row} instead of {expected}" for each, row, expected in rows)
+        unit, decode = "value", torch.Tensor.double
+        if part == "rows":
+            unit, decode = "row", PRECISIONS[self.parts["rows"][name]["dtype"]].decode
+        both_NB = [each.view(len(values), -1) for each in (torch.from_numpy(to_bytes(values)), served)]
+        places = (both_NB[0] != both_NB[1]).any(1).nonzero().flatten()
+        expected_ND, served_ND = (decode(each[places].view(values.dtype)) for each in both_NB)
+        largest_N = (expected_ND - served_ND).abs().nan_to_num(nan=torch.inf).amax(1).tolist()
+        named = zip(places.tolist(), largest_N, strict=True)
+        return len(largest_N), max(largest_N), (f"{unit} {first + place} by {largest:.3g}" for place, largest in named)
+
+
+def _split(count: int, value_bytes: float) -> Iterator[tuple[int, int]]:
+    step = max(1, int(MAX_BLOCK_BYTES / value_bytes))
+    return ((first, min(first + step, count)) for first in range(0, count, step))

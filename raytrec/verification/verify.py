@@ -1,0 +1,168 @@
+"""`raytrec verify`: comparison of all rows, managed ids and dense weights of a service with a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from itertools import islice
+from time import perf_counter, sleep
+from typing import Any
+
+from raytrec.checkpoint.files import find, find_step
+from raytrec.common.errors import RunError
+from raytrec.common.formatting import format_percent
+from raytrec.common.storage import make_absolute, query_file_info, split_query
+from raytrec.driver.console import Result, RunConsole
+from raytrec.serving.options import find_token
+from raytrec.serving.served_state import StatePart, to_bytes
+from raytrec.verification.replica_connection import ReplicaConnection, ServiceChangedError, connect
+from raytrec.verification.stored_state import StoredState
+
+MAX_STARTS, RESTART_DELAY_S = 3, 1.0  # number and interval of comparisons that begin while the service changes
+MAX_EXAMPLES = 3  # differing values that are named for each table, map of ids and weight
+
+
+@dataclass
+class Difference:
+    """Difference between a replica and a checkpoint.
+
+    Attributes:
+        replica: Id of the replica.
+        part: Part of the state.
+        name: Name of the table or weight.
+        count: Number of differing rows, ids or dense values; 0: the shapes differ.
+        largest: Largest absolute difference; 0 for ids.
+        examples: Texts about the first differing values, or about the shapes.
+    """
+
+    replica: str
+    part: StatePart
+    name: str
+    count: int = 0
+    largest: float = 0.0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, count: int, largest: float, examples: Iterable[str]) -> None:
+        """Add the differing values of a block."""
+        self.count, self.largest = self.count + count, max(self.largest, largest)
+        self.examples = [*self.examples, *islice(examples, MAX_EXAMPLES)][:MAX_EXAMPLES]
+
+    def __str__(self) -> str:
+        largest = f"; largest difference {self.largest:.3g}" if self.largest else ""
+        count = f"{self.count:,} differ, such as " if self.count else ""
+        return f"{self.part} {self.name}: {count}{', '.join(self.examples)}{largest} (replica {self.replica})"
+
+
+def verify(service: str, run: str, *, name: str | None = None) -> Result:
+    """Compare all rows, managed ids and dense weights of each replica of a service with a checkpoint.
+
+    Replicas compute digests of blocks between requests. Only blocks that differ are sent.
+
+    Args:
+        service: Address of the service.
+        run: Run folder (its newest checkpoint), RUN/STEP, or checkpoint folder; local, s3:// or gs://.
+        name: Name of the service, used to find its token file if RAYTREC_SERVE_TOKEN is not set; None: no
+            file is read.
+
+    Returns:
+        Result with the metrics result (equal, different, or incomplete: a replica was not reached), differences (see
+        Difference), replicas, unreached_replicas, tables, rows, ids, weights, version, checkpoint, name and seconds.
+
+    Raises:
+        RunError: There is no checkpoint, the service does not respond, has another step than the checkpoint, or
+            changes during each of MAX_STARTS comparisons.
+        CheckpointError: The checkpoint is damaged.
+    """
+    began, token = perf_counter(), find_token(name)
+    folder, index = find_checkpoint(run)
+    with RunConsole(name or service) as console:
+        for _ in range(MAX_STARTS):
+            try:
+                replicas, missing = connect(service, token)
+                _check_states(replicas, index["about"]["progress"]["step"], service)
+                differences = _compare(replicas, StoredState(folder, index, replicas[0].state), console)
+                break
+            except ServiceChangedError as error:
+                reason = str(error)
+                console.warn(f"{reason}; starting over")
+                sleep(RESTART_DELAY_S)
+        else:
+            what = f"the service has changed during each of {MAX_STARTS} comparisons: {reason}"
+            do = "repeat the command while no version is promoted and no delta is applied"
+            raise RunError(what, where=service, do=do)
+    state = replicas[0].state
+    sizes = {"tables": len(state["rows"]), "rows": _count(state, "rows"), "ids": _count(state, "ids")}
+    sizes["weights"] = len(state["dense"])
+    metrics = {
+        "name": f"{state['version']} and {folder}",
+        "result": "different" if differences else "incomplete" if missing else "equal",
+        "differences": [vars(each) for each in differences],
+        "replicas": [each.replica for each in replicas],
+        "unreached_replicas": missing,
+        "version": state["version"],
+        "checkpoint": folder,
+        "seconds": round(perf_counter() - began, 3),
+    }
+    lines = [f"differs      {each}" for each in differences] + [f"not reached  replica {each}" for each in missing]
+    pairs = [("result", metrics["result"]), ("replicas", f"{len(replicas)} of {len(replicas) + len(missing)}")]
+    return Result(metrics | sizes, folder, lines, pairs + [(title, f"{size:,}") for title, size in sizes.items()])
+
+
+def find_checkpoint(run: str) -> tuple[str, dict[str, Any]]:
+    """Return the checkpoint that a run folder, RUN/STEP or checkpoint folder denotes, and its index.
+
+    Raises:
+        RunError: There is no such checkpoint.
+    """
+    place = make_absolute(str(run))
+    path, query = split_query(place)
+    parent, _, step = path.rpartition("/")
+    if step.isdecimal() and query_file_info(place).type.name == "NotFound":
+        return find_step(parent + query, int(step))
+    return find(place)
+
+
+def _check_states(replicas: Sequence[ReplicaConnection], step: int, service: str) -> None:
+    """Raise an error if the replicas have different models, or another step than the checkpoint."""
+    states = [each.state for each in replicas]
+    models = [[state[key] for key in ("step", "rows", "dense")] for state in states]
+    if any(model != models[0] for model in models):
+        raise ServiceChangedError(f"the replicas answer with {', '.join(state['version'] for state in states)}")
+    if (served := models[0][0]) != step:
+        what = f"the service answers with step {served}, but the checkpoint contains step {step}"
+        do = f"pass RUN/{served}, or repeat the command when the service has reached step {step}"
+        raise RunError(what, where=service, expected=f"step {step}", do=do)
+
+
+def _compare(replicas: Sequence[ReplicaConnection], stored: StoredState, console: RunConsole) -> list[Difference]:
+    """Return the differences of all replicas, whose states differ at most in values."""
+    found: dict[tuple[str, StatePart, str], Difference] = {}
+    state, rows = replicas[0].state, 0
+    for part, expected in stored.parts.items():
+        for name in sorted(expected.keys() | state[part].keys()):
+            shapes = state[part].get(name), expected.get(name)
+            if None in shapes or shapes[0] != shapes[1]:
+                texts = [f"{each['dtype']} {each['shape']}" if each else "missing" for each in shapes]
+                text = f"{texts[0]} in the service, {texts[1]} in the checkpoint"
+                found |= {(r.replica, part, name): Difference(r.replica, part, name, examples=[text]) for r in replicas}
+                continue
+            for first, end, values in stored.iterate_blocks(part, name):
+                digest = sha256(to_bytes(values)).hexdigest()
+                for each in replicas:
+                    get = partial(each.get, "/state/block", part=part, name=name, first=first, end=end)
+                    if get().decode() != digest:
+                        key = each.replica, part, name
+                        found.setdefault(key, Difference(*key)).add(
+                            *stored.compare(part, name, first, values, get(values=1))
+                        )
+                if part == "rows":
+                    rows += len(values)
+                    share = format_percent(rows / _count(state, "rows"))
+                    console.phase(f"{share} of all rows compared", always=False)
+    return [*found.values()]
+
+
+def _count(state: dict[str, Any], part: StatePart) -> int:
+    return sum(each["shape"][0] for each in state[part].values())

@@ -1,0 +1,229 @@
+"""Services that follow a run's deltas: answers of one state, refused deltas, catching up and healing."""
+
+import json
+import shutil
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from deltas import DeltaFolder, train_steps
+from described import assert_described
+from served import TOKEN, ServedApp, assert_predictions_equal
+from test_models import ModelCase
+from waiting import wait_for
+
+import raytrec
+from raytrec.common.errors import RunError
+from raytrec.deltas.apply import PreparedDelta, read_delta
+from raytrec.deltas.chain import iterate_exports, read_next
+from raytrec.serving import command, follow
+from raytrec.serving.app import Service
+from raytrec.serving.replica_metrics import describe_model, write_metrics
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def intervals():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, seconds in (("LOCAL_INTERVAL_S", 0.02), ("RETRY_INTERVAL_S", 0.05), ("CHECK_INTERVAL_S", 0.1)):
+            patch.setattr(follow, name, seconds)
+        yield
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    return train_steps(ModelCase("dlrm", (1, 1)), tmp_path_factory.mktemp("follow"), STEPS)
+
+
+@pytest.fixture(scope="module")
+def exports(steps, tmp_path_factory):
+    """Return a function that returns the export of a step."""
+    made, root = {}, tmp_path_factory.mktemp("exports")
+
+    def export(step):
+        if step not in made:
+            made[step] = steps.export(step, root / str(step))
+        return made[step]
+
+    return export
+
+
+@pytest.fixture
+def folder(steps, exports, tmp_path):
+    """Return a folder of deltas with the export of step 1 and the delta of step 2."""
+    folder = DeltaFolder.of_schema(tmp_path / "deltas", steps.schema)
+    folder.write_steps(steps, 1, 2)
+    folder.add_export(1, exports(1))
+    return folder
+
+
+class FollowingService(ServedApp):
+    """HTTP service in this process that follows a folder of deltas."""
+
+    def __init__(self, folder):
+        self.follower = follow.Follower(str(folder.path))
+        super().__init__(Service(self.follower.versions, TOKEN))
+        self.follower.start(self.service, self._listener)
+
+    def ready(self):
+        status, content, _ = self.ask("/ready")
+        assert status == 200
+        return json.loads(content)
+
+    def wait(self, **expected):
+        """Wait until the freshness contains these values."""
+        wait_for(lambda: self.ready()["freshness"].items() >= expected.items(), f"{expected}", 60)
+
+    def wait_for_problem(self, text):
+        wait_for(lambda: text in (self.ready()["freshness"]["problem"] or ""), text, 60)
+
+    def figures(self):
+        scorer = self.service.versions.current.scorer
+        return write_metrics({"a": self.service.figures.collect(describe_model(scorer), 0)}).decode()
+
+
+@pytest.fixture
+def service(folder):
+    with FollowingService(folder) as service:
+        yield service
+
+
+def score_states(folder, table):
+    """Return version → predictions of rows in each state, computed by a scorer that applies the deltas."""
+    ((uri, position),) = iterate_exports(str(folder.path))
+    scorer, states = raytrec.load(uri), {}
+    while True:
+        states[scorer.version] = scorer.predict(table).to_pydict()
+        if (position := read_next(str(folder.path), position)) is None:
+            return states
+        delta = read_delta(str(folder.path), position, scorer.manifest.data_schema, scorer.weights)
+        PreparedDelta(str(folder.path), scorer, delta).apply()
+
+
+def test_each_answer_is_of_the_version_that_it_names(steps, folder, exports, tmp_path):
+    whole = DeltaFolder.of_schema(tmp_path / "whole", steps.schema)
+    whole.write_steps(steps, 1, STEPS)
+    whole.add_export(1, exports(1))
+    rows = json.loads(json.dumps(steps.table.to_pylist()))
+    states, counts, wrong, stop = score_states(whole, steps.table), Counter(), [], threading.Event()
+    column = next(iter(next(iter(states.values()))))
+    many = rows * 9  # scored in several parts
+    first = steps.table.column_names.index("user") if "user" in steps.table.column_names else 0
+    name = steps.table.column_names[first]
+
+    def run(body, expected_rows, service):
+        while not stop.is_set():
+            status, content, headers = service.ask("/predict", body)
+            answer = json.loads(content)
+            version = answer.get("version")
+            counts[version] += 1
+            if status != 200 or headers["X-Model-Version"] != version:
+                wrong.append((status, content, headers["X-Model-Version"]))
+                continue
+            expected = [states[version][column][row] for row in expected_rows]
+            if not np.allclose(answer["predictions"][column], expected, rtol=1e-6, atol=1e-6):
+                wrong.append((version, answer["predictions"][column], expected))
+
+    with FollowingService(folder) as service:
+        service.service.batcher._row_s = 1.0  # at most MIN_FULL_BATCH_ROWS rows in a part
+        user = {"user": {name: rows[0][name]}, "candidates": [{k: v for k, v in rows[0].items() if k != name}] * 3}
+        bodies = [({"rows": rows}, range(len(rows))), ({"rows": many}, [*range(len(rows))] * 9), (user, [0] * 3)]
+        threads = [threading.Thread(target=run, args=[*each, service]) for each in bodies]
+        for thread in threads:
+            thread.start()
+        for number in range(2, STEPS + 1):
+            folder.write_steps(steps, number, number)
+            service.wait(delta=number, step=number, problem=None)
+            seen = counts.copy()
+            wait_for(lambda seen=seen: (counts - seen).total() > 6, "answers", 60)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        text = service.figures()
+    assert not wrong, wrong[0]
+    assert set(counts) >= {f"small-{n}-{folder.checksums[n][:8]}" for n in range(2, STEPS + 1)} and len(states) == STEPS
+    assert f'raytrec_serve_step{{replica="a"}} {STEPS}.0' in text
+    assert f'raytrec_serve_deltas_applied_total{{replica="a"}} {STEPS - 2}.0' in text
+    assert 'raytrec_serve_deltas_refused_total{replica="a"} 0.0' in text
+    behind = float(text.split('raytrec_serve_seconds_behind{replica="a"} ')[1].split()[0])
+    assert abs(behind - (time.time() - 1.7e9)) < 60
+    assert text.count("raytrec_rows_total{") == 1, "each delta adds a series"
+
+
+def test_refused_delta_keeps_the_state_until_it_is_repaired(steps, folder, service, caplog):
+    service.wait(delta=2)
+    before = service.scores({"rows": steps.table.to_pylist()})
+    rows, ids, dense = steps.changes(3)
+    table = next(iter(rows))
+    rows[table] = rows[table][0], rows[table][1].copy()
+    rows[table][1][0, 0] = np.nan
+    folder.write(3, 3, rows, ids, dense)
+    service.wait_for_problem(f"delta 3 cannot be applied: row {rows[table][0][0]} of table {table} contains NaN")
+    time.sleep(0.3)
+    assert service.scores({"rows": steps.table.to_pylist()}) == before
+    assert service.ready()["version"] == f"small-2-{folder.checksums[2][:8]}"
+    assert caplog.text.count("this replica answers with step 2") == 1
+    assert 'raytrec_serve_deltas_refused_total{replica="a"} 1.0' in service.figures()
+    document = json.loads(service.ask("/openapi.json")[1])
+    for path in ("/ready", "/health"):
+        assert_described(document, "get", path, *service.ask(path))
+    folder.write_steps(steps, 3, 3)
+    service.wait(delta=3, step=3, problem=None)
+    assert service.scores({"rows": steps.table.to_pylist()}) != before
+
+
+def test_service_heals_from_a_newer_export(steps, folder, exports, service):
+    folder.write_steps(steps, 3, 6)
+    service.wait(delta=6)
+    assert follow.Follower(str(folder.path)).position.number == 6, "a restarted replica has not caught up"
+    folder.manifest(4).unlink()
+    with FollowingService(folder) as other:
+        other.wait_for_problem("delta 4 cannot be applied: it is missing, but delta 5 exists")
+        assert other.ready()["freshness"]["delta"] == 3
+        folder.add_export(5, exports(5))
+        other.wait(delta=6, step=6, problem=None)
+        rows = {"rows": steps.table.to_pylist()}
+        assert_predictions_equal(other.scores(rows), service.scores(rows))
+
+
+def test_slow_follower_jumps_over_removed_deltas(steps, folder, exports, service):
+    service.wait(delta=2)
+    for number in (1, 2):
+        folder.manifest(number).unlink()
+    shutil.rmtree(folder.path / "exports")
+    service.wait_for_problem("delta 3 cannot be applied: it is missing, and delta 2 has been removed")
+    folder.checksums[4] = ""
+    folder.write_steps(steps, 5, 6)
+    folder.add_export(5, exports(5))
+    service.wait(delta=6, problem=None)
+
+
+def test_new_stream_is_followed_from_its_first_export(steps, folder, exports, service):
+    service.wait(delta=2)
+    shutil.rmtree(folder.path)
+    anew = DeltaFolder(folder.path, folder.tables, "stream-2")
+    anew.write(1, 5)
+    service.wait_for_problem("the folder contains another stream: stream-2")
+    assert service.ready()["freshness"]["step"] == 2
+    anew.add_export(1, exports(5))
+    service.wait(delta=1, step=5, problem=None)
+    anew.write(2, 6, *steps.changes(6), last=True)
+    service.wait(delta=2, step=6, ended=True, problem=None)
+
+
+def test_command_waits_for_the_first_export(folder, exports, monkeypatch, capsys):
+    command.wait_for_full_export(str(folder.path))
+    shutil.rmtree(folder.path / "exports")
+    with pytest.raises(RunError, match="the run has not written a full export yet"):
+        follow.Follower(str(folder.path))
+    monkeypatch.setattr(command, "EXPORT_TIMEOUT_S", 0.1)
+    with pytest.raises(RunError, match=r"after 0.1 s, run small has not written a full export"):
+        command.wait_for_full_export(str(folder.path), 0.05)
+    monkeypatch.setattr(command, "EXPORT_TIMEOUT_S", 60)
+    timer = threading.Timer(0.2, folder.add_export, [1, exports(1)])
+    timer.start()
+    command.wait_for_full_export(str(folder.path), 0.05)
+    assert "run small has not written a full export" in capsys.readouterr().out
