@@ -40,7 +40,7 @@ class LocalShards:
 
     def count(self, name, **labels):
         """Return the value of a metric."""
-        return self.figures._registry.get_sample_value(name, labels) or 0.0
+        return self.figures.registry.get_sample_value(name, labels) or 0.0
 
     def stop(self, number):
         """End the streams of a shard, which cannot be reached until another shard takes its number."""
