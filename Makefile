@@ -30,6 +30,7 @@
 # make bench-export  what the export of a table of 30 GiB takes, and how fast its rows are looked up
 # make bench-host  what the host does for a step: kernels that it would launch, milliseconds of Python
 # make bench-serve  how fast raytrec serves, next to other services of the same model
+# make bench-table-shards  lookups in tables apart from the replicas, next to tables in process
 # make bench-online  how much CPU time deltas for services that follow a run take during training
 # make bench-swap  how long requests take while a service loads another export
 # make soak-serve  200,000 requests to a service through swaps, damaged exports and killed replicas
@@ -57,7 +58,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve bench-ids-resume bench-ids-quality weight map
+.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve bench-ids-resume bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -120,6 +121,9 @@ bench-plan: install
 
 bench-serve: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/serve.py
+
+bench-table-shards: install
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/table_shards.py
 
 bench-online: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/online.py

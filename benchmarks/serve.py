@@ -51,7 +51,7 @@ INSIDE_HEADER = ("in process", "500 rows, ms", "1 user, 500 candidates, ms", "×
 SPEED_HEADER = ("rows/s in batches of 2,048", "`raytrec.load`, one thread", "`raytrec predict`, one worker")
 
 
-def _dlrm(table_rows: int) -> tuple[str, pa.Table]:
+def make_dlrm(table_rows: int) -> tuple[str, pa.Table]:
     """Train and export DLRM; return (export, rows)."""
     sizes = ["--rows", "20000", "--multi-hot", "0", "--dim", "64"]
     run_raytrec("prepare", "synthetic", "--out", "data", *sizes)
@@ -140,7 +140,7 @@ def main(
     table_rows = 1000 if smallest else 100_000
     with tempfile.TemporaryDirectory(prefix="raytrec-serve-") as scratch:
         os.chdir(scratch)
-        dlrm, data = _dlrm(table_rows)
+        dlrm, data = make_dlrm(table_rows)
         inside = {"sasrec": _candidates(*_sasrec(), ["history"]), "rows": _rows_per_second(dlrm)}
         serve_http.write_weights(dlrm, "weights.pt")
         with serve_http.run_services(dlrm, "weights.pt", data) as sides:

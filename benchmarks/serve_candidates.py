@@ -21,7 +21,7 @@ import pyarrow as pa
 import torch
 import typer
 from harness import Grid, median_ratio, seconds_of, take_turns
-from serve import _dlrm, _sasrec
+from serve import _sasrec, make_dlrm
 from serve_http import DENSE, JSON, SPARSE, find_free_ports, measure, run_service
 
 import raytrec
@@ -85,7 +85,7 @@ def _cells(times: dict[str, list[float]]) -> list[str]:
 
 def candidates_of_dlrm(rounds: int, seconds: float, table_rows: int, counts: tuple[int, ...] = COUNTS) -> Grid:
     """Train both models in the working directory, and return the table of figures."""
-    dlrm, sasrec, lines = _dlrm(table_rows), _sasrec(), []
+    dlrm, sasrec, lines = make_dlrm(table_rows), _sasrec(), []
     cases = {"dlrm": (*dlrm, DENSE + SPARSE[:20]), "sasrec": (*sasrec, ["history"])}
     for name, (export, rows, names) in cases.items():
         inside = [candidates_in_process(export, rows, names, count, rounds) for count in counts]

@@ -72,7 +72,7 @@ def run_services(export: str, weights: str, data: pa.Table) -> Iterator[dict[str
         "fastapi": [*uvicorn, "--app-dir", str(HERE), "--port"],
         "raytrec": ["-m", "raytrec", "serve", export, "--no-token", "--port"],
     }
-    forms = _write_bodies(data)
+    forms = write_bodies(data)
     sides = {side: {"port": ports[each], "path": path} | forms[form] for side, (each, path, form) in SIDES.items()}
     with ExitStack() as stack:
         for service, port in ports.items():
@@ -109,7 +109,7 @@ def find_free_ports(count: int) -> list[int]:
     return random.sample(sorted(set(range(20_000, 32_000)) - used), count)
 
 
-def _write_bodies(data: pa.Table) -> dict[str, dict[str, Any]]:
+def write_bodies(data: pa.Table) -> dict[str, dict[str, Any]]:
     """Write the same requests in each form, and return form → headers and file."""
     by_form: dict[tuple[str, str], list[bytes]] = {}
     for place in range(BODIES):

@@ -62,6 +62,7 @@ TARGETS = {
     "bench-export": "-W ignore benchmarks/export.py --smallest",
     "bench-host": "-W ignore benchmarks/host.py --smallest --models dcn",
     "bench-serve": "-W ignore benchmarks/serve.py --smallest",
+    "bench-table-shards": "-W ignore benchmarks/table_shards.py --smallest",
     "bench-swap": "-W ignore benchmarks/swap.py --smallest",
     "soak-serve": "-W ignore tests/serving/soak.py --smallest",
     "bench-online": "-W ignore benchmarks/online.py --smallest",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,6 +21,10 @@ def serve(
     log_requests: str | None = None,
     log_sample: Annotated[float, typer.Option(min=1e-6, max=1)] = 0.01,
     promote_from: str | None = None,
+    table_shards: Annotated[int, typer.Option(min=0)] = 0,
+    table_cache_mib: Annotated[float, typer.Option(min=0)] = 64,
+    table_timeout_ms: Annotated[float, typer.Option(min=1)] = 50,
+    on_missing_shard: Literal["fail", "zeros"] = "fail",
     allow_code: AllowCode = False,
     follow: bool = False,
 ):
@@ -37,6 +41,10 @@ def serve(
         log_requests (URI): Folder for a sample of requests and their scores.
         log_sample: Share of requests that is logged.
         promote_from: Folder of exports; default: the parent folder of URI.
+        table_shards (N): Number of actors that hold the tables; 0: each replica maps all tables.
+        table_cache_mib: Maximum size of each replica's cache of rows.
+        table_timeout_ms: Maximum time of a lookup in table shards.
+        on_missing_shard (fail|zeros): Answer 503, or score with zeros, if a shard is away.
         follow: Follow a run; URI is its folder of deltas (export.deltas.to).
     """
     options = {**locals()}

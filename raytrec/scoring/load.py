@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,18 @@ from raytrec.scoring.table_files import open_tables
 COPY_PREFIX = "raytrec-export-"  # prefix of temporary folders
 # Time limit of checksums in a child process, which gets little time if all processors are busy.
 CHILD_BASE_S, CHILD_BYTES_PER_S = 300.0, 20e6
+# URI, manifest and rows of managed ids → lookups in tables that are elsewhere.
+LookupMaker = Callable[[str, Manifest, Mapping[str, IdRows]], Lookups]
 
 
-def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = False, background: bool = False) -> Scorer:
+def load(
+    uri: str | Path,
+    *,
+    check_tables: bool = False,
+    allow_code: bool = False,
+    background: bool = False,
+    make_lookups: LookupMaker | None = None,
+) -> Scorer:
     """Load a model written by `raytrec export`. Neither Ray, TorchRec nor a run is needed.
 
     Tables are mapped into memory; rows that have been looked up stay in memory while there is room.
@@ -50,6 +60,7 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
         allow_code: True to import the code that transforms of the export name (module:name).
         background: True if this process answers requests meanwhile: a child process at low priority compares
             checksums.
+        make_lookups: Function that makes the lookups; the files of tables are then not read. None: tables are mapped.
 
     Raises:
         RunError: There is no export, it is damaged, or its golden rows get different scores here.
@@ -65,11 +76,14 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
     manifest = read_manifest(place)
     refuse_code(manifest, place, allow_code)
     with ExitStack() as copies:
-        folder, copied = _copy_to_disk(place, manifest, copies)
-        check_files(folder, manifest, check_tables, place, background)
+        table_files = list_table_names(manifest)
+        local = select_files(manifest, manifest.files.keys() - table_files) if make_lookups else manifest
+        folder, copied = copy_to_disk(place, local, copies)
+        check_files(folder, local, check_tables, place, background)
         try:
-            scorer = open_export(folder, manifest)
+            scorer = open_export(folder, manifest, make_lookups and partial(make_lookups, place))
             scorer.check()
+            scorer.lookups.finish_loading()
         except (RunError, ConfigError):
             raise
         except Exception as error:  # a manifest that does not fit its files can fail anywhere
@@ -79,10 +93,21 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
                 expected="an export written by `raytrec export`",
                 do="export the run again",
             ) from error
-        for name in _list_table_names(manifest) if copied else ():
-            (folder / name).unlink()  # frees the space when the process ends, even if it is killed
+        if copied:
+            unlink_files(folder, local.files.keys() & table_files)
         weakref.finalize(scorer, copies.pop_all().close)
     return scorer
+
+
+def select_files(manifest: Manifest, names: Iterable[str]) -> Manifest:
+    """Return the manifest with only some of the files."""
+    return manifest.model_copy(update={"files": {name: manifest.files[name] for name in names}})
+
+
+def unlink_files(folder: Path, names: Iterable[str]) -> None:
+    """Remove mapped files, so that their space is freed when the process ends, even if it is killed."""
+    for name in names:
+        (folder / name).unlink()
 
 
 def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
@@ -101,11 +126,12 @@ def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
         )
 
 
-def _list_table_names(manifest: Manifest) -> set[str]:
+def list_table_names(manifest: Manifest) -> set[str]:
+    """Return the names of the files of all tables."""
     return {name for stack in manifest.stacks for name in stack.files}
 
 
-def _copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Path, bool]:
+def copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Path, bool]:
     """Return (a local folder with the export's files, True if they are copies).
 
     Args:
@@ -157,7 +183,7 @@ def check_files(folder: Path, manifest: Manifest, tables: bool, where: str, back
     Raises:
         RunError: A file is missing or differs, or the child process failed.
     """
-    lazy = set() if tables else _list_table_names(manifest)
+    lazy = set() if tables else list_table_names(manifest)
     sums = hash_in_child(folder, manifest.files.keys() - lazy, where) if background else {}
     for name, entry in manifest.files.items():
         try:
@@ -206,19 +232,28 @@ def hash_in_child(folder: Path, files: Iterable[str], where: str) -> dict[str, s
         raise RunError(what, where=where, expected=expected, do="check the files, then retry") from None
 
 
-def open_export(folder: Path, manifest: Manifest) -> Scorer:
-    """Return the scorer of an export whose files have been compared with the manifest."""
+def open_export(
+    folder: Path, manifest: Manifest, make_lookups: Callable[[Manifest, Mapping[str, IdRows]], Lookups] | None = None
+) -> Scorer:
+    """Return the scorer of an export whose files have been compared with the manifest.
+
+    Args:
+        folder: Local folder of the export.
+        manifest: Manifest of the export.
+        make_lookups: Function that makes the lookups; None: tables are mapped.
+    """
     vocabularies = [_resolve_vocabulary(each, folder) for each in manifest.transforms]
     manifest = manifest.model_copy(update={"transforms": vocabularies})
     programs = {name: load_program(folder / each.file, len(each.inputs)) for name, each in manifest.programs.items()}
-    tables = open_tables(folder, manifest)
     ids = {name: read_ids(folder / file, manifest, name) for name, file in manifest.ids.items()}
     with pa.memory_map(str(folder / GOLDEN)) as file:
         golden = pa.ipc.open_file(file).read_all()
     golden.validate(full=True)  # wrong offsets would read other memory
     scores = {task.column for task in manifest.tasks}
     columns = pa.schema([(f.name, widen_type(f.type)) for f in golden.schema if f.name not in scores])
-    return Scorer(manifest, programs, Lookups(manifest.features, tables, ids), columns, golden)
+    if make_lookups:
+        return Scorer(manifest, programs, make_lookups(manifest, ids), columns, golden)
+    return Scorer(manifest, programs, Lookups(manifest.features, open_tables(folder, manifest), ids), columns, golden)
 
 
 def _resolve_vocabulary(transform: Any, folder: Path) -> Any:

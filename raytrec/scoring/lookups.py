@@ -223,6 +223,13 @@ class Lookups:
             groups.append(_FeatureGroup(stack, members, inputs, first_rows_f1))
         return groups, others
 
+    def finish_loading(self) -> None:
+        """Prepare for requests; called once the golden rows have been compared."""
+
+    def take_missing_shards(self) -> set[int]:
+        """Return the table shards that this thread's lookups have missed since the last call."""
+        return set()
+
     def find_table_rows(self, table: str, ids_N: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids in a table: int64 [N] → int64 [N]."""
         return self.ids[table](ids_N) if table in self.ids else ids_N
@@ -246,11 +253,11 @@ class Lookups:
             return {("bag", feature): pool_bags(vectors_ND, lengths_B, bag_weights_N, mean)}
         present_BL = torch.arange(self._features.sequences[feature]) < lengths_B.unsqueeze(1)
         inputs: Tensors = {
-            ("vectors", feature): _pad_sequences(vectors_ND, present_BL),
+            ("vectors", feature): pad_sequences(vectors_ND, present_BL),
             ("present", feature): present_BL,
         }
         if side is not None:
-            inputs["side_features", feature] = _pad_sequences(side, present_BL)
+            inputs["side_features", feature] = pad_sequences(side, present_BL)
         return inputs
 
 
@@ -267,8 +274,11 @@ def pool_bags(
             the bag's length.
     """
     sums_BD = torch.segment_reduce(vectors_ND, "sum", lengths=lengths_B.long(), unsafe=True)
-    if not mean:
-        return sums_BD
+    return divide_by_totals(sums_BD, lengths_B, weights_N) if mean else sums_BD
+
+
+def divide_by_totals(sums_BD: torch.Tensor, lengths_B: torch.Tensor, weights_N: torch.Tensor | None) -> torch.Tensor:
+    """Return the means of bags, float32 [B, D], given their sums; see pool_bags."""
     if weights_N is None:
         totals_B = lengths_B.clamp(min=1).float()
     else:
@@ -277,7 +287,7 @@ def pool_bags(
     return sums_BD / totals_B.unsqueeze(1)
 
 
-def _pad_sequences(values_Nx: torch.Tensor, present_BL: torch.Tensor) -> torch.Tensor:
+def pad_sequences(values_Nx: torch.Tensor, present_BL: torch.Tensor) -> torch.Tensor:
     """Return values of present ids, row after row, as a padded tensor: [N, …] → [B, L, …]; 0 elsewhere."""
     padded = values_Nx.new_zeros(*present_BL.shape, values_Nx.shape[1])
     padded[present_BL] = values_Nx

@@ -177,6 +177,11 @@ class Manifest(Section):
         return sum(self.data_schema.tables[name].rows for name in stack.tables)
 
     @property
+    def stack_shapes(self) -> list[tuple[int, int]]:
+        """Return rows and dim of each stack."""
+        return [(self.count_rows(each), self.data_schema.tables[each.tables[0]].dim) for each in self.stacks]
+
+    @property
     def features(self) -> Features:
         """Return the features of a row and their lookups."""
         return Features(self.data_schema, self.sequences)

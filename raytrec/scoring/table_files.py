@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Sequence
 from itertools import accumulate
 from math import gcd
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,10 +52,15 @@ def open_tables(folder: Path, manifest: Manifest) -> dict[str, StackedTable]:
     Raises:
         RunError: A file cannot be mapped, or contains a tensor of another shape or dtype.
     """
+    shapes = zip(manifest.stacks, manifest.stack_shapes, strict=True)
+    return place_tables(manifest, [_open_stack(folder, each, *shape) for each, shape in shapes])
+
+
+def place_tables(manifest: Manifest, stacks: Sequence[Any]) -> dict[str, StackedTable]:
+    """Return the tables of an export in its stacks, which are in the order of the manifest."""
     tables = {}
-    for entry in manifest.stacks:
+    for entry, stack in zip(manifest.stacks, stacks, strict=True):
         shapes = [manifest.data_schema.tables[name] for name in entry.tables]
-        stack = _open_stack(folder, entry, manifest.count_rows(entry), shapes[0].dim)
         first_rows = accumulate((table.rows for table in shapes[:-1]), initial=0)
         tables |= {name: StackedTable(stack, first) for name, first in zip(entry.tables, first_rows, strict=True)}
     return tables

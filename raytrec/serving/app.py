@@ -19,7 +19,7 @@ from raytrec import __version__
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError, SchemaError
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.batching import Batcher, VersionedScores, make_busy_refusal
+from raytrec.serving.batching import RETRY_AFTER_S, Batcher, UnavailableError, VersionedScores, make_busy_refusal
 from raytrec.serving.bodies import JSON, Limits, Query, RefusedRequest, decode_request, encode_response, json_response
 from raytrec.serving.challenger import ShadowQueue, is_in_share
 from raytrec.serving.inference_protocol import MODEL_TEMPLATES, decode_inference, describe_tensors, match_path
@@ -47,6 +47,8 @@ class Service:
         extra_endpoints: Additional endpoints.
         name: Name of the service, by which clients of the Open Inference Protocol may address the model; None:
             only the run's name.
+        figures: Metrics of the process; None: new ones.
+        threads: Number of threads that score; 0: the event loop scores.
 
     Attributes:
         follower: Follower of a run's deltas, which changes the current version in place; None: there is none.
@@ -59,14 +61,16 @@ class Service:
         limits: Limits = Limits(),
         extra_endpoints: Sequence[Endpoint] = (),
         name: str | None = None,
+        figures: ReplicaMetrics | None = None,
+        threads: int = 0,
     ):
         self.versions, self.limits, self._token, self._reading, self._name = versions, limits, token, 0, name
-        self.figures = ReplicaMetrics()
-        self.batcher = Batcher(observe=self.figures.batch_rows.observe)
+        self.figures = figures or ReplicaMetrics()
+        self.batcher = Batcher(observe=self.figures.batch_rows.observe, threads=threads)
         self.request_log: RequestLog | None = None
         self.follower: Follower | None = None
         self._shadows = ShadowQueue(self.figures, lambda: self.batcher.waiting > 0)
-        self._shadow_batcher = Batcher(budget_s=0.005)  # an arriving request waits about as long at most
+        self._shadow_batcher = Batcher(budget_s=0.005, threads=threads)  # an arriving request may wait as long
         self.endpoints = [
             Endpoint("POST", "/predict", self._predict, "Predictions for rows or for one user's candidates."),
             Endpoint("POST", "/vectors", self._vectors, "Query or item vectors of two-tower models."),
@@ -112,6 +116,8 @@ class Service:
             refused = error
         except (DataError, ConfigError, SchemaError) as error:
             refused = RefusedRequest(400, error)
+        except UnavailableError as error:
+            refused = RefusedRequest(503, error, **{"Retry-After": str(RETRY_AFTER_S)})
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
@@ -212,6 +218,8 @@ class Service:
         scores, headers = await self.batcher.score(query), {}
         request.state.version = scores.version
         self.figures.rows.labels(query.scorer.export_version).inc(len(scores[0]))
+        if query.missing_shards:
+            headers["X-Missing-Shards"] = ", ".join(map(str, sorted(query.missing_shards)))
         if query.program == "predict":
             log_id = self.request_log.offer(request.url.path, query, scores) if self.request_log else None
             headers |= {"X-Request-Id": log_id} if log_id else {}

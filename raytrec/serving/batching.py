@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
@@ -20,6 +21,10 @@ from raytrec.serving.bodies import Query, RefusedRequest
 
 RETRY_AFTER_S = 1  # seconds after which a refused client may try again
 MIN_FULL_BATCH_ROWS = 32  # minimum size of a full batch, even if it exceeds the time budget
+
+
+class UnavailableError(RunError):
+    """Error of a request that the client can repeat, answered with 503 and Retry-After."""
 
 
 class VersionedScores(list[np.ndarray]):
@@ -52,16 +57,18 @@ class _BatchPart:
 
 
 class Batcher:
-    """Batcher that scores rows in the event loop; rows that arrive during scoring form the next batch.
+    """Batcher of rows that are scored together; rows that arrive during scoring form the next batch.
 
     An idle batcher scores immediately, and batches grow with the load (`@serve.batch` waits in both cases).
-    No thread is used: a replica has one core, and handing rows to a thread takes longer than scoring a few rows.
+    The event loop scores: a replica has one core, and handing rows to a thread takes longer than scoring a few rows.
+    Lookups in table shards wait for answers, meanwhile other requests are read and scored: threads score such rows.
 
     Args:
         budget_s: Approximate maximum time of a batch in seconds. Larger requests are scored in parts, between
             which other requests are scored.
         max_waiting_rows: Maximum number of waiting rows; further requests are refused.
         observe: Function that is called with the number of rows of each batch.
+        threads: Number of threads that score, each one batch at a time; 0: the event loop scores.
 
     Attributes:
         waiting: Number of waiting rows.
@@ -72,11 +79,13 @@ class Batcher:
         budget_s: float = 0.02,
         max_waiting_rows: int = 32_768,
         observe: Callable[[int], object] = lambda rows: None,
+        threads: int = 0,
     ):
         self._budget_s, self._max_waiting, self._observe = budget_s, max_waiting_rows, observe
         self._queue: deque[_BatchPart | Callable[[], object]] = deque()
         self._row_s = budget_s / 1024  # seconds per row, averaged over recent batches
-        self._running = False
+        self._threads = ThreadPoolExecutor(threads, "score") if threads else None
+        self._running, self._max_running = 0, threads or 1  # batches that are being scored
         self.waiting = 0
 
     def call_between(self, action: Callable[[], object]) -> None:
@@ -100,8 +109,8 @@ class Batcher:
         pieces = [_BatchPart(query, part, loop.create_future()) for part in parts]
         try:
             self._queue.extend(pieces)
-            if not self._running:
-                self._running = True
+            if self._running < self._max_running:
+                self._running += 1
                 loop.create_task(self._run())
             if is_whole:
                 return await pieces[0].done
@@ -128,13 +137,22 @@ class Batcher:
                 for _ in range(2):  # lets requests that have arrived be received, then read
                     await asyncio.sleep(0)
                 began, batch = perf_counter(), self._take_batch()
-                self._score(batch)
+                if not batch:  # all clients have left, or another thread scores the rows
+                    continue
+                if self._threads:
+                    results = await asyncio.get_running_loop().run_in_executor(self._threads, self._score, batch)
+                else:
+                    results = self._score(batch)
+                for piece, result in zip(batch, results, strict=True):
+                    done: Any = piece.done
+                    if not done.done():  # else the client has left while a thread scored
+                        (done.set_exception if isinstance(result, Exception) else done.set_result)(result)
                 seconds, rows = perf_counter() - began, sum(len(piece.rows) for piece in batch)
                 self._observe(rows)
                 if rows >= MIN_FULL_BATCH_ROWS:
                     self._row_s += (seconds / rows - self._row_s) / 8
         finally:
-            self._running = False
+            self._running -= 1
 
     def _take_batch(self) -> list[_BatchPart]:
         """Return the first piece of the queue and the following pieces that can be scored with it."""
@@ -157,28 +175,26 @@ class Batcher:
             self._queue.popleft()
         return batch
 
-    def _score(self, batch: list[_BatchPart]) -> None:
-        """Set the scores or the error of each piece of a batch."""
-        if not batch:
-            return
+    def _score(self, batch: list[_BatchPart]) -> list[VersionedScores | Exception]:
+        """Return the scores or the error of each piece of a batch."""
         parts = [piece.rows for piece in batch]
         try:
             scores = batch[0].query.score(parts, [piece.query.user for piece in batch])
         except DataError as error:
             if len(batch) == 1:
-                batch[0].done.set_exception(_to_query_error(batch[0]) or error)
-            for piece in batch if len(batch) > 1 else ():
-                self._score([piece])
-            return
+                return [_to_query_error(batch[0]) or error]
+            return [self._score([piece])[0] for piece in batch]
         except Exception as error:
-            for piece in batch:
-                piece.done.set_exception(error)
-            return
-        start, version = 0, batch[0].query.scorer.version
+            return [error] * len(batch)
+        scorer = batch[0].query.scorer
+        missing, start = scorer.lookups.take_missing_shards(), 0
+        results: list[VersionedScores | Exception] = []
         for piece in batch:
             stop = start + len(piece.rows)
-            piece.done.set_result(VersionedScores((values[start:stop] for values in scores), version))
+            results.append(VersionedScores((values[start:stop] for values in scores), scorer.version))
+            piece.query.missing_shards.update(missing)
             start = stop
+        return results
 
 
 def make_busy_refusal(what: str, expected: str | None = None) -> RefusedRequest:

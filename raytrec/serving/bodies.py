@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from dataclasses import field as make_field
 from functools import partial
 from typing import Any
 
@@ -70,6 +71,7 @@ class Query:
             complete.
         split: Division of the columns between user and candidates; None: rows are complete.
         read_original: Function that returns the query of plain rows with rows as the client sent them, for the log.
+        missing_shards: Table shards whose vectors were replaced by zeros; filled when the rows are scored.
     """
 
     scorer: Scorer
@@ -78,6 +80,7 @@ class Query:
     user: pa.Table | Rows | None = None
     split: ColumnSplit | None = None
     read_original: Callable[[], Query] | None = None
+    missing_shards: set[int] = make_field(default_factory=set, compare=False)
 
     def to_table(self) -> pa.Table:
         """Return the rows as a table with the columns of the request; candidates have their user's columns."""

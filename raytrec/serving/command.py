@@ -59,7 +59,7 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
             _print_address(service_options.name, url, token is not None, service_options.follow)
             _print_news(service_options.name, stop)
         finally:
-            _call_on_cluster("shut_down_service", service_options.name)
+            _call_on_cluster("shut_down_service", service_options.name, service_options.table_shards)
 
 
 def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:

@@ -21,17 +21,18 @@ from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.app import Service
-from raytrec.serving.bodies import JSON, RefusedRequest, check_type, json_response
+from raytrec.serving.bodies import JSON, Limits, RefusedRequest, check_type, json_response
 from raytrec.serving.coordinator import FOLLOW_INTERVAL_S, LOAD_TIMEOUT_S, NAMESPACE, Coordinator, get_coordinator_name
 from raytrec.serving.listener import Listener
 from raytrec.serving.loaded_exports import execute_command, get_containing_folder, load_either, resolve_export
 from raytrec.serving.openapi import Endpoint
 from raytrec.serving.options import TOKEN, Promotion, ServiceOptions
-from raytrec.serving.replica_metrics import describe_model
+from raytrec.serving.replica_metrics import ReplicaMetrics, describe_model
 from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaState
 from raytrec.serving.request_log import RequestLog
 from raytrec.serving.served_state import list_endpoints
 
+LOOKUP_THREADS = 2  # batches of a replica with table shards at a time: one waits for vectors, one is scored
 TARGET_BUSY_SHARE = 0.6  # target share of the time during which replicas are busy
 
 
@@ -51,15 +52,19 @@ class Replica:
         self._node = ray.get_runtime_context().get_node_id()
         self._coordinator = ray.get_actor(get_coordinator_name(service_options.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
-        self._follower = None
+        figures, make_lookups, threads, self._follower = ReplicaMetrics(), None, 0, None
         if service_options.follow:
             from raytrec.serving.follow import Follower
 
             self._follower = Follower(service_options.uri, service_options.allow_code)
             versions = self._follower.versions
         else:
+            if service_options.table_shards:
+                from raytrec.serving.table_shards.actors import make_lookup_maker
+
+                make_lookups, threads = make_lookup_maker(service_options, figures), LOOKUP_THREADS
             current, previous = ray.get(self._coordinator.exports.remote())
-            versions, failed = load_either(current, previous, service_options.allow_code)
+            versions, failed = load_either(current, previous, service_options.allow_code, make_lookups)
             if failed:
                 ray.get(self._coordinator.fall_back.remote(current, failed))
         gc.collect()
@@ -71,9 +76,9 @@ class Replica:
             Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
             Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
             Endpoint("GET", "/model", self._model, "Current model, previous version and challenger."),
-            *list_endpoints(self._id),
+            *([] if service_options.table_shards else list_endpoints(self._id)),
         ]
-        self.service = Service(versions, token, extra_endpoints=endpoints, name=service_options.name)
+        self.service = Service(versions, token, Limits(), endpoints, service_options.name, figures, threads)
         if folder := service_options.log_requests:
             self.service.request_log = RequestLog(folder, service_options.log_sample, self._id, self.service.figures)
         self._promote_from = service_options.promote_from or service_options.uri
@@ -226,7 +231,7 @@ def app(args: dict[str, Any]) -> Any:
 
 
 def declare(service_options: ServiceOptions) -> Any:
-    """Start the service's coordinator, declare the export, and return a reference to the result.
+    """Start the service's coordinator and table shards, declare the export, and return a reference to the result.
 
     `ray.get` of the reference raises RunError if existing replicas cannot load the export and keep their version.
     """
@@ -234,6 +239,10 @@ def declare(service_options: ServiceOptions) -> Any:
 
     from raytrec.compat.ray_core import load_actor_value, store_actor_value
 
+    if service_options.table_shards:
+        from raytrec.serving.table_shards.actors import start_shards
+
+        start_shards(service_options)
     version = "" if service_options.follow else read_manifest(service_options.uri).version
     export = Export(service_options.uri, version)
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Coordinator).options(
@@ -296,11 +305,15 @@ def deploy(service_options: ServiceOptions, replicas: tuple[int, int], token: st
     serve.run(build(service_options, token, **scaling), name=service_options.name, route_prefix=None)
 
 
-def shut_down_service(name: str) -> None:
-    """Shut down Ray Serve and the coordinator of a service, even if the service has only partly started."""
+def shut_down_service(name: str, table_shards: int = 0) -> None:
+    """Shut down Ray Serve, and the coordinator and table shards of a service, even if it has only partly started."""
     import ray
     from ray import serve
 
     serve.shutdown()
     with suppress(ValueError):  # the actor does not exist
         ray.kill(ray.get_actor(get_coordinator_name(name), NAMESPACE))
+    if table_shards:
+        from raytrec.serving.table_shards.actors import end_shards
+
+        end_shards(name, table_shards)

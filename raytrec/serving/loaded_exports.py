@@ -6,12 +6,12 @@ import logging
 import os
 from copy import copy
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from raytrec.common.errors import RaytrecError, RunError, get_first_line
 from raytrec.common.storage import chooses_server, make_absolute, open_filesystem
-from raytrec.scoring.load import load
+from raytrec.scoring.load import LookupMaker, load
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.bodies import RefusedRequest
@@ -39,6 +39,7 @@ class LoadedExports:
         uri: URI of the first export.
         allow_code: True if transforms of exports may name code.
         background: True if this process answers requests meanwhile; see scoring.load.load.
+        make_lookups: Function that makes the lookups in tables; None: tables are mapped.
 
     Attributes:
         current: Export that answers.
@@ -46,15 +47,18 @@ class LoadedExports:
         challenger: Export that answers or scores a share of requests; None if there is none.
     """
 
-    def __init__(self, uri: str, allow_code: bool = False, background: bool = False):
-        self._allow_code, self._lock = allow_code, Lock()
+    def __init__(
+        self, uri: str, allow_code: bool = False, background: bool = False, make_lookups: LookupMaker | None = None
+    ):
+        self._allow_code, self._make_lookups, self._lock = allow_code, make_lookups, Lock()
         self.current = self._load(uri, background)
         self.previous: LoadedExport | None = None
         self.challenger: LoadedExport | None = None
         self._prepared: LoadedExport | None = None
 
     def _load(self, uri: str, background: bool) -> LoadedExport:
-        return LoadedExport(uri, load(uri, check_tables=True, allow_code=self._allow_code, background=background))
+        options: dict[str, Any] = {"allow_code": self._allow_code, "make_lookups": self._make_lookups}
+        return LoadedExport(uri, load(uri, check_tables=True, background=background, **options))
 
     @property
     def version(self) -> str:
@@ -121,7 +125,7 @@ class LoadedExports:
 
 
 def load_either(
-    current_export: Export, previous_export: Export | None, allow_code: bool
+    current_export: Export, previous_export: Export | None, allow_code: bool, make_lookups: LookupMaker | None = None
 ) -> tuple[LoadedExports, str | None]:
     """Load the current export, or the previous export if the current one cannot be loaded.
 
@@ -134,7 +138,7 @@ def load_either(
     errors: list[RaytrecError] = []
     for export in filter(None, (current_export, previous_export)):
         try:
-            versions = LoadedExports(export.uri, allow_code)
+            versions = LoadedExports(export.uri, allow_code, make_lookups=make_lookups)
             if (version := versions.version) == export.version:
                 return versions, str(errors[0]) if errors else None
             what = f"the export has been changed in place from version {export.version} to {version}"

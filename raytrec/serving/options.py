@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
 from raytrec.cluster.access import load_or_create_token
-from raytrec.common.errors import DataError, RunError
+from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.common.storage import make_absolute
 from raytrec.config.base import Number, Section
 from raytrec.scoring.manifest import read_manifest
@@ -40,13 +40,25 @@ class ServiceOptions(Section):
     """Share of requests that is logged."""
     follow: bool = False
     """Follow a run: uri is its folder of deltas (export.deltas.to)."""
+    table_shards: int = Field(default=0, ge=0)
+    """Number of actors that hold the tables; 0: each replica maps all tables."""
+    table_cache_mib: float = Field(default=64, ge=0)
+    """Maximum size of each replica's cache of rows."""
+    table_timeout_ms: float = Field(default=50, gt=0)
+    """Maximum time of a lookup in table shards."""
+    on_missing_shard: Literal["fail", "zeros"] = "fail"
+    """fail: requests without the answer of a shard get status 503; zeros: its vectors are 0."""
 
     def fill_name(self) -> ServiceOptions:
         """Return the options with a name; the default is the run's name.
 
         Raises:
             RunError: There is no export, or no folder of deltas.
+            ConfigError: The service follows a run and has table shards.
         """
+        if self.follow and self.table_shards:
+            what = "table shards cannot follow a run"
+            raise ConfigError(what, where="--table-shards", expected="--follow or --table-shards, not both")
         return self.model_copy(update={"name": self.name or self._read_run()})
 
     def _read_run(self) -> str:

@@ -93,7 +93,7 @@ def command_line(process):
 
 
 @contextmanager
-def run_service(export, replicas, folder, promote_from="/"):
+def run_service(export, replicas, folder, promote_from="/", options=()):
     """Run `raytrec serve` until the block ends.
 
     Args:
@@ -101,12 +101,13 @@ def run_service(export, replicas, folder, promote_from="/"):
         replicas: number of replicas, or MIN:MAX.
         folder: folder of the log.
         promote_from: folder of exports that can be promoted.
+        options: more options of the command.
     """
     least = int(str(replicas).partition(":")[0])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "raytrec", "serve", export, "--replicas", str(replicas)]
+    command = [sys.executable, "-m", "raytrec", "serve", export, "--replicas", str(replicas), *options]
     command += ["--promote-from", promote_from] if promote_from else []
     environment = os.environ | {"RAYTREC_SERVE_TOKEN": TOKEN}
     with (folder / "serve.log").open("w") as log:

@@ -1,0 +1,104 @@
+"""Actors of a service's table shards, and the lookups of its replicas in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from raytrec.common.errors import RunError
+from raytrec.common.formatting import format_bytes
+from raytrec.scoring.load import LookupMaker
+from raytrec.scoring.lookups import IdRows
+from raytrec.scoring.manifest import Manifest, read_manifest
+from raytrec.serving.coordinator import NAMESPACE
+from raytrec.serving.options import ServiceOptions
+from raytrec.serving.replica_metrics import ReplicaMetrics
+from raytrec.serving.table_shards.connection import ShardConnection
+from raytrec.serving.table_shards.lookups import ShardedLookups
+from raytrec.serving.table_shards.shard import TableShard
+
+SHARD_CPUS = 0.01  # shards are placed by memory
+MAX_CALLS = 100  # calls of `TableShard.open` at the same time; those of loaded versions must not wait
+
+
+def get_shard_name(name: str, number: int, count: int) -> str:
+    """Return the name of a shard's actor."""
+    return f"raytrec-tables-{name}-{number}-of-{count}"
+
+
+def start_shards(service_options: ServiceOptions) -> None:
+    """Start the shards of a service that do not exist, without waiting for their tables.
+
+    Raises:
+        RunError: There is no export, or the cluster does not have enough memory.
+    """
+    import ray
+
+    name, count, missing = service_options.name, service_options.table_shards, []
+    for number in range(count):
+        try:
+            ray.get_actor(get_shard_name(name, number, count), NAMESPACE)
+        except ValueError:
+            missing.append(number)
+    manifest = read_manifest(service_options.uri)
+    memory_bytes = -(-sum(manifest.files[file].bytes for each in manifest.stacks for file in each.files) // count)
+    _check_memory(memory_bytes, len(missing))
+    for number in missing:
+        ray.remote(TableShard).options(
+            name=get_shard_name(name, number, count),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_restarts=-1,
+            max_concurrency=MAX_CALLS,
+            num_cpus=SHARD_CPUS,
+            memory=memory_bytes,
+            scheduling_strategy="SPREAD",
+        ).remote(number, count)
+
+
+def _check_memory(memory_bytes: int, shards: int) -> None:
+    from raytrec.compat.ray_core import has_autoscaler, list_free_resources
+
+    free = [node.get("memory", 0.0) for node in list_free_resources().values()]
+    if sum(each // max(1, memory_bytes) for each in free) < shards and not has_autoscaler():
+        raise RunError(
+            f"a table shard needs {format_bytes(memory_bytes)} of memory",
+            where=f"--table-shards {shards}",
+            expected=f"nodes with that much free memory; the nodes have {', '.join(map(format_bytes, free))}",
+            do="start more shards, or add nodes",
+        )
+
+
+def end_shards(name: str, count: int) -> None:
+    """End the shards of a service that exist."""
+    import ray
+
+    for number in range(count):
+        with suppress(ValueError):  # the actor does not exist
+            ray.kill(ray.get_actor(get_shard_name(name, number, count), NAMESPACE))
+
+
+def make_lookup_maker(service_options: ServiceOptions, figures: ReplicaMetrics) -> LookupMaker:
+    """Return the function that makes the lookups of an export in the service's shards.
+
+    Args:
+        service_options: Options of the service.
+        figures: Metrics of the replica.
+    """
+    count = service_options.table_shards
+    names = [get_shard_name(service_options.name, number, count) for number in range(count)]
+
+    def make_lookups(uri: str, manifest: Manifest, ids: Mapping[str, IdRows]) -> ShardedLookups:
+        reach = [partial(_open, name, uri, manifest.version) for name in names]
+        connections = [ShardConnection(number, each) for number, each in enumerate(reach)]
+        return ShardedLookups(manifest, ids, connections, service_options, figures)
+
+    return make_lookups
+
+
+def _open(name: str, uri: str, version: str, timeout_s: float) -> Any:
+    import ray
+
+    return ray.get(ray.get_actor(name, NAMESPACE).open.remote(uri, version), timeout=timeout_s)

@@ -1,0 +1,178 @@
+"""Lookups in table shards, which replace those in mapped tables."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import local
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
+
+import numpy as np
+import torch
+
+from raytrec.common.errors import RaytrecError, RunError
+from raytrec.data.assembler import AssembledTensors
+from raytrec.scoring.lookups import IdRows, Lookups, Tensors, divide_by_totals, pad_sequences
+from raytrec.scoring.manifest import Manifest
+from raytrec.scoring.precisions import PRECISIONS
+from raytrec.scoring.table_files import place_tables
+from raytrec.serving.batching import UnavailableError
+from raytrec.serving.coordinator import LOAD_TIMEOUT_S
+from raytrec.serving.table_shards.connection import ShardConnection
+from raytrec.serving.table_shards.messages import encode_request
+from raytrec.serving.table_shards.pooling import ShardedStack, StackLookup
+from raytrec.serving.table_shards.row_cache import RowCache
+
+if TYPE_CHECKING:
+    from raytrec.serving.options import ServiceOptions
+    from raytrec.serving.replica_metrics import ReplicaMetrics
+
+NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)  # rows, lengths and weights
+CHECK_TIMEOUT_S = 60.0  # timeout of lookups of golden rows, whose pages are not in memory yet
+
+
+class ShardedLookups(Lookups):
+    """Lookup and pooling of ids in table shards. All methods are thread-safe.
+
+    All shards are asked at the same time, each with one request for the rows of all tables.
+
+    Args:
+        manifest: Manifest of the export.
+        ids: Rows of managed ids, by table.
+        connections: Connections to all shards, by number; the constructor connects them.
+        service_options: Size of the cache, timeout and fallback.
+        figures: Metrics of the replica.
+
+    Raises:
+        RunError: A shard cannot load the tables.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        ids: Mapping[str, IdRows],
+        connections: Sequence[ShardConnection],
+        service_options: ServiceOptions,
+        figures: ReplicaMetrics,
+    ):
+        shapes, stacks, cache_bytes = manifest.stack_shapes, [], int(service_options.table_cache_mib * 2**20)
+        total = sum(rows * dim for rows, dim in shapes)
+        for entry, (rows, dim) in zip(manifest.stacks, shapes, strict=True):
+            row_bytes, cache = PRECISIONS[entry.precision].row_bytes(dim), cache_bytes * rows * dim // total
+            stacks.append(ShardedStack(rows, dim, row_bytes, len(connections), RowCache(rows, dim, cache)))
+        self._stacks = stacks
+        super().__init__(manifest.features, place_tables(manifest, self._stacks), ids)
+        self._version, self._connections, self._figures = manifest.version, connections, figures
+        self._options, self._missing = service_options, local()
+        self._timeout_s, self._uses_zeros = CHECK_TIMEOUT_S, False  # until the golden rows have been compared
+        finalize(self, close_connections, connections)
+        with ThreadPoolExecutor(len(connections)) as threads:
+            list(threads.map(partial(_connect, LOAD_TIMEOUT_S), connections))
+
+    def finish_loading(self) -> None:
+        """Answer requests with the timeout and the fallback of the service from now on."""
+        self._timeout_s = self._options.table_timeout_ms / 1000
+        self._uses_zeros = self._options.on_missing_shard == "zeros"
+
+    def take_missing_shards(self) -> set[int]:
+        """Return the shards that this thread's lookups have missed since the last call."""
+        missing, self._missing.shards = getattr(self._missing, "shards", set()), set()
+        return missing
+
+    def __call__(self, rows: AssembledTensors, needed_features: Collection[str]) -> Tensors:
+        """Return the inputs of `needed_features`, with B rows each, and the dense columns.
+
+        Raises:
+            UnavailableError: A shard is away, unless the fallback is zeros.
+        """
+        bags, side_features = rows.bags, rows.side_features or {}
+        lengths_FB, ids = bags.lengths.view(len(bags.keys), bags.rows), bags.ids.split(bags.counts)
+        weights = [None] * len(bags.counts) if bags.weights is None else bags.weights.split(bags.counts)
+        members: dict[Any, list[int]] = {stack: [] for stack in self._stacks}
+        for place, (feature, _) in enumerate(self._specs):
+            if feature in needed_features:
+                members[self._tables[place].stack].append(place)
+        lookups, sizes = [], []
+        for stack, places in members.items():
+            parts = [self._locate(place, ids[place], lengths_FB[place], weights[place]) for place in places]
+            sizes.append([len(lengths) for _, lengths, _ in parts])
+            rows_N, lengths_K, weights_N = (np.concatenate(each) for each in zip(NOTHING, *parts, strict=True))
+            is_weighted = any(self._specs[place][1].weights for place in places)
+            lookups.append(StackLookup(stack, rows_N, lengths_K, weights_N if is_weighted else None))
+        self._ask_shards(lookups)
+        inputs: Tensors = {("dense", ""): rows.dense}
+        for places, counts, lookup in zip(members.values(), sizes, lookups, strict=True):
+            for place, sums in zip(places, lookup.pool().split(counts), strict=True):
+                feature, spec = self._specs[place]
+                if feature not in self._features.sequences:
+                    if self._features.is_mean(feature):
+                        sums = divide_by_totals(sums, lengths_FB[place], weights[place] if spec.weights else None)
+                    inputs["bag", feature] = sums
+                    continue
+                present_BL = torch.arange(self._features.sequences[feature]) < lengths_FB[place].unsqueeze(1)
+                inputs["vectors", feature] = pad_sequences(sums, present_BL)
+                inputs["present", feature] = present_BL
+                if (side := side_features.get(feature)) is not None:
+                    inputs["side_features", feature] = pad_sequences(side, present_BL)
+        return inputs
+
+    def _locate(
+        self, place: int, ids_N: torch.Tensor, lengths_B: torch.Tensor, weights_N: torch.Tensor | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return a feature's rows in its stack, the lengths of bags, and weights; a sequence has bags of one id."""
+        (feature, spec), table = self._specs[place], self._tables[place]
+        rows_N = self.find_table_rows(spec.table, ids_N).numpy() + table.first_row
+        is_sequence = feature in self._features.sequences
+        lengths = np.ones(len(rows_N), np.int64) if is_sequence else lengths_B.numpy().astype(np.int64)
+        has_weights = spec.weights and weights_N is not None
+        return rows_N, lengths, weights_N.numpy() if has_weights else np.ones(len(rows_N), np.float32)
+
+    def _ask_shards(self, lookups: Sequence[StackLookup]) -> None:
+        """Add the vectors of all shards to the lookups of a request.
+
+        Raises:
+            UnavailableError: A shard is away, unless the fallback is zeros.
+        """
+        began, asked, missing = monotonic(), [], set[int]()
+        for connection in self._connections:
+            stacks = [each.request(connection.number) for each in lookups]
+            if rows := sum(len(each.rows) for each in stacks):
+                self._figures.table_rows.labels("shard").inc(rows)
+                request = encode_request(self._version, stacks)
+                asked.append((connection, connection.send(request, began + self._timeout_s)))
+        for connection, exchange in asked:
+            sizes = [each.count_values(connection.number) for each in lookups]
+            answer = exchange and connection.receive(exchange, 4 * sum(sizes))
+            if answer is None:
+                missing.add(connection.number)
+                self._figures.missing_shards.labels(connection.number).inc()
+                continue
+            parts = np.split(np.frombuffer(answer, np.float32), np.cumsum(sizes)[:-1])
+            for lookup, values in zip(lookups, parts, strict=True):
+                lookup.add(connection.number, values)
+        self._figures.table_rows.labels("cache").inc(sum(each.found for each in lookups))
+        self._figures.table_seconds.labels("missing" if missing else "complete").observe(monotonic() - began)
+        if missing and not self._uses_zeros:
+            what = f"table shards are away or late: {', '.join(map(str, sorted(missing)))}"
+            raise UnavailableError(what, where="the service", do="retry after 1 s")
+        self._missing.shards = getattr(self._missing, "shards", set()) | missing
+
+
+def close_connections(connections: Sequence[ShardConnection]) -> None:
+    """Close connections for good."""
+    for connection in connections:
+        connection.close()
+
+
+def _connect(timeout_s: float, connection: ShardConnection) -> None:
+    try:
+        connection.connect(timeout_s)
+    except Exception as error:
+        cause = getattr(error, "cause", error)  # of an error of Ray
+        if not isinstance(cause, RaytrecError):
+            what = f"table shard {connection.number} cannot be reached: {cause}"
+            cause = RunError(what, where="the service", do="check the log of the service")
+        raise cause from None

@@ -1,0 +1,66 @@
+"""Table shards in the test process, which answer over Arrow Flight without Ray."""
+
+from contextlib import contextmanager
+
+from raytrec.serving.options import ServiceOptions
+from raytrec.serving.replica_metrics import ReplicaMetrics
+from raytrec.serving.table_shards.connection import ShardConnection
+from raytrec.serving.table_shards.lookups import ShardedLookups, close_connections
+from raytrec.serving.table_shards.shard import LoadedTables, TableShard
+
+
+class LocalShards:
+    """Table shards of exports, and lookups in them.
+
+    Attributes:
+        shards: shards by number; another shard may take a number.
+        figures: metrics of the lookups.
+    """
+
+    def __init__(self, count):
+        self.shards = [TableShard(number, count, "127.0.0.1") for number in range(count)]
+        self.figures, self._connections = ReplicaMetrics(), []
+
+    def serve_stacks(self, version, stacks, shapes):
+        """Serve stacks without an export."""
+        for shard in self.shards:
+            shard._versions[version] = LoadedTables(version, stacks, shapes)
+
+    def make_lookups(self, uri, manifest, ids, cache_bytes=2000, timeout_s=30.0, fallback="fail"):
+        """Make lookups in the shards, as `load` does with `make_lookups`."""
+
+        def reach(number):
+            return lambda timeout_s: self.shards[number].open(uri, manifest.version)
+
+        connections = [ShardConnection(number, reach(number)) for number in range(len(self.shards))]
+        self._connections += connections
+        sizes = {"table_cache_mib": cache_bytes / 2**20, "table_timeout_ms": 1000 * timeout_s}
+        options = ServiceOptions(uri="x", on_missing_shard=fallback, **sizes)
+        return ShardedLookups(manifest, ids, connections, options, self.figures)
+
+    def count(self, name, **labels):
+        """Return the value of a metric."""
+        return self.figures.registry.get_sample_value(name, labels) or 0.0
+
+    def stop(self, number):
+        """End the streams of a shard, which cannot be reached until another shard takes its number."""
+
+        def refuse(*_):
+            raise ConnectionError("the shard has ended")
+
+        self.shards[number].answer = self.shards[number].open = refuse
+
+    def close(self):
+        close_connections(self._connections)  # the server waits for their ends
+        for shard in self.shards:
+            shard.server.shutdown()
+
+
+@contextmanager
+def local_shards(count):
+    """Run table shards during the block."""
+    shards = LocalShards(count)
+    try:
+        yield shards
+    finally:
+        shards.close()
