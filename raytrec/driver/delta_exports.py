@@ -19,7 +19,7 @@ from raytrec.deltas.format import get_export_uri
 from raytrec.deltas.stream import list_exports, open_stream, remove_old_files
 
 EXPORT_NICENESS = 19
-POLL_INTERVAL_S = 0.2
+EXPORT_POLL_INTERVAL_S = 0.2
 
 
 class DeltaExports:
@@ -66,7 +66,7 @@ class DeltaExports:
         self.poll()
         while self._process is not None:
             show_phase(f"exporting step {self._exporting.step} for services that follow the run", False)
-            sleep(POLL_INTERVAL_S)
+            sleep(EXPORT_POLL_INTERVAL_S)
             self.poll()
 
     def close(self) -> None:
