@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from shlex import quote
 from typing import Any, BinaryIO
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimi
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.utils._python_dispatch import TorchDispatchMode as EveryOperator
 
-from raytrec.compat.versions import missing
+from raytrec.compat.versions import missing, private
 
 # Names of torch that other modules import from here; functions defined below need no entry.
 __all__ = ["Dropout", "EveryOperator", "Shard", "ShardMetadata", "ShardedTensor", "apply_optimizer_in_backward"]
@@ -224,6 +225,14 @@ def watch_compiler(begins: Callable[[], object], ends: Callable[[], object]) -> 
 
     callback_handler.register_start_callback(lambda _: begins())
     callback_handler.register_end_callback(lambda _: ends())
+
+
+def quote_library_folder() -> None:
+    """Quote the folder of torch's libraries, because inductor (2.13.0) does not escape spaces in it for the linker."""
+    from torch.utils import cpp_extension
+
+    if " " in (folder := private(cpp_extension, "TORCH_LIB_PATH", "torch")):
+        cpp_extension.TORCH_LIB_PATH = quote(folder.strip("'"))
 
 
 def describe_operator(operator: Any) -> tuple[str, Any, bool]:

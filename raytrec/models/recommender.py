@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from raytrec.common.machine import require_compiler
+from raytrec.compat.torch_ import quote_library_folder
 from raytrec.config.features import resolve_features
 from raytrec.config.models import PythonSection
 from raytrec.config.models.base import ModelSection
@@ -160,6 +161,7 @@ def compile_dense(model: nn.Module, call: ModelCall, device: torch.device, graph
         ConfigError: A compiler required by torch is not installed on this node.
     """
     require_compiler(device.type)
+    quote_library_folder()
     if graph_rows is None:
         return model.compile(dynamic=True)
     model.compile(dynamic=False, mode="reduce-overhead")

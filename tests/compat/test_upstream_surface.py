@@ -43,6 +43,7 @@ NAMES = [
     "torch.autograd:_profiler_enabled",
     "torch.cuda:_is_in_bad_fork",
     "torch.distributed.rendezvous:TCPStore",
+    "torch.utils.cpp_extension:TORCH_LIB_PATH",
     "torchrec.distributed.train_pipeline.runtime_forwards:BaseForward",
 ]
 HTTP = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
