@@ -52,9 +52,10 @@ def shift_ids_further(rank, batches):
     shift_ids(rank, batches, 5)
 
 
-def reverse_batches(rank, batches):
-    """Reverse the batches after a resume, so that other rows are looked up than before."""
-    batches.reverse()
+def look_up_first_rows(rank, batches):
+    """Look up row 0 only after a resume, so that the other rows of earlier deltas are not looked up again."""
+    for batch in batches:
+        batch.sparse.values().zero_()
 
 
 def read_state(made):
@@ -82,7 +83,7 @@ def train(rank, world, folder, plan, schema, settings, stop=None, resume=False, 
     changes = ["run.name=run", f"checkpoint.every_steps={every}", *delta_settings(folder), *settings]
     spoil = shift_ids_further if resume else shift_ids
     if not schema.managed:
-        spoil = reverse_batches if resume else None
+        spoil = look_up_first_rows if resume else None
     made = loop.make_worker_loop(
         *(rank, world, steps, changes, f"{folder}/run", spoil),
         plan=plan,
