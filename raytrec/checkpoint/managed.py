@@ -82,7 +82,7 @@ def allocate_ids(about: Mapping[str, Any], tables: Mapping[str, object]) -> Stat
 
 
 def load_ids(maps: Mapping[str, RowMap], tensors: State, about: Mapping[str, Any], *, new_run: bool = False) -> None:
-    """Fill empty maps with the ids in the tensors of `allocate_ids`; a collective.
+    """Replace the content of maps by the ids in the tensors of `allocate_ids`; a collective.
 
     Args:
         maps: Table → this rank's part of its map.

@@ -12,13 +12,14 @@ from small import build_step_on_rank
 
 from raytrec.checkpoint.files import get_step_folder
 from raytrec.checkpoint.index import read_index
-from raytrec.checkpoint.managed import allocate_ids, find_stored_rows, gather_ids, load_ids
+from raytrec.checkpoint.managed import allocate_ids, find_stored_rows, gather_ids, load_ids, load_with_ids
 from raytrec.checkpoint.restore import restore
 from raytrec.checkpoint.rows import resolve_warm_starts
 from raytrec.checkpoint.save import CheckpointWriter
 from raytrec.checkpoint.state import LogicalState
 from raytrec.checks.parity.batches import compute_row_bounds, make_local_batch
 from raytrec.common.errors import SchemaError
+from raytrec.compat.torch_ import list_local_parts
 from raytrec.config.training import CheckpointSection
 from raytrec.worker.build import begin
 from raytrec.worker.checkpoint_entries import make_row_snapshot
@@ -94,6 +95,23 @@ def test_checkpoint_holds_the_trained_ids(uninterrupted_run):
             assert stored.get(f"ids/{name}/waiting_sightings", []) == counts
             assert sizes[name]["rows"] == len(ids) and sizes[name]["waiting"] == len(waiting)
             assert len(stored.get(f"ids/{name}/left", [])) == sizes[name]["left"]
+
+
+def return_to_middle(rank, world, whole):
+    """Train, load the ids of an earlier step into the maps, and return (loaded, stored) tensors of ids."""
+    step = build_step_on_rank(managed_config(world, {}, "adagrad"), managed_schema())
+    list(step.train(iter(make_own_batches(rank, world)), STEPS))
+    folder = get_step_folder(whole, MIDDLE_STEP)
+    state = LogicalState(step.model, step.optimizer)
+    load_with_ids(folder, state.tensors(), step.maps, read_index(folder)["about"])
+    loaded = {name: list_local_parts(value)[0].tolist() for name, value in gather_ids(step.maps)[0].items()}
+    return loaded, read_stored_ids(folder)
+
+
+def test_run_returns_to_ids_of_an_earlier_step(uninterrupted_run):
+    """With train.early_stopping.restore_best, the weights and ids of the best step replace those of the last one."""
+    ((loaded, stored),) = run_on_ranks(1, return_to_middle, uninterrupted_run)
+    assert loaded == stored
 
 
 @pytest.mark.parametrize("world,sharding", [(2, "row_wise"), (3, "table_wise"), (1, "row_wise")])

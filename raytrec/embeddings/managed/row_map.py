@@ -67,7 +67,7 @@ class RowMap:
         return MapState(maps.rows.entries(table), maps.waiting.entries(table), maps.free[table])
 
     def load(self, state: MapState) -> None:
-        """Load this rank's part of a state into an empty map.
+        """Replace this rank's part of the map by that of a state.
 
         Args:
             state: State from any ranks, which can include keys that other ranks own. Keys that this rank
@@ -77,9 +77,15 @@ class RowMap:
         for key_map, entries in (maps.rows, state.rows), (maps.waiting, state.waiting):
             owners, _ = find_key_owners(entries.keys, maps.peers.world)
             local_entries = entries[owners == maps.peers.rank].in_order()
-            sizes = [len(local_entries) * (number == table) for number in range(len(maps.free))]
+            earlier = key_map.find_occupied_slots(table)
+            key_map.remove(torch.full_like(earlier, table), self._count_only_here(len(earlier)), earlier)
+            sizes = self._count_only_here(len(local_entries))
             key_map.insert(torch.full_like(local_entries.keys, table), sizes, local_entries)
         maps.free[table] = state.free
+
+    def _count_only_here(self, count: int) -> list[int]:
+        """Return the numbers of keys of all tables, if there are `count` keys of this table."""
+        return [count * (number == self._table) for number in range(len(self._maps.free))]
 
     def sample_ages(self, step: int) -> torch.Tensor:
         """Return the number of steps since the last sighting for a sample of this rank's ids, int64 [n]."""
