@@ -35,6 +35,7 @@ from serve import make_dlrm
 from raytrec.cluster.session import ray_session
 from raytrec.data.assembler import AssembledTensors, Bags
 from raytrec.scoring.load import load
+from raytrec.scoring.manifest import read_manifest
 from raytrec.serving.options import ServiceOptions
 from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.table_shards.actors import end_shards, make_lookup_maker, start_shards
@@ -166,7 +167,7 @@ def main(
         export, data = make_dlrm(table_rows)
         export, draw = str(Path(export).absolute()), np.random.default_rng(0)
         with open_sides(export, shards) as sides:
-            features = next(iter(sides.values()))._features
+            features = read_manifest(export).features
             rows = min(table.rows for table in features.schema.tables.values())
             turns = {
                 side: lambda side=side: measure_lookups(
