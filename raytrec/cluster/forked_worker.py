@@ -25,18 +25,9 @@ def main() -> None:
     command = [a for a in sys.argv[1:] if not a.startswith((CONTEXT, LANGUAGE))]
     plain = plain and settings.get("py_executable") in (None, sys.executable) and command[0].endswith(".py")
     if not (plain and _run_forked(command, settings.get("env_vars") or {}, os.environ.get(PLACE, ""))):
-        script = os.path.join(_find_script_folder(command[0]), "setup_worker.py")
+        script = os.path.join(os.path.dirname(command[0]), "setup_worker.py")
         arguments = [a for a in sys.argv[1:] if not a.startswith(CONTEXT)]
         os.execv(sys.executable, [sys.executable, script, *arguments, CONTEXT + _quote_interpreter(settings)])
-
-
-def _find_script_folder(program: str) -> str:
-    """Return the folder of Ray's scripts, of which a worker's program is one unless it is an option (-m)."""
-    from importlib.util import find_spec
-
-    if program.endswith(".py"):
-        return os.path.dirname(program)
-    return os.path.join(find_spec("ray").submodule_search_locations[0], "_private", "workers")
 
 
 def _quote_interpreter(settings: dict) -> str:

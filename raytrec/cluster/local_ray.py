@@ -20,16 +20,9 @@ from time import monotonic, sleep, time
 from typing import NoReturn
 
 from raytrec.cluster.access import TOKEN_PATH_VARIABLE, token_file, use_token
-from raytrec.cluster.warm_process import FORKED_WORKER_PROGRAM
 from raytrec.common.errors import RunError, convert_os_errors
 from raytrec.common.processes import lock_file
-from raytrec.compat.ray_start import (
-    CURRENT_CLUSTER_FILE,
-    INFREQUENT_REPORTS_ENV,
-    LONGEST_SOCKET_PATH,
-    make_ray_command,
-    replace_popen,
-)
+from raytrec.compat.ray_start import CURRENT_CLUSTER_FILE, INFREQUENT_REPORTS_ENV, LONGEST_SOCKET_PATH, replace_popen
 
 FOLDER_PREFIX, OWNER = "raytrec-", "owner"
 RAY_TMPDIR_VARIABLE = "RAY_TMPDIR"
@@ -235,11 +228,11 @@ def start_head(root: Path, *, port: int, dashboard_port: int, client_port: int, 
     """
     check_ports({"--port": port, "--dashboard-port": dashboard_port, "--client-port": client_port})
     use_token(create=True)
-    environment = os.environ | _build_environment(root)
+    python, environment = _build_environment(root)
     print(f"job API      http://127.0.0.1:{dashboard_port}")
     print(f"Ray client   ray://127.0.0.1:{client_port}")
     print(f"token        {token_file()}", flush=True)
-    arguments = [*make_ray_command(FORKED_WORKER_PROGRAM), "start", "--head", "--block", "--disable-usage-stats"]
+    arguments = [python, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     arguments += ["--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1"]
     arguments += [f"--port={port}", f"--dashboard-port={dashboard_port}"]
     with socket.create_server(("127.0.0.1", 0)) as probe:  # another Ray may use the default port
@@ -247,7 +240,7 @@ def start_head(root: Path, *, port: int, dashboard_port: int, client_port: int, 
     arguments += [f"--ray-client-server-port={client_port}", *([f"--num-cpus={cpus}"] if cpus else [])]
     # Workers use any free ports, as with a local Ray cluster; the default ports 10002 to 19999 may be taken.
     arguments += ["--min-worker-port=0", "--max-worker-port=0"]
-    os.execve(sys.executable, arguments, environment)
+    os.execve(python, arguments, os.environ | environment)
 
 
 def check_ports(ports: dict[str, int]) -> None:
@@ -281,7 +274,8 @@ def _explain_unusable_port(port: int) -> str | None:
     return None
 
 
-def _build_environment(root: Path) -> dict[str, str]:
+def _build_environment(root: Path) -> tuple[str, dict[str, str]]:
+    """Return the path of this Python, and environment variables for `ray start`."""
     from raytrec.cluster.session import get_loopback_environment
 
     # The `ray` program that replaces this process holds the folder; the next Ray on this machine removes it.
@@ -292,9 +286,13 @@ def _build_environment(root: Path) -> dict[str, str]:
         | get_loopback_environment()
         | {TOKEN_PATH_VARIABLE: str(token_file().absolute())}
     )
+    python = Path(sys.executable)
+    if " " in str(python):  # Ray (2.60.0) writes this path unquoted into shell commands
+        (folder / "python").symlink_to(sys.prefix)
+        python = folder / "python" / "bin" / python.name
     # Jobs use the `python` of this environment.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return environment | {
+    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
+    return str(python), environment | {
         "PATH": path,
         "RAYTREC_ROOT": str(root.expanduser().absolute()),
         "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_TIMEOUT_S),

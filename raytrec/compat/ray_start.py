@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -134,15 +133,6 @@ def replace_worker_script(script: Path) -> AbstractContextManager[None]:
     from ray._private import ray_constants
 
     return replace_private(ray_constants, "SETUP_WORKER_FILENAME", str(script), "ray")
-
-
-def make_ray_command(script: Path) -> list[str]:
-    """Return the command `ray` of this Python, which uses a script instead of Ray's setup_worker.py."""
-    from ray._private import ray_constants
-
-    private(ray_constants, "SETUP_WORKER_FILENAME", "ray")
-    code = f"from ray._private import ray_constants; ray_constants.SETUP_WORKER_FILENAME = {str(script)!r}"
-    return [sys.executable, "-P", "-c", f"{code}; from ray.scripts.scripts import main; main()"]
 
 
 def get_first_job_env(raylet: int) -> dict[str, str]:

@@ -65,8 +65,9 @@ def test_local_workers_start_if_the_path_of_python_has_a_space(base, spaced_pyth
 @pytest.mark.cluster
 def test_workers_of_a_head_start_if_the_path_of_python_has_a_space(tmp_path, spaced_python):
     with RayHead(tmp_path / "head", 1, program=(spaced_python, "-m", "raytrec")) as head:
-        done = head.run(spaced_python, "-c", SHOW_PYTHON_OF_WORKERS, head.address, timeout=100)
-    assert done.stdout == f"{spaced_python}\n", done.stderr
+        for address in (head.address, head.client):
+            done = head.run(spaced_python, "-c", SHOW_PYTHON_OF_WORKERS, address, timeout=100)
+            assert done.stdout.endswith("/python/bin/python\n") and " " not in done.stdout, done.stderr
 
 
 OWNER_CODE = "from raytrec.cluster.local_ray import make_folder; print(make_folder()[0], flush=True); input()"
