@@ -98,7 +98,8 @@ def open_sides(export: str, shards: int) -> Iterator[dict[str, Any]]:
     """Return side → lookups of each side."""
     from ray import serve
 
-    options, mapped = ServiceOptions(uri=export, name=NAME, table_shards=shards), load(export)
+    options = ServiceOptions(uri=export, name=NAME, table_shards=shards, table_timeout_ms=5000)
+    mapped = load(export)
     manifest, figures = mapped.manifest, ReplicaMetrics()
     with ray_session(num_cpus=2 + shards), ExitStack() as stack:
         stack.callback(end_shards, NAME, shards)
