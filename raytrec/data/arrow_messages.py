@@ -7,6 +7,7 @@ from struct import unpack_from
 import pyarrow as pa
 
 RECORD_BATCH, DICTIONARY_BATCH = 3, 2  # of Arrow's MessageHeader (format/Message.fbs)
+VERSION_5 = 4  # of Arrow's MetadataVersion; earlier versions may name a compression in custom_metadata
 
 
 def has_compressed_buffers(stream: bytes | pa.Buffer) -> bool:
@@ -19,12 +20,18 @@ def has_compressed_buffers(stream: bytes | pa.Buffer) -> bool:
 
 
 def _is_compressed(metadata: pa.Buffer) -> bool:
-    """Return True if a message's buffers are compressed (RecordBatch.compression of Arrow's format)."""
+    """Return True if a message's buffers are or may be compressed.
+
+    Arrow names the compression in RecordBatch.compression, and before version 5 in custom_metadata.
+    """
     data = metadata.to_pybytes()
     message = unpack_from("<I", data)[0]
     kind = _find_field(data, message, 1)
     kind = data[kind] if kind else 0
     batch = _find_table(data, message, 2) if kind in (RECORD_BATCH, DICTIONARY_BATCH) else 0
+    version = _find_field(data, message, 0)
+    if batch and _find_field(data, message, 4) and (unpack_from("<h", data, version)[0] if version else 0) < VERSION_5:
+        return True
     if kind == DICTIONARY_BATCH:
         batch = _find_table(data, batch, 1)
     return bool(batch and _find_field(data, batch, 3))

@@ -23,6 +23,7 @@ from raytrec.scoring.manifest import FileEntry
 from raytrec.scoring.precisions import TablePrecision
 from raytrec.scoring.scorer import Scorer
 
+MAX_NAMES = 100_000  # names of tables in a dictionary of a file
 ARROW_MAGIC_BYTES = 8  # before the stream in an Arrow IPC file
 
 
@@ -140,11 +141,12 @@ def _read_file(uri: str, entry: FileEntry, schema: pa.Schema) -> list[pa.RecordB
 def _select_tables(batch: pa.RecordBatch, schema: Schema) -> Iterator[tuple[str, np.ndarray]]:
     """Yield each table of the consumer that a batch names, and the places of its entries in the batch."""
     column = batch["table"]
+    if len(column.dictionary) > MAX_NAMES:
+        raise UnusableDeltaError(f"a file names {len(column.dictionary):,} tables")
     codes = column.indices.to_numpy()
-    for code, name in enumerate(column.dictionary.to_pylist()):
-        places = np.flatnonzero(codes == code)
-        if name in schema.tables and len(places):
-            yield name, places
+    for code in np.unique(codes):
+        if (name := column.dictionary[code].as_py()) in schema.tables:
+            yield name, np.flatnonzero(codes == code)
 
 
 def _check_range(table: str, rows: np.ndarray, count: int) -> None:
@@ -226,7 +228,8 @@ def _read_dense(batches: list[pa.RecordBatch], weights: Mapping[str, torch.Tenso
                 raise UnusableDeltaError(f"{what} instead of {expected[0]} {expected[1]} in {expected[2]:,} bytes")
             dense[name] = torch.empty(old.shape, dtype=old.dtype)
             dense[name].view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(values, np.uint8)
-            if not bool(dense[name].isfinite().all()):
+            # A mask may contain infinity, which then never changes.
+            if not bool((dense[name].isfinite() | (dense[name] == old)).all()):
                 raise UnusableDeltaError(f"weight {name} contains NaN or infinity")
     if missing := sorted(weights.keys() - dense.keys()):
         raise UnusableDeltaError(f"weight {missing[0]} is missing")
@@ -260,6 +263,9 @@ class PreparedDelta:
 
     def __init__(self, folder: str, scorer: Scorer, delta: Delta):
         self._scorer, self._delta, lookups = scorer, delta, scorer.lookups
+        for key, value in scorer.program_weights.items():
+            if delta.dense[name := key.partition("/")[2]].shape != value.shape:
+                raise make_refusal(folder, delta.position.number, f"weight {name} has different shapes in the programs")
         parts: dict[RowStack, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for name, changes in delta.rows.items():
             table = lookups.tables[name]

@@ -67,7 +67,7 @@ def open_stream(config: RunConfig) -> None:
             find_document(join_uri(folder, STREAM_FILE), DeltaStream),
             find_document(str(own_file), DeltaStream),
         )
-        if stored is None and not list_numbers(folder, DELTAS_FOLDER):
+        if stored is None and not (list_numbers(folder, DELTAS_FOLDER) or list_numbers(folder, EXPORTS_FOLDER)):
             stream = DeltaStream(id=uuid.uuid4().hex, run=config.run.name)
             OutputFolder(folder).write(STREAM_FILE, to_json_document(stream))
             OutputFolder(config.run.dir).write(DELTA_STREAM, to_json_document(stream))

@@ -89,6 +89,9 @@ def _read_chain(folder: str, start: Position, to: int | None) -> list[Position]:
 def _copy_files(export: str, manifest: Manifest, work: Path) -> None:
     filesystem, path = open_filesystem(export)
     for name in manifest.files.keys() - {ONNX_FILE}:
+        info, size = filesystem.get_file_info(f"{path}/{name}"), manifest.files[name].bytes
+        if not info.is_file or info.size != size:
+            raise RunError(f"the export is damaged: {name}", where=export, expected=f"a file of {size:,} bytes")
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         with convert_os_errors(f"{name} cannot be copied", where=export, do="free disk space, or set TMPDIR"):
             fs.copy_files(f"{path}/{name}", str(work / name), filesystem, fs.LocalFileSystem())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import pyarrow as pa
@@ -28,7 +29,7 @@ from raytrec.common.storage import make_absolute, open_filesystem
 from raytrec.config.transforms import Python
 from raytrec.embeddings.hashing import ids_to_keys
 from raytrec.scoring.lookups import IdRows, Lookups
-from raytrec.scoring.manifest import GOLDEN, MANIFEST_FILE, Manifest, read_manifest
+from raytrec.scoring.manifest import GOLDEN, MANIFEST_FILE, FileEntry, Manifest, read_manifest
 from raytrec.scoring.program_archive import load_program
 from raytrec.scoring.request_rows import widen_type
 from raytrec.scoring.scorer import Scorer
@@ -184,22 +185,30 @@ def check_files(folder: Path, manifest: Manifest, tables: bool, where: str, back
         RunError: A file is missing or differs, or the child process failed.
     """
     lazy = set() if tables else list_table_names(manifest)
-    sums = hash_in_child(folder, manifest.files.keys() - lazy, where) if background else {}
-    for name, entry in manifest.files.items():
-        try:
-            size = (folder / name).stat().st_size
-            checksum = entry.sha256 if name in lazy else sums.get(name) or compute_sha256(folder / name)
-            intact = (size, checksum) == (entry.bytes, entry.sha256)
-            damage = f"{name} differs from the exported file"
-        except OSError as error:
-            intact, damage = False, f"{name} cannot be read: {error.strerror or error}"
-        if not intact:
-            raise RunError(
-                f"the export is damaged: {damage}",
-                where=where,
-                expected=f"{entry.bytes:,} bytes with the checksum in {MANIFEST_FILE}",
-                do="copy the folder again, or export the run again",
-            )
+
+    def compare(compared: Callable[[str, FileEntry], bool], names: Iterable[str]) -> None:
+        for name in names:
+            entry, damage = manifest.files[name], f"{name} differs from the exported file"
+            try:
+                intact = compared(name, entry)
+            except OSError as error:
+                intact, damage = False, f"{name} cannot be read: {error.strerror or error}"
+            if not intact:
+                raise RunError(
+                    f"the export is damaged: {damage}",
+                    where=where,
+                    expected=f"{entry.bytes:,} bytes with the checksum in {MANIFEST_FILE}",
+                    do="copy the folder again, or export the run again",
+                )
+
+    def has_size(name: str, entry: FileEntry) -> bool:
+        status = (folder / name).stat()
+        return S_ISREG(status.st_mode) and status.st_size == entry.bytes
+
+    compare(has_size, manifest.files)  # before pipes, devices or large files are read
+    names = [name for name in manifest.files if name not in lazy]
+    sums = hash_in_child(folder, names, where) if background else {}
+    compare(lambda name, entry: (sums.get(name) or compute_sha256(folder / name)) == entry.sha256, names)
 
 
 def compute_sha256(file: Path) -> str:

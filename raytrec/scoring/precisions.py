@@ -14,6 +14,7 @@ each row contains its own scale and offset.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
@@ -21,6 +22,7 @@ from raytrec.common.errors import ConfigError
 from raytrec.scoring.manifest import PrecisionName
 
 MAX_FLOAT16 = 65_504  # the largest float16; int4 stores scale and offset in float16
+MAX_INT8 = 1e38  # the difference of two values is then a finite float32
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,14 @@ class TablePrecision:
         Raises:
             ConfigError: A value is too large for the precision.
         """
-        halves = torch.float16 in (self.dtype, self.scale_dtype)
-        if halves and not bool((rows_ND.abs() <= MAX_FLOAT16).all()):
+        limit = MAX_FLOAT16 if torch.float16 in (self.dtype, self.scale_dtype) else MAX_INT8 if self.bits else inf
+        if limit < inf and not bool((rows_ND.abs() <= limit).all()):
             name = next(name for name, each in PRECISIONS.items() if each == self)
             raise ConfigError(
-                f"a table contains NaN or values beyond ±{MAX_FLOAT16:,}",
+                f"a table contains NaN or values beyond ±{limit:,}",
                 where=f"--quantize {name}",
-                expected="values in the range of float16",
-                do="use int8 or fp32",
+                expected=f"values of at most ±{limit:,}",
+                do="use fp32" if self.bits == 8 else "use int8 or fp32",
             )
         if not self.bits:
             return rows_ND.to(self.dtype)

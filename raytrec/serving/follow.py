@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 LOCAL_INTERVAL_S, STORE_INTERVAL_S = 0.2, 1.0  # intervals at which the next delta is looked up
+MAX_REASONS = 100  # reasons of refusals that are remembered
 RETRY_INTERVAL_S = 1.0  # interval at which a refused delta is read again, which may be incomplete on a store
 CHECK_INTERVAL_S = 5.0  # interval at which the folder is checked for gaps and new runs while no delta appears
 
@@ -161,6 +162,8 @@ class Follower:
         """Return the reason why the service keeps its state; each reason is counted and logged once."""
         reason = str(error) if isinstance(error, RaytrecError) else f"{self._folder}: {get_first_line(error)}"
         if reason not in self._reasons:
+            if len(self._reasons) == MAX_REASONS:
+                self._reasons.clear()
             self._reasons.add(reason)
             self._refused.inc()
             _log.warning("this replica answers with step %s: %s", self.position.manifest.step, reason)
@@ -197,16 +200,23 @@ class Follower:
             except RaytrecError as error:
                 errors.append(error)
                 continue
-            try:
-                while prepared := self._prepare_next(versions.current.scorer, position):
-                    prepared[0].apply()
-                    position = prepared[1]
-            except (RaytrecError, OSError) as error:
-                _log.warning("not all deltas after the full export can be applied: %s", error)
-            return versions, position
+            return versions, self._catch_up(versions.current.scorer, position)
         if errors:
             raise errors[0]
         return None
+
+    def _catch_up(self, scorer: Scorer, position: Position) -> Position:
+        """Apply the usable deltas after a full export, and return the position of the last one."""
+        while True:
+            try:
+                prepared = self._prepare_next(scorer, position)
+            except Exception as error:  # the export can answer without this delta
+                _log.warning("not all deltas after the full export can be applied: %s", error)
+                return position
+            if prepared is None:
+                return position
+            prepared[0].apply()
+            position = prepared[1]
 
 
 def _call(action: Callable[[], None]) -> None:

@@ -14,6 +14,8 @@ from managed_ids import TABLES, managed_schema
 from ranks import run_on_ranks
 from small import SCHEMA, make_small_schema
 
+from raytrec.common.errors import ConfigError
+
 STEPS, EVERY = 10, 4  # steps of a run, and between its checkpoints
 MANAGED_STEPS, MANAGED_EVERY = 18, 8  # the pipeline is drained before a delta, which takes a few steps
 PAGE = Path(__file__).parents[2] / "docs/online.md"
@@ -206,6 +208,12 @@ def test_deltas_after_a_resume_lead_to_the_states_of_the_run(tmp_path, name, fau
     assert min(states) == saved and not warnings
     steps, _ = check_states(tmp_path, states, len(steps) + 1, state)
     assert steps[-1] == (end, True) and len(steps) > 2
+
+
+def test_folder_with_exports_of_an_unknown_run_is_refused(tmp_path):
+    (tmp_path / "deltas/exports/000000000500").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="the deltas of an unknown run"):
+        create_stream(tmp_path)
 
 
 def fill_disk_for_a_while(made):

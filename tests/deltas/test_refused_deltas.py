@@ -177,6 +177,14 @@ def test_compressed_files_are_refused(folder):
         read_second(folder)
 
 
+def test_weights_may_keep_infinity(folder):
+    weights = WEIGHTS | {"model.mask": torch.tensor([0.0, -torch.inf])}
+    folder.write(2, 20, ROWS, IDS, weights)
+    start = Position("films", *read_delta_manifest(str(folder.path), 1))
+    delta = read_delta(str(folder.path), read_next(str(folder.path), start), SCHEMA, weights)
+    assert delta.dense["model.mask"].tolist() == [0.0, -torch.inf]
+
+
 @pytest.mark.parametrize("manifest", [b"{", b"[]", b"{}", b"\xff" * 9])
 def test_damaged_manifest_is_refused(folder, manifest):
     write_second(folder)

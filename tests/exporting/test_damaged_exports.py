@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import zipfile
@@ -31,6 +32,15 @@ def copy(export, tmp_path):
 
 def list_export_files(export):
     return sorted(str(path.relative_to(export)) for path in export.rglob("*") if path.is_file())
+
+
+def test_load_rejects_pipes_and_devices(copy):
+    """Neither is opened, because reading from a pipe blocks and reading from a device may never end."""
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (copy / "golden.arrow").unlink()
+        make(copy / "golden.arrow")
+        with pytest.raises(RunError, match=r"golden\.arrow differs from the exported file"):
+            raytrec.load(copy)
 
 
 def test_load_rejects_truncated_changed_or_missing_files(export, copy):

@@ -50,10 +50,10 @@ def test_background_load_rejects_a_damaged_table(export):
         with pytest.raises(RunError, match=f"{file.name} differs from the exported file"):
             load_in_background(path)
         file.unlink()
-        with pytest.raises(RunError, match=rf"cannot be computed: .*No such file or directory: .*{file.name}"):
+        with pytest.raises(RunError, match=rf"{file.name} cannot be read: No such file or directory"):
             load_in_background(path)
         file.mkdir()
-        with pytest.raises(RunError, match=rf"cannot be computed: .*Is a directory: .*{file.name}"):
+        with pytest.raises(RunError, match=rf"{file.name} differs from the exported file"):
             load_in_background(path)
         file.rmdir()
     finally:

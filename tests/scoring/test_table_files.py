@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from waiting import wait_for
 
-from raytrec.common.errors import RunError
+from raytrec.common.errors import ConfigError, RunError
 from raytrec.config.schema import Schema
 from raytrec.scoring import lookups
 from raytrec.scoring.load import read_ids
@@ -196,3 +196,9 @@ def test_cold_rows_are_prefetched_before_they_are_read(manifest, tmp_path, monke
     stack.vectors(many)
     wait_for(lambda: count_resident_pages(values) >= 16, "prefetched pages", 60)
     assert count_resident_pages(values) < 48  # the rows of the first block only
+
+
+@pytest.mark.parametrize("precision, value", [("int8", 3e38), ("int4", 7e4), ("fp16", 7e4)])
+def test_values_that_would_become_nan_are_refused(precision, value):
+    with pytest.raises(ConfigError, match="NaN or values beyond"):
+        PRECISIONS[precision].encode(torch.tensor([[value, -value]]))

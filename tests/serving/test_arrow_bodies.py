@@ -1,5 +1,6 @@
 """Small Arrow bodies that expand to large data are refused before they are decoded."""
 
+from struct import pack_into, unpack_from
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from served import ARROW, to_arrow_stream
 
 from raytrec.common.errors import DataError
+from raytrec.data.arrow_messages import _find_field, _find_table
 from raytrec.serving.bodies import Limits, RefusedRequest, decode_request
 
 MODEL = SimpleNamespace(
@@ -45,6 +47,32 @@ def test_shared_values_count_once_per_row(array):
     with pytest.raises((RefusedRequest, DataError), match=r"the expanded values|unsupported type"):
         decode_request(ARROW, body, MODEL, "predict", LIMITS)
     assert pa.total_allocated_bytes() - before < 4 << 20
+
+
+def to_version_4(stream):
+    """Name the compression of the only batch in custom_metadata, as streams before version 5 did, and nowhere else."""
+    content = bytearray(stream)
+    message = content.rindex(b"ARROW:experimental_compression")
+    start = content.rindex(b"\xff\xff\xff\xff", 0, message) + 8
+    metadata = bytes(content[start : start + unpack_from("<i", content, start - 4)[0]])
+    root = unpack_from("<I", metadata)[0]
+    pack_into("<h", content, start + _find_field(metadata, root, 0), 3)
+    batch = _find_table(metadata, root, 2)
+    pack_into("<H", content, start + batch - unpack_from("<i", metadata, batch)[0] + 4 + 2 * 3, 0)
+    return bytes(content)
+
+
+def test_compression_named_in_custom_metadata_is_refused():
+    batch, sink = pa.record_batch({"text": ["x" * (64 << 20)]}), pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch, custom_metadata={"ARROW:experimental_compression": "ZSTD"})
+    body = to_version_4(sink.getvalue().to_pybytes())
+    assert len(body) < LIMITS.body_bytes
+    before = pa.total_allocated_bytes()
+    with pytest.raises(DataError, match="compressed"):
+        decode_request(ARROW, body, MODEL, "predict", LIMITS)
+    assert pa.total_allocated_bytes() - before < 1 << 20
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
