@@ -63,10 +63,8 @@ def open_stream(config: RunConfig) -> None:
             expected=f"another folder than {config.run.dir} and {config.checkpoint_root}",
         )
     with convert_os_errors("the folder of deltas cannot be written", where=f"export.deltas.to={folder}"):
-        stored, own = (
-            find_document(join_uri(folder, STREAM_FILE), DeltaStream),
-            find_document(str(own_file), DeltaStream),
-        )
+        stored = find_document(join_uri(folder, STREAM_FILE), DeltaStream)
+        own = find_document(str(own_file), DeltaStream)
         if stored is None and not (list_numbers(folder, DELTAS_FOLDER) or list_numbers(folder, EXPORTS_FOLDER)):
             stream = DeltaStream(id=uuid.uuid4().hex, run=config.run.name)
             OutputFolder(folder).write(STREAM_FILE, to_json_document(stream))

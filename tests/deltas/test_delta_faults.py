@@ -8,8 +8,6 @@ from pathlib import Path
 from threading import Thread
 
 import parquet
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from delta_faults import FAULTS, DeltaFeed, follow_through_faults
 from deltas import DeltaFolder, ManagedCase, train_steps
@@ -54,10 +52,7 @@ def text_data(tmp_path_factory):
     schema = parquet.SCHEMA_YAML.replace("user: {rows: 40, dim: 8}", "user: {rows: 31, dim: 8, ids: {eviction: lfu}}")
     schema = schema.replace("tag: {rows: 12, dim: 8}", "tag: {rows: 13, dim: 8, ids: managed}")
     (folder / "schema.yaml").write_text(schema)
-    for path in folder.rglob("*.parquet"):
-        table = pq.read_table(path)
-        users = pa.array([f"user {user}" for user in table["user"].to_pylist()])
-        pq.write_table(table.set_column(table.column_names.index("user"), "user", users), path)
+    parquet.name_users(folder)
     return folder
 
 

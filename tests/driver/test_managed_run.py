@@ -26,10 +26,7 @@ def folder(tmp_path_factory):
     """Dataset of 40 users, of whom at most 30 have a row at a time."""
     folder = parquet.write_dataset(tmp_path_factory.mktemp("text"))
     (folder / "schema.yaml").write_text(SCHEMA_YAML)
-    for path in folder.rglob("*.parquet"):
-        table = pq.read_table(path)
-        users = pa.array([f"user {user}" for user in table["user"].to_pylist()])
-        pq.write_table(table.set_column(table.column_names.index("user"), "user", users), path)
+    parquet.name_users(folder)
     return folder
 
 

@@ -111,3 +111,11 @@ def canonical_to_dicts(table, form):
         plain["weights"] = {n: row[f"weights.{n}"] for n in form.bags if f"weights.{n}" in row}
         rows.append(plain)
     return rows
+
+
+def name_users(folder):
+    """Replace the user ids in all files of a dataset by texts."""
+    for path in folder.rglob("*.parquet"):
+        table = pq.read_table(path)
+        users = pa.array([f"user {user}" for user in table["user"].to_pylist()])
+        pq.write_table(table.set_column(table.column_names.index("user"), "user", users), path)
