@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from struct import error as StructError
 
@@ -12,15 +13,15 @@ import pyarrow as pa
 import torch
 from pyarrow import fs
 
-from raytrec.common.errors import RaytrecError, get_first_line
+from raytrec.common.errors import get_first_line
+from raytrec.common.reading import open_regular
 from raytrec.common.storage import join_uri, open_filesystem
 from raytrec.config.schema import Schema
 from raytrec.data.arrow_messages import has_compressed_buffers
 from raytrec.deltas.chain import Position, make_refusal
 from raytrec.deltas.format import DELTAS_FOLDER, Operation, make_arrow_schema
-from raytrec.scoring.lookups import RowStack
+from raytrec.scoring.lookups import RowChanges
 from raytrec.scoring.manifest import FileEntry
-from raytrec.scoring.precisions import TablePrecision
 from raytrec.scoring.scorer import Scorer
 
 MAX_NAMES = 100_000  # names of tables in a dictionary of a file
@@ -29,19 +30,6 @@ ARROW_MAGIC_BYTES = 8  # before the stream in an Arrow IPC file
 
 class UnusableDeltaError(ValueError):
     """Reason why a delta must not be applied."""
-
-
-@dataclass(frozen=True)
-class RowChanges:
-    """New values of whole rows of a table.
-
-    Attributes:
-        rows: Row numbers, int64 [n], ascending.
-        values: Values, float32 [n, dim].
-    """
-
-    rows: torch.Tensor
-    values: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -88,22 +76,34 @@ def read_delta(folder: str, position: Position, schema: Schema, weights: Mapping
     Raises:
         RunError: A file is missing, damaged, or does not fit the consumer's export.
     """
+    with refuse_unusable(folder, position):
+        _check_tables(position, schema)
+        rows, ids, dense = (list(_read_files(folder, position, operation)) for operation in ("rows", "ids", "dense"))
+        return Delta(position, _join_tables(rows, schema), _read_ids(ids, schema), _read_dense(dense, weights))
+
+
+def read_row_changes(folder: str, position: Position, schema: Schema) -> dict[str, RowChanges]:
+    """Return only the new rows of a delta by table; arguments and errors are those of `read_delta`."""
+    with refuse_unusable(folder, position):
+        _check_tables(position, schema)
+        return _join_tables(list(_read_files(folder, position, "rows")), schema)
+
+
+@contextmanager
+def refuse_unusable(folder: str, position: Position) -> Iterator[None]:
+    """Convert errors in the content of a delta to the error that refuses the delta."""
     try:
-        manifest = position.manifest
-        for name, table in schema.tables.items():
-            size = manifest.tables.get(name)
-            if size is None or (size.rows, size.dim) != (table.rows, table.dim):
-                found = f"{size.rows:,} rows of dim {size.dim}" if size else "no rows"
-                raise UnusableDeltaError(f"table {name} has {found} instead of {table.rows:,} of dim {table.dim}")
-        files = {operation: list(_read_files(folder, position, operation)) for operation in ("rows", "ids", "dense")}
-        return Delta(
-            position,
-            {name: _join_rows(name, schema, pieces) for name, pieces in _split_rows(files["rows"], schema).items()},
-            _read_ids(files["ids"], schema),
-            _read_dense(files["dense"], weights),
-        )
+        yield
     except (OSError, ValueError, StructError, pa.ArrowException) as error:
         raise make_refusal(folder, position.number, get_first_line(error)) from None
+
+
+def _check_tables(position: Position, schema: Schema) -> None:
+    for name, table in schema.tables.items():
+        size = position.manifest.tables.get(name)
+        if size is None or (size.rows, size.dim) != (table.rows, table.dim):
+            found = f"{size.rows:,} rows of dim {size.dim}" if size else "no rows"
+            raise UnusableDeltaError(f"table {name} has {found} instead of {table.rows:,} of dim {table.dim}")
 
 
 def _read_files(folder: str, position: Position, operation: Operation) -> Iterator[pa.RecordBatch]:
@@ -120,9 +120,13 @@ def _read_file(uri: str, entry: FileEntry, schema: pa.Schema) -> list[pa.RecordB
     info, content = filesystem.get_file_info(path), pa.py_buffer(b"")
     if info.type == fs.FileType.NotFound:
         raise UnusableDeltaError("the file is missing")
-    if info.is_file and info.size == entry.bytes:  # a pipe would block
-        with filesystem.open_input_stream(path) as file:
-            content = file.read_buffer(entry.bytes)
+    if info.is_file and info.size == entry.bytes:
+        if filesystem.type_name == "local":
+            with open_regular(path) as local:  # pipes would block
+                content = pa.py_buffer(local.readall())
+        else:
+            with filesystem.open_input_stream(path) as file:
+                content = file.read_buffer(entry.bytes)
     if (content.size, hashlib.sha256(content).hexdigest()) != (entry.bytes, entry.sha256):
         raise UnusableDeltaError(f"the file differs from the written file of {entry.bytes:,} bytes")
     # The messages are read in their order; the footer, which could point elsewhere, is not used.
@@ -176,6 +180,10 @@ def _split_rows(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, list
                 piece = np.lib.stride_tricks.sliding_window_view(values, width)[offsets[chosen]]
                 pieces.setdefault(name, []).append((column, rows[chosen], piece))
     return pieces
+
+
+def _join_tables(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, RowChanges]:
+    return {name: _join_rows(name, schema, pieces) for name, pieces in _split_rows(batches, schema).items()}
 
 
 def _join_rows(table: str, schema: Schema, pieces: list[Piece]) -> RowChanges:
@@ -236,18 +244,6 @@ def _read_dense(batches: list[pa.RecordBatch], weights: Mapping[str, torch.Tenso
     return dense
 
 
-def encode_rows(folder: str, delta: Delta, table: str, precision: TablePrecision) -> torch.Tensor:
-    """Return the new rows of a table as an export stores them.
-
-    Raises:
-        RunError: A value is too large for the precision.
-    """
-    try:
-        return precision.encode(delta.rows[table].values)
-    except RaytrecError as error:
-        raise make_refusal(folder, delta.position.number, f"table {table}: {error.what}", error.expected) from None
-
-
 class PreparedDelta:
     """Delta of which only copies into a scorer remain to be made.
 
@@ -257,37 +253,24 @@ class PreparedDelta:
         delta: Delta to apply.
 
     Raises:
-        RunError: A value is too large for the precision of the tables, or an id would have two rows.
-        OSError: The tables cannot be made writable.
+        RunError: A value is too large for the precision of the tables, an id would have two rows, or the tables
+            cannot be changed.
+        UnavailableError: A table shard does not have the new state.
     """
 
     def __init__(self, folder: str, scorer: Scorer, delta: Delta):
-        self._scorer, self._delta, lookups = scorer, delta, scorer.lookups
-        for key, value in scorer.program_weights.items():
-            if delta.dense[name := key.partition("/")[2]].shape != value.shape:
-                raise make_refusal(folder, delta.position.number, f"weight {name} has different shapes in the programs")
-        parts: dict[RowStack, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for name, changes in delta.rows.items():
-            table = lookups.tables[name]
-            if not isinstance(stack := table.stack, RowStack):
-                raise TypeError("the tables are not in this process")
-            stored = encode_rows(folder, delta, name, stack.precision)
-            parts.setdefault(stack, []).append((changes.rows + table.first_row, stored))
-        self._rows = {
-            stack: [torch.cat(each) for each in zip(*members, strict=True)] for stack, members in parts.items()
-        }
-        for stack, (rows, _) in self._rows.items():
-            stack.prepare_writing(rows)
-        try:
+        self._scorer, self._delta, lookups, position = scorer, delta, scorer.lookups, delta.position
+        with refuse_unusable(folder, position):
+            for key, value in scorer.program_weights.items():
+                if delta.dense[name := key.partition("/")[2]].shape != value.shape:
+                    raise UnusableDeltaError(f"weight {name} has different shapes in the programs")
             self._ids = {
                 name: lookups.ids[name].replace(each.listed, each.ids, each.rows) for name, each in delta.ids.items()
             }
-        except ValueError as error:
-            raise make_refusal(folder, delta.position.number, get_first_line(error)) from None
+            self._update_rows = lookups.prepare_update(delta.rows, position.version, position.number)
 
     def apply(self) -> None:
         """Change the scorer to the state of the delta, in the thread that scores."""
-        for stack, (rows, stored) in self._rows.items():
-            stack.write(rows, stored)
+        self._update_rows()
         position = self._delta.position
         self._scorer.update(position.manifest.step, position.version, self._ids, self._delta.dense)

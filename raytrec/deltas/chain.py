@@ -148,7 +148,7 @@ def find_position(folder: str, export: str, source: ExportSource) -> Position:
     stream, name = find_stream(folder), split_query(export)[0].rpartition("/")[2]
     numbers, found = set(list_numbers(folder, DELTAS_FOLDER)) if stream else set(), []
     for number in sorted(numbers & {int(name)} if name.isdecimal() and name.isascii() else numbers):
-        with suppress(UnreadableError):
+        with suppress(UnreadableError, OSError):
             entry = read_delta_manifest(folder, number)
             if entry and (entry[0].stream, entry[0].step) == (stream.id, source.step):
                 found.append(Position(source.run, *entry))

@@ -15,14 +15,14 @@ from pyarrow import fs
 from raytrec.common.errors import ConfigError, RunError, convert_os_errors
 from raytrec.common.output_folder import ClaimedFolder, compute_binding
 from raytrec.common.storage import make_absolute, open_filesystem
-from raytrec.deltas.apply import Delta, encode_rows, read_delta
+from raytrec.deltas.apply import Delta, read_delta, refuse_unusable
 from raytrec.deltas.chain import Position, find_position, read_next
 from raytrec.driver.console import Result, RunConsole
 from raytrec.exporting.export import encode_arrow, encode_ids
 from raytrec.exporting.export_folder import ExportClaim, ExportFolder
 from raytrec.exporting.trained_model import PIECE_BYTES
 from raytrec.scoring.load import check_files, open_export, read_ids, refuse_code
-from raytrec.scoring.lookups import IdRows
+from raytrec.scoring.lookups import IdRows, encode_rows
 from raytrec.scoring.manifest import GOLDEN, ONNX_FILE, Manifest, read_manifest
 from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.program_archive import load_program, replace_weights
@@ -115,16 +115,17 @@ class _PatchedExport:
 
     def apply(self, source: str, delta: Delta) -> None:
         """Apply a delta of the folder `source`."""
-        for stack in self.manifest.stacks:
-            first_row, precision = 0, PRECISIONS[stack.precision]
-            for name in stack.tables:
-                if name in delta.rows:
-                    stored = encode_rows(source, delta, name, precision).numpy()
-                    self._write_rows(stack.files, stack.block_rows, delta.rows[name].rows.numpy() + first_row, stored)
-                first_row += self.manifest.data_schema.tables[name].rows
-        for name, changes in delta.ids.items():
-            self.ids[name] = self.ids[name].replace(changes.listed, changes.ids, changes.rows)
-        self.weights = delta.dense
+        with refuse_unusable(source, delta.position):
+            for stack in self.manifest.stacks:
+                first_row, precision = 0, PRECISIONS[stack.precision]
+                for name in stack.tables:
+                    if changes := delta.rows.get(name):
+                        stored = encode_rows(name, changes, precision).numpy()
+                        self._write_rows(stack.files, stack.block_rows, changes.rows.numpy() + first_row, stored)
+                    first_row += self.manifest.data_schema.tables[name].rows
+            for name, each in delta.ids.items():
+                self.ids[name] = self.ids[name].replace(each.listed, each.ids, each.rows)
+            self.weights = delta.dense
 
     def _write_rows(self, files: Sequence[str], block_rows: int, rows: np.ndarray, stored: np.ndarray) -> None:
         for number, file in enumerate(files):

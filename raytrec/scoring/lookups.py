@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, cast
 from weakref import proxy
 
 import torch
 
+from raytrec.common.errors import RaytrecError
 from raytrec.common.memory import allow_writing
 from raytrec.config.features import Features
 from raytrec.config.schema import Table
@@ -48,7 +49,7 @@ class RowStack:
         """Return the vectors of rows: int64 [N] → float32 [N, dim]."""
         if len(rows_N) >= MIN_PREFETCHED_ROWS:
             prefetch_rows(self._stored, rows_N, SAMPLED_ROWS)
-        return self.precision.decode(self._stored.index_select(0, rows_N))
+        return self.precision.decode(self.read_rows(rows_N))
 
     def prepare_writing(self, rows_N: torch.Tensor) -> None:
         """Copy the pages of mapped rows to private memory, so that `write` causes no page faults.
@@ -61,11 +62,15 @@ class RowStack:
             self._is_writable = True
         if len(rows_N) >= MIN_PREFETCHED_ROWS:
             prefetch_rows(self._stored, rows_N, SAMPLED_ROWS)
-        self.write(rows_N, self._stored.index_select(0, rows_N))  # the same values, which readers do not notice
+        self.write(rows_N, self.read_rows(rows_N))  # the same values, which readers do not notice
 
     def write(self, rows_N: torch.Tensor, stored_N: torch.Tensor) -> None:
         """Replace stored rows after `prepare_writing`; the rows are int64 [N], the values [N, …]."""
         self._stored.index_copy_(0, rows_N, stored_N)
+
+    def read_rows(self, rows_N: torch.Tensor) -> torch.Tensor:
+        """Return a copy of stored rows: int64 [N] → [N, …]."""
+        return self._stored.index_select(0, rows_N)
 
     def read(self, first: int, end: int) -> torch.Tensor:
         """Return the stored rows [first, end) as a view, [n, …]."""
@@ -83,6 +88,50 @@ class StackedTable:
 
     stack: TableRows
     first_row: int = 0
+
+
+@dataclass(frozen=True)
+class RowChanges:
+    """New values of whole rows of a table.
+
+    Attributes:
+        rows: Row numbers, int64 [n], ascending.
+        values: Values, float32 [n, dim].
+    """
+
+    rows: torch.Tensor
+    values: torch.Tensor
+
+
+def encode_rows(table: str, changes: RowChanges, precision: TablePrecision) -> torch.Tensor:
+    """Return the new rows of a table as an export stores them.
+
+    Raises:
+        ValueError: A value is too large for the precision.
+    """
+    try:
+        return precision.encode(changes.values)
+    except RaytrecError as error:
+        raise ValueError(f"table {table}: {error.what}; expected: {error.expected}") from None
+
+
+def encode_changes(
+    tables: Mapping[str, StackedTable], changes: Mapping[str, RowChanges]
+) -> dict[RowStack, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the rows of each stack that change, int64 [n], and their new stored values, [n, …].
+
+    Args:
+        tables: Tables in stacks of stored rows.
+        changes: Table → new rows.
+
+    Raises:
+        ValueError: A value is too large for the precision of its table.
+    """
+    parts: dict[RowStack, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for name, each in changes.items():
+        stack, first_row = cast(RowStack, tables[name].stack), tables[name].first_row
+        parts.setdefault(stack, []).append((each.rows + first_row, encode_rows(name, each, stack.precision)))
+    return {stack: tuple(torch.cat(each) for each in zip(*members, strict=True)) for stack, members in parts.items()}
 
 
 class IdRows:
@@ -169,7 +218,10 @@ class Lookups:
     Attributes:
         tables: Tables by name.
         ids: Rows of managed ids, by table; entries may be replaced between calls.
+        is_remote: True if the tables are in other processes.
     """
+
+    is_remote = False
 
     def __init__(self, features: Features, tables: Mapping[str, StackedTable], ids: Mapping[str, IdRows]):
         self._features, self.tables, self.ids = features, tables, dict(ids)
@@ -229,6 +281,34 @@ class Lookups:
     def take_missing_shards(self) -> set[int]:
         """Return the table shards that this thread's lookups have missed since the last call."""
         return set()
+
+    def prepare_update(self, changes: Mapping[str, RowChanges], version: str, delta: int) -> Callable[[], None]:
+        """Prepare new rows, and return the function that changes the tables, in the thread that scores.
+
+        Args:
+            changes: Table → new rows.
+            version: Version of the new state.
+            delta: Number of the delta that leads to this state.
+
+        Raises:
+            ValueError: A value is too large for the precision of its table.
+            OSError: The system refuses to make the tables writable.
+            UnavailableError: A table shard does not have the new state.
+        """
+        encoded = encode_changes(self.tables, changes)
+        for stack, (rows, _) in encoded.items():
+            stack.prepare_writing(rows)
+
+        def update() -> None:
+            for stack, (rows, stored) in encoded.items():
+                stack.write(rows, stored)
+
+        return update
+
+    def make_reader(self, table: str) -> Callable[[int, int], torch.Tensor]:
+        """Return a function that reads the stored rows [first, end) of a table in the present state, [n, …]."""
+        stack, first_row = cast(RowStack, self.tables[table].stack), self.tables[table].first_row
+        return lambda first, end: stack.read(first_row + first, first_row + end)
 
     def find_table_rows(self, table: str, ids_N: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids in a table: int64 [N] → int64 [N]."""

@@ -85,12 +85,13 @@ class Batcher:
         self._queue: deque[_BatchPart | Callable[[], object]] = deque()
         self._row_s = budget_s / 1024  # seconds per row, averaged over recent batches
         self._threads = ThreadPoolExecutor(threads, "score") if threads else None
-        self._running, self._max_running = 0, threads or 1  # batches that are being scored
+        self._running, self._max_running = 0, threads or 1  # tasks that take batches from the queue
+        self._in_threads = 0  # batches that threads score
         self.waiting = 0
 
     def call_between(self, action: Callable[[], object]) -> None:
         """Call a function, which may change a model, once all parts of the waiting queries have been scored."""
-        if self._queue:
+        if self._running:
             self._queue.append(action)
         else:
             action()
@@ -137,10 +138,12 @@ class Batcher:
                 for _ in range(2):  # lets requests that have arrived be received, then read
                     await asyncio.sleep(0)
                 began, batch = perf_counter(), self._take_batch()
-                if not batch:  # all clients have left, or another thread scores the rows
-                    continue
+                if not batch:  # all clients have left, another task takes the rows, or an action waits for threads
+                    return
                 if self._threads:
+                    self._in_threads += 1
                     results = await asyncio.get_running_loop().run_in_executor(self._threads, self._score, batch)
+                    self._in_threads -= 1
                 else:
                     results = self._score(batch)
                 for piece, result in zip(batch, results, strict=True):
@@ -160,7 +163,7 @@ class Batcher:
         while self._queue:
             piece = self._queue[0]
             if not isinstance(piece, _BatchPart):
-                if batch:
+                if batch or self._in_threads:
                     break
                 self._queue.popleft()
                 piece()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from threading import Event, Lock, Thread
 from time import perf_counter, process_time
 from typing import Any
@@ -52,19 +53,20 @@ class Replica:
         self._node = ray.get_runtime_context().get_node_id()
         self._coordinator = ray.get_actor(get_coordinator_name(service_options.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
-        figures, make_lookups, threads, self._follower = ReplicaMetrics(), None, 0, None
+        figures, make_maker, threads, self._follower = ReplicaMetrics(), None, 0, None
+        if service_options.table_shards:
+            from raytrec.serving.table_shards.actors import make_lookup_maker
+
+            make_maker, threads = partial(make_lookup_maker, service_options, figures), LOOKUP_THREADS
         if service_options.follow:
             from raytrec.serving.follow import Follower
 
-            self._follower = Follower(service_options.uri, service_options.allow_code)
+            self._follower = Follower(service_options.uri, service_options.allow_code, make_maker)
             versions = self._follower.versions
         else:
-            if service_options.table_shards:
-                from raytrec.serving.table_shards.actors import make_lookup_maker
-
-                make_lookups, threads = make_lookup_maker(service_options, figures), LOOKUP_THREADS
             current, previous = ray.get(self._coordinator.exports.remote())
-            versions, failed = load_either(current, previous, service_options.allow_code, make_lookups)
+            allow_code, make_lookups = service_options.allow_code, make_maker() if make_maker else None
+            versions, failed = load_either(current, previous, allow_code, make_lookups)
             if failed:
                 ray.get(self._coordinator.fall_back.remote(current, failed))
         gc.collect()
@@ -76,7 +78,7 @@ class Replica:
             Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
             Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
             Endpoint("GET", "/model", self._model, "Current model, previous version and challenger."),
-            *([] if service_options.table_shards else list_endpoints(self._id)),
+            *list_endpoints(self._id),
         ]
         self.service = Service(versions, token, Limits(), endpoints, service_options.name, figures, threads)
         if folder := service_options.log_requests:

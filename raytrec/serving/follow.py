@@ -15,7 +15,9 @@ from prometheus_client import Counter, Gauge
 from raytrec.common.errors import RaytrecError, RunError, get_first_line
 from raytrec.deltas.apply import PreparedDelta, read_delta
 from raytrec.deltas.chain import Position, check_gap, find_stream, iterate_exports, read_next
+from raytrec.scoring.load import LookupMaker
 from raytrec.scoring.scorer import Scorer
+from raytrec.serving.batching import UnavailableError
 from raytrec.serving.loaded_exports import LoadedExports
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 LOCAL_INTERVAL_S, STORE_INTERVAL_S = 0.2, 1.0  # intervals at which the next delta is looked up
 MAX_REASONS = 100  # reasons of refusals that are remembered
+HEAL_INTERVAL_S = 15.0  # interval of attempts to load full exports that cannot be used
 RETRY_INTERVAL_S = 1.0  # interval at which a refused delta is read again, which may be incomplete on a store
 CHECK_INTERVAL_S = 5.0  # interval at which the folder is checked for gaps and new runs while no delta appears
 
@@ -38,6 +41,8 @@ class Follower:
     Args:
         folder: Folder of deltas (export.deltas.to).
         allow_code: True if transforms of exports may name code.
+        make_maker: Function that returns the function that makes the lookups of the export at a position; None: tables
+            are mapped.
 
     Attributes:
         versions: Exports of the process.
@@ -48,8 +53,8 @@ class Follower:
         RunError: There is no full export, or none can be loaded.
     """
 
-    def __init__(self, folder: str, allow_code: bool = False):
-        self._folder, self._allow_code = folder, allow_code
+    def __init__(self, folder: str, allow_code: bool = False, make_maker: Callable[..., LookupMaker] | None = None):
+        self._folder, self._allow_code, self._make_maker = folder, allow_code, make_maker
         self.problem: str | None = None
         self._reasons: set[str] = set()
         self._interval_s = STORE_INTERVAL_S if "://" in folder else LOCAL_INTERVAL_S
@@ -60,7 +65,7 @@ class Follower:
             expected = "a folder of export.deltas.to with a full export"
             raise RunError("the run has not written a full export yet", where=folder, expected=expected, do="retry")
         self.versions, self.position = loaded
-        self._check_due, self._switch = 0.0, _call
+        self._check_due, self._heal_due, self._switch = 0.0, 0.0, _call
 
     def start(self, service: Service, listener: Listener) -> None:
         """Follow the run in a thread until the process ends; changes are made in the event loop of the listener."""
@@ -108,10 +113,13 @@ class Follower:
             return advanced
         except Exception as error:
             self.problem = self._record_refusal(error)
+            if isinstance(error, UnavailableError) or monotonic() < self._heal_due:
+                return False
         try:
             return self._heal()
         except Exception as error:
             self._record_refusal(error)
+            self._heal_due = monotonic() + HEAL_INTERVAL_S
             return False
 
     def _clear_problem(self) -> None:
@@ -159,7 +167,7 @@ class Follower:
             )
 
     def _record_refusal(self, error: Exception) -> str:
-        """Return the reason why the service keeps its state; each reason is counted and logged once."""
+        """Return the reason why the service keeps its state, without locations; each one is counted and logged once."""
         reason = str(error) if isinstance(error, RaytrecError) else f"{self._folder}: {get_first_line(error)}"
         if reason not in self._reasons:
             if len(self._reasons) == MAX_REASONS:
@@ -167,7 +175,8 @@ class Follower:
             self._reasons.add(reason)
             self._refused.inc()
             _log.warning("this replica answers with step %s: %s", self.position.manifest.step, reason)
-        return reason
+        # Without a token, clients may read this sentence, but neither folders nor addresses.
+        return error.what if isinstance(error, RaytrecError) else "a delta cannot be read; the log states the reason"
 
     def _heal(self) -> bool:
         """Load the newest full export after the current delta or of a new stream; return False if there is none."""
@@ -196,7 +205,8 @@ class Follower:
         errors: list[RaytrecError] = []
         for uri, position in iterate_exports(self._folder, newer_than):
             try:
-                versions = LoadedExports(uri, self._allow_code, background)
+                make_lookups = self._make_maker and self._make_maker(position=position)
+                versions = LoadedExports(uri, self._allow_code, background, make_lookups)
             except RaytrecError as error:
                 errors.append(error)
                 continue

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from raytrec.cluster.access import load_or_create_token
-from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.common.errors import DataError, RunError
 from raytrec.common.storage import make_absolute
 from raytrec.config.base import Number, Section
 from raytrec.scoring.manifest import read_manifest
@@ -54,11 +54,7 @@ class ServiceOptions(Section):
 
         Raises:
             RunError: There is no export, or no folder of deltas.
-            ConfigError: The service follows a run and has table shards.
         """
-        if self.follow and self.table_shards:
-            what = "table shards cannot follow a run"
-            raise ConfigError(what, where="--table-shards", expected="--follow or --table-shards, not both")
         return self.model_copy(update={"name": self.name or self._read_run()})
 
     def _read_run(self) -> str:

@@ -9,7 +9,8 @@ A state has three parts, each with several names. The values of a name are numbe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ from starlette.responses import Response
 from raytrec.common.errors import DataError
 from raytrec.common.memory import prefetch_pages
 from raytrec.config.base import Section
+from raytrec.scoring.manifest import PrecisionName
+from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.bodies import JSON
 from raytrec.serving.openapi import Endpoint
@@ -53,7 +56,7 @@ def list_endpoints(replica: str) -> list[Endpoint]:
     async def answer_state(request: Request, scorer: Scorer) -> Response:
         return Response(to_json(describe_state(scorer)), media_type=JSON, headers=headers)
 
-    # Without await: the bytes belong to the version in the header of the answer.
+    # The bytes belong to the version in the header of the answer, because the block is of the state before any await.
     async def answer_block(request: Request, scorer: Scorer) -> Response:
         try:
             query = BlockQuery.model_validate(dict(request.query_params))
@@ -61,7 +64,9 @@ def list_endpoints(replica: str) -> list[Endpoint]:
             mistake = error.errors()[0]
             where, expected = str(mistake["loc"][0]), "part=rows|ids|dense, name, first, end, and optionally values=1"
             raise DataError(f"invalid {where}: {mistake['msg']}", where=where, expected=expected) from None
-        block = to_bytes(read_block(scorer, query))
+        read = find_block(scorer, query)
+        is_remote = query.part == "rows" and scorer.lookups.is_remote
+        block = to_bytes(await asyncio.to_thread(read) if is_remote else read())
         if query.values:
             return Response(block.tobytes(), media_type="application/octet-stream", headers=headers)
         return Response(sha256(block).hexdigest(), media_type="text/plain", headers=headers)
@@ -75,8 +80,7 @@ def list_endpoints(replica: str) -> list[Endpoint]:
 def describe_state(scorer: Scorer) -> dict[str, Any]:
     """Return the version, run and step of a model, and the type and shape of each name of each part."""
     run, step, _ = scorer.version.rsplit("-", 2)
-    tables, stacks = scorer.manifest.data_schema.tables, scorer.manifest.stacks
-    precisions = {name: stack.precision for stack in stacks for name in stack.tables}
+    tables, precisions = scorer.manifest.data_schema.tables, _list_precisions(scorer)
     return {
         "version": scorer.version,
         "run": run,
@@ -92,8 +96,8 @@ def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": [*t.shape]} for name, t in tensors.items()}
 
 
-def read_block(scorer: Scorer, query: BlockQuery) -> torch.Tensor:
-    """Return a block of rows, pairs or dense values: [n, …].
+def find_block(scorer: Scorer, query: BlockQuery) -> Callable[[], torch.Tensor]:
+    """Return the function that reads a block of rows, pairs or dense values of the present state: [n, …].
 
     Raises:
         DataError: There is no such name, the range is outside its values, or the block is too large.
@@ -104,19 +108,29 @@ def read_block(scorer: Scorer, query: BlockQuery) -> torch.Tensor:
     if (values := names.get(name)) is None:
         raise DataError(f"there is no name '{name}'", where="name", expected=f"a name of {part} in /state")
     if part == "rows":
-        rows = scorer.manifest.data_schema.tables[name].rows
-        values = values.stack.read(values.first_row, values.first_row + rows)
-    if part == "dense":
+        table, precision = scorer.manifest.data_schema.tables[name], PRECISIONS[_list_precisions(scorer)[name]]
+        count, value_bytes, read_values = table.rows, float(precision.row_bytes(table.dim)), lookups.make_reader(name)
+    elif part == "ids":
+        count, value_bytes, read_values = NUM_KEYS, max(1, len(values)) * PAIR_BYTES / NUM_KEYS, values.read
+    else:
         values = values.flatten()
-    pair_bytes = max(1, len(values)) * PAIR_BYTES / NUM_KEYS
-    count, value_bytes = (NUM_KEYS, pair_bytes) if part == "ids" else (len(values), values[:1].nbytes)
-    max_values = max(1, int(MAX_BLOCK_BYTES / value_bytes)) if count else 0
+        count, value_bytes, read_values = len(values), values.itemsize, lambda first, end: values[first:end]
+    max_values = max(1, int(MAX_BLOCK_BYTES / value_bytes))
     if not first < end <= min(count, first + max_values):
         expected = f"first < end ≤ {count}, and at most {max_values} values"
         raise DataError(f"invalid range from {first} to {end}", where="first, end", expected=expected)
-    block = values.read(first, end) if part == "ids" else values[first:end]
-    prefetch_pages(block.data_ptr(), block.nbytes)
-    return block
+
+    def read() -> torch.Tensor:
+        block = read_values(first, end)
+        prefetch_pages(block.data_ptr(), block.nbytes)
+        return block
+
+    return read
+
+
+def _list_precisions(scorer: Scorer) -> dict[str, PrecisionName]:
+    """Return the precision of each table."""
+    return {name: stack.precision for stack in scorer.manifest.stacks for name in stack.tables}
 
 
 def to_bytes(values: torch.Tensor) -> Any:

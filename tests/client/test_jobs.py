@@ -149,7 +149,7 @@ def test_resubmitted_search_continues_its_trials(head, checkout):
     tune = ["tune.py", "jobs/searched.yaml", "--space", "space.yaml", "--trials", "2"]
     tune += ["--at-once", "1", "--grace-steps", "10000"]  # so that no trial is stopped early
     first = RaySubmittedJob(head, checkout, "search-1", *tune)
-    first.until("trial 2 begins")
+    first.until("trial 2 starts")
     search = find_only_run(head, "searched")
     one, two = search / "trial-001", search / "trial-002"
     wait_for(lambda: [*two.glob("checkpoints/step-*/checkpoint.json")], "a checkpoint", 120)

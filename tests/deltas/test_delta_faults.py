@@ -11,6 +11,7 @@ import parquet
 import pytest
 from delta_faults import FAULTS, DeltaFeed, follow_through_faults
 from deltas import DeltaFolder, ManagedCase, train_steps
+from local_shards import local_shards
 from rays import alive_worker_pids
 from served import TOKEN
 from waiting import wait_for
@@ -18,6 +19,7 @@ from waiting import wait_for
 from raytrec.checkpoint.files import get_step_folder
 from raytrec.driver import run as driver
 from raytrec.serving import follow
+from raytrec.serving.table_shards import pooling
 
 SEED = 5
 # Steps to which consecutive deltas lead; the run goes back three times.
@@ -33,15 +35,24 @@ def settings(monkeypatch):
     monkeypatch.setattr("raytrec.compat.uvicorn_.CLOSE_GRACE_S", 0.1)
 
 
-def test_replica_equals_each_checkpoint_through_faults_of_deltas(tmp_path):
-    steps = train_steps(ManagedCase(), tmp_path, max(STEPS))
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    return train_steps(ManagedCase(), tmp_path_factory.mktemp("steps"), max(STEPS))
+
+
+@pytest.mark.parametrize("shard_count", [0, 2])
+def test_replica_equals_each_checkpoint_through_faults_of_deltas(steps, tmp_path, shard_count, monkeypatch):
     source = DeltaFolder.of_schema(tmp_path / "source", steps.schema)
     for number, step in enumerate(STEPS, 1):
         changes = steps.changes(step, STEPS[number - 2]) if number > 1 else ()
         source.write(number, step, *changes, column_parts=2 if changes else 1)
     source.add_export(1, steps.export(1, tmp_path / "export", quantize="int8"))
     feed = DeltaFeed(source.path, tmp_path / "target")
-    faults, comparisons = follow_through_faults(feed, lambda number: steps.folders[feed.steps[number] - 1], SEED)
+    monkeypatch.setattr(pooling, "PAGE_BYTES", 32)  # rows of small tables are in both shards
+    with local_shards(shard_count) as shards:
+        faults, comparisons = follow_through_faults(
+            feed, lambda number: steps.folders[feed.steps[number] - 1], SEED, shards if shard_count else None
+        )
     assert comparisons == len(STEPS) - 1 and {fault.__name__ for fault in FAULTS} <= {*faults}, faults
 
 

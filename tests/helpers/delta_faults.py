@@ -28,11 +28,12 @@ def list_replica_endpoints(replica, *listed):
 class FollowingReplica(ServedApp):
     """HTTP service in this process that follows a folder of deltas; `verify` compares it."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, shards=None):
         from raytrec.serving.follow import Follower
 
-        self.follower = Follower(str(folder))
-        super().__init__(Service(self.follower.versions, TOKEN, extra_endpoints=list_replica_endpoints("one")))
+        self.follower = Follower(str(folder), make_maker=shards and shards.make_maker(folder))
+        endpoints, threads = list_replica_endpoints("one"), 2 if shards else 0
+        super().__init__(Service(self.follower.versions, TOKEN, extra_endpoints=endpoints, threads=threads))
         self.follower.start(self.service, self._listener)
 
     def wait_for(self, number):
@@ -144,32 +145,35 @@ FAULTS = (
 RESTART = "restart"
 
 
-def follow_through_faults(feed, find_checkpoint, seed):
+def follow_through_faults(feed, find_checkpoint, seed, shards=None):
     """Deliver all deltas to a replica, most of them with a fault first, and compare the replica with each checkpoint.
 
     Args:
         feed: deltas.
         find_checkpoint: function that returns the folder of the checkpoint to which a delta leads, or None.
         seed: seed of the faults.
+        shards: local table shards, some of which are replaced before a delta; None: the replica maps the tables.
 
     Returns:
         (names of the faults, number of comparisons).
     """
     rng, faults, comparisons = random.Random(seed), [], 0
     planned = [fault for _ in range(feed.last) for fault in rng.sample((*FAULTS, RESTART), len(FAULTS) + 1)]
-    replica = FollowingReplica(feed.target)
+    replica = FollowingReplica(feed.target, shards)
     try:
         for number in range(feed.first + 1, feed.last + 1):
             if number < feed.last and rng.random() < 0.9:
                 faults.append(fault := planned.pop())
                 if fault is RESTART:
                     replica.close()
-                    replica = FollowingReplica(feed.target)
+                    replica = FollowingReplica(feed.target, shards)
                 else:
                     fault(feed, number, rng)
                     replica.wait_for_refusal(number)
                 assert replica.follower.position.number == number - 1
                 feed.withdraw(number + 1)
+            if shards and rng.random() < 0.5:
+                shards.replace(rng.randrange(len(shards.shards)))
             feed.deliver(number)
             replica.wait_for(number)
             if folder := find_checkpoint(number):

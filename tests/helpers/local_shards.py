@@ -1,12 +1,16 @@
 """Table shards in the test process, which answer over Arrow Flight without Ray."""
 
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 
+from raytrec.scoring.lookups import StackedTable
 from raytrec.serving.options import ServiceOptions
 from raytrec.serving.replica_metrics import ReplicaMetrics
-from raytrec.serving.table_shards.connection import ShardConnection
+from raytrec.serving.table_shards.connection import ShardConnection, TableState
+from raytrec.serving.table_shards.loaded_tables import LoadedTables
 from raytrec.serving.table_shards.lookups import ShardedLookups, close_connections
-from raytrec.serving.table_shards.shard import LoadedTables, TableShard
+from raytrec.serving.table_shards.shard import TableShard
 
 
 class LocalShards:
@@ -19,20 +23,31 @@ class LocalShards:
 
     def __init__(self, count):
         self.shards = [TableShard(number, count, "127.0.0.1") for number in range(count)]
-        self.figures, self._connections = ReplicaMetrics(), []
+        self.figures, self._connections, self._servers = ReplicaMetrics(), [], [each.server for each in self.shards]
 
     def serve_stacks(self, version, stacks, shapes):
         """Serve stacks without an export."""
+        entries = [SimpleNamespace(tables=[str(number)]) for number in range(len(stacks))]
+        manifest = SimpleNamespace(version=version, stacks=entries, stack_shapes=shapes)
+        tables = {str(number): StackedTable(stack) for number, stack in enumerate(stacks)}
         for shard in self.shards:
-            shard._versions[version] = LoadedTables(version, stacks, shapes)
+            others = [each for each in shard._tables if version not in each.versions]
+            shard._tables = [*others, LoadedTables(manifest, tables, shard._part)]
 
-    def make_lookups(self, uri, manifest, ids, cache_bytes=2000, timeout_s=30.0, fallback="fail"):
+    def make_maker(self, folder, **options):
+        """Return the argument of `Follower` with which it looks up rows in the shards."""
+        return lambda position: partial(
+            self.make_lookups, state=TableState(str(folder), position.version, position.number), **options
+        )
+
+    def make_lookups(self, uri, manifest, ids, cache_bytes=2000, timeout_s=30.0, fallback="fail", state=None):
         """Make lookups in the shards, as `load` does with `make_lookups`."""
 
         def reach(number):
-            return lambda timeout_s: self.shards[number].open(uri, manifest.version)
+            return lambda state, timeout_s: self.shards[number].open(state)
 
-        connections = [ShardConnection(number, reach(number)) for number in range(len(self.shards))]
+        state = state or TableState(uri, manifest.version)
+        connections = [ShardConnection(number, reach(number), state) for number in range(len(self.shards))]
         self._connections += connections
         sizes = {"table_cache_mib": cache_bytes / 2**20, "table_timeout_ms": 1000 * timeout_s}
         options = ServiceOptions(uri="x", on_missing_shard=fallback, **sizes)
@@ -50,10 +65,16 @@ class LocalShards:
 
         self.shards[number].answer = self.shards[number].open = refuse
 
+    def replace(self, number):
+        """Start another shard, without tables, in place of one that ends."""
+        self.stop(number)
+        self.shards[number] = TableShard(number, len(self.shards), "127.0.0.1")
+        self._servers.append(self.shards[number].server)
+
     def close(self):
         close_connections(self._connections)  # the server waits for their ends
-        for shard in self.shards:
-            shard.server.shutdown()
+        for server in self._servers:
+            server.shutdown()
 
 
 @contextmanager

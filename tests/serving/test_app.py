@@ -271,6 +271,37 @@ def test_users_with_other_columns_are_scored_apart(model, served_export):
     assert sizes == [4, 4]
 
 
+def test_changes_of_the_model_wait_for_threads_that_score(model, served_export):
+    """The change is made after the rows that threads score, and before all rows that arrive later."""
+    rows, events, finish = get_valid_rows(served_export), [], threading.Event()
+
+    class SlowQuery(Query):
+        def score(self, parts, users):
+            events.append("begin")
+            finish.wait(60)
+            events.append("end")
+            return super().score(parts, users)
+
+    async def ask():
+        batcher = Batcher(threads=2)
+        make = lambda kind: kind(model, "predict", ObjectRows(rows, model.reader.columns))  # noqa: E731
+        asked = [asyncio.create_task(batcher.score(make(SlowQuery))) for _ in range(2)]
+        while "begin" not in events:
+            await asyncio.sleep(0.01)
+        batcher.call_between(lambda: events.append("change"))
+        asked += [asyncio.create_task(batcher.score(make(SlowQuery))) for _ in range(3)]
+        await asyncio.sleep(0.3)
+        assert "change" not in events
+        finish.set()
+        await asyncio.gather(*asked)
+        batcher.call_between(lambda: events.append("last"))
+
+    asyncio.run(ask())
+    before, after = events[: events.index("change")], events[events.index("change") + 1 :]
+    assert before.count("begin") == before.count("end") >= 1 and after.count("end") >= 1
+    assert events[-1] == "last"
+
+
 def test_full_queue_rejects_requests(served_export):
     http = ServedApp(Service(LoadedExports(served_export[0]), None))
     try:

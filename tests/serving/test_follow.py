@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from deltas import DeltaFolder, train_steps
 from described import assert_described
+from local_shards import local_shards
 from served import TOKEN, ServedApp, assert_predictions_equal
 from test_models import ModelCase
 from waiting import wait_for
@@ -20,7 +21,9 @@ from raytrec.deltas.apply import PreparedDelta, read_delta
 from raytrec.deltas.chain import iterate_exports, read_next
 from raytrec.serving import command, follow
 from raytrec.serving.app import Service
+from raytrec.serving.batching import UnavailableError
 from raytrec.serving.replica_metrics import describe_model, write_metrics
+from raytrec.serving.table_shards import loaded_tables, pooling
 
 STEPS = 6
 
@@ -60,12 +63,24 @@ def folder(steps, exports, tmp_path):
     return folder
 
 
+@pytest.fixture(params=["mapped", "sharded"])
+def shards(request, monkeypatch):
+    """Return None for mapped tables, or two table shards that both have rows of small tables."""
+    if request.param == "mapped":
+        yield None
+        return
+    monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
+    with local_shards(2) as shards:
+        yield shards
+
+
 class FollowingService(ServedApp):
     """HTTP service in this process that follows a folder of deltas."""
 
-    def __init__(self, folder):
-        self.follower = follow.Follower(str(folder.path))
-        super().__init__(Service(self.follower.versions, TOKEN))
+    def __init__(self, folder, shards=None):
+        make_maker = shards and shards.make_maker(folder.path)
+        self.follower = follow.Follower(str(folder.path), make_maker=make_maker)
+        super().__init__(Service(self.follower.versions, TOKEN, threads=2 if shards else 0))
         self.follower.start(self.service, self._listener)
 
     def ready(self):
@@ -86,8 +101,8 @@ class FollowingService(ServedApp):
 
 
 @pytest.fixture
-def service(folder):
-    with FollowingService(folder) as service:
+def service(folder, shards):
+    with FollowingService(folder, shards) as service:
         yield service
 
 
@@ -103,7 +118,7 @@ def score_states(folder, table):
         PreparedDelta(str(folder.path), scorer, delta).apply()
 
 
-def test_each_answer_is_of_the_version_that_it_names(steps, folder, exports, tmp_path):
+def test_each_answer_is_of_the_version_that_it_names(steps, folder, exports, tmp_path, shards):
     whole = DeltaFolder.of_schema(tmp_path / "whole", steps.schema)
     whole.write_steps(steps, 1, STEPS)
     whole.add_export(1, exports(1))
@@ -127,7 +142,7 @@ def test_each_answer_is_of_the_version_that_it_names(steps, folder, exports, tmp
             if not np.allclose(answer["predictions"][column], expected, rtol=1e-6, atol=1e-6):
                 wrong.append((version, answer["predictions"][column], expected))
 
-    with FollowingService(folder) as service:
+    with FollowingService(folder, shards) as service:
         service.service.batcher._row_s = 1.0  # at most MIN_FULL_BATCH_ROWS rows in a part
         user = {"user": {name: rows[0][name]}, "candidates": [{k: v for k, v in rows[0].items() if k != name}] * 3}
         bodies = [({"rows": rows}, range(len(rows))), ({"rows": many}, [*range(len(rows))] * 9), (user, [0] * 3)]
@@ -175,12 +190,12 @@ def test_refused_delta_keeps_the_state_until_it_is_repaired(steps, folder, servi
     assert service.scores({"rows": steps.table.to_pylist()}) != before
 
 
-def test_service_heals_from_a_newer_export(steps, folder, exports, service):
+def test_service_heals_from_a_newer_export(steps, folder, exports, service, shards):
     folder.write_steps(steps, 3, 6)
     service.wait(delta=6)
     assert follow.Follower(str(folder.path)).position.number == 6, "a restarted replica has not caught up"
     folder.manifest(4).unlink()
-    with FollowingService(folder) as other:
+    with FollowingService(folder, shards) as other:
         other.wait_for_problem("delta 4 cannot be applied: it is missing, but delta 5 exists")
         assert other.ready()["freshness"]["delta"] == 3
         folder.add_export(5, exports(5))
@@ -227,3 +242,36 @@ def test_command_waits_for_the_first_export(folder, exports, monkeypatch, capsys
     timer.start()
     command.wait_for_full_export(str(folder.path), 0.05)
     assert "run small has not written a full export" in capsys.readouterr().out
+
+
+def test_shards_keep_the_states_of_slow_replicas(steps, folder, exports, monkeypatch):
+    """Two replicas with different states share the shards; a replica that is too far behind catches up."""
+    monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
+    monkeypatch.setattr(loaded_tables, "MAX_STATES", 4)
+    with local_shards(2) as shards:
+        slow, quick = (
+            follow.Follower(str(folder.path), make_maker=shards.make_maker(folder.path, cache_bytes=0))
+            for _ in range(2)
+        )
+        score = lambda follower: follower.versions.current.scorer.predict(steps.table).to_pydict()  # noqa: E731
+        first = score(slow)
+        for number in range(3, STEPS + 1):
+            folder.write_steps(steps, number, number)
+            assert quick.advance() and quick.position.number == number
+            expected = raytrec.load(exports(number)).predict(steps.table)
+            assert_predictions_equal(score(quick), expected)
+            if number < 6:
+                assert score(slow) == first
+        with pytest.raises(UnavailableError, match="table shards are away or late"):
+            score(slow)
+        while slow.advance():
+            pass
+        wait_for(lambda: can_score(slow, steps.table), "the shards", 60)
+        assert score(slow) == score(quick)
+
+
+def can_score(follower, table):
+    try:
+        return follower.versions.current.scorer.predict(table)
+    except UnavailableError:
+        return None

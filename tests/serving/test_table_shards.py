@@ -28,11 +28,11 @@ from raytrec.scoring.manifest import Manifest, StackEntry
 from raytrec.scoring.precisions import PRECISIONS
 from raytrec.serving.app import Service
 from raytrec.serving.loaded_exports import LoadedExports
-from raytrec.serving.table_shards import pooling
+from raytrec.serving.table_shards import lookups, pooling
+from raytrec.serving.table_shards.connection import TableState
 from raytrec.serving.table_shards.messages import StackRequest, decode_request, decode_version, encode_request
 from raytrec.serving.table_shards.pooling import ShardedStack
 from raytrec.serving.table_shards.row_cache import RowCache
-from raytrec.serving.table_shards.shard import MAX_VERSIONS, TableShard
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_missing_shard_fails_requests_until_it_is_back(exports):
         assert (status, headers["Retry-After"]) == (503, "1")
         assert json.loads(content)["error"] == "table shards are away or late: 1"
         assert http.ask("/ready")[0] == 200 and shards.count("raytrec_missing_shards_total", shard="1") >= 1
-        shards.shards[1] = TableShard(1, 2, "127.0.0.1")
+        shards.replace(1)
         wait_for(lambda: http.ask("/predict", body)[0] == 200, "the shard", 60)
         assert http.scores(body) == expected
         assert shards.count("raytrec_table_seconds_count", outcome="complete") >= 3
@@ -172,6 +172,29 @@ def test_hanging_shard_delays_requests_by_the_timeout_only(exports):
         wait_for(lambda: http.ask("/predict", body)[0] == 200, "the shard", 60)
 
 
+def test_late_answer_fails_only_its_request(exports, caplog):
+    """One slow request, such as one with very many rows, does not make the shard unavailable for others."""
+    export, _, table = exports
+    body, slow = {"rows": table.to_pylist()}, threading.Event()
+    with local_shards(2) as shards, serve(shards, export, cache_bytes=0, timeout_s=1.0) as http:
+        answer, waits = shards.shards[0].answer, [True]
+        expected = http.scores(body)
+        shards.shards[0].answer = lambda request: (waits and waits.pop() and slow.wait(60)) or answer(request)
+        assert http.ask("/predict", body)[0] == 503 and not waits
+        assert http.scores(body) == expected and "is away" not in caplog.text
+        slow.set()
+
+
+def test_request_with_too_many_vectors_is_an_error_of_the_client(exports, monkeypatch):
+    export, _, table = exports
+    with local_shards(2) as shards, serve(shards, export) as http:
+        expected = http.scores({"rows": table.to_pylist()})
+        monkeypatch.setattr(lookups, "MAX_VALUE_BYTES", 10_000)
+        status, content, _ = http.ask("/predict", {"rows": table.to_pylist() * 50})
+        assert status == 400 and "have vectors of" in json.loads(content)["error"]
+        assert http.scores({"rows": table.to_pylist()}) == expected
+
+
 def test_versions_are_served_side_by_side(exports):
     whole, small, table = exports
     body = {"rows": table.to_pylist()}
@@ -179,20 +202,18 @@ def test_versions_are_served_side_by_side(exports):
         versions, first = http.service.versions, http.scores(body)
         versions.commit(versions.prepare(small))
         assert_predictions_equal(http.scores(body), load(small).predict(table))
-        assert [len(shard._versions) for shard in shards.shards] == [2, 2]
+        assert [len(shard._tables) for shard in shards.shards] == [2, 2]
         versions.commit(versions.prepare(whole))  # the previous version, still in memory
         assert http.scores(body) == first
         for shard in shards.shards:
-            for number in range(MAX_VERSIONS):
-                shard._versions[f"other {number}"] = shard._versions[versions.version]
-            shard._versions.pop(versions.version)
+            shard._tables = [each for each in shard._tables if versions.version not in each.versions]
         wait_for(lambda: http.ask("/predict", body)[0] == 200, "the version, which is loaded again", 60)
         assert http.scores(body) == first
 
 
 def test_shard_refuses_another_version_in_place(exports):
     with local_shards(1) as shards, pytest.raises(RunError, match="has been changed in place from version other to"):
-        shards.shards[0].open(exports[0], "other")
+        shards.shards[0].open(TableState(exports[0], "other"))
 
 
 def open_stream(shard, token=None):

@@ -9,13 +9,14 @@ from typing import Any
 
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import format_bytes
+from raytrec.deltas.chain import Position, iterate_exports
 from raytrec.scoring.load import LookupMaker
 from raytrec.scoring.lookups import IdRows
 from raytrec.scoring.manifest import Manifest, read_manifest
 from raytrec.serving.coordinator import NAMESPACE
 from raytrec.serving.options import ServiceOptions
 from raytrec.serving.replica_metrics import ReplicaMetrics
-from raytrec.serving.table_shards.connection import ShardConnection
+from raytrec.serving.table_shards.connection import ShardConnection, TableState
 from raytrec.serving.table_shards.lookups import ShardedLookups
 from raytrec.serving.table_shards.shard import TableShard
 
@@ -42,7 +43,8 @@ def start_shards(service_options: ServiceOptions) -> None:
             ray.get_actor(get_shard_name(name, number, count), NAMESPACE)
         except ValueError:
             missing.append(number)
-    manifest = read_manifest(service_options.uri)
+    uri = service_options.uri
+    manifest = read_manifest(next(iterate_exports(uri))[0] if service_options.follow else uri)
     memory_bytes = -(-sum(manifest.files[file].bytes for each in manifest.stacks for file in each.files) // count)
     _check_memory(memory_bytes, len(missing))
     for number in missing:
@@ -80,25 +82,30 @@ def end_shards(name: str, count: int) -> None:
             ray.kill(ray.get_actor(get_shard_name(name, number, count), NAMESPACE))
 
 
-def make_lookup_maker(service_options: ServiceOptions, figures: ReplicaMetrics) -> LookupMaker:
+def make_lookup_maker(
+    service_options: ServiceOptions, figures: ReplicaMetrics, position: Position | None = None
+) -> LookupMaker:
     """Return the function that makes the lookups of an export in the service's shards.
 
     Args:
         service_options: Options of the service.
         figures: Metrics of the replica.
+        position: Delta that leads to the state of the export, if the service follows a run.
     """
     count = service_options.table_shards
     names = [get_shard_name(service_options.name, number, count) for number in range(count)]
 
     def make_lookups(uri: str, manifest: Manifest, ids: Mapping[str, IdRows]) -> ShardedLookups:
-        reach = [partial(_open, name, uri, manifest.version) for name in names]
-        connections = [ShardConnection(number, each) for number, each in enumerate(reach)]
+        state = TableState(uri, manifest.version)
+        if position:
+            state = TableState(service_options.uri, position.version, position.number)
+        connections = [ShardConnection(number, partial(_open, name), state) for number, name in enumerate(names)]
         return ShardedLookups(manifest, ids, connections, service_options, figures)
 
     return make_lookups
 
 
-def _open(name: str, uri: str, version: str, timeout_s: float) -> Any:
+def _open(name: str, state: TableState, timeout_s: float) -> Any:
     import ray
 
-    return ray.get(ray.get_actor(name, NAMESPACE).open.remote(uri, version), timeout=timeout_s)
+    return ray.get(ray.get_actor(name, NAMESPACE).open.remote(state), timeout=timeout_s)

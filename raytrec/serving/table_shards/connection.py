@@ -10,18 +10,37 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
 from time import monotonic, sleep
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 
 from raytrec.common.errors import get_first_line
+from raytrec.serving.batching import UnavailableError
 from raytrec.serving.table_shards.messages import MAX_VALUE_BYTES
 
 _log = logging.getLogger(__name__)
 RETRY_INTERVAL_S = 0.2  # interval of attempts to reach a shard that is away
 RECONNECT_TIMEOUT_S = 1800.0  # timeout of such an attempt, in which the shard may load tables
 DEADLINE_TICK_S = 0.005  # interval at which deadlines are checked while there are requests
+MAX_LATE = 3  # requests without an answer, one after another, after which a shard is away
+READ_ACTION, READ_TIMEOUT_S = "rows", 10.0  # action of Flight that returns stored rows
 FAILURES = (pa.ArrowException, OSError, StopIteration)
+
+
+class TableState(NamedTuple):
+    """State of tables in shards.
+
+    Attributes:
+        uri: Export, or folder of deltas.
+        version: Version of the export, or of the state after a delta.
+        delta: Number of this delta; 0: `uri` is an export.
+    """
+
+    uri: str
+    version: str
+    delta: int = 0
 
 
 def read_tls_files() -> tuple[bytes, bytes, bytes] | None:
@@ -41,10 +60,10 @@ class Exchange:
     """
 
     def __init__(self, client: flight.FlightClient, token: str):
-        options = flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
         self.client = client
         self.deadline: float | None = None
-        self._writer, self._reader = client.do_exchange(flight.FlightDescriptor.for_command(b"lookup"), options)
+        command = flight.FlightDescriptor.for_command(b"lookup")
+        self._writer, self._reader = client.do_exchange(command, _make_options(token))
 
     def send(self, request: bytes, deadline: float) -> None:
         """Send a request; raise one of FAILURES if the shard cannot be reached."""
@@ -61,9 +80,18 @@ class Exchange:
         self.deadline = None
         return answer, monotonic() < deadline  # later, the stream may already be canceled
 
+    @property
+    def is_late(self) -> bool:
+        """Return True if the deadline of the request has passed."""
+        return self.deadline is not None and monotonic() >= self.deadline
+
     def close(self) -> None:
         """End the stream, whereupon `send` and `receive` raise an error."""
         self._reader.cancel()
+
+
+def _make_options(token: str, **options: Any) -> flight.FlightCallOptions:
+    return flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())], **options)
 
 
 _watched: SimpleQueue[tuple[Exchange, float]] = SimpleQueue()  # requests and their deadlines
@@ -87,35 +115,45 @@ def _start_deadlines() -> None:
 
 
 class ShardConnection:
-    """Connection to one shard for one version of the tables.
+    """Connection to one shard, for one state of the tables at a time.
 
-    If a request fails, the shard is away until a thread has reached it again; requests do not wait for the shard
-    meanwhile.
+    If the shard cannot be reached, or MAX_LATE requests in succession get no answer, the shard is away until a thread
+    has reached it again; requests do not wait for the shard meanwhile.
 
     Args:
         number: Number of the shard.
-        reach: Function that makes the shard load the tables, and returns its location and token. The argument is
-            the timeout in seconds.
+        reach: Function that makes the shard load a state of the tables, and returns the location and token of the
+            shard. The second argument is the timeout in seconds.
+        state: First state.
+
+    Attributes:
+        state: State that the shard must have when it is reached again.
     """
 
-    def __init__(self, number: int, reach: Callable[[float], tuple[str, str]]):
-        self.number, self._reach = number, reach
-        self._lock, self._client, self._token, self._idle = Lock(), None, "", list[Exchange]()
-        self._is_closed = False
+    def __init__(self, number: int, reach: Callable[[TableState, float], tuple[str, str]], state: TableState):
+        self.number, self.state, self._reach = number, state, reach
+        self._lock, self._client, self._idle = Lock(), None, list[Exchange]()
+        self._address, self._late, self._is_closed = ("", ""), 0, False
 
-    def connect(self, timeout_s: float) -> None:
-        """Connect to the shard once it has loaded the tables.
+    def connect(self, state: TableState, timeout_s: float) -> None:
+        """Connect to the shard once it has loaded a state of the tables; keep a connection that works.
 
         Raises:
-            Exception: The shard cannot be reached, or cannot load the tables.
+            Exception: The shard cannot be reached, or cannot load the state.
         """
         _start_deadlines()
-        location, token = self._reach(timeout_s)
-        tls, limits = read_tls_files(), [("grpc.max_receive_message_length", MAX_VALUE_BYTES + 1024)]
-        client = flight.FlightClient(location, tls_root_certs=tls and tls[2], generic_options=limits)
+        address = self._reach(state, timeout_s)
         with self._lock:
+            if self._client is not None and self._address == address:
+                return
+        tls, limits = read_tls_files(), [("grpc.max_receive_message_length", MAX_VALUE_BYTES + 1024)]
+        client = flight.FlightClient(address[0], tls_root_certs=tls and tls[2], generic_options=limits)
+        with self._lock:
+            idle, self._idle = self._idle, []
             if not self._is_closed:
-                self._client, self._token = client, token
+                self._client, self._address, self._late = client, address, 0
+        for exchange in idle:
+            exchange.close()
 
     def send(self, request: bytes, deadline: float) -> Exchange | None:
         """Send a request, and return the stream of its answer, or None if the shard is away."""
@@ -124,7 +162,7 @@ class ShardConnection:
         if client is None:
             return None
         try:
-            exchange = exchange or Exchange(client, self._token)
+            exchange = exchange or Exchange(client, self._address[1])
             exchange.send(request, deadline)
             return exchange
         except FAILURES as error:
@@ -139,12 +177,31 @@ class ShardConnection:
                 raise OSError(f"the answer does not have {size:,} bytes")
         except FAILURES as error:
             exchange.close()
-            self._lose(exchange.client, error)
+            self._late = self._late + 1 if exchange.is_late else MAX_LATE
+            if self._late >= MAX_LATE:
+                self._lose(exchange.client, error)
             return None
+        self._late = 0
         with self._lock:
             if exchange.client is self._client and is_reusable:
                 self._idle.append(exchange)
         return answer
+
+    def read(self, state: TableState, stack: int, first: int, end: int) -> bytes:
+        """Return the stored bytes of the shard's rows [first, end) of a stack.
+
+        Raises:
+            UnavailableError: The shard is away, or does not have the state.
+        """
+        body = np.array([stack, first, end]).tobytes() + state.version.encode()
+        try:
+            if (client := self._client) is None:
+                raise OSError("the connection is closed")
+            options = _make_options(self._address[1], timeout=READ_TIMEOUT_S)
+            return b"".join(each.body for each in client.do_action(flight.Action(READ_ACTION, body), options))
+        except FAILURES as error:
+            what = f"table shard {self.number} is away: {get_first_line(error)}"
+            raise UnavailableError(what, where="the service", do="retry") from None
 
     def close(self) -> None:
         """Close the connection for good."""
@@ -167,7 +224,7 @@ class ShardConnection:
     def _reconnect(self) -> None:
         while not self._is_closed:
             try:
-                self.connect(RECONNECT_TIMEOUT_S)
+                self.connect(self.state, RECONNECT_TIMEOUT_S)
                 return _log.warning("table shard %s is back", self.number)
             except Exception:  # the shard is restarting, or its node is gone
                 sleep(RETRY_INTERVAL_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import local
@@ -13,16 +13,16 @@ from weakref import finalize
 import numpy as np
 import torch
 
-from raytrec.common.errors import RaytrecError, RunError
+from raytrec.common.errors import DataError, RaytrecError, get_first_line
 from raytrec.data.assembler import AssembledTensors
-from raytrec.scoring.lookups import IdRows, Lookups, Tensors, divide_by_totals, pad_sequences
+from raytrec.scoring.lookups import IdRows, Lookups, RowChanges, Tensors, divide_by_totals, pad_sequences
 from raytrec.scoring.manifest import Manifest
 from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.table_files import place_tables
 from raytrec.serving.batching import UnavailableError
 from raytrec.serving.coordinator import LOAD_TIMEOUT_S
-from raytrec.serving.table_shards.connection import ShardConnection
-from raytrec.serving.table_shards.messages import encode_request
+from raytrec.serving.table_shards.connection import ShardConnection, TableState
+from raytrec.serving.table_shards.messages import MAX_VALUE_BYTES, encode_request
 from raytrec.serving.table_shards.pooling import ShardedStack, StackLookup
 from raytrec.serving.table_shards.row_cache import RowCache
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from raytrec.serving.replica_metrics import ReplicaMetrics
 
 NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)  # rows, lengths and weights
+UPDATE_TIMEOUT_S = 10.0  # timeout of shards that apply a delta; they go on, and the replica asks again
 CHECK_TIMEOUT_S = 60.0  # timeout of lookups of golden rows, whose pages are not in memory yet
 
 
@@ -42,13 +43,15 @@ class ShardedLookups(Lookups):
     Args:
         manifest: Manifest of the export.
         ids: Rows of managed ids, by table.
-        connections: Connections to all shards, by number; the constructor connects them.
+        connections: Connections to all shards, by number, for one state; the constructor connects them.
         service_options: Size of the cache, timeout and fallback.
         figures: Metrics of the replica.
 
     Raises:
         RunError: A shard cannot load the tables.
     """
+
+    is_remote = True
 
     def __init__(
         self,
@@ -65,12 +68,15 @@ class ShardedLookups(Lookups):
             stacks.append(ShardedStack(rows, dim, row_bytes, len(connections), RowCache(rows, dim, cache)))
         self._stacks = stacks
         super().__init__(manifest.features, place_tables(manifest, self._stacks), ids)
-        self._version, self._connections, self._figures = manifest.version, connections, figures
+        self._state, self._connections, self._figures = connections[0].state, connections, figures
         self._options, self._missing = service_options, local()
         self._timeout_s, self._uses_zeros = CHECK_TIMEOUT_S, False  # until the golden rows have been compared
         finalize(self, close_connections, connections)
-        with ThreadPoolExecutor(len(connections)) as threads:
-            list(threads.map(partial(_connect, LOAD_TIMEOUT_S), connections))
+        self._connect(self._state, LOAD_TIMEOUT_S)
+
+    def _connect(self, state: TableState, timeout_s: float) -> None:
+        with ThreadPoolExecutor(len(self._connections)) as threads:
+            list(threads.map(partial(_connect, state, timeout_s), self._connections))
 
     def finish_loading(self) -> None:
         """Answer requests with the timeout and the fallback of the service from now on."""
@@ -81,6 +87,37 @@ class ShardedLookups(Lookups):
         """Return the shards that this thread's lookups have missed since the last call."""
         missing, self._missing.shards = getattr(self._missing, "shards", set()), set()
         return missing
+
+    def prepare_update(self, changes: Mapping[str, RowChanges], version: str, delta: int) -> Callable[[], None]:
+        """Wait until all shards have a state, and return the function that uses it; see Lookups.prepare_update."""
+        state = self._state._replace(version=version, delta=delta)
+        self._connect(state, UPDATE_TIMEOUT_S)
+
+        def update() -> None:
+            for name, each in changes.items():
+                table: Any = self.tables[name]
+                table.stack.cache.drop(each.rows.numpy() + table.first_row)
+            self._state = state
+            for connection in self._connections:
+                connection.state = state
+
+        return update
+
+    def make_reader(self, table: str) -> Callable[[int, int], torch.Tensor]:
+        """Return a function that reads stored rows in the shards; see Lookups.make_reader."""
+        stack: Any = self.tables[table].stack
+        first_row, number, state = self.tables[table].first_row, self._stacks.index(stack), self._state
+
+        def read(first: int, end: int) -> torch.Tensor:
+            rows = np.arange(first, end) + first_row
+            shards, stored = stack.find_shards(rows), np.empty((len(rows), stack.row_bytes), np.uint8)
+            for connection in self._connections:
+                content = connection.read(state, number, first + first_row, end + first_row)
+                places = shards == connection.number
+                stored[places] = np.frombuffer(content, np.uint8).reshape(-1, stack.row_bytes)
+            return torch.from_numpy(stored)
+
+        return read
 
     def __call__(self, rows: AssembledTensors, needed_features: Collection[str]) -> Tensors:
         """Return the inputs of `needed_features`, with B rows each, and the dense columns.
@@ -135,13 +172,17 @@ class ShardedLookups(Lookups):
 
         Raises:
             UnavailableError: A shard is away, unless the fallback is zeros.
+            DataError: The rows have more vectors than a shard reads for a request.
         """
         began, asked, missing = monotonic(), [], set[int]()
+        if (size := sum(each.vector_bytes for each in lookups)) > MAX_VALUE_BYTES:
+            what, expected = f"the ids of the rows have vectors of {size:,} bytes", f"at most {MAX_VALUE_BYTES:,} bytes"
+            raise DataError(what, where="the rows", expected=expected, do="send fewer rows at a time")
         for connection in self._connections:
             stacks = [each.request(connection.number) for each in lookups]
             if rows := sum(len(each.rows) for each in stacks):
                 self._figures.table_rows.labels("shard").inc(rows)
-                request = encode_request(self._version, stacks)
+                request = encode_request(self._state.version, stacks)
                 asked.append((connection, connection.send(request, began + self._timeout_s)))
         for connection, exchange in asked:
             sizes = [each.count_values(connection.number) for each in lookups]
@@ -167,12 +208,12 @@ def close_connections(connections: Sequence[ShardConnection]) -> None:
         connection.close()
 
 
-def _connect(timeout_s: float, connection: ShardConnection) -> None:
+def _connect(state: TableState, timeout_s: float, connection: ShardConnection) -> None:
     try:
-        connection.connect(timeout_s)
+        connection.connect(state, timeout_s)
     except Exception as error:
         cause = getattr(error, "cause", error)  # of an error of Ray
         if not isinstance(cause, RaytrecError):
-            what = f"table shard {connection.number} cannot be reached: {cause}"
-            cause = RunError(what, where="the service", do="check the log of the service")
+            what = f"table shard {connection.number} cannot be reached: {get_first_line(cause)}"
+            cause = UnavailableError(what, where="the service", do="check the log of the service")
         raise cause from None

@@ -14,12 +14,18 @@ from raytrec.serving.table_shards.row_cache import RowCache, mix
 PAGE_BYTES = 4096
 
 
-@dataclass(eq=False)
-class ShardedStack:
-    """Stack whose rows are distributed over shards.
+def find_shards(rows_N: np.ndarray, row_bytes: int, shards: int) -> np.ndarray:
+    """Return the shard of each row of a stack: int64 [N] → int64 [N].
 
     Blocks of rows that fill whole pages are distributed by a hash, so that a shard reads only its own pages of the
     mapped files, and frequent rows, which are often neighbors, are distributed evenly.
+    """
+    return mix(rows_N // (PAGE_BYTES // gcd(PAGE_BYTES, row_bytes))) % shards
+
+
+@dataclass(eq=False)
+class ShardedStack:
+    """Stack whose rows are distributed over shards.
 
     Attributes:
         rows: Number of rows.
@@ -37,7 +43,7 @@ class ShardedStack:
 
     def find_shards(self, rows_N: np.ndarray) -> np.ndarray:
         """Return the shard of each row: int64 [N] → int64 [N]."""
-        return mix(rows_N // (PAGE_BYTES // gcd(PAGE_BYTES, self.row_bytes))) % self.shards
+        return find_shards(rows_N, self.row_bytes, self.shards)
 
 
 class StackLookup:
@@ -54,6 +60,7 @@ class StackLookup:
 
     Attributes:
         found: Number of rows found in the cache.
+        vector_bytes: Size of the vectors of all rows in bytes.
     """
 
     def __init__(self, stack: ShardedStack, rows_N: np.ndarray, lengths_K: np.ndarray, weights_N: np.ndarray | None):
@@ -66,7 +73,7 @@ class StackLookup:
         self._vectors[self._vector_places[is_found_N]] = vectors
         self._shards = stack.find_shards(rows_N)
         self._shards[is_found_N] = -1
-        self.found, self._bag_count = len(vectors), len(lengths_K)
+        self.found, self._bag_count, self.vector_bytes = len(vectors), len(lengths_K), 4 * stack.dim * len(rows_N)
         self._has_one_row_each = bool((lengths_K == 1).all())
         self._parts: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by shard: single rows, bags of pooled rows
         self._sums: list[tuple[np.ndarray, np.ndarray]] = []

@@ -67,6 +67,8 @@ class RowCache:
 
     def drop(self, rows_N: np.ndarray) -> None:
         """Remove rows whose vectors have changed, int64 [N]. Vectors that are being looked up are not inserted."""
+        if not len(self._rows):
+            return
         slots_N = self._find_slots(rows_N)
         with self._lock:
             self._rows[slots_N[self._rows[slots_N] == rows_N]] = -1

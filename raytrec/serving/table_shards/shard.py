@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import weakref
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from threading import Lock, Thread
 from typing import Any
 
@@ -18,56 +15,12 @@ import pyarrow.flight as flight
 import torch
 
 from raytrec.common.errors import RunError
-from raytrec.common.storage import make_absolute
-from raytrec.scoring.load import check_files, copy_to_disk, list_table_names, select_files, unlink_files
-from raytrec.scoring.lookups import TableRows
-from raytrec.scoring.manifest import read_manifest
-from raytrec.scoring.table_files import open_tables
-from raytrec.serving.table_shards.connection import read_tls_files
-from raytrec.serving.table_shards.messages import StackRequest, decode_request, decode_version
+from raytrec.deltas.chain import iterate_exports
+from raytrec.serving.table_shards.connection import READ_ACTION, TableState, read_tls_files
+from raytrec.serving.table_shards.loaded_tables import LoadedTables, load_tables
+from raytrec.serving.table_shards.messages import decode_version
 
-MAX_VERSIONS = 4  # versions in memory: the current, previous and prepared export, and the challenger
-
-
-@dataclass(eq=False)
-class LoadedTables:
-    """Mapped tables of an export, without its programs.
-
-    Attributes:
-        version: Version of the export.
-        stacks: Rows of each stack, in the order of the manifest.
-        shapes: Rows and dim of each stack.
-    """
-
-    version: str
-    stacks: list[TableRows]
-    shapes: list[tuple[int, int]]
-
-
-def load_tables(uri: str, part: tuple[int, int]) -> LoadedTables:
-    """Map the tables of an export into memory.
-
-    Args:
-        uri: Local path, s3:// or gs:// URI.
-        part: (number, count) of the process among processes that load the tables; each compares the checksums of its
-            part of the files.
-
-    Raises:
-        RunError: There is no export, or it is damaged.
-    """
-    place = make_absolute(uri)
-    manifest, (number, count) = read_manifest(place), part
-    names = sorted(list_table_names(manifest))
-    with ExitStack() as copies:
-        folder, copied = copy_to_disk(place, select_files(manifest, names), copies)
-        check_files(folder, select_files(manifest, names[number::count]), True, place, background=True)
-        tables = open_tables(folder, manifest)
-        if copied:
-            unlink_files(folder, names)
-        stacks = [tables[each.tables[0]].stack for each in manifest.stacks]
-        loaded = LoadedTables(manifest.version, stacks, manifest.stack_shapes)
-        weakref.finalize(loaded, copies.pop_all().close)
-    return loaded
+MAX_LOADED = 4  # exports in memory: the current, previous and prepared export, and the challenger
 
 
 class _TokenCheck(flight.ServerMiddlewareFactory):
@@ -101,6 +54,12 @@ class _LookupServer(flight.FlightServerBase):
                 raise ValueError("the message is not a request")
             writer.write_metadata(self._shard.answer(memoryview(chunk.app_metadata)))
 
+    def do_action(self, context: Any, action: Any) -> list[pa.Buffer]:
+        """Return stored rows of the shard; see `TableShard.read`."""
+        if action.type != READ_ACTION:
+            raise ValueError(f"there is no action {action.type}")
+        return [self._shard.read(memoryview(action.body))]
+
 
 class TableShard:
     """Actor with a part of the rows of exports; replicas call `open`, then ask over Flight.
@@ -114,8 +73,8 @@ class TableShard:
 
     def __init__(self, number: int, count: int, host: str | None = None):
         torch.set_num_threads(1)
-        self._number, self._count, self._lock = number, count, Lock()
-        self._versions: OrderedDict[str, LoadedTables] = OrderedDict()
+        self._part, self._lock = (number, count), Lock()
+        self._tables: list[LoadedTables] = []
         if host is None:
             import ray
 
@@ -124,28 +83,54 @@ class TableShard:
         self.server = _LookupServer(self, host, self._token)
         Thread(target=self.server.serve, name="flight", daemon=True).start()
 
-    def open(self, uri: str, version: str) -> tuple[str, str]:
-        """Load the tables of an export unless they are loaded, and return the shard's location and token.
+    def open(self, state: TableState) -> tuple[str, str]:
+        """Load a state of tables unless it is in memory, and return the shard's location and token.
 
-        The tables of the longest unused of MAX_VERSIONS versions are released.
+        The longest unused tables are released if there are more than MAX_LOADED.
 
         Raises:
-            RunError: The export cannot be used, or has another version.
+            RunError: The export cannot be used or has another version, or deltas do not lead to the state.
         """
-        if version not in self._versions:  # replicas that connect again do not wait for another version
+        if not self._advance(state):  # replicas that connect again do not wait for tables that are being loaded
             with self._lock:
-                if version not in self._versions:
-                    self._load(uri, version)
+                if not self._advance(state):
+                    tables = self._load_followed(state) if state.delta else self._load(state)
+                    newest = sorted(self._tables, key=lambda each: each.used_s)[1 - MAX_LOADED :]
+                    self._tables = [*newest, tables]
         return self.server.location, self._token
 
-    def _load(self, uri: str, version: str) -> None:
-        tables = load_tables(uri, (self._number, self._count))
-        if tables.version != version:
-            what = f"the export has been changed in place from version {version} to {tables.version}"
-            raise RunError(what, where=uri)
-        self._versions[version] = tables
-        if len(self._versions) > MAX_VERSIONS:
-            self._versions.popitem(last=False)
+    def _find(self, version: str) -> LoadedTables | None:
+        return next((each for each in self._tables if version in each.versions), None)
+
+    def _advance(self, state: TableState) -> bool:
+        """Return True if a state is in memory, if necessary by applying deltas to tables in memory."""
+        for tables in reversed(self._tables if state.delta else []):
+            if tables.folder == state.uri and not self._find(state.version):
+                with suppress(RunError):  # a later export may replace the deltas
+                    tables.advance(state.delta)
+        return self._find(state.version) is not None
+
+    def _load(self, state: TableState) -> LoadedTables:
+        tables = load_tables(state.uri, self._part)
+        if tables.versions != [state.version]:
+            what = f"the export has been changed in place from version {state.version} to {tables.versions[0]}"
+            raise RunError(what, where=state.uri)
+        return tables
+
+    def _load_followed(self, state: TableState) -> LoadedTables:
+        """Load the newest usable export that is not newer than a state, and apply the deltas up to the state."""
+        what = f"no full export and deltas lead to {state.version}"
+        failure = RunError(what, where=state.uri, expected="the state after a delta of the run")
+        for uri, position in iterate_exports(state.uri):
+            if position.number <= state.delta:
+                try:
+                    tables = load_tables(uri, self._part, state.uri, position)
+                    tables.advance(state.delta)
+                    if state.version in tables.versions:
+                        return tables
+                except RunError as error:
+                    failure = error
+        raise failure
 
     def answer(self, request: memoryview) -> pa.Buffer:
         """Return the answer to a request.
@@ -154,26 +139,22 @@ class TableShard:
             ValueError: The request is malformed, or the shard does not have the version.
         """
         version = decode_version(request)
-        tables = self._versions.get(version)
-        if tables is None:
-            raise ValueError(f"shard {self._number} has {', '.join(self._versions) or 'no version'}, not {version}")
-        with suppress(KeyError):  # released meanwhile
-            self._versions.move_to_end(version)
-        requests = zip(tables.stacks, decode_request(request, tables.shapes), strict=True)
-        with torch.inference_mode():
-            parts = [_look_up(stack, each) for stack, each in requests if len(each.rows)]
-        values = [part.numpy().reshape(-1) for part in parts]
-        return pa.py_buffer(values[0] if len(values) == 1 else np.concatenate([np.empty(0, np.float32), *values]))
+        return pa.py_buffer(self._get(version).look_up(version, request))
 
+    def read(self, request: memoryview) -> pa.Buffer:
+        """Return the stored bytes of the shard's rows in a range of a stack.
 
-def _look_up(stack: TableRows, request: StackRequest) -> torch.Tensor:
-    """Return the vectors of single rows, then the sums of bags, float32 [s + b, dim]."""
-    vectors_ND = stack.vectors(torch.from_numpy(request.rows.copy()))
-    if not len(request.lengths):
-        return vectors_ND
-    single = len(request.rows) - int(request.lengths.sum())
-    pooled = vectors_ND[single:]
-    if request.weights is not None:
-        pooled = pooled * torch.from_numpy(request.weights.copy()).unsqueeze(1)
-    sums = torch.segment_reduce(pooled, "sum", lengths=torch.from_numpy(request.lengths.copy()), unsafe=True)
-    return torch.cat([vectors_ND[:single], sums])
+        Args:
+            request: int64 [3] with the number of the stack, the first row and the end, then the version in UTF-8.
+
+        Raises:
+            ValueError: The request is malformed, or the shard does not have the version.
+        """
+        version, numbers = bytes(request[24:]).decode(), np.frombuffer(request, np.int64, 3).tolist()
+        return pa.py_buffer(self._get(version).read(version, *numbers).numpy())
+
+    def _get(self, version: str) -> LoadedTables:
+        if tables := self._find(version):
+            return tables
+        known = ", ".join(name for each in self._tables for name in each.versions) or "no version"
+        raise ValueError(f"shard {self._part[0]} has {known}, not {version}")

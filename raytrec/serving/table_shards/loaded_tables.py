@@ -1,0 +1,200 @@
+"""Tables in a shard's memory: those of an export, which a run's deltas may change in place."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from threading import Lock
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import torch
+
+from raytrec.common.storage import make_absolute
+from raytrec.deltas.apply import read_row_changes, refuse_unusable
+from raytrec.deltas.chain import Position, read_next
+from raytrec.scoring.load import check_files, copy_to_disk, list_table_names, select_files, unlink_files
+from raytrec.scoring.lookups import RowStack, StackedTable, encode_changes
+from raytrec.scoring.manifest import Manifest, read_manifest
+from raytrec.scoring.table_files import open_tables
+from raytrec.serving.table_shards.messages import StackRequest, decode_request
+from raytrec.serving.table_shards.pooling import find_shards
+
+MAX_STATES = 8  # states that can be looked up, because replicas may be some deltas behind
+StoredRows = tuple[torch.Tensor, torch.Tensor]  # rows in a stack, int64 [n], ascending, and their stored values, [n, …]
+
+
+@dataclass(frozen=True)
+class _State:
+    """State of the tables that can be looked up.
+
+    Attributes:
+        version: Version; "" while rows are changed to this state.
+        replaced: Stack → rows that differ from the previous state, with their values in the previous state.
+    """
+
+    version: str
+    replaced: dict[RowStack, StoredRows]
+
+
+class LoadedTables:
+    """Mapped tables of an export, without its programs. All methods are thread-safe.
+
+    Args:
+        manifest: Manifest of the export.
+        tables: Tables of the export.
+        part: (number, count) of the shard; deltas change only the rows of the shard.
+        folder: Folder of deltas; "": the tables do not change.
+        position: Delta that leads to the state of the export; None: the tables do not change.
+
+    Attributes:
+        folder: Folder of deltas.
+        used_s: Time of `monotonic` of the last lookup.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        tables: dict[str, StackedTable],
+        part: tuple[int, int],
+        folder: str = "",
+        position: Position | None = None,
+    ):
+        self._manifest, self._tables, self._part, self._lock = manifest, tables, part, Lock()
+        self._stacks: list[Any] = [tables[each.tables[0]].stack for each in manifest.stacks]
+        dims = [dim for _, dim in manifest.stack_shapes]
+        sizes = [each.precision.row_bytes(dim) for each, dim in zip(self._stacks, dims, strict=True)]
+        self._row_bytes = dict(zip(self._stacks, sizes, strict=True))
+        first = _State(position.version if position else manifest.version, {})
+        self._states: tuple[_State, ...] = (first,)
+        self.folder, self._position, self.used_s = folder, position, monotonic()
+
+    @property
+    def versions(self) -> list[str]:
+        """Return the versions of the states that can be looked up."""
+        return [each.version for each in self._states if each.version]
+
+    def advance(self, delta: int) -> None:
+        """Apply the following deltas that exist, up to this number.
+
+        Raises:
+            RunError: A delta cannot be used.
+        """
+        with self._lock:
+            while self._position and self._position.number < delta:
+                if (following := read_next(self.folder, self._position)) is None:
+                    return
+                self._apply(following)
+
+    def _apply(self, following: Position) -> None:
+        changes = read_row_changes(self.folder, following, self._manifest.data_schema)
+        with refuse_unusable(self.folder, following):
+            encoded, own, replaced = encode_changes(self._tables, changes), dict[RowStack, StoredRows](), {}
+            for stack, (rows, stored) in encoded.items():
+                places = self._find_own(stack, rows)
+                places = places[rows[places].argsort()]
+                own[stack] = rows[places], stored[places]
+                stack.prepare_writing(rows[places])
+                replaced[stack] = rows[places], stack.read_rows(rows[places])
+        # Lookups of earlier states, which read the replaced rows last, do not notice that rows are being changed.
+        earlier = self._states[1 - MAX_STATES :]
+        self._states = *earlier, _State("", replaced)
+        for stack, each in own.items():
+            stack.write(*each)
+        self._states, self._position = (*earlier, _State(following.version, replaced)), following
+
+    def _find_own(self, stack: RowStack, rows_N: torch.Tensor) -> torch.Tensor:
+        """Return the places of the shard's rows among rows: int64 [N] → int64 [n]."""
+        number, count = self._part
+        is_own_N = find_shards(rows_N.numpy(), self._row_bytes[stack], count) == number
+        return torch.from_numpy(is_own_N.nonzero()[0])
+
+    def look_up(self, version: str, request: memoryview) -> np.ndarray:
+        """Return the answer to a request for this version, float32 [n]; see messages.py.
+
+        Raises:
+            ValueError: The request is malformed, or the state can no longer be looked up.
+        """
+        self.used_s = monotonic()
+        requests = zip(self._stacks, decode_request(request, self._manifest.stack_shapes), strict=True)
+        with torch.inference_mode():
+            parts = [self._pool(stack, version, each).numpy().reshape(-1) for stack, each in requests if len(each.rows)]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.float32), *parts])
+
+    def _pool(self, stack: RowStack, version: str, request: StackRequest) -> torch.Tensor:
+        """Return the vectors of single rows, then the sums of bags, float32 [s + b, dim]."""
+        rows_N = torch.from_numpy(request.rows.copy())
+        vectors_ND = stack.vectors(rows_N)
+        self._restore(stack, version, rows_N, vectors_ND, stack.precision.decode)
+        if not len(request.lengths):
+            return vectors_ND
+        single = len(request.rows) - int(request.lengths.sum())
+        pooled = vectors_ND[single:]
+        if request.weights is not None:
+            pooled = pooled * torch.from_numpy(request.weights.copy()).unsqueeze(1)
+        sums = torch.segment_reduce(pooled, "sum", lengths=torch.from_numpy(request.lengths.copy()), unsafe=True)
+        return torch.cat([vectors_ND[:single], sums])
+
+    def read(self, version: str, stack_number: int, first: int, end: int) -> torch.Tensor:
+        """Return the stored values of the shard's rows among the rows [first, end) of a stack, [n, …].
+
+        Raises:
+            ValueError: There are no such rows, or the state can no longer be looked up.
+        """
+        stack, (rows, _) = self._stacks[stack_number], self._manifest.stack_shapes[stack_number]
+        if not 0 <= first < end <= rows:
+            raise ValueError(f"the stack has no rows {first:,} to {end:,}")
+        all_N = torch.arange(first, end)
+        rows_N = all_N[self._find_own(stack, all_N)]
+        stored_N = stack.read_rows(rows_N)
+        self._restore(stack, version, rows_N, stored_N, lambda stored: stored)
+        return stored_N
+
+    def _restore(
+        self,
+        stack: RowStack,
+        version: str,
+        rows_N: torch.Tensor,
+        values_N: torch.Tensor,
+        convert: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Restore the values of a version in values that have just been read, [N, …].
+
+        Raises:
+            ValueError: The state can no longer be looked up.
+        """
+        states, versions = self._states, [each.version for each in self._states]
+        for state in reversed(states[versions.index(version) + 1 :]):
+            if stack in state.replaced and len((replaced := state.replaced[stack])[0]):
+                places_N = torch.searchsorted(replaced[0], rows_N).clamp(max=len(replaced[0]) - 1)
+                is_replaced_N = replaced[0][places_N] == rows_N
+                values_N[is_replaced_N] = convert(replaced[1][places_N[is_replaced_N]])
+
+
+def load_tables(uri: str, part: tuple[int, int], folder: str = "", position: Position | None = None) -> LoadedTables:
+    """Map the tables of an export into memory.
+
+    Args:
+        uri: Local path, s3:// or gs:// URI.
+        part: (number, count) of the process among processes that load the tables; each compares the checksums of its
+            part of the files.
+        folder: Folder of deltas; "": the tables do not change.
+        position: Delta that leads to the state of the export.
+
+    Raises:
+        RunError: There is no export, or it is damaged.
+    """
+    place = make_absolute(uri)
+    manifest, (number, count) = read_manifest(place), part
+    names = sorted(list_table_names(manifest))
+    with ExitStack() as copies:
+        local, copied = copy_to_disk(place, select_files(manifest, names), copies)
+        check_files(local, select_files(manifest, names[number::count]), True, place, background=True)
+        loaded = LoadedTables(manifest, open_tables(local, manifest), part, folder, position)
+        if copied:
+            unlink_files(local, names)
+        weakref.finalize(loaded, copies.pop_all().close)
+    return loaded
