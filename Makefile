@@ -31,7 +31,8 @@
 # make bench-host  what the host does for a step: kernels that it would launch, milliseconds of Python
 # make bench-serve  how fast raytrec serves, next to other services of the same model
 # make bench-table-shards  lookups in tables apart from the replicas, next to tables in process
-# make bench-online  how much CPU time deltas for services that follow a run take during training
+# make bench-online  CPU time of deltas during training, and time from a step until a service answers with it
+# make soak-online  100,000 requests to a service that follows a run, while ranks, replicas and table shards are killed
 # make bench-swap  how long requests take while a service loads another export
 # make soak-serve  200,000 requests to a service through swaps, damaged exports and killed replicas
 # make bench-plan  memory and time that raytrec plan predicts, against measured ones
@@ -58,7 +59,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve bench-ids-resume bench-ids-quality weight map
+.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-resume bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -127,12 +128,16 @@ bench-table-shards: install
 
 bench-online: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/online.py
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/freshness.py
 
 bench-swap: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/swap.py
 
 soak-serve: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/serving/soak.py
+
+soak-online: install
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/serving/soak_online.py
 
 bench-start: install
 	$(BIN)/python -W ignore benchmarks/start.py

@@ -39,6 +39,7 @@ from raytrec.scoring.manifest import read_manifest
 from raytrec.serving.options import ServiceOptions
 from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.table_shards.actors import end_shards, make_lookup_maker, start_shards
+from raytrec.serving.table_shards.connection import TableState
 from raytrec.serving.table_shards.lookups import ShardedLookups
 from raytrec.serving.table_shards.shard import TableShard
 
@@ -50,10 +51,10 @@ SERVICE_HEADER = ("service", "clients", *serve_http.FIGURES[:4])
 class HandleConnection:
     """Connection to a shard through a handle of Ray Serve, in place of ShardConnection."""
 
-    def __init__(self, number: int, handle: Any):
-        self.number, self._handle = number, handle
+    def __init__(self, number: int, handle: Any, state: TableState):
+        self.number, self.state, self._handle = number, state, handle
 
-    def connect(self, timeout_s: float) -> None:
+    def connect(self, state: TableState, timeout_s: float) -> None:
         """Wait until the shard answers."""
         self._handle.ready.remote().result(timeout_s=timeout_s)
 
@@ -74,7 +75,7 @@ class HandleShard:
 
     def __init__(self, number: int, count: int, uri: str, version: str):
         self._shard = TableShard(number, count)
-        self._shard.open(uri, version)
+        self._shard.open(TableState(uri, version))
 
     def ready(self) -> bool:
         """Return True."""
@@ -115,7 +116,7 @@ def open_sides(export: str, shards: int) -> Iterator[dict[str, Any]]:
             deployment = serve.deployment(HandleShard, name=f"shard-{number}", ray_actor_options={"num_cpus": 1})
             bound = deployment.bind(number, shards, export, manifest.version)
             handle = serve.run(bound, name=f"shard-{number}", route_prefix=None)
-            connections.append(HandleConnection(number, handle))
+            connections.append(HandleConnection(number, handle, TableState(export, manifest.version)))
         sides["Serve's handles"] = ShardedLookups(manifest, {}, connections, slow, figures)
         yield sides
 

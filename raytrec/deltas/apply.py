@@ -1,8 +1,7 @@
-"""Reading deltas from untrusted folders, and applying them to models in memory."""
+"""Checking the content of deltas, and applying them to models in memory."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,25 +10,13 @@ from struct import error as StructError
 import numpy as np
 import pyarrow as pa
 import torch
-from pyarrow import fs
 
 from raytrec.common.errors import get_first_line
-from raytrec.common.reading import open_regular
-from raytrec.common.storage import join_uri, open_filesystem
 from raytrec.config.schema import Schema
-from raytrec.data.arrow_messages import has_compressed_buffers
 from raytrec.deltas.chain import Position, make_refusal
-from raytrec.deltas.format import DELTAS_FOLDER, Operation, make_arrow_schema
+from raytrec.deltas.read import UnusableDeltaError, read_batches, select_tables
 from raytrec.scoring.lookups import RowChanges
-from raytrec.scoring.manifest import FileEntry
 from raytrec.scoring.scorer import Scorer
-
-MAX_NAMES = 100_000  # names of tables in a dictionary of a file
-ARROW_MAGIC_BYTES = 8  # before the stream in an Arrow IPC file
-
-
-class UnusableDeltaError(ValueError):
-    """Reason why a delta must not be applied."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +65,9 @@ def read_delta(folder: str, position: Position, schema: Schema, weights: Mapping
     """
     with refuse_unusable(folder, position):
         _check_tables(position, schema)
-        rows, ids, dense = (list(_read_files(folder, position, operation)) for operation in ("rows", "ids", "dense"))
+        rows, ids, dense = (
+            list(read_batches(folder, position.manifest, operation)) for operation in ("rows", "ids", "dense")
+        )
         return Delta(position, _join_tables(rows, schema), _read_ids(ids, schema), _read_dense(dense, weights))
 
 
@@ -86,7 +75,7 @@ def read_row_changes(folder: str, position: Position, schema: Schema) -> dict[st
     """Return only the new rows of a delta by table; arguments and errors are those of `read_delta`."""
     with refuse_unusable(folder, position):
         _check_tables(position, schema)
-        return _join_tables(list(_read_files(folder, position, "rows")), schema)
+        return _join_tables(list(read_batches(folder, position.manifest, "rows")), schema)
 
 
 @contextmanager
@@ -104,53 +93,6 @@ def _check_tables(position: Position, schema: Schema) -> None:
         if size is None or (size.rows, size.dim) != (table.rows, table.dim):
             found = f"{size.rows:,} rows of dim {size.dim}" if size else "no rows"
             raise UnusableDeltaError(f"table {name} has {found} instead of {table.rows:,} of dim {table.dim}")
-
-
-def _read_files(folder: str, position: Position, operation: Operation) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of all files of an operation, whose offsets, dictionaries and nulls have been checked."""
-    for name, entry in position.manifest.files.get(operation, {}).items():
-        try:
-            yield from _read_file(join_uri(folder, f"{DELTAS_FOLDER}/{name}"), entry, make_arrow_schema(operation))
-        except (OSError, ValueError, StructError, pa.ArrowException) as error:
-            raise UnusableDeltaError(f"{name}: {get_first_line(error)}") from None
-
-
-def _read_file(uri: str, entry: FileEntry, schema: pa.Schema) -> list[pa.RecordBatch]:
-    filesystem, path = open_filesystem(uri)
-    info, content = filesystem.get_file_info(path), pa.py_buffer(b"")
-    if info.type == fs.FileType.NotFound:
-        raise UnusableDeltaError("the file is missing")
-    if info.is_file and info.size == entry.bytes:
-        if filesystem.type_name == "local":
-            with open_regular(path) as local:  # pipes would block
-                content = pa.py_buffer(local.readall())
-        else:
-            with filesystem.open_input_stream(path) as file:
-                content = file.read_buffer(entry.bytes)
-    if (content.size, hashlib.sha256(content).hexdigest()) != (entry.bytes, entry.sha256):
-        raise UnusableDeltaError(f"the file differs from the written file of {entry.bytes:,} bytes")
-    # The messages are read in their order; the footer, which could point elsewhere, is not used.
-    stream = content.slice(min(ARROW_MAGIC_BYTES, content.size))
-    if has_compressed_buffers(stream):
-        raise UnusableDeltaError("the buffers are compressed")
-    table = pa.ipc.open_stream(stream).read_all()
-    if not table.schema.equals(schema, check_metadata=True):
-        raise UnusableDeltaError("the Arrow schema or its metadata differ from the format of deltas")
-    table.validate(full=True)  # offsets outside of the values would read other memory
-    if any(table[name].null_count for name in table.column_names if name != "id"):
-        raise UnusableDeltaError("a value is null")
-    return table.to_batches()
-
-
-def _select_tables(batch: pa.RecordBatch, schema: Schema) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each table of the consumer that a batch names, and the places of its entries in the batch."""
-    column = batch["table"]
-    if len(column.dictionary) > MAX_NAMES:
-        raise UnusableDeltaError(f"a file names {len(column.dictionary):,} tables")
-    codes = column.indices.to_numpy()
-    for code in np.unique(codes):
-        if (name := column.dictionary[code].as_py()) in schema.tables:
-            yield name, np.flatnonzero(codes == code)
 
 
 def _check_range(table: str, rows: np.ndarray, count: int) -> None:
@@ -171,7 +113,7 @@ def _split_rows(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, list
         if values.null_count:
             raise UnusableDeltaError("a value is null")
         values = values.to_numpy()
-        for name, places in _select_tables(batch, schema):
+        for name, places in select_tables(batch, schema.tables):
             spans = columns[places].astype(np.int64) << 32 | np.diff(offsets)[places]
             for column, width in (divmod(span, 1 << 32) for span in np.unique(spans).tolist()):
                 if column < 0 or width < 1 or column + width > schema.tables[name].dim:
@@ -209,7 +151,7 @@ def _read_ids(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, IdChan
     parts: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     for batch in batches:
         has_id, ids = batch["id"].is_valid().to_numpy(zero_copy_only=False), batch["id"].fill_null(0).to_numpy()
-        for name, places in _select_tables(batch, schema):
+        for name, places in select_tables(batch, schema.tables):
             if schema.tables[name].ids is None:
                 raise UnusableDeltaError(f"table {name} has no managed ids")
             parts.setdefault(name, []).append((batch["row"].to_numpy()[places], ids[places], has_id[places]))

@@ -1,10 +1,10 @@
-"""Writing the Arrow files of a delta, and reading the rows that a delta names."""
+"""Writing the Arrow files of a delta."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,10 @@ import pyarrow as pa
 import torch
 
 from raytrec.common.output_folder import OutputFolder
-from raytrec.common.storage import join_uri, open_filesystem
+from raytrec.common.storage import join_uri
 from raytrec.deltas.changed_ids import IdRowChanges
 from raytrec.deltas.changes import RowPiece
-from raytrec.deltas.format import DELTAS_FOLDER, DeltaManifest, Operation, make_arrow_schema
+from raytrec.deltas.format import DELTAS_FOLDER, Operation, make_arrow_schema
 from raytrec.scoring.manifest import FileEntry
 
 
@@ -106,30 +106,3 @@ class _HashedSink(io.RawIOBase):
         self.digest.update(data)
         self.size += len(data)
         return len(data)
-
-
-def read_named_rows(folder: str, manifest: DeltaManifest, operation: Operation) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (table, rows, int64 [n]) for the batches of rows that a delta names.
-
-    Args:
-        folder: Folder of deltas.
-        manifest: Manifest of the delta.
-        operation: rows or ids.
-
-    Raises:
-        OSError: A file cannot be read, or its checksum does not match.
-    """
-    filesystem, path = open_filesystem(join_uri(folder, DELTAS_FOLDER))
-    for name, entry in manifest.files.get(operation, {}).items():
-        file = f"{path}/{name}"
-        is_local = filesystem.type_name == "local"
-        with pa.memory_map(file) if is_local else filesystem.open_input_file(file) as source:
-            data = source.read_buffer()
-            if hashlib.sha256(data).hexdigest() != entry.sha256:
-                raise OSError(f"the checksum of {name} does not match")
-            reader = pa.ipc.open_file(data)
-            for number in range(reader.num_record_batches):
-                batch = reader.get_batch(number)
-                codes, rows = batch["table"].indices.to_numpy(), batch["row"].to_numpy()
-                for code in np.unique(codes):
-                    yield batch["table"].dictionary[code].as_py(), torch.from_numpy(rows[codes == code])

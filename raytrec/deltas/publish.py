@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import monotonic, time
@@ -19,8 +19,9 @@ from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
 from raytrec.deltas.changed_ids import IdChanges, IdRowChanges
 from raytrec.deltas.changes import RowChanges, RowPiece, TakenRows, count_bytes, iterate_pieces
-from raytrec.deltas.files import DeltaFiles, read_named_rows
-from raytrec.deltas.format import DeltaTable, format_number
+from raytrec.deltas.files import DeltaFiles
+from raytrec.deltas.format import DeltaManifest, DeltaTable, Operation, format_number
+from raytrec.deltas.read import UnusableDeltaError, read_batches, select_tables
 from raytrec.deltas.stream import DeltaOutcome, ManifestWriter, describe_failure, list_exports, read_stream
 from raytrec.embeddings.managed.batches import ManagedBatches
 
@@ -190,12 +191,12 @@ class DeltaPublisher:
         ids: dict[str, list[torch.Tensor]] = {}
         try:
             for delta in deltas or ():
-                for table, rows in read_named_rows(self._folder, delta, "rows"):
+                for table, rows in self._read_named(delta, "rows"):
                     self._rows.mark(table, rows)
-                for table, rows in read_named_rows(self._folder, delta, "ids"):
+                for table, rows in self._read_named(delta, "ids"):
                     ids.setdefault(table, []).append(rows)
             is_readable = deltas is not None
-        except OSError:
+        except UnusableDeltaError:
             is_readable = False
         if Peers().max_number(not is_readable):
             self._marks_all = True
@@ -203,6 +204,17 @@ class DeltaPublisher:
             for table in sorted(ids):
                 self._ids.mark(table, torch.cat(ids[table]).unique())
         return number
+
+    def _read_named(self, delta: DeltaManifest, operation: Operation) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (table, rows, int64 [n]) for the rows that a delta of this run names.
+
+        Raises:
+            UnusableDeltaError: A file cannot be read, or is damaged.
+        """
+        for batch in read_batches(self._folder, delta, operation):
+            rows = batch["row"].to_numpy()
+            for table, places in select_tables(batch, self._sizes):
+                yield table, torch.from_numpy(rows[places])
 
     def _publish(self, cut: _Cut, pieces: list[RowPiece] | None) -> DeltaOutcome:
         """Write this rank's files, and on rank 0 the manifest; runs in the thread."""

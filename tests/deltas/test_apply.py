@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import test_models
 import torch
 from deltas import DeltaFolder, ManagedCase, train_steps
 from test_models import ModelCase
@@ -15,15 +16,12 @@ from raytrec.deltas.apply import PreparedDelta, read_delta
 from raytrec.deltas.chain import iterate_exports, read_next
 from raytrec.exporting.apply_deltas import apply_deltas
 
-CASES = {
-    "managed": ManagedCase(),
-    "sequences": ModelCase("din", (1, 1)),
-    "towers": ModelCase("two_tower", (1, 1)),
-    "pairs": ModelCase("dlrm", (1, 1)),
-}
-
-
-FAST_SUITE = {("managed", "int8"), ("sequences", "fp32"), ("towers", "fp16"), ("pairs", "int4")}
+CASES = {"managed": ManagedCase()} | {name: ModelCase(name, (1, 1)) for name in test_models.CASES}
+FAST_SUITE = (("managed", "int8"), ("din", "fp32"), ("two_tower", "fp16"), ("dlrm", "int4"))
+# Some models in each precision, all others in fp32.
+COMBINATIONS = dict.fromkeys(
+    [*product([case for case, _ in FAST_SUITE], ("fp32", "fp16", "int8", "int4")), *product(CASES, ["fp32"])]
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +65,7 @@ def score_parts(model, table):
 
 @pytest.mark.parametrize(
     "case, precision",
-    [
-        pytest.param(*each, marks=[] if each in FAST_SUITE else [pytest.mark.survive])
-        for each in product(CASES, ("fp32", "fp16", "int8", "int4"))
-    ],
+    [pytest.param(*each, marks=[] if each in FAST_SUITE else [pytest.mark.survive]) for each in COMBINATIONS],
 )
 def test_applied_deltas_equal_an_export_of_the_step(case, precision, trained, tmp_path):
     steps, precision = trained(case), None if precision == "fp32" else precision
@@ -80,15 +75,15 @@ def test_applied_deltas_equal_an_export_of_the_step(case, precision, trained, tm
     ((uri, position),) = iterate_exports(str(folder.path))
     model, untouched = raytrec.load(uri), raytrec.load(uri)
     first = score_parts(model, steps.table)
-    for _ in range(2):
+    for step in (2, 3):
         position = apply_next(folder, model, position)
-    expected = raytrec.load(steps.export(3, tmp_path / "third", quantize=precision))
-    assert_equal_models(model, expected)
-    for actual, values, old in zip(
-        score_parts(model, steps.table), score_parts(expected, steps.table), first, strict=True
-    ):
-        np.testing.assert_allclose(actual, values, rtol=1e-6, atol=1e-6)
-        assert not np.allclose(actual, old)
+        expected = raytrec.load(steps.export(step, tmp_path / str(step), quantize=precision))
+        assert_equal_models(model, expected)
+        for actual, values, old in zip(
+            score_parts(model, steps.table), score_parts(expected, steps.table), first, strict=True
+        ):
+            np.testing.assert_allclose(actual, values, rtol=1e-6, atol=1e-6)
+            assert not np.allclose(actual, old)
     out = apply_deltas(uri, str(folder.path), str(tmp_path / "out"))
     offline = raytrec.load(out.path, check_tables=True)
     assert_equal_models(offline, expected)
