@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from struct import error as StructError
 
 import numpy as np
@@ -15,7 +15,7 @@ from raytrec.common.errors import get_first_line
 from raytrec.config.schema import Schema
 from raytrec.deltas.chain import Position, make_refusal
 from raytrec.deltas.read import UnusableDeltaError, read_batches, select_tables
-from raytrec.scoring.lookups import RowChanges
+from raytrec.scoring.lookups import IdRows, RowChanges
 from raytrec.scoring.scorer import Scorer
 
 
@@ -49,6 +49,10 @@ class Delta:
     rows: dict[str, RowChanges]
     ids: dict[str, IdChanges]
     dense: dict[str, torch.Tensor]
+
+    def without_values(self) -> Delta:
+        """Return the delta without the values of rows."""
+        return replace(self, rows={name: RowChanges(each.rows, torch.empty(0)) for name, each in self.rows.items()})
 
 
 def read_delta(folder: str, position: Position, schema: Schema, weights: Mapping[str, torch.Tensor]) -> Delta:
@@ -186,13 +190,16 @@ def _read_dense(batches: list[pa.RecordBatch], weights: Mapping[str, torch.Tenso
     return dense
 
 
-class PreparedDelta:
-    """Delta of which only copies into a scorer remain to be made.
+class PreparedDeltas:
+    """Consecutive deltas of which only copies into a scorer remain to be made.
 
     Args:
         folder: Folder of deltas, for error messages.
-        scorer: Scorer in the state of the previous delta. The scorer may score meanwhile, but must not be changed.
-        delta: Delta to apply.
+        scorer: Scorer in the state before the deltas. The scorer may score meanwhile, but must not be changed.
+        deltas: At least one delta.
+
+    Attributes:
+        position: Position after the last delta.
 
     Raises:
         RunError: A value is too large for the precision of the tables, an id would have two rows, or the tables
@@ -200,19 +207,20 @@ class PreparedDelta:
         UnavailableError: A table shard does not have the new state.
     """
 
-    def __init__(self, folder: str, scorer: Scorer, delta: Delta):
-        self._scorer, self._delta, lookups, position = scorer, delta, scorer.lookups, delta.position
-        with refuse_unusable(folder, position):
+    def __init__(self, folder: str, scorer: Scorer, deltas: Sequence[Delta]):
+        self._scorer, self.position, self._dense = scorer, deltas[-1].position, deltas[-1].dense
+        self._ids: dict[str, IdRows] = {}
+        with refuse_unusable(folder, self.position):
             for key, value in scorer.program_weights.items():
-                if delta.dense[name := key.partition("/")[2]].shape != value.shape:
+                if self._dense[name := key.partition("/")[2]].shape != value.shape:
                     raise UnusableDeltaError(f"weight {name} has different shapes in the programs")
-            self._ids = {
-                name: lookups.ids[name].replace(each.listed, each.ids, each.rows) for name, each in delta.ids.items()
-            }
-            self._update_rows = lookups.prepare_update(delta.rows, position.version, position.number)
+            for name, each in (item for delta in deltas for item in delta.ids.items()):
+                ids = self._ids.get(name, scorer.lookups.ids[name])
+                self._ids[name] = ids.replace(each.listed, each.ids, each.rows)
+            rows = [delta.rows for delta in deltas]
+            self._update_rows = scorer.lookups.prepare_update(rows, self.position.version, self.position.number)
 
     def apply(self) -> None:
-        """Change the scorer to the state of the delta, in the thread that scores."""
+        """Change the scorer to the state after the last delta, in the thread that scores."""
         self._update_rows()
-        position = self._delta.position
-        self._scorer.update(position.manifest.step, position.version, self._ids, self._delta.dense)
+        self._scorer.update(self.position.manifest.step, self.position.version, self._ids, self._dense)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, cast
@@ -282,25 +282,27 @@ class Lookups:
         """Return the table shards that this thread's lookups have missed since the last call."""
         return set()
 
-    def prepare_update(self, changes: Mapping[str, RowChanges], version: str, delta: int) -> Callable[[], None]:
+    def prepare_update(
+        self, deltas: Sequence[Mapping[str, RowChanges]], version: str, number: int
+    ) -> Callable[[], None]:
         """Prepare new rows, and return the function that changes the tables, in the thread that scores.
 
         Args:
-            changes: Table → new rows.
+            deltas: Table → new rows, for consecutive deltas.
             version: Version of the new state.
-            delta: Number of the delta that leads to this state.
+            number: Number of the last delta.
 
         Raises:
             ValueError: A value is too large for the precision of its table.
             OSError: The system refuses to make the tables writable.
             UnavailableError: A table shard does not have the new state.
         """
-        encoded = encode_changes(self.tables, changes)
-        for stack, (rows, _) in encoded.items():
+        encoded = [item for changes in deltas for item in encode_changes(self.tables, changes).items()]
+        for stack, (rows, _) in encoded:
             stack.prepare_writing(rows)
 
         def update() -> None:
-            for stack, (rows, stored) in encoded.items():
+            for stack, (rows, stored) in encoded:
                 stack.write(rows, stored)
 
         return update

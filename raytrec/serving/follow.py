@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter, Gauge
 
 from raytrec.common.errors import RaytrecError, RunError, get_first_line
-from raytrec.deltas.apply import PreparedDelta, read_delta
+from raytrec.deltas.apply import Delta, PreparedDeltas, read_delta
 from raytrec.deltas.chain import Position, check_gap, find_stream, iterate_exports, read_next
 from raytrec.scoring.load import LookupMaker
 from raytrec.scoring.scorer import Scorer
@@ -140,21 +140,29 @@ class Follower:
                 self._check_stream()
                 check_gap(self._folder, self.position)
             return False
-        self._switch(lambda: self._adopt(*prepared))
+        self._switch(lambda: self._adopt(prepared))
         self._check_due = monotonic() + CHECK_INTERVAL_S
         return True
 
-    def _prepare_next(self, scorer: Scorer, position: Position) -> tuple[PreparedDelta, Position] | None:
-        following = read_next(self._folder, position)
-        if following is None:
-            return None
-        delta = read_delta(self._folder, following, scorer.manifest.data_schema, scorer.weights)
-        return PreparedDelta(self._folder, scorer, delta), following
+    def _prepare_next(self, scorer: Scorer, position: Position) -> PreparedDeltas | None:
+        """Prepare the next delta, or all usable ones if table shards have the rows: shards forget early states."""
+        deltas: list[Delta] = []
+        try:
+            while following := read_next(self._folder, position):
+                delta = read_delta(self._folder, following, scorer.manifest.data_schema, scorer.weights)
+                if not scorer.lookups.is_remote:
+                    return PreparedDeltas(self._folder, scorer, [delta])
+                deltas.append(delta.without_values())
+                position = following
+        except RunError:
+            if not deltas:
+                raise
+        return PreparedDeltas(self._folder, scorer, deltas) if deltas else None
 
-    def _adopt(self, prepared: PreparedDelta, position: Position) -> None:
+    def _adopt(self, prepared: PreparedDeltas) -> None:
+        self._applied.inc(prepared.position.number - self.position.number)
         prepared.apply()
-        self.position = position
-        self._applied.inc()
+        self.position = prepared.position
 
     def _check_stream(self) -> None:
         stream, own = find_stream(self._folder), self.position.manifest.stream
@@ -225,8 +233,8 @@ class Follower:
                 return position
             if prepared is None:
                 return position
-            prepared[0].apply()
-            position = prepared[1]
+            prepared.apply()
+            position = prepared.position
 
 
 def _call(action: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from deltas import DeltaFolder, ManagedCase, train_steps
 from test_models import ModelCase
 
 import raytrec
-from raytrec.deltas.apply import PreparedDelta, read_delta
+from raytrec.deltas.apply import PreparedDeltas, read_delta
 from raytrec.deltas.chain import iterate_exports, read_next
 from raytrec.exporting.apply_deltas import apply_deltas
 
@@ -32,7 +32,7 @@ def trained(tmp_path_factory):
 def apply_next(folder, model, position):
     following = read_next(str(folder.path), position)
     delta = read_delta(str(folder.path), following, model.manifest.data_schema, model.weights)
-    PreparedDelta(str(folder.path), model, delta).apply()
+    PreparedDeltas(str(folder.path), model, [delta]).apply()
     return following
 
 

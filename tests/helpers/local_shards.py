@@ -37,7 +37,7 @@ class LocalShards:
     def make_maker(self, folder, **options):
         """Return the argument of `Follower` with which it looks up rows in the shards."""
         return lambda position: partial(
-            self.make_lookups, state=TableState(str(folder), position.version, position.number), **options
+            self.make_lookups, state=TableState(str(folder), position.version, position.number, True), **options
         )
 
     def make_lookups(self, uri, manifest, ids, cache_bytes=2000, timeout_s=30.0, fallback="fail", state=None):

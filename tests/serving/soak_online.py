@@ -42,7 +42,7 @@ from urllib3.exceptions import HTTPError  # noqa: E402
 from waiting import wait_for  # noqa: E402
 
 import raytrec  # noqa: E402
-from raytrec.deltas.apply import PreparedDelta, read_delta  # noqa: E402
+from raytrec.deltas.apply import PreparedDeltas, read_delta  # noqa: E402
 from raytrec.deltas.chain import iterate_exports, read_next  # noqa: E402
 from raytrec.verification.verify import verify  # noqa: E402
 
@@ -123,7 +123,7 @@ def compute_states(folder, tables):
         if (position := read_next(str(folder), position)) is None:
             return states
         delta = read_delta(str(folder), position, scorer.manifest.data_schema, scorer.weights)
-        PreparedDelta(str(folder), scorer, delta).apply()
+        PreparedDeltas(str(folder), scorer, [delta]).apply()
 
 
 def count_wrong(answers, states):
@@ -164,7 +164,7 @@ def soak(root, requests, clients, kills):
             training.wait(300)
             newest = max(live.glob("deltas/*.json"))
             number = json.loads(newest.read_text())["number"]
-            wait_for(lambda: {each["delta"] for each in list_freshness(service)} == {number}, f"delta {number}", 120)
+            wait_until_followed(service, number)
             verified = verify(service.url, str(run)).metrics
     finally:
         if training.poll() is None:
@@ -185,9 +185,14 @@ def soak(root, requests, clients, kills):
     }
 
 
-def list_freshness(service):
-    """Return the freshness of several answers, which may be of any replica."""
-    return [service.ask("/ready")["freshness"] for _ in range(4 * REPLICAS)]
+def wait_until_followed(service, number, timeout_s=120):
+    """Wait until all replicas, which answer in turn, have applied a delta."""
+    deadline = time.monotonic() + timeout_s
+    found = [{}]
+    while {each.get("delta") for each in found} != {number}:
+        found = [service.ask("/ready")["freshness"] for _ in range(8)]
+        assert time.monotonic() < deadline, f"delta {number}: not within {timeout_s} s; {found}"
+        time.sleep(0.2)
 
 
 def main(

@@ -98,7 +98,7 @@ def make_lookup_maker(
     def make_lookups(uri: str, manifest: Manifest, ids: Mapping[str, IdRows]) -> ShardedLookups:
         state = TableState(uri, manifest.version)
         if position:
-            state = TableState(service_options.uri, position.version, position.number)
+            state = TableState(service_options.uri, position.version, position.number, is_first=True)
         connections = [ShardConnection(number, partial(_open, name), state) for number, name in enumerate(names)]
         return ShardedLookups(manifest, ids, connections, service_options, figures)
 

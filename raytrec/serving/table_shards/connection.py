@@ -36,11 +36,14 @@ class TableState(NamedTuple):
         uri: Export, or folder of deltas.
         version: Version of the export, or of the state after a delta.
         delta: Number of this delta; 0: `uri` is an export.
+        is_first: True if a shard must load the state even if it has a later one, because a replica compares the
+            golden rows of a full export.
     """
 
     uri: str
     version: str
     delta: int = 0
+    is_first: bool = False
 
 
 def read_tls_files() -> tuple[bytes, bytes, bytes] | None:

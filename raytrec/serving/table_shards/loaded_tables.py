@@ -77,6 +77,11 @@ class LoadedTables:
         """Return the versions of the states that can be looked up."""
         return [each.version for each in self._states if each.version]
 
+    @property
+    def delta(self) -> int:
+        """Return the number of the delta that leads to the newest state; 0 for an export that does not change."""
+        return self._position.number if self._position else 0
+
     def advance(self, delta: int) -> None:
         """Apply the following deltas that exist, up to this number.
 

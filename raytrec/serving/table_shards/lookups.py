@@ -88,13 +88,15 @@ class ShardedLookups(Lookups):
         missing, self._missing.shards = getattr(self._missing, "shards", set()), set()
         return missing
 
-    def prepare_update(self, changes: Mapping[str, RowChanges], version: str, delta: int) -> Callable[[], None]:
+    def prepare_update(
+        self, deltas: Sequence[Mapping[str, RowChanges]], version: str, number: int
+    ) -> Callable[[], None]:
         """Wait until all shards have a state, and return the function that uses it; see Lookups.prepare_update."""
-        state = self._state._replace(version=version, delta=delta)
+        state = self._state._replace(version=version, delta=number, is_first=False)
         self._connect(state, UPDATE_TIMEOUT_S)
 
         def update() -> None:
-            for name, each in changes.items():
+            for name, each in (item for changes in deltas for item in changes.items()):
                 table: Any = self.tables[name]
                 table.stack.cache.drop(each.rows.numpy() + table.first_row)
             self._state = state

@@ -89,7 +89,8 @@ class TableShard:
         The longest unused tables are released if there are more than MAX_LOADED.
 
         Raises:
-            RunError: The export cannot be used or has another version, or deltas do not lead to the state.
+            RunError: The export cannot be used or has another version, or deltas do not lead to the state, or it is
+                earlier than the states that can be looked up.
         """
         if not self._advance(state):  # replicas that connect again do not wait for tables that are being loaded
             with self._lock:
@@ -104,11 +105,16 @@ class TableShard:
 
     def _advance(self, state: TableState) -> bool:
         """Return True if a state is in memory, if necessary by applying deltas to tables in memory."""
-        for tables in reversed(self._tables if state.delta else []):
-            if tables.folder == state.uri and not self._find(state.version):
+        followed = [each for each in self._tables if state.delta and each.folder == state.uri]
+        for tables in sorted(followed, key=lambda each: -each.delta):
+            if not self._find(state.version):
                 with suppress(RunError):  # a later export may replace the deltas
                     tables.advance(state.delta)
-        return self._find(state.version) is not None
+        if self._find(state.version):
+            return True
+        if not state.is_first and any(each.delta > state.delta for each in followed):
+            raise RunError(f"the state {state.version} is too old", where=state.uri, expected="a later state")
+        return False
 
     def _load(self, state: TableState) -> LoadedTables:
         tables = load_tables(state.uri, self._part)
