@@ -23,7 +23,7 @@ from raytrec.serving import command, follow
 from raytrec.serving.app import Service
 from raytrec.serving.batching import UnavailableError
 from raytrec.serving.replica_metrics import describe_model, write_metrics
-from raytrec.serving.table_shards import loaded_tables, pooling
+from raytrec.serving.table_shards import loaded_tables, pooling, shard
 
 STEPS = 6
 
@@ -274,6 +274,27 @@ def test_shards_keep_the_states_of_slow_replicas(steps, folder, exports, monkeyp
         assert quick.advance() and new.advance()
         deltas = [sorted(tables.delta for tables in shard._tables) for shard in shards.shards]
         assert deltas == [[1, STEPS + 1]] * 2, "the deltas were applied to the tables of the golden rows"
+
+
+def test_shards_refuse_values_that_exceed_the_precision(steps, folder, monkeypatch, tmp_path):
+    """The tables are not loaded again for a delta that shards cannot apply."""
+    monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
+    shutil.rmtree(folder.path / "exports")
+    folder.add_export(1, steps.export(1, tmp_path / "half", quantize="fp16"))
+    loaded = []
+    monkeypatch.setattr(shard, "load_tables", lambda *words: loaded.append(words) or loaded_tables.load_tables(*words))
+    with local_shards(2) as shards, FollowingService(folder, shards) as service:
+        service.wait(delta=2)
+        before = service.scores({"rows": steps.table.to_pylist()})
+        rows, ids, dense = steps.changes(3)
+        table = next(iter(rows))
+        rows[table] = rows[table][0], np.full_like(rows[table][1], 1e6)
+        folder.write(3, 3, rows, ids, dense)
+        service.wait_for_problem(f"delta 3 cannot be applied: table {table}: a table contains NaN or values beyond")
+        time.sleep(0.5)
+        assert len(loaded) == 2 and service.scores({"rows": steps.table.to_pylist()}) == before
+        folder.write_steps(steps, 3, 3)
+        service.wait(delta=3, problem=None)
 
 
 def can_score(follower, table):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from threading import Lock, Thread
 from typing import Any
 
@@ -75,6 +74,7 @@ class TableShard:
         torch.set_num_threads(1)
         self._part, self._lock = (number, count), Lock()
         self._tables: list[LoadedTables] = []
+        self._failure: RunError | None = None  # of the last delta that could not be applied
         if host is None:
             import ray
 
@@ -108,9 +108,12 @@ class TableShard:
         followed = [each for each in self._tables if state.delta and each.folder == state.uri]
         for tables in sorted(followed, key=lambda each: -each.delta):
             if not self._find(state.version):
-                with suppress(RunError):  # a later export may replace the deltas
+                try:
                     tables.advance(state.delta)
+                except RunError as error:
+                    self._failure = error  # a later export may replace the deltas
         if self._find(state.version):
+            self._failure = None
             return True
         if not state.is_first and any(each.delta > state.delta for each in followed):
             raise RunError(f"the state {state.version} is too old", where=state.uri, expected="a later state")
@@ -124,10 +127,14 @@ class TableShard:
         return tables
 
     def _load_followed(self, state: TableState) -> LoadedTables:
-        """Load the newest usable export that is not newer than a state, and apply the deltas up to the state."""
+        """Load the newest usable export that is not newer than a state, and apply the deltas up to the state.
+
+        Exports that are older than tables in memory are not loaded, because the same deltas follow them.
+        """
         what = f"no full export and deltas lead to {state.version}"
-        failure = RunError(what, where=state.uri, expected="the state after a delta of the run")
-        for uri, position in iterate_exports(state.uri):
+        failure = self._failure or RunError(what, where=state.uri, expected="the state after a delta of the run")
+        known = [each.delta for each in self._tables if each.folder == state.uri and not state.is_first]
+        for uri, position in iterate_exports(state.uri, max(known, default=0)):
             if position.number <= state.delta:
                 try:
                     tables = load_tables(uri, self._part, state.uri, position)
