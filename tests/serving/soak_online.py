@@ -140,7 +140,7 @@ def count_wrong(answers, states):
 
 def soak(root, requests, clients, kills):
     """Run the processes, and return the figures."""
-    run_raytrec(root / "prepare.log", "prepare", "synthetic", "--out", f"{root}/data", "--rows", "100000").wait(300)
+    run_raytrec(root / "prepare.log", "prepare", "synthetic", "--out", f"{root}/data", "--rows", "1000000").wait(600)
     live, run = root / "live", root / "run"
     words = [f"data.train={root}/data/train", f"run.dir={run}", "train.epochs=10000", "scaling.num_workers=1"]
     words += [f"export.deltas={{to: {live}, every_s: 1, full_every: 100000}}", "checkpoint.every_steps=60"]
