@@ -110,6 +110,7 @@ def kill_in_turn(service, training, state, requests, kills):
         if found:
             killed.append(command_line(found[0])[:40])
             found[0].send_signal(signal.SIGKILL)
+            print(f"{state.asked.value:,} requests: killed {killed[-1]}", flush=True)
     return killed
 
 
