@@ -144,7 +144,7 @@ def soak(root, requests, clients, kills):
     run_raytrec(root / "prepare.log", "prepare", "synthetic", "--out", f"{root}/data", "--rows", "1000000").wait(600)
     live, run = root / "live", root / "run"
     words = [f"data.train={root}/data/train", f"run.dir={run}", "train.epochs=10000", "scaling.num_workers=1"]
-    words += [f"export.deltas={{to: {live}, every_s: 1, full_every: 100000}}", "checkpoint.every_steps=60"]
+    words += [f"export.deltas={{to: {live}, every_s: 1, full_every: 30, keep: 1000}}", "checkpoint.every_steps=60"]
     words += ["data.valid=null", "data.test=null", "tracking.enabled=false", "tracking.report=false"]
     training = run_raytrec(root / "train.log", "train", str(REPO / "jobs/synthetic.yaml"), *words)
     rows = pq.read_table(root / "data/train")
