@@ -1,8 +1,10 @@
 """Test that the console session in docs/jobs.md works as shown."""
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from heads import make_short_link, plain_environment
 
@@ -28,6 +30,10 @@ def test_session_in_the_jobs_page_works_as_shown(tmp_path):
             assert difference is None, f"$ {command}\n{difference}\n--- all of it:\n" + "\n".join(got)
     finally:
         shell.close()
+        for process in psutil.process_iter():  # the head outlives the shell of a session that failed
+            with suppress(psutil.Error):
+                if process.environ().get("HOME") == env["HOME"]:
+                    process.kill()
 
 
 def test_differences_reports_changed_output():
