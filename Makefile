@@ -128,7 +128,6 @@ bench-table-shards: install
 
 bench-online: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/online.py
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/freshness.py
 
 bench-swap: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/swap.py

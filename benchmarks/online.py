@@ -1,7 +1,8 @@
-"""Cost of deltas during training: CPU-µs per row with a delta every 10 seconds, compared with none.
+"""Cost of deltas during training, and the time from a step until a service answers with it (freshness.py).
 
     python benchmarks/online.py [--workers 1] [--rounds 3]
 
+The cost is the CPU-µs per row with a delta every 10 seconds, compared with none.
 Steps have 2,048 rows per rank and 26 tables of 100,000 × 16, whose ids follow a power law. They run on a CPU with
 batches in memory; collating is included. The sides take turns of 10 seconds. Each turn with deltas writes one
 delta, and its CPU time includes the thread that writes. The ratio is the median over rounds.
@@ -17,6 +18,7 @@ from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
+import freshness
 import harness
 import numpy as np
 from harness import Grid, median_ratio, take_turns
@@ -89,7 +91,7 @@ def side(rank: int, world: int) -> Any:
 
 
 def main(workers: harness.Workers = "1", rounds: harness.Rounds = 3, smallest: harness.Smallest = False) -> None:
-    """Print the table."""
+    """Print the tables."""
     rounds, turn_s, rows = (1, SHORT_TURN_S, []) if smallest else (rounds, TURN_S, [])
     for world in harness.integers(workers):
         with ExitStack() as stack:
@@ -105,6 +107,7 @@ def main(workers: harness.Workers = "1", rounds: harness.Rounds = 3, smallest: h
         rows.append([str(world), f"{median(none):.1f}", f"{median(some):.1f}", f"{median_ratio(some, none):.3f}"])
     title = f"CPU-µs per row, {os.cpu_count()} cores, median of {rounds}"
     Grid(("workers", *SIDES, "ratio"), rows, title, left=0).show()
+    freshness.main(workers=workers, smallest=smallest)
 
 
 if __name__ == "__main__":

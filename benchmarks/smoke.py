@@ -65,6 +65,7 @@ TARGETS = {
     "bench-table-shards": "-W ignore benchmarks/table_shards.py --smallest",
     "bench-swap": "-W ignore benchmarks/swap.py --smallest",
     "soak-serve": "-W ignore tests/serving/soak.py --smallest",
+    "soak-online": "-W ignore tests/serving/soak_online.py --smallest",
     "bench-online": "-W ignore benchmarks/online.py --smallest",
     "bench-start": "-W ignore benchmarks/start.py --smallest",
     "bench-plan": "-W ignore benchmarks/plan.py --smallest",
