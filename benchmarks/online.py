@@ -2,10 +2,10 @@
 
     python benchmarks/online.py [--workers 1] [--rounds 3]
 
-The cost is the CPU-µs per row with a delta every 10 seconds, compared with none.
-Steps have 2,048 rows per rank and 26 tables of 100,000 × 16, whose ids follow a power law. They run on a CPU with
-batches in memory; collating is included. The sides take turns of 10 seconds. Each turn with deltas writes one
-delta, and its CPU time includes the thread that writes. The ratio is the median over rounds.
+The cost is the CPU-µs per row with a delta every 10 seconds, compared with none. Steps have 2,048 rows per rank and 26
+tables of 100,000 × 16, whose ids follow a power law. They run on a CPU with batches in memory; collating is included.
+The sides take turns of 10 seconds. Each turn with deltas writes one delta, and its CPU time includes the thread that
+writes. The ratio is the median over rounds.
 """
 
 from __future__ import annotations
