@@ -62,7 +62,7 @@ def send_requests(url, bodies, state, clients, outcome):
     An answer is (number of the body, version, scores).
     """
     retry = Retry(
-        10, status_forcelist=[429, 500, 502, 503, 504], allowed_methods=None, backoff_factor=0.1, backoff_max=5
+        20, status_forcelist=[429, 500, 502, 503, 504], allowed_methods=None, backoff_factor=0.1, backoff_max=5
     )
     counts, answers = Counter(), Counter()
 
