@@ -33,6 +33,7 @@
 # make bench-table-shards  lookups in tables apart from the replicas, next to tables in process
 # make bench-online  CPU time of deltas during training, and time from a step until a service answers with it
 # make soak-online  100,000 requests to a service that follows a run, while ranks, replicas and table shards are killed
+# make bench-sync  the AUC that a served model loses if it is synchronized with training only at intervals
 # make bench-swap  how long requests take while a service loads another export
 # make soak-serve  200,000 requests to a service through swaps, damaged exports and killed replicas
 # make bench-plan  memory and time that raytrec plan predicts, against measured ones
@@ -59,7 +60,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-resume bench-ids-quality weight map
+.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-sync bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-resume bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -128,6 +129,9 @@ bench-table-shards: install
 
 bench-online: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/online.py
+
+bench-sync: install
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/sync_interval.py
 
 bench-swap: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/swap.py

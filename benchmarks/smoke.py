@@ -67,6 +67,7 @@ TARGETS = {
     "soak-serve": "-W ignore tests/serving/soak.py --smallest",
     "soak-online": "-W ignore tests/serving/soak_online.py --smallest",
     "bench-online": "-W ignore benchmarks/online.py --smallest",
+    "bench-sync": "-W ignore benchmarks/sync_interval.py --smallest",
     "bench-start": "-W ignore benchmarks/start.py --smallest",
     "bench-plan": "-W ignore benchmarks/plan.py --smallest",
     "bench-scale": "-W ignore benchmarks/scale.py --smallest",

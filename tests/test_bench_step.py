@@ -84,7 +84,10 @@ def test_growth_reports_points_off_fitted_curve():
     assert of(False, 7.0, 7.5, 8.0, 14.0)["kinks"] == [1000.0]
 
 
-@pytest.mark.parametrize("name", ["growth", "start", "share", "ids", "ids_quality", "sequences", "tiers", "grouped"])
+DOCUMENTED = ["growth", "start", "share", "ids", "ids_quality", "sequences", "tiers", "grouped", "sync_interval"]
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
 def test_benchmarks_page_has_latest_results(name):
     found = harness.load(name)
     expected = import_module(name).document(found) if found else ""
