@@ -15,8 +15,9 @@ from raytrec.common.errors import get_first_line
 from raytrec.config.schema import Schema
 from raytrec.deltas.chain import Position, make_refusal
 from raytrec.deltas.read import UnusableDeltaError, read_batches, select_tables
-from raytrec.scoring.lookups import IdRows, RowChanges
+from raytrec.scoring.lookups import IdRows
 from raytrec.scoring.scorer import Scorer
+from raytrec.scoring.table_rows import RowChanges
 
 
 @dataclass(frozen=True)

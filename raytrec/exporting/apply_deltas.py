@@ -22,11 +22,12 @@ from raytrec.exporting.export import encode_arrow, encode_ids
 from raytrec.exporting.export_folder import ExportClaim, ExportFolder
 from raytrec.exporting.trained_model import PIECE_BYTES
 from raytrec.scoring.load import check_files, open_export, read_ids, refuse_code
-from raytrec.scoring.lookups import IdRows, encode_rows
+from raytrec.scoring.lookups import IdRows
 from raytrec.scoring.manifest import GOLDEN, ONNX_FILE, Manifest, read_manifest
 from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.program_archive import load_program, replace_weights
 from raytrec.scoring.table_files import ALIGNMENT
+from raytrec.scoring.table_rows import encode_rows
 
 
 def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, allow_code: bool = False) -> Result:

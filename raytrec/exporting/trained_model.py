@@ -21,10 +21,11 @@ from raytrec.exporting.programs import Program, make_program
 from raytrec.models.recommender import Recommender
 from raytrec.prediction.one_process import load_model
 from raytrec.prediction.predict import list_score_columns
-from raytrec.scoring.lookups import IdRows, Lookups, StackedTable
+from raytrec.scoring.lookups import IdRows, Lookups
 from raytrec.scoring.manifest import ExportSource, PrecisionName, ProgramName, StackEntry, TaskEntry, list_inputs
 from raytrec.scoring.precisions import PRECISIONS, TablePrecision
 from raytrec.scoring.table_files import choose_block_rows, make_header
+from raytrec.scoring.table_rows import StackedTable
 from raytrec.tasks.objective import Objective
 
 PIECE_BYTES = 32 << 20  # maximum size of the rows in memory

@@ -19,9 +19,9 @@ import torch
 
 from raytrec.common.errors import RunError
 from raytrec.common.memory import advise_random_access, map_files
-from raytrec.scoring.lookups import RowStack, StackedTable
 from raytrec.scoring.manifest import Manifest, StackEntry
 from raytrec.scoring.precisions import PRECISIONS, TablePrecision
+from raytrec.scoring.table_rows import RowStack, StackedTable
 
 ALIGNMENT = 1 << 16  # bytes; a multiple of the page sizes of Linux
 MAX_FILE_BYTES = 4 << 30

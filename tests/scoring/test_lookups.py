@@ -11,8 +11,9 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.data.assembler import AssembledTensors, Bags
-from raytrec.scoring.lookups import Lookups, RowStack, StackedTable
+from raytrec.scoring.lookups import Lookups
 from raytrec.scoring.precisions import PRECISIONS
+from raytrec.scoring.table_rows import RowStack, StackedTable
 
 torch.manual_seed(0)
 ROWS = torch.randn(40, 16)

@@ -15,7 +15,7 @@ from waiting import wait_for
 
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.config.schema import Schema
-from raytrec.scoring import lookups
+from raytrec.scoring import table_rows
 from raytrec.scoring.load import read_ids
 from raytrec.scoring.manifest import Manifest, StackEntry
 from raytrec.scoring.precisions import PRECISIONS
@@ -192,7 +192,7 @@ def test_cold_rows_are_prefetched_before_they_are_read(manifest, tmp_path, monke
     )
     few, many = torch.arange(10), torch.arange(0, 4096, 8)
     stack.vectors(few)
-    assert count_resident_pages(values) == 0 and len(many) >= lookups.MIN_PREFETCHED_ROWS
+    assert count_resident_pages(values) == 0 and len(many) >= table_rows.MIN_PREFETCHED_ROWS
     stack.vectors(many)
     wait_for(lambda: count_resident_pages(values) >= 16, "prefetched pages", 60)
     assert count_resident_pages(values) < 48  # the rows of the first block only

@@ -17,9 +17,9 @@ from raytrec.common.storage import make_absolute
 from raytrec.deltas.apply import read_row_changes, refuse_unusable
 from raytrec.deltas.chain import Position, read_next
 from raytrec.scoring.load import check_files, copy_to_disk, list_table_names, select_files, unlink_files
-from raytrec.scoring.lookups import RowStack, StackedTable, encode_changes
 from raytrec.scoring.manifest import Manifest, read_manifest
 from raytrec.scoring.table_files import open_tables
+from raytrec.scoring.table_rows import RowStack, StackedTable, encode_changes
 from raytrec.serving.table_shards.messages import StackRequest, decode_request
 from raytrec.serving.table_shards.pooling import find_shards
 
