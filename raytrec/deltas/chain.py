@@ -82,8 +82,11 @@ def read_next(folder: str, position: Position) -> Position | None:
     number, stream = position.number + 1, position.manifest.stream
     try:
         found = read_delta_manifest(folder, number)
-    except (OSError, UnreadableError) as error:
+    except UnreadableError as error:
         raise make_refusal(folder, number, f"the manifest cannot be read: {get_first_line(error)}") from None
+    except OSError as error:
+        reason = error.strerror or type(error).__name__  # the text of the error names the folder
+        raise make_refusal(folder, number, f"the manifest cannot be read: {reason}") from None
     if found is None:
         return None
     manifest, checksum = found

@@ -142,8 +142,10 @@ class Batcher:
                     return
                 if self._threads:
                     self._in_threads += 1
-                    results = await asyncio.get_running_loop().run_in_executor(self._threads, self._score, batch)
-                    self._in_threads -= 1
+                    try:
+                        results = await asyncio.get_running_loop().run_in_executor(self._threads, self._score, batch)
+                    finally:
+                        self._in_threads -= 1
                 else:
                     results = self._score(batch)
                 for piece, result in zip(batch, results, strict=True):
@@ -181,6 +183,7 @@ class Batcher:
     def _score(self, batch: list[_BatchPart]) -> list[VersionedScores | Exception]:
         """Return the scores or the error of each piece of a batch."""
         parts = [piece.rows for piece in batch]
+        batch[0].query.scorer.lookups.take_missing_shards()  # of a batch that failed
         try:
             scores = batch[0].query.score(parts, [piece.query.user for piece in batch])
         except DataError as error:
@@ -214,4 +217,6 @@ def _to_query_error(piece: _BatchPart) -> DataError | None:
         piece.query.score([piece.query.rows], [piece.query.user])
     except DataError as error:
         return error
+    except Exception:  # such as a missing table shard; the error of the part is reported
+        return None
     return None

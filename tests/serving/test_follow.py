@@ -24,6 +24,7 @@ from raytrec.serving.app import Service
 from raytrec.serving.batching import UnavailableError
 from raytrec.serving.replica_metrics import describe_model, write_metrics
 from raytrec.serving.table_shards import loaded_tables, pooling, shard
+from raytrec.serving.table_shards.shard import TableShard
 
 STEPS = 6
 
@@ -295,6 +296,28 @@ def test_shards_refuse_values_that_exceed_the_precision(steps, folder, monkeypat
         assert len(loaded) == 2 and service.scores({"rows": steps.table.to_pylist()}) == before
         folder.write_steps(steps, 3, 3)
         service.wait(delta=3, problem=None)
+
+
+def test_missing_shard_stops_the_others_and_needs_one_thread(steps, folder, monkeypatch):
+    """Shards that went on would forget the state with which the replicas answer."""
+    monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
+    monkeypatch.setattr(loaded_tables, "MAX_STATES", 2)
+    with local_shards(2) as shards:
+        options = {"cache_bytes": 0, "fallback": "zeros"}
+        follower = follow.Follower(str(folder.path), make_maker=shards.make_maker(folder.path, **options))
+        scorer = follower.versions.current.scorer
+        expected, threads = scorer.predict(steps.table).to_pydict(), threading.active_count()
+        shards.stop(1)
+        for number in range(3, STEPS + 1):
+            folder.write_steps(steps, number, number)
+            assert not follower.advance() and "shard" in follower.problem and str(folder.path) not in follower.problem
+            scorer.predict(steps.table)
+            assert scorer.lookups.take_missing_shards() == {1}
+        assert threading.active_count() <= threads + 3, "each attempt starts a thread"
+        shards.shards[1] = TableShard(1, 2, "127.0.0.1")
+        shards._servers.append(shards.shards[1].server)
+        wait_for(lambda: scorer.predict(steps.table).to_pydict() == expected, "the shard", 60)
+        assert follower.advance() and follower.position.number == STEPS
 
 
 def can_score(follower, table):

@@ -44,7 +44,9 @@ def start_shards(service_options: ServiceOptions) -> None:
         except ValueError:
             missing.append(number)
     uri = service_options.uri
-    manifest = read_manifest(next(iterate_exports(uri))[0] if service_options.follow else uri)
+    if service_options.follow and (newest := next(iterate_exports(uri), None)) is None:
+        raise RunError("the run has not written a full export yet", where=uri, expected="a full export", do="retry")
+    manifest = read_manifest(newest[0] if service_options.follow else uri)
     memory_bytes = -(-sum(manifest.files[file].bytes for each in manifest.stacks for file in each.files) // count)
     _check_memory(memory_bytes, len(missing))
     for number in missing:

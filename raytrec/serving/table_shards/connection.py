@@ -136,7 +136,17 @@ class ShardConnection:
     def __init__(self, number: int, reach: Callable[[TableState, float], tuple[str, str]], state: TableState):
         self.number, self.state, self._reach = number, state, reach
         self._lock, self._client, self._idle = Lock(), None, list[Exchange]()
-        self._address, self._late, self._is_closed = ("", ""), 0, False
+        self._address, self._late, self._is_closed, self._is_reconnecting = ("", ""), 0, False, False
+
+    @property
+    def is_away(self) -> bool:
+        """Return True if the shard is away."""
+        return self._client is None
+
+    def lose(self, error: Exception) -> None:
+        """Stop using the shard until a thread has reached it again."""
+        if client := self._client:
+            self._lose(client, error)
 
     def connect(self, state: TableState, timeout_s: float) -> None:
         """Connect to the shard once it has loaded a state of the tables; keep a connection that works.
@@ -154,7 +164,7 @@ class ShardConnection:
         with self._lock:
             idle, self._idle = self._idle, []
             if not self._is_closed:
-                self._client, self._address, self._late = client, address, 0
+                self._client, self._address, self._late, self._is_reconnecting = client, address, 0, False
         for exchange in idle:
             exchange.close()
 
@@ -219,10 +229,12 @@ class ShardConnection:
             if client is not self._client:
                 return  # another request has noticed the failure first
             self._client, idle, self._idle = None, self._idle, []
+            starts, self._is_reconnecting = not self._is_reconnecting, True
         _log.warning("table shard %s is away: %s", self.number, get_first_line(error))
         for exchange in idle:
             exchange.close()
-        Thread(target=self._reconnect, name=f"shard-{self.number}", daemon=True).start()
+        if starts:
+            Thread(target=self._reconnect, name=f"shard-{self.number}", daemon=True).start()
 
     def _reconnect(self) -> None:
         while not self._is_closed:

@@ -13,7 +13,7 @@ from weakref import finalize
 import numpy as np
 import torch
 
-from raytrec.common.errors import DataError, RaytrecError, get_first_line
+from raytrec.common.errors import DataError, RaytrecError
 from raytrec.data.assembler import AssembledTensors
 from raytrec.scoring.lookups import IdRows, Lookups, Tensors, divide_by_totals, pad_sequences
 from raytrec.scoring.manifest import Manifest
@@ -73,11 +73,11 @@ class ShardedLookups(Lookups):
         self._options, self._missing = service_options, local()
         self._timeout_s, self._uses_zeros = CHECK_TIMEOUT_S, False  # until the golden rows have been compared
         finalize(self, close_connections, connections)
-        self._connect(self._state, LOAD_TIMEOUT_S)
+        self._connect(self._state, LOAD_TIMEOUT_S, connections)
 
-    def _connect(self, state: TableState, timeout_s: float) -> None:
+    def _connect(self, state: TableState, timeout_s: float, connections: Sequence[ShardConnection]) -> None:
         with ThreadPoolExecutor(len(self._connections)) as threads:
-            list(threads.map(partial(_connect, state, timeout_s), self._connections))
+            list(threads.map(partial(_connect, state, timeout_s), connections))
 
     def finish_loading(self) -> None:
         """Answer requests with the timeout and the fallback of the service from now on."""
@@ -94,7 +94,9 @@ class ShardedLookups(Lookups):
     ) -> Callable[[], None]:
         """Wait until all shards have a state, and return the function that uses it; see Lookups.prepare_update."""
         state = self._state._replace(version=version, delta=number, is_first=False)
-        self._connect(state, UPDATE_TIMEOUT_S)
+        # While a shard is away, the others must not go on, because they would forget the present state.
+        self._connect(state, UPDATE_TIMEOUT_S, [each for each in self._connections if each.is_away])
+        self._connect(state, UPDATE_TIMEOUT_S, self._connections)
 
         def update() -> None:
             for name, each in (item for changes in deltas for item in changes.items()):
@@ -217,6 +219,8 @@ def _connect(state: TableState, timeout_s: float, connection: ShardConnection) -
     except Exception as error:
         cause = getattr(error, "cause", error)  # of an error of Ray
         if not isinstance(cause, RaytrecError):
-            what = f"table shard {connection.number} cannot be reached: {get_first_line(cause)}"
+            if not isinstance(error, TimeoutError):  # a slow shard answers requests meanwhile
+                connection.lose(error)
+            what = f"table shard {connection.number} cannot be reached: {type(cause).__name__}"
             cause = UnavailableError(what, where="the service", do="check the log of the service")
         raise cause from None
