@@ -57,6 +57,12 @@ def make_refusal(folder: str, number: int, reason: str, expected: str | None = N
     return RunError(what, where=where, expected=expected, do=REFUSAL_ADVICE)
 
 
+def make_missing_export_error(folder: str) -> RunError:
+    """Return the error for a folder of deltas without a full export."""
+    what, expected = "the run has not written a full export yet", "a folder of export.deltas.to with a full export"
+    return RunError(what, where=folder, expected=expected, do="retry")
+
+
 def find_stream(folder: str) -> DeltaStream | None:
     """Read the identity of the run that writes a folder; return None if there is none yet.
 
@@ -82,11 +88,8 @@ def read_next(folder: str, position: Position) -> Position | None:
     number, stream = position.number + 1, position.manifest.stream
     try:
         found = read_delta_manifest(folder, number)
-    except UnreadableError as error:
+    except (OSError, UnreadableError) as error:
         raise make_refusal(folder, number, f"the manifest cannot be read: {get_first_line(error)}") from None
-    except OSError as error:
-        reason = error.strerror or type(error).__name__  # the text of the error names the folder
-        raise make_refusal(folder, number, f"the manifest cannot be read: {reason}") from None
     if found is None:
         return None
     manifest, checksum = found

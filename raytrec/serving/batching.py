@@ -215,8 +215,6 @@ def _to_query_error(piece: _BatchPart) -> DataError | None:
         return None
     try:
         piece.query.score([piece.query.rows], [piece.query.user])
-    except DataError as error:
-        return error
-    except Exception:  # such as a missing table shard; the error of the part is reported
-        return None
+    except Exception as error:  # another error, such as a missing table shard: the error of the part is reported
+        return error if isinstance(error, DataError) else None
     return None

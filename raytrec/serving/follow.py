@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter, Gauge
 
 from raytrec.common.errors import RaytrecError, RunError, get_first_line
+from raytrec.common.storage import split_query
 from raytrec.deltas.apply import Delta, PreparedDeltas, read_delta
-from raytrec.deltas.chain import Position, check_gap, find_stream, iterate_exports, read_next
+from raytrec.deltas.chain import Position, check_gap, find_stream, iterate_exports, make_missing_export_error, read_next
 from raytrec.scoring.load import LookupMaker
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.batching import UnavailableError
@@ -62,8 +63,7 @@ class Follower:
         self._refused = Counter("raytrec_serve_deltas_refused", "Refused deltas.", registry=None)
         loaded = self._load_newest(0, background=False)
         if loaded is None:
-            expected = "a folder of export.deltas.to with a full export"
-            raise RunError("the run has not written a full export yet", where=folder, expected=expected, do="retry")
+            raise make_missing_export_error(folder)
         self.versions, self.position = loaded
         self._check_due, self._heal_due, self._switch = 0.0, 0.0, _call
 
@@ -183,8 +183,10 @@ class Follower:
             self._reasons.add(reason)
             self._refused.inc()
             _log.warning("this replica answers with step %s: %s", self.position.manifest.step, reason)
-        # Without a token, clients may read this sentence, but neither folders nor addresses.
-        return error.what if isinstance(error, RaytrecError) else "a delta cannot be read; the log states the reason"
+        if not isinstance(error, RaytrecError):
+            return "a delta cannot be read; the log states the reason"
+        # Clients may read this sentence without a token, but not the location of the folder.
+        return error.what.replace(split_query(self._folder)[0].rpartition("://")[2], "…")
 
     def _heal(self) -> bool:
         """Load the newest full export after the current delta or of a new stream; return False if there is none."""

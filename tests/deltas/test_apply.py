@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import test_models
 import torch
-from deltas import DeltaFolder, ManagedCase, train_steps
+from deltas import DeltaFolder, ManagedCase, apply_next, train_steps
 from test_models import ModelCase
 
 import raytrec
-from raytrec.deltas.apply import PreparedDeltas, read_delta
 from raytrec.deltas.chain import iterate_exports, read_next
 from raytrec.exporting.apply_deltas import apply_deltas
 
@@ -27,13 +26,6 @@ COMBINATIONS = dict.fromkeys(
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     return lru_cache(lambda name: train_steps(CASES[name], tmp_path_factory.mktemp(name)))
-
-
-def apply_next(folder, model, position):
-    following = read_next(str(folder.path), position)
-    delta = read_delta(str(folder.path), following, model.manifest.data_schema, model.weights)
-    PreparedDeltas(str(folder.path), model, [delta]).apply()
-    return following
 
 
 def assert_equal_models(model, expected):
@@ -76,7 +68,7 @@ def test_applied_deltas_equal_an_export_of_the_step(case, precision, trained, tm
     model, untouched = raytrec.load(uri), raytrec.load(uri)
     first = score_parts(model, steps.table)
     for step in (2, 3):
-        position = apply_next(folder, model, position)
+        position = apply_next(folder.path, model, position)
         expected = raytrec.load(steps.export(step, tmp_path / str(step), quantize=precision))
         assert_equal_models(model, expected)
         scores = score_parts(model, steps.table)

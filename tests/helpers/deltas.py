@@ -17,6 +17,8 @@ from small import make_small_config
 
 import raytrec
 from raytrec.common.documents import to_json_document
+from raytrec.deltas.apply import PreparedDeltas, read_delta
+from raytrec.deltas.chain import iterate_exports, read_next
 from raytrec.deltas.format import (
     STREAM_FILE,
     DeltaManifest,
@@ -121,6 +123,24 @@ def _train(rank, world, case, root, steps):
         folders.append(saver.collect_outcome().folder)
     saver.close()
     return whole[-1], folders
+
+
+def apply_next(folder, model, position):
+    """Apply the delta after a position to a loaded model, and return the new position; None if there is no delta."""
+    following = read_next(str(folder), position)
+    if following:
+        delta = read_delta(str(folder), following, model.manifest.data_schema, model.weights)
+        PreparedDeltas(str(folder), model, [delta]).apply()
+    return following
+
+
+def iterate_states(folder):
+    """Yield (position, model) for the oldest full export and every delta after it; the model changes in place."""
+    *_, (uri, position) = iterate_exports(str(folder))
+    model = raytrec.load(uri)
+    while position:
+        yield position, model
+        position = apply_next(folder, model, position)
 
 
 def train_steps(case, root, steps=3):

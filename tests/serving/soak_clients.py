@@ -38,6 +38,12 @@ def make_requests(made, table):
     return found
 
 
+def make_retry(attempts):
+    """Return the retries of docs/serving.md."""
+    statuses = [429, 500, 502, 503, 504]
+    return Retry(attempts, status_forcelist=statuses, allowed_methods=None, backoff_factor=0.1, backoff_max=5)
+
+
 class Clients:
     """Threads that send one request after the other and record the outcomes.
 
@@ -47,10 +53,7 @@ class Clients:
     """
 
     def __init__(self, url, requests, versions, state):
-        # The retries of docs/serving.md.
-        self._retry = Retry(
-            10, status_forcelist=[429, 500, 502, 503, 504], allowed_methods=None, backoff_factor=0.1, backoff_max=5
-        )
+        self._retry = make_retry(10)
         self._url, self._requests, self._versions, self._state = f"{url}/predict", requests, versions, state
         self.counts, self.notes = Counter(), []
 

@@ -33,20 +33,19 @@ import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 import typer  # noqa: E402
+from deltas import iterate_states  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from services import TOKEN, command_line, run_service  # noqa: E402
-from soak_clients import SoakState  # noqa: E402
-from urllib3 import PoolManager, Retry  # noqa: E402
+from soak_clients import SoakState, make_retry  # noqa: E402
+from urllib3 import PoolManager  # noqa: E402
 from urllib3.exceptions import HTTPError  # noqa: E402
 from waiting import wait_for  # noqa: E402
 
-import raytrec  # noqa: E402
-from raytrec.deltas.apply import PreparedDeltas, read_delta  # noqa: E402
-from raytrec.deltas.chain import iterate_exports, read_next  # noqa: E402
 from raytrec.verification.verify import verify  # noqa: E402
 
 REPO, REPLICAS, BODIES, ROWS, KILLS, TOLERANCE = TESTS.parent, 2, 16, 4, 9, 1e-6
+RETRIES = 20  # a shard that restarts loads an export and deltas meanwhile
 SERVICE_OPTIONS = ["--follow", "--table-shards", "2", "--table-timeout-ms", "1000"]
 
 
@@ -61,9 +60,6 @@ def send_requests(url, bodies, state, clients, outcome):
 
     An answer is (number of the body, version, scores).
     """
-    retry = Retry(
-        20, status_forcelist=[429, 500, 502, 503, 504], allowed_methods=None, backoff_factor=0.1, backoff_max=5
-    )
     counts, answers = Counter(), Counter()
 
     def run(seed):
@@ -76,7 +72,7 @@ def send_requests(url, bodies, state, clients, outcome):
                     f"{url}/predict",
                     body=bodies[number],
                     headers={"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
-                    retries=retry,
+                    retries=make_retry(RETRIES),
                     timeout=60,
                 )
             except HTTPError as error:
@@ -116,15 +112,11 @@ def kill_in_turn(service, training, state, requests, kills):
 
 def compute_states(folder, tables):
     """Return version → scores of each table, for the oldest full export and every delta after it."""
-    *_, (uri, position) = iterate_exports(str(folder))
-    scorer, states = raytrec.load(uri), {}
-    while True:
+    states = {}
+    for position, scorer in iterate_states(folder):
         scores = [scorer.predict(table)["score"].to_pylist() for table in tables]
         states |= {scorer.version: scores, position.version: scores}
-        if (position := read_next(str(folder), position)) is None:
-            return states
-        delta = read_delta(str(folder), position, scorer.manifest.data_schema, scorer.weights)
-        PreparedDeltas(str(folder), scorer, [delta]).apply()
+    return states
 
 
 def count_wrong(answers, states):

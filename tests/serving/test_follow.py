@@ -8,23 +8,20 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from deltas import DeltaFolder, train_steps
+from delta_faults import FollowingReplica
+from deltas import DeltaFolder, iterate_states, train_steps
 from described import assert_described
 from local_shards import local_shards
-from served import TOKEN, ServedApp, assert_predictions_equal
+from served import assert_predictions_equal
 from test_models import ModelCase
 from waiting import wait_for
 
 import raytrec
 from raytrec.common.errors import RunError
-from raytrec.deltas.apply import PreparedDeltas, read_delta
-from raytrec.deltas.chain import iterate_exports, read_next
 from raytrec.serving import command, follow
-from raytrec.serving.app import Service
 from raytrec.serving.batching import UnavailableError
 from raytrec.serving.replica_metrics import describe_model, write_metrics
 from raytrec.serving.table_shards import loaded_tables, pooling, shard
-from raytrec.serving.table_shards.shard import TableShard
 
 STEPS = 6
 
@@ -75,14 +72,11 @@ def shards(request, monkeypatch):
         yield shards
 
 
-class FollowingService(ServedApp):
+class FollowingService(FollowingReplica):
     """HTTP service in this process that follows a folder of deltas."""
 
     def __init__(self, folder, shards=None):
-        make_maker = shards and shards.make_maker(folder.path)
-        self.follower = follow.Follower(str(folder.path), make_maker=make_maker)
-        super().__init__(Service(self.follower.versions, TOKEN, threads=2 if shards else 0))
-        self.follower.start(self.service, self._listener)
+        super().__init__(folder.path, shards)
 
     def ready(self):
         status, content, _ = self.ask("/ready")
@@ -109,14 +103,7 @@ def service(folder, shards):
 
 def score_states(folder, table):
     """Return version → predictions of rows in each state, computed by a scorer that applies the deltas."""
-    ((uri, position),) = iterate_exports(str(folder.path))
-    scorer, states = raytrec.load(uri), {}
-    while True:
-        states[scorer.version] = scorer.predict(table).to_pydict()
-        if (position := read_next(str(folder.path), position)) is None:
-            return states
-        delta = read_delta(str(folder.path), position, scorer.manifest.data_schema, scorer.weights)
-        PreparedDeltas(str(folder.path), scorer, [delta]).apply()
+    return {scorer.version: scorer.predict(table).to_pydict() for _, scorer in iterate_states(folder.path)}
 
 
 def test_each_answer_is_of_the_version_that_it_names(steps, folder, exports, tmp_path, shards):
@@ -203,6 +190,16 @@ def test_service_heals_from_a_newer_export(steps, folder, exports, service, shar
         other.wait(delta=6, step=6, problem=None)
         rows = {"rows": steps.table.to_pylist()}
         assert_predictions_equal(other.scores(rows), service.scores(rows))
+
+
+def test_problems_do_not_name_the_location_of_the_folder(folder, service):
+    service.wait(delta=2)
+    folder.manifest(3).mkdir()
+    service.wait_for_problem("delta 3 cannot be applied: the manifest cannot be read")
+    problem = service.ready()["freshness"]["problem"]
+    assert str(folder.path) not in problem and "…/deltas/000000000003.json" in problem
+    folder.manifest(3).rmdir()
+    service.wait(delta=2, problem=None)
 
 
 def test_slow_follower_jumps_over_removed_deltas(steps, folder, exports, service):
@@ -314,8 +311,7 @@ def test_missing_shard_stops_the_others_and_needs_one_thread(steps, folder, monk
             scorer.predict(steps.table)
             assert scorer.lookups.take_missing_shards() == {1}
         assert threading.active_count() <= threads + 3, "each attempt starts a thread"
-        shards.shards[1] = TableShard(1, 2, "127.0.0.1")
-        shards._servers.append(shards.shards[1].server)
+        shards.replace(1)
         wait_for(lambda: scorer.predict(steps.table).to_pydict() == expected, "the shard", 60)
         assert follower.advance() and follower.position.number == STEPS
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import format_bytes
-from raytrec.deltas.chain import Position, iterate_exports
+from raytrec.deltas.chain import Position, iterate_exports, make_missing_export_error
 from raytrec.scoring.load import LookupMaker
 from raytrec.scoring.lookups import IdRows
 from raytrec.scoring.manifest import Manifest, read_manifest
@@ -44,9 +44,11 @@ def start_shards(service_options: ServiceOptions) -> None:
         except ValueError:
             missing.append(number)
     uri = service_options.uri
-    if service_options.follow and (newest := next(iterate_exports(uri), None)) is None:
-        raise RunError("the run has not written a full export yet", where=uri, expected="a full export", do="retry")
-    manifest = read_manifest(newest[0] if service_options.follow else uri)
+    if service_options.follow:
+        uri, _ = next(iterate_exports(uri), (None, None))
+        if uri is None:
+            raise make_missing_export_error(service_options.uri)
+    manifest = read_manifest(uri)
     memory_bytes = -(-sum(manifest.files[file].bytes for each in manifest.stacks for file in each.files) // count)
     _check_memory(memory_bytes, len(missing))
     for number in missing:

@@ -97,13 +97,14 @@ class LoadedTables:
     def _apply(self, following: Position) -> None:
         changes = read_row_changes(self.folder, following, self._manifest.data_schema)
         with refuse_unusable(self.folder, following):
-            encoded, own, replaced = encode_changes(self._tables, changes), dict[RowStack, StoredRows](), {}
-            for stack, (rows, stored) in encoded.items():
-                places = self._find_own(stack, rows)
-                places = places[rows[places].argsort()]
-                own[stack] = rows[places], stored[places]
-                stack.prepare_writing(rows[places])
-                replaced[stack] = rows[places], stack.read_rows(rows[places])
+            own, replaced = dict[RowStack, StoredRows](), dict[RowStack, StoredRows]()
+            # All shards encode all rows, so that each of them refuses a value that is too large.
+            for stack, (all_rows, all_stored) in encode_changes(self._tables, changes).items():
+                places = self._find_own(stack, all_rows)
+                rows, order = all_rows[places].sort()
+                own[stack] = rows, all_stored[places[order]]
+                stack.prepare_writing(rows)
+                replaced[stack] = rows, stack.read_rows(rows)
         # Lookups of earlier states, which read the replaced rows last, do not notice that rows are being changed.
         earlier = self._states[1 - MAX_STATES :]
         self._states = *earlier, _State("", replaced)
