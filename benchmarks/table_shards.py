@@ -73,9 +73,9 @@ class HandleConnection:
 class HandleShard:
     """Deployment that answers requests with a shard's tables."""
 
-    def __init__(self, number: int, count: int, uri: str, version: str):
+    def __init__(self, number: int, count: int, state: TableState):
         self._shard = TableShard(number, count)
-        self._shard.open(TableState(uri, version))
+        self._shard.open(state)
 
     def ready(self) -> bool:
         """Return True."""
@@ -112,11 +112,12 @@ def open_sides(export: str, shards: int) -> Iterator[dict[str, Any]]:
         stack.callback(serve.shutdown)
         serve.start(proxy_location="Disabled")
         connections, slow = [], options.model_copy(update={"table_cache_mib": 0})
+        state = TableState(export, manifest.version, manifest.stack_precisions)
         for number in range(shards):
             deployment = serve.deployment(HandleShard, name=f"shard-{number}", ray_actor_options={"num_cpus": 1})
-            bound = deployment.bind(number, shards, export, manifest.version)
+            bound = deployment.bind(number, shards, state)
             handle = serve.run(bound, name=f"shard-{number}", route_prefix=None)
-            connections.append(HandleConnection(number, handle, TableState(export, manifest.version)))
+            connections.append(HandleConnection(number, handle, state))
         sides["Serve's handles"] = ShardedLookups(manifest, {}, connections, slow, figures)
         yield sides
 

@@ -182,6 +182,16 @@ class Manifest(Section):
         return [(self.count_rows(each), self.data_schema.tables[each.tables[0]].dim) for each in self.stacks]
 
     @property
+    def precisions(self) -> dict[str, PrecisionName]:
+        """Return the precision of each table."""
+        return {name: stack.precision for stack in self.stacks for name in stack.tables}
+
+    @property
+    def stack_precisions(self) -> str:
+        """Return the precisions of the stacks, separated by commas."""
+        return ",".join(each.precision for each in self.stacks)
+
+    @property
     def features(self) -> Features:
         """Return the features of a row and their lookups."""
         return Features(self.data_schema, self.sequences)

@@ -14,10 +14,12 @@ from prometheus_client import Counter, Gauge
 
 from raytrec.common.errors import RaytrecError, RunError, get_first_line
 from raytrec.common.storage import split_query
-from raytrec.deltas.apply import Delta, PreparedDeltas, read_delta
+from raytrec.deltas.apply import Delta, PreparedDeltas, read_delta, refuse_unusable
 from raytrec.deltas.chain import Position, check_gap, find_stream, iterate_exports, make_missing_export_error, read_next
 from raytrec.scoring.load import LookupMaker
+from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.scorer import Scorer
+from raytrec.scoring.table_rows import encode_rows
 from raytrec.serving.batching import UnavailableError
 from raytrec.serving.loaded_exports import LoadedExports
 
@@ -152,6 +154,9 @@ class Follower:
                 delta = read_delta(self._folder, following, scorer.manifest.data_schema, scorer.weights)
                 if not scorer.lookups.is_remote:
                     return PreparedDeltas(self._folder, scorer, [delta])
+                with refuse_unusable(self._folder, following):  # shards would refuse the later deltas, too
+                    for name, each in delta.rows.items():
+                        encode_rows(name, each, PRECISIONS[scorer.manifest.precisions[name]])
                 deltas.append(delta.without_values())
                 position = following
         except RunError:

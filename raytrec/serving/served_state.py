@@ -23,7 +23,6 @@ from starlette.responses import Response
 from raytrec.common.errors import DataError
 from raytrec.common.memory import prefetch_pages
 from raytrec.config.base import Section
-from raytrec.scoring.manifest import PrecisionName
 from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.bodies import JSON
@@ -80,7 +79,7 @@ def list_endpoints(replica: str) -> list[Endpoint]:
 def describe_state(scorer: Scorer) -> dict[str, Any]:
     """Return the version, run and step of a model, and the type and shape of each name of each part."""
     run, step, _ = scorer.version.rsplit("-", 2)
-    tables, precisions = scorer.manifest.data_schema.tables, _list_precisions(scorer)
+    tables, precisions = scorer.manifest.data_schema.tables, scorer.manifest.precisions
     return {
         "version": scorer.version,
         "run": run,
@@ -108,7 +107,7 @@ def find_block(scorer: Scorer, query: BlockQuery) -> Callable[[], torch.Tensor]:
     if (values := names.get(name)) is None:
         raise DataError(f"there is no name '{name}'", where="name", expected=f"a name of {part} in /state")
     if part == "rows":
-        table, precision = scorer.manifest.data_schema.tables[name], PRECISIONS[_list_precisions(scorer)[name]]
+        table, precision = scorer.manifest.data_schema.tables[name], PRECISIONS[scorer.manifest.precisions[name]]
         count, value_bytes, read_values = table.rows, float(precision.row_bytes(table.dim)), lookups.make_reader(name)
     elif part == "ids":
         count, value_bytes, read_values = NUM_KEYS, max(1, len(values)) * PAIR_BYTES / NUM_KEYS, values.read
@@ -126,11 +125,6 @@ def find_block(scorer: Scorer, query: BlockQuery) -> Callable[[], torch.Tensor]:
         return block
 
     return read
-
-
-def _list_precisions(scorer: Scorer) -> dict[str, PrecisionName]:
-    """Return the precision of each table."""
-    return {name: stack.precision for stack in scorer.manifest.stacks for name in stack.tables}
 
 
 def to_bytes(values: torch.Tensor) -> Any:

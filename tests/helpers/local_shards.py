@@ -25,28 +25,30 @@ class LocalShards:
         self.shards = [TableShard(number, count, "127.0.0.1") for number in range(count)]
         self.figures, self._connections, self._servers = ReplicaMetrics(), [], [each.server for each in self.shards]
 
-    def serve_stacks(self, version, stacks, shapes):
+    def serve_stacks(self, version, stacks, shapes, precisions="fp32"):
         """Serve stacks without an export."""
         entries = [SimpleNamespace(tables=[str(number)]) for number in range(len(stacks))]
-        manifest = SimpleNamespace(version=version, stacks=entries, stack_shapes=shapes)
+        manifest = SimpleNamespace(version=version, stacks=entries, stack_shapes=shapes, stack_precisions=precisions)
         tables = {str(number): StackedTable(stack) for number, stack in enumerate(stacks)}
         for shard in self.shards:
-            others = [each for each in shard._tables if version not in each.versions]
-            shard._tables = [*others, LoadedTables(manifest, tables, shard._part)]
+            tables_of_shard = LoadedTables(manifest, tables, shard._part)
+            others = [each for each in shard._tables if each.keys != tables_of_shard.keys]
+            shard._tables = [*others, tables_of_shard]
 
     def make_maker(self, folder, **options):
         """Return the argument of `Follower` with which it looks up rows in the shards."""
-        return lambda position: partial(
-            self.make_lookups, state=TableState(str(folder), position.version, position.number, True), **options
-        )
+        return lambda position: partial(self.make_lookups, followed=(str(folder), position), **options)
 
-    def make_lookups(self, uri, manifest, ids, cache_bytes=2000, timeout_s=30.0, fallback="fail", state=None):
+    def make_lookups(self, uri, manifest, ids, cache_bytes=2000, timeout_s=30.0, fallback="fail", followed=None):
         """Make lookups in the shards, as `load` does with `make_lookups`."""
 
         def reach(number):
             return lambda state, timeout_s: self.shards[number].open(state)
 
-        state = state or TableState(uri, manifest.version)
+        state = TableState(uri, manifest.version, manifest.stack_precisions)
+        if followed:
+            folder, position = followed
+            state = TableState(folder, position.version, manifest.stack_precisions, position.number, is_first=True)
         connections = [ShardConnection(number, reach(number), state) for number in range(len(self.shards))]
         self._connections += connections
         sizes = {"table_cache_mib": cache_bytes / 2**20, "table_timeout_ms": 1000 * timeout_s}

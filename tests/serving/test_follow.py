@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -293,6 +294,41 @@ def test_shards_refuse_values_that_exceed_the_precision(steps, folder, monkeypat
         assert len(loaded) == 2 and service.scores({"rows": steps.table.to_pylist()}) == before
         folder.write_steps(steps, 3, 3)
         service.wait(delta=3, problem=None)
+
+
+def test_replica_stops_before_a_value_that_shards_cannot_store(steps, folder, monkeypatch, tmp_path):
+    """A replica that starts answers with the newest usable state, however many usable deltas came before."""
+    monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
+    monkeypatch.setattr(loaded_tables, "MAX_STATES", 2)
+    shutil.rmtree(folder.path / "exports")
+    folder.add_export(1, steps.export(1, tmp_path / "half", quantize="fp16"))
+    folder.write_steps(steps, 3, 5)
+    rows, ids, dense = steps.changes(6)
+    table = next(iter(rows))
+    folder.write(6, 6, rows | {table: (rows[table][0], np.full_like(rows[table][1], 1e6))}, ids, dense)
+    with local_shards(2) as shards:
+        follower = follow.Follower(str(folder.path), make_maker=shards.make_maker(folder.path))
+        assert follower.position.number == 5 and can_score(follower, steps.table)
+        assert not follower.advance() and f"delta 6 cannot be applied: table {table}" in follower.problem
+
+
+def test_shards_tell_exports_of_different_precisions_apart(steps, folder, monkeypatch, tmp_path):
+    """The distribution of rows over shards depends on the precision, so replicas with both need different tables."""
+    monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
+    with local_shards(2) as shards:
+        make_maker = partial(shards.make_maker, folder.path, cache_bytes=0)
+        first = follow.Follower(str(folder.path), make_maker=make_maker())
+        folder.write_steps(steps, 3, 4)
+        folder.add_export(4, steps.export(4, tmp_path / "int8", quantize="int8"))
+        second = follow.Follower(str(folder.path), make_maker=make_maker())
+        folder.write_steps(steps, 5, STEPS)
+        assert second.position.number == 4 and second.advance() and first.advance()
+        for follower, precision in ((first, None), (second, "int8")):
+            assert follower.position.number == STEPS
+            expected = raytrec.load(steps.export(STEPS, tmp_path / f"last-{precision}", quantize=precision))
+            predictions = follower.versions.current.scorer.predict(steps.table).to_pydict()
+            assert_predictions_equal(predictions, expected.predict(steps.table))
+        assert [[each.precisions for each in shard._tables] for shard in shards.shards] == [["fp32", "int8"]] * 2
 
 
 def test_missing_shard_stops_the_others_and_needs_one_thread(steps, folder, monkeypatch):

@@ -29,8 +29,10 @@ from raytrec.scoring.table_rows import RowStack
 from raytrec.serving.app import Service
 from raytrec.serving.loaded_exports import LoadedExports
 from raytrec.serving.table_shards import lookups, pooling
+from raytrec.serving.table_shards import shard as shard_module
 from raytrec.serving.table_shards.connection import TableState
-from raytrec.serving.table_shards.messages import StackRequest, decode_request, decode_version, encode_request
+from raytrec.serving.table_shards.loaded_tables import load_tables
+from raytrec.serving.table_shards.messages import StackRequest, decode_key, decode_request, encode_request
 from raytrec.serving.table_shards.pooling import ShardedStack
 from raytrec.serving.table_shards.row_cache import RowCache
 
@@ -67,7 +69,7 @@ def serve_drawn_tables(shards, features, stored, precision):
     source = SimpleNamespace(run="run", step=3)
     manifest = Manifest.model_construct(stacks=entries, source=source, **values)
     stacks = [RowStack(torch.cat([stored[name] for name in names]), precision) for names in by_dim.values()]
-    shards.serve_stacks(manifest.version, stacks, manifest.stack_shapes)
+    shards.serve_stacks(manifest.version, stacks, manifest.stack_shapes, manifest.stack_precisions)
     return manifest
 
 
@@ -206,14 +208,30 @@ def test_versions_are_served_side_by_side(exports):
         versions.commit(versions.prepare(whole))  # the previous version, still in memory
         assert http.scores(body) == first
         for shard in shards.shards:
-            shard._tables = [each for each in shard._tables if versions.version not in each.versions]
+            shard._tables = [each for each in shard._tables if f"{versions.version} " not in each.keys[0]]
         wait_for(lambda: http.ask("/predict", body)[0] == 200, "the version, which is loaded again", 60)
         assert http.scores(body) == first
 
 
 def test_shard_refuses_another_version_in_place(exports):
-    with local_shards(1) as shards, pytest.raises(RunError, match="has been changed in place from version other to"):
-        shards.shards[0].open(TableState(exports[0], "other"))
+    with local_shards(1) as shards, pytest.raises(RunError, match="changed in place from version other fp32 to"):
+        shards.shards[0].open(TableState(exports[0], "other", "fp32"))
+
+
+def test_calls_do_not_pile_up_while_tables_are_loaded(exports, monkeypatch):
+    loading, done = threading.Event(), threading.Event()
+    monkeypatch.setattr(shard_module, "MAX_WAIT_S", 0.1)
+    monkeypatch.setattr(
+        shard_module, "load_tables", lambda *words: loading.set() or (done.wait(60) and load_tables(*words))
+    )
+    state = TableState(exports[0], load(exports[0]).manifest.version, "fp32")
+    with local_shards(1) as shards:
+        thread = threading.Thread(target=shards.shards[0].open, args=(state,))
+        thread.start()
+        assert loading.wait(60) and shards.shards[0].open(state) is None
+        done.set()
+        thread.join(60)
+        assert shards.shards[0].open(state)[0] == shards.shards[0].server.location
 
 
 def open_stream(shard, token=None):
@@ -239,7 +257,7 @@ def numbers():
         shards.serve_stacks("v", [RowStack(rows, PRECISIONS["fp32"])], [(10, 4)])
         stack = StackRequest(np.array([9, 1, 2]), np.array([2]), np.array([1, 2], np.float32))
         answer = torch.stack([rows[9], rows[1] + 2 * rows[2]]).numpy().tobytes()
-        yield shards.shards[0], encode_request("v", [stack]), answer
+        yield shards.shards[0], encode_request("v fp32", [stack]), answer
 
 
 @pytest.mark.parametrize("token", ["", "wrong"])
@@ -275,8 +293,8 @@ BAD_REQUESTS = {
     "empty bag": lambda good: put_number(good, LENGTHS, 0),
     "huge bag": lambda good: put_number(good, LENGTHS, 2**62),
     "negative bag": lambda good: put_number(good, LENGTHS, -2),
-    "another version": lambda good: good.replace(b"v       ", b"w       "),
-    "invalid UTF-8": lambda good: good.replace(b"v       ", b"\xff       "),
+    "another version": lambda good: good.replace(b"v fp32", b"w fp32"),
+    "invalid UTF-8": lambda good: good.replace(b"v fp32", b"\xff fp32"),
 }
 
 
@@ -286,7 +304,7 @@ def test_malformed_request_is_refused_and_the_shard_lives(numbers, name):
     with pytest.raises((pa.ArrowException, OSError, StopIteration)) as refusal:
         ask(shard, BAD_REQUESTS[name](request))
     if name == "another version":
-        assert "shard 0 has v, not w" in str(refusal.value)
+        assert "shard 0 has v fp32, not w fp32" in str(refusal.value)
     assert ask(shard, request) == answer
 
 
@@ -315,7 +333,7 @@ def test_random_bytes_never_reach_the_tables(numbers):
         if draw.randrange(4) == 0:
             changed = bytearray(os.urandom(draw.randrange(200)))
         try:
-            decode_version(memoryview(changed))
+            decode_key(memoryview(changed))
             (stack,) = decode_request(memoryview(changed), [(10, 4)])
         except ValueError:
             continue

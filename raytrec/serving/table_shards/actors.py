@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from time import monotonic
 from typing import Any
 
 from raytrec.common.errors import RunError
@@ -100,9 +101,10 @@ def make_lookup_maker(
     names = [get_shard_name(service_options.name, number, count) for number in range(count)]
 
     def make_lookups(uri: str, manifest: Manifest, ids: Mapping[str, IdRows]) -> ShardedLookups:
-        state = TableState(uri, manifest.version)
+        state = TableState(uri, manifest.version, manifest.stack_precisions)
         if position:
-            state = TableState(service_options.uri, position.version, position.number, is_first=True)
+            where = service_options.uri, position.version, manifest.stack_precisions
+            state = TableState(*where, position.number, is_first=True)
         connections = [ShardConnection(number, partial(_open, name), state) for number, name in enumerate(names)]
         return ShardedLookups(manifest, ids, connections, service_options, figures)
 
@@ -112,4 +114,7 @@ def make_lookup_maker(
 def _open(name: str, state: TableState, timeout_s: float) -> Any:
     import ray
 
-    return ray.get(ray.get_actor(name, NAMESPACE).open.remote(state), timeout=timeout_s)
+    deadline, shard = monotonic() + timeout_s, ray.get_actor(name, NAMESPACE)
+    while (address := ray.get(shard.open.remote(state), timeout=max(0.0, deadline - monotonic()))) is None:
+        pass  # the shard loads tables for another call
+    return address

@@ -16,12 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from raytrec.common.errors import get_first_line
+from raytrec.common.errors import RaytrecError, get_first_line
 from raytrec.serving.batching import UnavailableError
 from raytrec.serving.table_shards.messages import MAX_VALUE_BYTES
 
 _log = logging.getLogger(__name__)
 RETRY_INTERVAL_S = 0.2  # interval of attempts to reach a shard that is away
+REFUSAL_INTERVAL_S = 5.0  # the same if the shard answers that it cannot load the tables
 RECONNECT_TIMEOUT_S = 1800.0  # timeout of such an attempt, in which the shard may load tables
 DEADLINE_TICK_S = 0.005  # interval at which deadlines are checked while there are requests
 MAX_LATE = 3  # requests without an answer, one after another, after which a shard is away
@@ -35,6 +36,7 @@ class TableState(NamedTuple):
     Attributes:
         uri: Export, or folder of deltas.
         version: Version of the export, or of the state after a delta.
+        precisions: Precisions of the stacks, such as int8,int8; the distribution of rows over shards depends on them.
         delta: Number of this delta; 0: `uri` is an export.
         is_first: True if a shard must load the state even if it has a later one, because a replica compares the
             golden rows of a full export.
@@ -42,8 +44,14 @@ class TableState(NamedTuple):
 
     uri: str
     version: str
+    precisions: str
     delta: int = 0
     is_first: bool = False
+
+    @property
+    def key(self) -> str:
+        """Return the name of the state in requests."""
+        return f"{self.version} {self.precisions}"
 
 
 def read_tls_files() -> tuple[bytes, bytes, bytes] | None:
@@ -206,7 +214,7 @@ class ShardConnection:
         Raises:
             UnavailableError: The shard is away, or does not have the state.
         """
-        body = np.array([stack, first, end]).tobytes() + state.version.encode()
+        body = np.array([stack, first, end]).tobytes() + state.key.encode()
         try:
             if (client := self._client) is None:
                 raise OSError("the connection is closed")
@@ -241,5 +249,6 @@ class ShardConnection:
             try:
                 self.connect(self.state, RECONNECT_TIMEOUT_S)
                 return _log.warning("table shard %s is back", self.number)
-            except Exception:  # the shard is restarting, or its node is gone
-                sleep(RETRY_INTERVAL_S)
+            except Exception as error:  # the shard is restarting, or its node is gone
+                is_refusal = isinstance(getattr(error, "cause", error), RaytrecError)  # cause: of an error of Ray
+                sleep(REFUSAL_INTERVAL_S if is_refusal else RETRY_INTERVAL_S)

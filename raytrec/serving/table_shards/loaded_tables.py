@@ -20,6 +20,7 @@ from raytrec.scoring.load import check_files, copy_to_disk, list_table_names, se
 from raytrec.scoring.manifest import Manifest, read_manifest
 from raytrec.scoring.table_files import open_tables
 from raytrec.scoring.table_rows import RowStack, StackedTable, encode_changes
+from raytrec.serving.table_shards.connection import TableState
 from raytrec.serving.table_shards.messages import StackRequest, decode_request
 from raytrec.serving.table_shards.pooling import find_shards
 
@@ -32,11 +33,11 @@ class _State:
     """State of the tables that can be looked up.
 
     Attributes:
-        version: Version; "" while rows are changed to this state.
+        key: Name in requests (`TableState.key`); "" while rows are changed to this state.
         replaced: Stack → rows that differ from the previous state, with their values in the previous state.
     """
 
-    version: str
+    key: str
     replaced: dict[RowStack, StoredRows]
 
 
@@ -52,6 +53,7 @@ class LoadedTables:
 
     Attributes:
         folder: Folder of deltas.
+        precisions: Precisions of the stacks.
         used_s: Time of `monotonic` of the last lookup.
     """
 
@@ -68,14 +70,17 @@ class LoadedTables:
         dims = [dim for _, dim in manifest.stack_shapes]
         sizes = [each.precision.row_bytes(dim) for each, dim in zip(self._stacks, dims, strict=True)]
         self._row_bytes = dict(zip(self._stacks, sizes, strict=True))
-        first = _State(position.version if position else manifest.version, {})
-        self._states: tuple[_State, ...] = (first,)
         self.folder, self._position, self.used_s = folder, position, monotonic()
+        self.precisions, version = manifest.stack_precisions, position.version if position else manifest.version
+        self._states: tuple[_State, ...] = (_State(self._name(version), {}),)
+
+    def _name(self, version: str) -> str:
+        return TableState(self.folder, version, self.precisions).key
 
     @property
-    def versions(self) -> list[str]:
-        """Return the versions of the states that can be looked up."""
-        return [each.version for each in self._states if each.version]
+    def keys(self) -> list[str]:
+        """Return the names of the states that can be looked up."""
+        return [each.key for each in self._states if each.key]
 
     @property
     def delta(self) -> int:
@@ -98,7 +103,6 @@ class LoadedTables:
         changes = read_row_changes(self.folder, following, self._manifest.data_schema)
         with refuse_unusable(self.folder, following):
             own, replaced = dict[RowStack, StoredRows](), dict[RowStack, StoredRows]()
-            # All shards encode all rows, so that each of them refuses a value that is too large.
             for stack, (all_rows, all_stored) in encode_changes(self._tables, changes).items():
                 places = self._find_own(stack, all_rows)
                 rows, order = all_rows[places].sort()
@@ -110,7 +114,7 @@ class LoadedTables:
         self._states = *earlier, _State("", replaced)
         for stack, each in own.items():
             stack.write(*each)
-        self._states, self._position = (*earlier, _State(following.version, replaced)), following
+        self._states, self._position = (*earlier, _State(self._name(following.version), replaced)), following
 
     def _find_own(self, stack: RowStack, rows_N: torch.Tensor) -> torch.Tensor:
         """Return the places of the shard's rows among rows: int64 [N] → int64 [n]."""
@@ -118,8 +122,8 @@ class LoadedTables:
         is_own_N = find_shards(rows_N.numpy(), self._row_bytes[stack], count) == number
         return torch.from_numpy(is_own_N.nonzero()[0])
 
-    def look_up(self, version: str, request: memoryview) -> np.ndarray:
-        """Return the answer to a request for this version, float32 [n]; see messages.py.
+    def look_up(self, key: str, request: memoryview) -> np.ndarray:
+        """Return the answer to a request for this state, float32 [n]; see messages.py.
 
         Raises:
             ValueError: The request is malformed, or the state can no longer be looked up.
@@ -127,14 +131,14 @@ class LoadedTables:
         self.used_s = monotonic()
         requests = zip(self._stacks, decode_request(request, self._manifest.stack_shapes), strict=True)
         with torch.inference_mode():
-            parts = [self._pool(stack, version, each).numpy().reshape(-1) for stack, each in requests if len(each.rows)]
+            parts = [self._pool(stack, key, each).numpy().reshape(-1) for stack, each in requests if len(each.rows)]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.float32), *parts])
 
-    def _pool(self, stack: RowStack, version: str, request: StackRequest) -> torch.Tensor:
+    def _pool(self, stack: RowStack, key: str, request: StackRequest) -> torch.Tensor:
         """Return the vectors of single rows, then the sums of bags, float32 [s + b, dim]."""
         rows_N = torch.from_numpy(request.rows.copy())
         vectors_ND = stack.vectors(rows_N)
-        self._restore(stack, version, rows_N, vectors_ND, stack.precision.decode)
+        self._restore(stack, key, rows_N, vectors_ND, stack.precision.decode)
         if not len(request.lengths):
             return vectors_ND
         single = len(request.rows) - int(request.lengths.sum())
@@ -144,7 +148,7 @@ class LoadedTables:
         sums = torch.segment_reduce(pooled, "sum", lengths=torch.from_numpy(request.lengths.copy()), unsafe=True)
         return torch.cat([vectors_ND[:single], sums])
 
-    def read(self, version: str, stack_number: int, first: int, end: int) -> torch.Tensor:
+    def read(self, key: str, stack_number: int, first: int, end: int) -> torch.Tensor:
         """Return the stored values of the shard's rows among the rows [first, end) of a stack, [n, …].
 
         Raises:
@@ -156,24 +160,24 @@ class LoadedTables:
         all_N = torch.arange(first, end)
         rows_N = all_N[self._find_own(stack, all_N)]
         stored_N = stack.read_rows(rows_N)
-        self._restore(stack, version, rows_N, stored_N, lambda stored: stored)
+        self._restore(stack, key, rows_N, stored_N, lambda stored: stored)
         return stored_N
 
     def _restore(
         self,
         stack: RowStack,
-        version: str,
+        key: str,
         rows_N: torch.Tensor,
         values_N: torch.Tensor,
         convert: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Restore the values of a version in values that have just been read, [N, …].
+        """Restore the values of a state in values that have just been read, [N, …].
 
         Raises:
             ValueError: The state can no longer be looked up.
         """
-        states, versions = self._states, [each.version for each in self._states]
-        for state in reversed(states[versions.index(version) + 1 :]):
+        states, keys = self._states, [each.key for each in self._states]
+        for state in reversed(states[keys.index(key) + 1 :]):
             if stack in state.replaced and len((replaced := state.replaced[stack])[0]):
                 places_N = torch.searchsorted(replaced[0], rows_N).clamp(max=len(replaced[0]) - 1)
                 is_replaced_N = replaced[0][places_N] == rows_N

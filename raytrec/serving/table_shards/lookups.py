@@ -187,7 +187,7 @@ class ShardedLookups(Lookups):
             stacks = [each.request(connection.number) for each in lookups]
             if rows := sum(len(each.rows) for each in stacks):
                 self._figures.table_rows.labels("shard").inc(rows)
-                request = encode_request(self._state.version, stacks)
+                request = encode_request(self._state.key, stacks)
                 asked.append((connection, connection.send(request, began + self._timeout_s)))
         for connection, exchange in asked:
             sizes = [each.count_values(connection.number) for each in lookups]

@@ -1,8 +1,8 @@
 """Messages between replicas and table shards: flat little-endian arrays without pickles. Torch is not imported.
 
-    request    int64 [MESSAGE_FORMAT, bytes of the version, stacks]
+    request    int64 [MESSAGE_FORMAT, bytes of the key, stacks]
                int64 [stacks, 4]: single rows s, pooled rows p, bags b, 1 if the pooled rows have weights
-               the version in UTF-8, padded with spaces to a multiple of 8 bytes
+               the key of the state in UTF-8 (`TableState.key`), padded with spaces to a multiple of 8 bytes
                for each stack int64 rows [s + p], int64 lengths of the bags [b]
                for each stack with weights float32 [p]
     answer     for each stack float32 [s + b, dim]: vectors of the single rows, then sums of the bags
@@ -20,7 +20,7 @@ import numpy as np
 
 MESSAGE_FORMAT = 1
 MAX_VALUE_BYTES = 1 << 30  # vectors that a shard reads for a request
-MAX_VERSION_BYTES = 1024
+MAX_KEY_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class StackRequest:
     weights: np.ndarray | None = None
 
 
-def encode_request(version: str, stacks: Sequence[StackRequest]) -> bytes:
+def encode_request(key: str, stacks: Sequence[StackRequest]) -> bytes:
     """Return the bytes of a request."""
-    name = version.encode()
+    name = key.encode()
     header = [MESSAGE_FORMAT, len(name), len(stacks)]
     for each in stacks:
         pooled = int(each.lengths.sum())
@@ -51,8 +51,8 @@ def encode_request(version: str, stacks: Sequence[StackRequest]) -> bytes:
     return b"".join(parts)
 
 
-def decode_version(request: memoryview) -> str:
-    """Return the version that a request names.
+def decode_key(request: memoryview) -> str:
+    """Return the key of the state that a request names.
 
     Raises:
         ValueError: The request is malformed.
@@ -61,13 +61,13 @@ def decode_version(request: memoryview) -> str:
         raise ValueError("the request has no header")
     kind, size, stacks = np.frombuffer(request, np.int64, 3).tolist()
     start = 24 + 32 * stacks
-    if kind != MESSAGE_FORMAT or not (0 < size <= MAX_VERSION_BYTES and stacks > 0 and start < request.nbytes):
+    if kind != MESSAGE_FORMAT or not (0 < size <= MAX_KEY_BYTES and stacks > 0 and start < request.nbytes):
         raise ValueError(f"the header of the request is not one of format {MESSAGE_FORMAT}")
     return bytes(request[start : start + size]).decode()
 
 
 def decode_request(request: memoryview, shapes: Sequence[tuple[int, int]]) -> list[StackRequest]:
-    """Return the stacks of a request whose version has been decoded.
+    """Return the stacks of a request whose key has been decoded.
 
     Args:
         request: Bytes of the request.

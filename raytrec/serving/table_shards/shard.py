@@ -17,9 +17,10 @@ from raytrec.common.errors import RunError
 from raytrec.deltas.chain import iterate_exports
 from raytrec.serving.table_shards.connection import READ_ACTION, TableState, read_tls_files
 from raytrec.serving.table_shards.loaded_tables import LoadedTables, load_tables
-from raytrec.serving.table_shards.messages import decode_version
+from raytrec.serving.table_shards.messages import decode_key
 
 MAX_LOADED = 4  # exports in memory: the current, previous and prepared export, and the challenger
+MAX_WAIT_S = 5.0  # for which a call waits while tables are loaded for another call
 
 
 class _TokenCheck(flight.ServerMiddlewareFactory):
@@ -83,36 +84,46 @@ class TableShard:
         self.server = _LookupServer(self, host, self._token)
         Thread(target=self.server.serve, name="flight", daemon=True).start()
 
-    def open(self, state: TableState) -> tuple[str, str]:
+    def open(self, state: TableState) -> tuple[str, str] | None:
         """Load a state of tables unless it is in memory, and return the shard's location and token.
 
-        The longest unused tables are released if there are more than MAX_LOADED.
+        The longest unused tables are released if there are more than MAX_LOADED. The result is None if the shard has
+        been loading tables for another call for MAX_WAIT_S seconds.
 
         Raises:
             RunError: The export cannot be used or has another version, or deltas do not lead to the state, or it is
                 earlier than the states that can be looked up.
         """
         if not self._advance(state):  # replicas that connect again do not wait for tables that are being loaded
-            with self._lock:
+            if not self._lock.acquire(timeout=MAX_WAIT_S):
+                return None
+            try:
                 if not self._advance(state):
                     tables = self._load_followed(state) if state.delta else self._load(state)
                     newest = sorted(self._tables, key=lambda each: each.used_s)[1 - MAX_LOADED :]
                     self._tables = [*newest, tables]
+            finally:
+                self._lock.release()
         return self.server.location, self._token
 
-    def _find(self, version: str) -> LoadedTables | None:
-        return next((each for each in self._tables if version in each.versions), None)
+    def _find(self, key: str) -> LoadedTables | None:
+        return next((each for each in self._tables if key in each.keys), None)
+
+    def _list_followed(self, state: TableState) -> list[LoadedTables]:
+        """Return the tables in memory to which the deltas that lead to a state can be applied."""
+        same = [each for each in self._tables if (each.folder, each.precisions) == (state.uri, state.precisions)]
+        return same if state.delta else []
 
     def _advance(self, state: TableState) -> bool:
         """Return True if a state is in memory, if necessary by applying deltas to tables in memory."""
-        followed = [each for each in self._tables if state.delta and each.folder == state.uri]
+        followed = self._list_followed(state)
         for tables in sorted(followed, key=lambda each: -each.delta):
-            if not self._find(state.version):
+            if not self._find(state.key):
                 try:
                     tables.advance(state.delta)
                 except RunError as error:
-                    self._failure = error  # a later export may replace the deltas
-        if self._find(state.version):
+                    self._failure = error.with_traceback(None)  # a later export may replace the deltas
+        if self._find(state.key):
             self._failure = None
             return True
         if not state.is_first and any(each.delta > state.delta for each in followed):
@@ -121,8 +132,8 @@ class TableShard:
 
     def _load(self, state: TableState) -> LoadedTables:
         tables = load_tables(state.uri, self._part)
-        if tables.versions != [state.version]:
-            what = f"the export has been changed in place from version {state.version} to {tables.versions[0]}"
+        if tables.keys != [state.key]:
+            what = f"the export has been changed in place from version {state.key} to {tables.keys[0]}"
             raise RunError(what, where=state.uri)
         return tables
 
@@ -133,13 +144,13 @@ class TableShard:
         """
         what = f"no full export and deltas lead to {state.version}"
         failure = self._failure or RunError(what, where=state.uri, expected="the state after a delta of the run")
-        known = [each.delta for each in self._tables if each.folder == state.uri and not state.is_first]
+        known = [] if state.is_first else [each.delta for each in self._list_followed(state)]
         for uri, position in iterate_exports(state.uri, max(known, default=0)):
             if position.number <= state.delta:
                 try:
                     tables = load_tables(uri, self._part, state.uri, position)
                     tables.advance(state.delta)
-                    if state.version in tables.versions:
+                    if state.key in tables.keys:
                         return tables
                 except RunError as error:
                     failure = error
@@ -149,25 +160,25 @@ class TableShard:
         """Return the answer to a request.
 
         Raises:
-            ValueError: The request is malformed, or the shard does not have the version.
+            ValueError: The request is malformed, or the shard does not have the state.
         """
-        version = decode_version(request)
-        return pa.py_buffer(self._get(version).look_up(version, request))
+        key = decode_key(request)
+        return pa.py_buffer(self._get(key).look_up(key, request))
 
     def read(self, request: memoryview) -> pa.Buffer:
         """Return the stored bytes of the shard's rows in a range of a stack.
 
         Args:
-            request: int64 [3] with the number of the stack, the first row and the end, then the version in UTF-8.
+            request: int64 [3] with the number of the stack, the first row and the end, then the state's key in UTF-8.
 
         Raises:
-            ValueError: The request is malformed, or the shard does not have the version.
+            ValueError: The request is malformed, or the shard does not have the state.
         """
-        version, numbers = bytes(request[24:]).decode(), np.frombuffer(request, np.int64, 3).tolist()
-        return pa.py_buffer(self._get(version).read(version, *numbers).numpy())
+        key, numbers = bytes(request[24:]).decode(), np.frombuffer(request, np.int64, 3).tolist()
+        return pa.py_buffer(self._get(key).read(key, *numbers).numpy())
 
-    def _get(self, version: str) -> LoadedTables:
-        if tables := self._find(version):
+    def _get(self, key: str) -> LoadedTables:
+        if tables := self._find(key):
             return tables
-        known = ", ".join(name for each in self._tables for name in each.versions) or "no version"
-        raise ValueError(f"shard {self._part[0]} has {known}, not {version}")
+        known = ", ".join(name for each in self._tables for name in each.keys) or "no tables"
+        raise ValueError(f"shard {self._part[0]} has {known}, not {key}")
