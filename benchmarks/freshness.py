@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -99,8 +99,20 @@ def main(
     smallest: harness.Smallest = False,
 ) -> None:
     """Print the table."""
+    make_table(measure(seconds, harness.integers(workers), shards, smallest)).show()
+
+
+def make_table(figures: Sequence[Sequence[float]]) -> Grid:
+    """Return the table of the figures of `measure`."""
+    rows = [[str(w), f"{p50:.2f}", f"{p99:.2f}", f"{n:,}", f"{rate:.1f}"] for w, p50, p99, n, rate in figures]
+    title = f"Seconds from a step to its rows in answers, deltas every 1 s, {os.cpu_count()} cores"
+    return Grid(("workers", "p50 s", "p99 s", "steps", "steps/s"), rows, title, left=0)
+
+
+def measure(seconds: float, workers: Sequence[int], shards: int, smallest: bool) -> list[list[float]]:
+    """Return workers, p50 and p99 in seconds, number of steps, and steps/s for each number of workers."""
     seconds, rows = 3.0 if smallest else seconds, []
-    for world in harness.integers(workers):
+    for world in workers:
         with tempfile.TemporaryDirectory(prefix="freshness-") as name:
             folder, (port,) = Path(name), find_free_ports(1)
             run_raytrec("prepare", "synthetic", "--out", f"{name}/data", "--rows", "200000")
@@ -119,9 +131,8 @@ def main(
             delays = compute_delays(live, served)
         p50, p99 = np.percentile(delays, (50, 99))
         rate = (served[-1][1] - served[0][1]) / (served[-1][0] - served[0][0])
-        rows.append([str(world), f"{p50:.2f}", f"{p99:.2f}", f"{len(delays):,}", f"{rate:.1f}"])
-    title = f"Seconds from a step to its rows in answers, deltas every 1 s, {os.cpu_count()} cores"
-    Grid(("workers", "p50 s", "p99 s", "steps", "steps/s"), rows, title, left=0).show()
+        rows.append([world, float(p50), float(p99), len(delays), rate])
+    return rows
 
 
 if __name__ == "__main__":

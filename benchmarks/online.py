@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from statistics import median
@@ -97,8 +98,8 @@ def _turn(ranks: Ranks, steps: int, request: dict[str, Any]) -> dict[str, float]
 
 
 def main(workers: harness.Workers = "1", rounds: harness.Rounds = 7, smallest: harness.Smallest = False) -> None:
-    """Print the tables."""
-    rounds, turn_s, rows = (1, SHORT_TURN_S, []) if smallest else (rounds, TURN_S, [])
+    """Print the tables, and write benchmarks/results/online.json and the tables in docs/benchmarks.md."""
+    rounds, turn_s, cost = (1, SHORT_TURN_S, []) if smallest else (rounds, TURN_S, [])
     for world in harness.integers(workers):
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="online-"))
@@ -110,10 +111,23 @@ def main(workers: harness.Workers = "1", rounds: harness.Rounds = 7, smallest: h
         rows_trained = steps * BATCH * world
         per_row = {name: [1e6 * turn["cpu_s"] / rows_trained for turn in each] for name, each in turns.items()}
         none, some = per_row.values()
-        rows.append([str(world), f"{median(none):.1f}", f"{median(some):.1f}", f"{median_ratio(some, none):.3f}"])
-    title = f"CPU-µs per row, {os.cpu_count()} cores, median of {rounds}"
-    Grid(("workers", *SIDES, "ratio"), rows, title, left=0).show()
-    freshness.main(workers=workers, smallest=smallest)
+        cost.append([world, median(none), median(some), median_ratio(some, none)])
+    make_table(cost).show()
+    results = {"cost": cost, "freshness": freshness.measure(60.0, harness.integers(workers), 0, smallest)}
+    freshness.make_table(results["freshness"]).show()
+    if not smallest:
+        harness.publish("online", results, document(results))
+
+
+def make_table(cost: Sequence[Sequence[float]]) -> Grid:
+    """Return the table of the cost: number of workers, CPU-µs per row of each side, and their ratio."""
+    rows = [[str(world), f"{none:.1f}", f"{some:.1f}", f"{ratio:.3f}"] for world, none, some, ratio in cost]
+    return Grid(("workers", *SIDES, "ratio"), rows, f"CPU-µs per row, {os.cpu_count()} cores", left=0)
+
+
+def document(results: dict[str, Any]) -> str:
+    """Return the tables for docs/benchmarks.md."""
+    return "\n\n".join([make_table(results["cost"]).markdown(), freshness.make_table(results["freshness"]).markdown()])
 
 
 if __name__ == "__main__":

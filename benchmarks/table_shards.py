@@ -10,7 +10,7 @@ Flight             shards in Ray actors, over Arrow Flight; with and without the
 Serve's handles    the same shards and messages, without the cache, through handles of Ray Serve
 
 Keys/s a core divide the keys by the CPU time of all processes. Then `raytrec serve` answers requests of 32 rows with
-mapped tables, and with shards. The tables are printed; no results are recorded.
+mapped tables, and with shards. Writes benchmarks/results/table_shards.json and the tables in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -184,8 +184,22 @@ def main(
             side: [format(median(v[n] for v in each), form) for n, form in forms.items()]
             for side, each in results.items()
         }
-        Grid(HEADER, [[side, *each] for side, each in cells.items()]).show(100)
-        Grid(SERVICE_HEADER, measure_services(export, data, shards, rounds, seconds), left=1).show(120)
+        found = {"lookups": [[side, *each] for side, each in cells.items()]}
+        found["services"] = measure_services(export, data, shards, rounds, seconds)
+    for table in make_tables(found):
+        table.show(120)
+    if not smallest:
+        harness.publish("table_shards", found, document(found))
+
+
+def make_tables(found: dict[str, list[list[str]]]) -> list[Grid]:
+    """Return the tables of lookups and of services."""
+    return [Grid(HEADER, found["lookups"]), Grid(SERVICE_HEADER, found["services"])]
+
+
+def document(found: dict[str, list[list[str]]]) -> str:
+    """Return the tables for docs/benchmarks.md."""
+    return "\n\n".join(each.markdown() for each in make_tables(found))
 
 
 if __name__ == "__main__":

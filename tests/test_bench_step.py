@@ -84,7 +84,19 @@ def test_growth_reports_points_off_fitted_curve():
     assert of(False, 7.0, 7.5, 8.0, 14.0)["kinks"] == [1000.0]
 
 
-DOCUMENTED = ["growth", "start", "share", "ids", "ids_quality", "sequences", "tiers", "grouped", "sync_interval"]
+DOCUMENTED = [
+    "growth",
+    "start",
+    "share",
+    "ids",
+    "ids_quality",
+    "sequences",
+    "tiers",
+    "grouped",
+    "sync_interval",
+    "online",
+    "table_shards",
+]
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
