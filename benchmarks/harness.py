@@ -32,7 +32,7 @@ BENCHMARKS_PAGE = "docs/benchmarks.md"
 QUIET = ["tracking.enabled=false", "tracking.report=false", "tracking.every_steps=null"]
 PREPARE_S = 300
 
-Rounds = Annotated[int, typer.Option(min=1, help="Turns of each side.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Number of times to measure each variant.")]
 Smallest = Annotated[bool, typer.Option("--smallest", help="Run the smallest sizes and write no results.")]
 Workers = Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")]
 Only = Annotated[str, typer.Option(help="Run only these parts, separated by commas.")]

@@ -226,9 +226,9 @@ class Rows:
         keys = keys[~is_among(keys, np.sort(positive))]
         if len(without := np.setdiff1d(users, pairs.user)):
             raise DataError(
-                f"{len(without):,} test users have no candidates; the first is "
+                f"users of the test split without candidates: {len(without):,}, such as "
                 f"{self._data.users[int(without[0])].as_py()!r}",
-                where="the file of candidates",
+                where="--candidates",
                 expected="candidates for every user that has a row in test",
             )
         return keys // self.items, keys % self.items

@@ -53,7 +53,7 @@ class Peers:
         self._at_once, self._group = at_once, group
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks of values [...] of the same shape and dtype on all ranks."""
+        """Return the elementwise sum over ranks of a tensor, which has the same shape and dtype on all ranks."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def reduce_scatter_sum(self, values: torch.Tensor) -> torch.Tensor:

@@ -235,12 +235,17 @@ def _to_positions(ids: pa.Array, name: str, vocab: pa.Array | None) -> pa.Array:
         return ids.cast(pa.int64(), safe=False)
     if vocab is not None and (is_text if is_text(vocab.type) else pa.types.is_integer)(ids.type):
         return pc.index_in(ids.cast(vocab.type), value_set=vocab, skip_nulls=True).cast(pa.int64())
+    advice = f"convert {name} or the vocabulary, so that both have the same type"
+    if vocab is None:
+        advice = (
+            "set vocabulary to a Parquet file, or a text file with one id per line, that contains the ids to draw; or "
+            "convert the column to integers first: {do: lookup_vocabulary, …}"
+        )
     raise DataError(
-        f"sample draws {'whole numbers' if vocab is None else vocab.type}, but {name} has type {ids.type}",
+        f"sample draws ids of type {'int64' if vocab is None else vocab.type}, but {name} has type {ids.type}",
         where=f"data.transforms, do: sample, exclude: {name}",
         expected="columns of ids of the same type as the drawn ids",
-        do="set vocabulary: FILE to a file of the ids to draw, Parquet or text with one id per line. Or "
-        "convert the column to numbers first: {do: lookup_vocabulary, …}",
+        do=advice,
     )
 
 

@@ -259,7 +259,10 @@ class Coordinator:
         return f"{finding} at step {culprit.step}{where}{waiting}"
 
     def _kill_silent_ranks(self) -> None:
-        """Kill processes without heartbeats, which receive no commands, by tasks on their nodes."""
+        """Kill the process of each rank whose last heartbeat is older than the timeout.
+
+        Such a process may not receive commands, so a Ray task on its node kills it.
+        """
         import ray
 
         now = monotonic()

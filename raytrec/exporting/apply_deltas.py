@@ -92,7 +92,9 @@ def _copy_files(export: str, manifest: Manifest, work: Path) -> None:
     for name in manifest.files.keys() - {ONNX_FILE}:
         info, size = filesystem.get_file_info(f"{path}/{name}"), manifest.files[name].bytes
         if not info.is_file or info.size != size:
-            raise RunError(f"the export is damaged: {name}", where=export, expected=f"a file of {size:,} bytes")
+            fault = f"has {info.size:,} bytes" if info.is_file else "is missing"
+            expected = f"a file of {size:,} bytes"
+            raise RunError(f"the export is damaged: {name} {fault}", where=export, expected=expected)
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         with convert_os_errors(f"{name} cannot be copied", where=export, do="free disk space, or set TMPDIR"):
             fs.copy_files(f"{path}/{name}", str(work / name), filesystem, fs.LocalFileSystem())

@@ -1,4 +1,4 @@
-"""Following of a run's deltas by a replica, which thereby answers with the state of a recent training step."""
+"""Follower of a run's deltas, with which a replica serves the state of a recent training step."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Follower:
         registry = service.figures.registry
         for metric in (self._applied, self._refused):
             registry.register(metric)
-        step = Gauge("raytrec_serve_step", "Step of the run whose state answers.", registry=registry)
+        step = Gauge("raytrec_serve_step", "Training step whose state the replica serves.", registry=registry)
         step.set_function(lambda: self.position.manifest.step)
         behind = Gauge("raytrec_serve_seconds_behind", "Seconds since training reached this step.", registry=registry)
         behind.set_function(lambda: self.seconds_behind)

@@ -160,9 +160,9 @@ def _loss(section: TaskSection, where: str) -> Loss:
     loss_class = loss.find(section.loss, where, os.getcwd())
     if not (isinstance(loss_class, type) and issubclass(loss_class, Loss)) or inspect.isabstract(loss_class):
         raise ConfigError(
-            f"loss {section.loss} is not a subclass of raytrec.tasks.losses.Loss that defines of_rows",
+            f"loss {section.loss} is not a concrete subclass of raytrec.tasks.losses.Loss",
             where=where,
-            expected="a class derived from raytrec.tasks.losses.Loss, with the method of_rows",
+            expected="a subclass of Loss that defines of_rows, or of BatchLoss that defines of_batch",
         )
     what, options = f"loss {section.loss} does not accept these options", where.replace(".loss", ".options")
     try:

@@ -60,7 +60,7 @@ class MRR(GroupMetric):
 
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the reciprocal rank of each group."""
+        """Return the reciprocal rank of each group's first positive row, and a mask of groups with such a row."""
         first = groups.ranks.new_full((groups.count,), len(groups.of) + 1)
         first = first.scatter_reduce(
             0, groups.of, groups.ranks.masked_fill(~groups.relevant, len(groups.of) + 1), "amin"

@@ -1,1 +1,1 @@
-"""Tables apart from the replicas that score: shards hold rows, and replicas look them up over Arrow Flight."""
+"""Table shards: actors that hold the rows of an export, which replicas look up over Arrow Flight."""
