@@ -84,12 +84,16 @@ def _renumber_ids(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[UsedRow
 def load_model(saved: Checkpoint, used: UsedRows, as_stored: Rounding | None = None) -> Recommender:
     """Load a checkpoint's model with tables that contain only the rows in `used`.
 
+    The model computes in float32 regardless of train.matmul: CPUs without bfloat16 units are slower in
+    bfloat16, and onnxruntime has no bfloat16 matrix products on CPUs.
+
     Args:
         saved: Checkpoint of the model.
         used: Table → rows to load.
         as_stored: Function that rounds table rows; see `compute_outputs`.
     """
-    config, schema = saved.config, saved.schema
+    config, schema = saved.config.model_copy(deep=True), saved.schema
+    config.train.matmul = "fp32"
     tasks, cpu = resolve_tasks(config.tasks, schema), torch.device("cpu")
     columns = count_logits(tasks)
     sizes = sum(columns.values()), needs_vectors(tasks), columns

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
-from exports import score_with_onnx_and_torch, train_for_export, train_tracked_run
+from exports import SmallModelCase, score_with_onnx_and_torch, train_for_export, train_tracked_run
 from packaging.requirements import Requirement
 from stores import reuse_first_store
 from test_models import CASES, ModelCase
@@ -64,6 +64,15 @@ def test_onnxruntime_matches_every_model(name, tmp_path):
     export = raytrec.export(folder, str(tmp_path / "export"), onnx=True, golden_rows=golden_rows)
     for rows in (1, 3, 50):
         assert_equal_with_onnx(Path(export.path), table, rows)
+
+
+def test_bf16_runs_export_fp32_programs(tmp_path):
+    """onnxruntime has no bfloat16 products on CPUs; training in bfloat16 differs by rounding only."""
+    case = SmallModelCase({"name": "dcn", "cross_layers": 1, "top_mlp": [6]}, train={"matmul": "bf16"})
+    folder, table, predictions, _ = train_for_export(case, tmp_path)
+    export = raytrec.export(folder, str(tmp_path / "export"), onnx=True, golden_rows=5)  # compares onnxruntime's scores
+    found = raytrec.load(export.path).predict(table)["score"].to_numpy()
+    assert 1e-5 < np.abs(found - predictions["y"].numpy()).max() < 0.01
 
 
 class Bessel(torch.nn.Module):

@@ -1,6 +1,6 @@
 """Checkpoints of small models and their Parquet data for export tests, made on one rank without Ray."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -44,16 +44,18 @@ class SmallModelCase:
     Args:
         model: values of the model section.
         dense: if True, the schema has dense columns.
+        train: values of the train section.
     """
 
     model: dict
     dense: bool = True
+    train: dict = field(default_factory=dict)
 
     def schema(self):
         return small.make_small_schema(**({} if self.dense else {"dense": []}))
 
     def config(self):
-        return small.make_small_config(1, {"sharding_type": "table_wise"}, model=self.model)
+        return small.make_small_config(1, {"sharding_type": "table_wise"}, model=self.model, **self.train)
 
 
 def batch_to_table(batch, schema):
