@@ -7,7 +7,10 @@ import torch
 from ranks import run_on_ranks
 from small import SCHEMA, make_batches, make_small_config
 from standin import StandInGpu, use_stand_in_gpu
+from standin.device_rules import OPERATOR_LIST, SAME_DEVICE_COMPOSITES, read_device_rules
 from torch import nn
+from torchgen.gen import parse_native_yaml
+from torchgen.model import DeviceCheckType, DispatchKey
 
 
 @pytest.fixture
@@ -67,6 +70,49 @@ def test_stand_in_rejects_operands_on_two_devices(gpu, mix):
 def test_stand_in_rejects_cuda_indices_into_host_tensor(gpu, look):
     with pytest.raises(RuntimeError, match="indices should be either on cpu or on the same device"):
         look(torch.arange(3, device="cuda"), torch.ones(3, 3))
+
+
+def test_device_rules_are_those_of_torchs_code_generator():
+    entries = parse_native_yaml(str(OPERATOR_LIST), str(OPERATOR_LIST.with_name("tags.yaml")))
+    checked = {
+        str(function.func.name)
+        for function in entries.native_functions
+        if function.device_check is not DeviceCheckType.NoCheck
+        and entries.backend_indices[DispatchKey.CUDA].has_kernel(function)
+    }
+    assert checked <= read_device_rules().same_device
+    by_delegate = read_device_rules().same_device - checked - SAME_DEVICE_COMPOSITES
+    assert all(entry.structured_delegate for entry in entries.native_functions if str(entry.func.name) in by_delegate)
+
+
+def test_stand_in_rejects_scalars_where_cuda_code_checks_devices(gpu):
+    weight, gradient = (torch.ones(3, device="cuda") for _ in range(2))
+    moments = [[torch.zeros(3, device="cuda")], [torch.zeros(3, device="cuda")], []]
+    rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
+    with pytest.raises(RuntimeError, match=r"at least two devices.*argument state_steps of _fused_adam_"):
+        torch._fused_adam_([weight], [gradient], *moments, [torch.ones(())], amsgrad=False, maximize=False, **rates)
+    with pytest.raises(NotImplementedError, match="aten::histogram"):
+        torch.histogram(weight, 2)
+
+
+class _HostGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * HOST_FACTOR
+
+
+HOST_FACTOR = torch.ones(3)
+
+
+def test_stand_in_checks_devices_in_backward(gpu):
+    weight = torch.ones(3, device="cuda", requires_grad=True)
+    (weight * torch.arange(3.0, device="cuda")).cumsum(0).sum().backward()
+    with pytest.raises(RuntimeError, match="same device, but found at least two"):
+        _HostGradient.apply(weight).sum().backward()
 
 
 def test_stand_in_allows_scalars_and_copies_across_devices(gpu):

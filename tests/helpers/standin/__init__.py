@@ -3,7 +3,8 @@
 Stand-in tensors report the device cuda:N. Their values are in host memory and are computed by the CPU code of
 torch, FBGEMM and gloo, so complete training steps run with correct results. As on CUDA:
 
-- Operations reject tensors on two devices; collectives of "nccl" groups reject tensors in host memory.
+- Operators reject tensors on two devices, also in backward and in optimizers, by the rules of torch's own list
+  (`dispatch`). Collectives of "nccl" groups reject tensors in host memory.
 - Every wait of the host for the device is recorded with its location (`Gpu.waits`).
 - Streams and events have their own clocks. `Gpu.work(seconds)` adds work to the current stream, and the host
   waits for it at the same operations as on CUDA.
@@ -11,8 +12,8 @@ torch, FBGEMM and gloo, so complete training steps run with correct results. As 
 - Tables of fused kernels are on the device for planners, shards and checkpoints.
 
 Not simulated: speed, rounding, CUDA-only kernels (FBGEMM's fused Adam, caches of UVM tables, dense kernels
-that return unpooled vectors of several tables) and out-of-memory errors. Devices are not checked inside
-backward, because autograd's engine creates ordinary tensors.
+that return unpooled vectors of several tables) and out-of-memory errors.
+`stream_order.check_stream_order` reports accesses to the same memory on two streams without an order.
 
     with use_stand_in_gpu() as gpu:
         torch.zeros(3, device="cuda") + torch.zeros(3)      # RuntimeError: … at least two devices
@@ -21,6 +22,7 @@ backward, because autograd's engine creates ordinary tensors.
 `ranks.run_on_ranks(..., device="cuda")` runs the stand-in in several processes.
 """
 
-from standin.device import HostWait, StandInGpu, use_stand_in_gpu
+from standin.device import StandInGpu, use_stand_in_gpu
+from standin.host_waits import HostWait
 
 __all__ = ["HostWait", "StandInGpu", "use_stand_in_gpu"]

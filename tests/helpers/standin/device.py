@@ -2,53 +2,38 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import count
 from time import perf_counter, sleep
-from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 
-import raytrec
+from standin.host_waits import HostWait, find_callers
 
-# Folders with a trailing separator, because a checkout or its parent can have any name.
-RAYTREC_FOLDER, TORCH_FOLDER, STAND_IN_FOLDER = (
-    f"{Path(file).parent}/" for file in (raytrec.__file__, torch.__file__, __file__)
-)
 CLOCK_HZ = 1.755e9  # clock rate of the streaming multiprocessors
 # Explicit synchronizations, for which torch does not warn.
 EXPLICIT_SYNCS = ("torch.cuda.synchronize", "Stream.synchronize", "Event.synchronize")
 
 
-class HostWait(NamedTuple):
-    """Wait of the host for the device.
+_numbers = count(1)  # of streams and events; 0 is the sanitizer's own default stream
 
-    Attributes:
-        what: name of the operation.
-        where: FILE:FUNCTION of the innermost caller outside torch.
-        ours: FILE:FUNCTION of the innermost caller in raytrec; "" if there is none.
-        callers: FILE:FUNCTION of all callers in raytrec, innermost first.
-        drains: True if the wait empties the default stream, on which models compute.
-    """
 
-    what: str
-    where: str
-    ours: str
-    callers: tuple[str, ...] = ()
-    drains: bool = False
+def _note(kind: str, *numbers: int) -> None:
+    """Pass an event to the checks of stream order, if they are active."""
+    if StandInGpu.active is not None and StandInGpu.active.order is not None:
+        StandInGpu.active.order.handle(kind, *numbers)
 
 
 class StandInStream:
     """Simulated CUDA stream."""
 
     def __init__(self, device: object = None, priority: int = 0, **_: object):
-        self.done_at, self.cuda_stream = 0.0, id(self)
+        self.done_at, self.cuda_stream = 0.0, next(_numbers)
         self.device = StandInGpu.active.device if device is None else torch.device(device)  # read by TorchRec
 
     def work(self, seconds: float) -> None:
@@ -56,10 +41,11 @@ class StandInStream:
         self.done_at = max(perf_counter(), self.done_at) + seconds
 
     def wait_stream(self, other: StandInStream) -> None:
-        self.done_at = max(self.done_at, other.done_at)
+        self.wait_event(other.record_event())
 
     def wait_event(self, event: StandInEvent) -> None:
         self.done_at = max(self.done_at, event.time or 0.0)
+        _note("stream_wait_for_event", self.cuda_stream, event.number)
 
     def record_event(self, event: StandInEvent | None = None) -> StandInEvent:
         event = event or StandInEvent()
@@ -80,21 +66,26 @@ class StandInEvent:
     """Simulated CUDA event."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False):
-        self.timed, self.time, self.stream = enable_timing, None, None
+        self.timed, self.time, self.stream, self.number = enable_timing, None, None, next(_numbers)
 
     def record(self, stream: StandInStream | None = None) -> None:
         self.stream = stream or StandInGpu.active.stream
         self.time = max(perf_counter(), self.stream.done_at)
+        _note("record_state", self.number, self.stream.cuda_stream)
 
     def wait(self, stream: StandInStream | None = None) -> None:
         (stream or StandInGpu.active.stream).wait_event(self)
 
     def query(self) -> bool:
-        return self.time is None or perf_counter() >= self.time
+        finished = self.time is None or perf_counter() >= self.time
+        if finished:
+            _note("all_streams_wait_for_event", self.number)
+        return finished
 
     def synchronize(self) -> None:
         if self.time is not None:
             StandInGpu.active.wait("Event.synchronize", until=self.time)
+            _note("all_streams_wait_for_event", self.number)
 
     def elapsed_time(self, end: StandInEvent) -> float:
         if not (self.timed and end.timed):
@@ -126,6 +117,7 @@ class StandInGpu:
         count: number of visible GPUs.
         waits: all waits of the host for the device, in order.
         warns: if True, a wait also emits a warning (torch.cuda.set_sync_debug_mode).
+        order: checks of the order of streams (stream_order.check_stream_order), or None.
     """
 
     active: StandInGpu | None = None
@@ -134,6 +126,7 @@ class StandInGpu:
         self.index, self.count = index, count
         self.waits: list[HostWait] = []
         self.warns = False
+        self.order = None
         self.default_stream = StandInStream(self.device)
         self._current = threading.local()
         self._pinned: dict[int, tuple[int, object]] = {}  # address → bytes, what keeps it
@@ -162,9 +155,11 @@ class StandInGpu:
 
     def wait(self, what: str, stream: StandInStream | None = None, until: float | None = None) -> None:
         """Make the host wait for a stream (default: the current stream)."""
-        until = (stream or self.stream).done_at if until is None else until
+        if until is None:
+            until = (stream or self.stream).done_at
+            _note("all_streams_wait_for_stream", (stream or self.stream).cuda_stream)
         drains = perf_counter() < self.default_stream.done_at <= until
-        outside, ours = _callers()
+        outside, ours = find_callers()
         self.waits.append(HostWait(what, outside, ours[0] if ours else "", ours, drains))
         if self.warns and what not in EXPLICIT_SYNCS:
             warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
@@ -172,6 +167,7 @@ class StandInGpu:
             sleep(rest)
 
     def synchronize(self) -> None:
+        _note("sync_all_streams")
         self.wait("torch.cuda.synchronize", until=max(s.done_at for s in (self.stream, self.default_stream)))
 
     # Pinned host memory
@@ -207,20 +203,6 @@ class _Runtime:
     def cudaHostUnregister(self, address: int) -> int:
         StandInGpu.active.unpin(address)
         return 0
-
-
-def _callers() -> tuple[str, tuple[str, ...]]:
-    """Return the innermost caller outside torch and this stand-in, and all in raytrec, as FILE:FUNCTION."""
-    frame, outside, ours = sys._getframe(2), "", []
-    while frame is not None:
-        file = frame.f_code.co_filename
-        place = f"{'/'.join(file.split('/')[-3:])}:{frame.f_code.co_name}"
-        if not file.startswith((TORCH_FOLDER, STAND_IN_FOLDER)) and "contextlib" not in file:
-            outside = outside or place
-            if file.startswith(RAYTREC_FOLDER):
-                ours.append(place)
-        frame = frame.f_back
-    return outside, tuple(ours)
 
 
 @contextmanager

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from standin.device import StandInGpu
-from standin.tensor import is_on_device, iterate_tensors
+from standin.dispatch import iterate_tensors
+from standin.tensor import is_on_device
 
 COLLECTIVES = (
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter"),

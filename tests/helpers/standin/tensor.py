@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
 
 from standin.device import StandInGpu
+from standin.dispatch import DispatchMode, Place, close_place, find_place, iterate_tensors, set_place
 
 # Operations that return a device value, or a size that depends on one, to the host (torch 2.13.0).
 WAITING_OPERATIONS = {
@@ -20,15 +21,9 @@ WAITING_OPERATIONS = {
     *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose"),
     *("bincount", "multinomial", "jagged_unique_indices", "__contains__", "__repr__", "__format__"),
 }
-# Operations that accept tensors on two devices.
-CROSS_DEVICE_OPERATIONS = {
-    *("copy_", "to", "_to_copy", "__set__", "__get__", "set_", "type", "as_subclass", "register_hook"),
-    "backward",
-}
-# Indexing operations: host indices are allowed for device values, but not the reverse.
+# Indexing operations; host indices are copied to the device.
 INDEXING_OPERATIONS = {"__getitem__", "__setitem__", "index", "index_put", "index_put_", "_index_put_impl_"}
-# Operations that also reject scalar tensors on the other device.
-SAME_DEVICE_OPERATIONS = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
+HOST_READS = {"tolist", "numpy", "__array__", "item"}  # read host memory without an operator
 COPYING_FACTORIES = {"tensor", "as_tensor", "asarray"}  # factories that create values on the host and copy them
 
 
@@ -49,7 +44,10 @@ class DeviceTensor(torch.Tensor):
         return super().as_subclass(_both(kind))
 
     def record_stream(self, stream: Any) -> None:
-        """Do nothing: memory is managed by the host allocator."""
+        """Keep the memory until a stream has finished its work, for the checks of stream order."""
+        if StandInGpu.active.order is not None:
+            with torch._C.DisableTorchFunction():
+                StandInGpu.active.order.record_stream(self, stream)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -63,9 +61,12 @@ class DeviceFactoryMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if operation_name(func) in ("to", "cuda") and args and not is_on_device(args[0]):
             return move_tensor(operation_name(func), args, kwargs)
+        if StandInGpu.active.order is not None and operation_name(func) in HOST_READS:
+            with torch._C.DisableTorchFunction():
+                StandInGpu.active.order.access_on_host(args[0])
         target = kwargs.get("device")
         if target is None and not kwargs.get("pin_memory"):
-            return func(*args, **kwargs)
+            return _on_host(func(*args, **kwargs))
         if any(is_on_device(t) for t in iterate_tensors((args, kwargs))):
             return call_on_device(func, args, kwargs)
         return call_factory(func, args, kwargs)
@@ -77,6 +78,11 @@ def is_on_device(value: Any) -> bool:
 
 def to_device_tensor(value: torch.Tensor) -> torch.Tensor:
     """Return a tensor as a stand-in tensor that shares its memory."""
+    with torch._C.DisableTorchFunction():
+        is_new = find_place(value) is not Place.DEVICE
+        set_place(value, Place.DEVICE)
+        if is_new and StandInGpu.active is not None and StandInGpu.active.order is not None:
+            StandInGpu.active.order.add_tensor(value)
     if is_on_device(value):
         return value
     kind = type(value)
@@ -96,16 +102,6 @@ def operation_name(func: Any) -> str:
     return f"{owner.__name__}.{name}" if name in ("__get__", "__set__") and owner is not None else name
 
 
-def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from iterate_tensors(each)
-    elif isinstance(value, dict):
-        yield from iterate_tensors(list(value.values()))
-
-
 def call_factory(func: Any, args: tuple, kwargs: dict) -> Any:
     """Call a tensor factory and return its result on the requested device."""
     kwargs, gpu = dict(kwargs), StandInGpu.active
@@ -120,7 +116,7 @@ def call_factory(func: Any, args: tuple, kwargs: dict) -> Any:
     if pinned:
         gpu.pin(out.data_ptr(), out.untyped_storage().nbytes(), out.untyped_storage())
     if not on_gpu:
-        return out
+        return _on_host(out)
     return to_device_tensor(out.clone()) if operation_name(func) in COPYING_FACTORIES else _placed(out, set())
 
 
@@ -142,9 +138,9 @@ def move_tensor(name: str, args: tuple, kwargs: dict) -> torch.Tensor:
         plain = to_host_tensor(value) if is_on_device(value) else value
         if device.type != "cuda":
             if not is_on_device(value):
-                return value.to(device, dtype, copy=kwargs.get("copy", False))
+                return _on_host(value.to(device, dtype, copy=kwargs.get("copy", False)))
             StandInGpu.active.wait("to host memory")  # always waits, because the result is pageable
-            return plain.to(dtype, copy=True)
+            return set_place(plain.to(dtype, copy=True), Place.HOST)
         if is_on_device(value):
             return value if dtype == value.dtype else to_device_tensor(plain.to(dtype))
         if not (non_blocking and StandInGpu.active.is_pinned(plain.data_ptr())):
@@ -167,7 +163,6 @@ def call_on_device(func: Any, args: tuple, kwargs: dict) -> Any:
         return is_on_device(args[0]) == is_on_device(args[1])
     if name in ("register_hook", "register_post_accumulate_grad_hook"):
         args = (args[0], _hook(args[1]), *args[2:])
-    _refuse_two_devices(name, func, args, kwargs)
     if is_waiting(name, args, kwargs):
         gpu.wait(name)
     target = kwargs.get("device")
@@ -175,7 +170,9 @@ def call_on_device(func: Any, args: tuple, kwargs: dict) -> Any:
     if target is not None:
         kwargs = kwargs | {"device": torch.device("cpu")}
     out = _run(func, args, kwargs)
-    if to_host or _leaves_as_it_is(func, name):
+    if to_host:
+        return set_place(out, Place.HOST)
+    if _leaves_as_it_is(func, name):
         return out
     # An in-place operation on host memory returns a host tensor.
     given = {id(t) for t in iterate_tensors((args, kwargs)) if not is_on_device(t)}
@@ -188,6 +185,14 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
         if isinstance(func, FunctionType):  # Python functions can create tensors with device="cuda"
             stack.enter_context(DeviceFactoryMode())
         return func(*args, **kwargs)
+
+
+def _on_host(value: Any) -> Any:
+    """Mark the results of an operation on host tensors. In backward, tensors of the device also look like these."""
+    if torch._C._current_graph_task_id() == -1:
+        for tensor in iterate_tensors(value):
+            close_place(tensor)
+    return value
 
 
 def _leaves_as_it_is(func: Any, name: str) -> bool:
@@ -230,28 +235,6 @@ def is_waiting(name: str, args: tuple, kwargs: dict) -> bool:
     return False
 
 
-def _refuse_two_devices(name: str, func: Any, args: tuple, kwargs: dict) -> None:
-    if name.rpartition(".")[2] in CROSS_DEVICE_OPERATIONS or str(func).startswith(("fbgemm", "torchrec", "profiler")):
-        return
-    if torch._C._current_graph_task_id() != -1:  # autograd's engine creates ordinary tensors
-        return
-    if name in INDEXING_OPERATIONS:
-        indices = [t for t in iterate_tensors(args[1]) if t.dim()]
-        if not is_on_device(args[0]) and any(map(is_on_device, indices)):
-            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
-        if len(args) < 3 or not indices:
-            return  # assignment between slices is a copy
-        args = (args[0], args[2])
-    host = [t for t in iterate_tensors((args, kwargs)) if not is_on_device(t) and not t.is_meta]
-    if name not in SAME_DEVICE_OPERATIONS:
-        host = [t for t in host if t.dim()]
-    if host:
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, "
-            f"{StandInGpu.active.device} and cpu! (in {name})"
-        )
-
-
 def _hook(hook: Any) -> Any:
     def with_place(value: Any) -> Any:
         return hook(to_device_tensor(value) if isinstance(value, torch.Tensor) else value)
@@ -275,7 +258,7 @@ def create_tensors_on_device(gpu: StandInGpu) -> Iterator[None]:
     run = Thread.run
 
     def run_on_device(self: Thread) -> None:
-        with DeviceFactoryMode():  # modes are per thread
+        with DispatchMode(), DeviceFactoryMode():  # modes are per thread
             run(self)
 
     def pin(self: torch.Tensor, device: object = None) -> torch.Tensor:
@@ -294,6 +277,7 @@ def create_tensors_on_device(gpu: StandInGpu) -> Iterator[None]:
         patch.object(torch.Tensor, "pin_memory", pin),
         patch.object(torch.Tensor, "is_pinned", pinned),
         patch.object(Thread, "run", run_on_device),
+        DispatchMode(),
         DeviceFactoryMode(),
     ):
         yield
