@@ -59,11 +59,24 @@ SCHEMAS = {
         },
         tables={"user": {"rows": 23, "dim": 8}, "item": {"rows": 31, "dim": 8}},
     ),
+    "pairs": make_small_schema(
+        dense=[],
+        sparse={
+            "user": {"table": "user"},
+            "item": {"table": "item"},
+            "negatives": {"table": "item", "pooling": "sequence"},
+        },
+        tables={"user": {"rows": 23, "dim": 8}, "item": {"rows": 31, "dim": 8}},
+    ),
 }
 NEXT_ITEM = {"max_length": 4, "negatives": "negatives", "max_negatives": 3}
 TOWERS = {"towers": {"query": ["user", "a"], "item": ["friends", "tags", "b"]}, "tower_mlp": [6]}
 
 
+# Negatives outnumber the queries of a rank, so queries are sent to all ranks.
+SHARED = {"negatives": "negatives", "max_negatives": 3, "share_negatives": True}
+PAIR_TOWERS = {"towers": {"query": ["user"], "item": ["item"]}, "tower_mlp": [6]}
+OWN_LOSS = ({"loss": "from_model"},)
 DELTAS = ("export.deltas.every_s=1000", "export.deltas.to={folder}/deltas")
 
 
@@ -100,6 +113,12 @@ CONFIGURATIONS = {
         schema="sequences",
         model={"name": "bst", "max_length": 4, "target": "item", "top_mlp": [6]},
         more=SEQUENCE_WAITS,
+    ),
+    "sasrec shared": Case(
+        schema="sequences", model={"name": "sasrec", "max_length": 4, **SHARED}, tasks=OWN_LOSS, more=SEQUENCE_WAITS
+    ),
+    "two_tower shared": Case(
+        schema="pairs", model={"name": "two_tower", **PAIR_TOWERS, **SHARED}, tasks=OWN_LOSS, more=SEQUENCE_WAITS
     ),
     "in-batch softmax": Case(model={"name": "two_tower", **TOWERS}, tasks=({"loss": "in_batch_softmax"},)),
 }

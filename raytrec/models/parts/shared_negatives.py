@@ -8,13 +8,15 @@ needs memory for all items of a large table.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from raytrec.common.collectives import Peers
+from raytrec.common.collectives import Peers, get_collective_device
 from raytrec.config.models.retrieval import SampledSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import IDS, Sequence
@@ -87,6 +89,7 @@ class SharedNegatives(nn.Module):
         negatives: ItemBatch,
         max_queries: int,
         bias_N: torch.Tensor | None = None,
+        is_max_reached: bool = False,
     ) -> torch.Tensor:
         """Return the loss of each query, float32 [N]; a collective.
 
@@ -96,6 +99,8 @@ class SharedNegatives(nn.Module):
             negatives: Negatives of this rank's rows, with vectors [K, D]; K must be equal on all ranks.
             max_queries: Upper bound on N over all ranks; must be equal on all ranks.
             bias_N: Bias added to all scores of each query; see SampledLoss.remove_canceling_bias.
+            is_max_reached: True if some rank has `max_queries` queries, so that ranks need not agree on their
+                largest number of queries; must be equal on all ranks.
         """
         own_N = (query_ND * query_items.vectors).sum(1).float()
         bias_N = torch.zeros_like(own_N) if bias_N is None else self.loss.remove_canceling_bias(bias_N)
@@ -108,18 +113,25 @@ class SharedNegatives(nn.Module):
             gathered = ItemBatch(vectors, *others)
             added_N, count_N = self._compare_with_negatives(queries_NE, query_items.ids, gathered).unbind(1)
         else:
-            added_N, count_N = self._compare_on_all_ranks(queries_NE, query_items.ids, negatives)
+            # Numbers of queries are exchanged between hosts, because a host that reads from its GPU drains the GPU.
+            longest = max_queries if is_max_reached else int(self._host_peers.max_number(len(query_ND)))
+            added_N, count_N = self._compare_on_all_ranks(queries_NE, query_items.ids, negatives, longest)
         return self.loss.finish(own_N + bias_N, added_N, count_N)
 
+    @cached_property
+    def _host_peers(self) -> Peers:
+        """Return the ranks as peers that exchange host memory; the first use is a collective."""
+        is_host = get_collective_device().type == "cpu"
+        return self.peers if is_host else Peers(group=dist.new_group(backend="gloo"))
+
     def _compare_on_all_ranks(
-        self, queries_NE: torch.Tensor, ids_N: torch.Tensor, negatives: ItemBatch
+        self, queries_NE: torch.Tensor, ids_N: torch.Tensor, negatives: ItemBatch, longest: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the contribution and the number of all ranks' negatives for each query, float32 [N] each.
 
-        Queries are sent to all ranks. The host waits for the other ranks' numbers of queries.
+        Queries are sent to all ranks, padded to the largest number of queries of a rank, `longest`.
         """
         count = len(ids_N)
-        longest = int(self.peers.max(torch.tensor([count], device=ids_N.device)))
         padding = longest - count
         queries_ME = nn.functional.pad(queries_NE, (0, 0, 0, padding))
         ids_M = nn.functional.pad(ids_N, (0, padding), value=-1)
@@ -182,7 +194,8 @@ def compute_pair_losses(
         return loss.loss_of_vectors(query_BD.unsqueeze(1), item_BD.unsqueeze(1), drawn, bias).squeeze(1)
     items = ItemBatch(item_BD, inputs[IDS][item].squeeze(1))
     bias_B = None if bias is None else bias.expand(len(item_BD), 1).squeeze(1)
-    return shared(query_BD, items, shared.collect_negatives(drawn.vectors, inputs), len(item_BD), bias_B)
+    negatives = shared.collect_negatives(drawn.vectors, inputs)
+    return shared(query_BD, items, negatives, len(item_BD), bias_B, is_max_reached=True)  # ranks pad to equal sizes
 
 
 def share_negatives_across_ranks(model: nn.Module, peers: Peers) -> None:

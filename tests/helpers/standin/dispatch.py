@@ -75,6 +75,8 @@ class DispatchMode(TorchDispatchMode):
     def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
         inputs = list(iterate_storages((args, kwargs)))
         on_device = any(getattr(storage, "place", None) is Place.DEVICE for storage in inputs)
+        if getattr(kwargs.get("device"), "type", "") == "cuda":  # in backward, whose tensors are not wrapped
+            kwargs, on_device = kwargs | {"device": torch.device("cpu")}, True
         if on_device and func.namespace == "aten":
             check_devices(func, args, kwargs)
         out = func(*args, **kwargs)
