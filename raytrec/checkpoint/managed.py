@@ -98,6 +98,8 @@ def load_ids(maps: Mapping[str, RowMap], tensors: State, about: Mapping[str, Any
             for entries in (rows, waiting):
                 entries.fields["last"].fill_(-1)
         part.load(MapState(rows, waiting, FreeRows(sizes["handed"], free_rows)))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # the pipeline reads the map on another stream
 
 
 def load_with_ids(

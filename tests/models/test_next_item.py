@@ -22,6 +22,7 @@ from made import make as make_model
 from standin import use_stand_in_gpu
 from torch.nn.functional import layer_norm, silu
 
+from raytrec.models.parts import packed_sequences
 from raytrec.models.parts.packed_sequences import PackedSequences
 
 SIZES = {"max_length": LENGTH, "dropout": 0.0, "negatives": "negatives", "max_negatives": 3}
@@ -155,7 +156,8 @@ def test_attention_dropout_applies_only_in_training():
     assert torch.equal(model.eval()(dense, found), model(dense, found))
 
 
-def test_packed_sequences_with_host_lengths_never_wait_for_gpu():
+def test_packed_sequences_with_host_lengths_never_wait_for_gpu(monkeypatch):
+    monkeypatch.setattr(packed_sequences, "GPU_GROUPS", packed_sequences.CPU_GROUPS)  # to compare with the CPU
     lengths = torch.tensor([2, 0, 5, 5, 1, 0, 3, 4, 2, 5, 0, 1], dtype=torch.int32)
     present = torch.arange(5) < lengths.unsqueeze(1)
     values = torch.randn(len(lengths), 5, 3)
@@ -175,3 +177,10 @@ def test_packed_sequences_with_host_lengths_never_wait_for_gpu():
             given = getattr(packed, name)
             of_both = zip(value, given, strict=True) if isinstance(value, list) else [(value, given)]
             assert all(a == b if isinstance(a, int) else torch.equal(a, b.cpu()) for a, b in of_both), name
+
+
+def test_gpus_process_fewer_groups_of_rows_with_fewer_kernels():
+    present, lengths = torch.ones(16, 4, dtype=torch.bool), torch.full((16,), 4)
+    with use_stand_in_gpu():
+        groups = len(PackedSequences(present.cuda(), lengths).group_masks)
+    assert (groups, len(PackedSequences(present, lengths).group_masks)) == (2, 8)

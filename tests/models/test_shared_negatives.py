@@ -179,3 +179,11 @@ def test_shared_negative_keys_are_validated(name, keys, where):
     with pytest.raises(ConfigError) as caught:
         SECTIONS[name].model_validate({"name": name} | keys).check(of)
     assert where in str(caught.value)
+
+
+def test_blocks_fit_the_free_memory_of_the_gpu():
+    gpu = torch.device("cuda")
+    for free, scores in ((80 << 30, 1 << 27), (80 << 20, 1 << 20), (0, 1)):
+        with patch("torch.cuda.mem_get_info", lambda device, free=free: (free, 80 << 30)):
+            assert shared_negatives.choose_block_scores(gpu) == scores
+    assert shared_negatives.choose_block_scores(torch.device("cpu")) == 1 << 24

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-GROUPS = 8  # number of groups of rows with similar lengths
+# Number of groups of rows with similar lengths: more groups have less padding, but need more kernels.
+CPU_GROUPS, GPU_GROUPS = 8, 2
 
 
 @torch.compiler.disable
@@ -45,7 +46,7 @@ class PackedSequences:
     def __init__(self, present: torch.Tensor, lengths: torch.Tensor | None = None):
         lengths_B, self._count = present.sum(1), len(present)
         host_B = lengths_B.cpu() if lengths is None else lengths.clamp(max=present.shape[1])
-        self._size = max(-(-self._count // GROUPS), 1)
+        self._size = max(-(-self._count // (GPU_GROUPS if present.is_cuda else CPU_GROUPS)), 1)
         group_lengths = host_B.sort(descending=True).values[:: self._size].clamp(min=1).tolist()
         ids, rows = int(host_B.sum()), int(host_B.count_nonzero())
         starts_B = lengths_B.cumsum(0) - lengths_B

@@ -24,6 +24,8 @@ from raytrec.models.parts.sampled_loss import ABSENT, SampledLoss
 
 # Maximum number of scores in memory. Beyond this limit, queries are split and backward recomputes each part.
 MAX_SCORES_PER_BLOCK = {"cpu": 1 << 24, "cuda": 1 << 27}
+# A score takes 20 bytes (scores, bias, mask, masked copy, gradient). A block takes up to a quarter of the free memory.
+FREE_BYTES_PER_SCORE = 80
 
 
 class ItemBatch(NamedTuple):
@@ -61,6 +63,7 @@ class SharedNegatives(nn.Module):
         super().__init__()
         self.loss, self.peers = loss, Peers(alone=True)
         self.negatives, self.log_share = negatives, log_share
+        self._max_scores: int | None = None  # chosen in the first step, when the tables are in memory
 
     @classmethod
     def from_section(cls, schema: Schema, config: SampledSection, loss: SampledLoss) -> SharedNegatives | None:
@@ -144,10 +147,11 @@ class SharedNegatives(nn.Module):
         self, queries_NE: torch.Tensor, ids_N: torch.Tensor, negatives: ItemBatch
     ) -> torch.Tensor:
         """Return (contribution of the negatives, number of negatives) for each query, float32 [N, 2]."""
-        cells, max_cells = len(ids_N) * len(negatives.ids), MAX_SCORES_PER_BLOCK[queries_NE.device.type]
-        if cells <= max_cells:
+        if self._max_scores is None:
+            self._max_scores = choose_block_scores(queries_NE.device)
+        if len(ids_N) * len(negatives.ids) <= self._max_scores:
             return self._block(queries_NE, ids_N, *negatives)
-        size = max(1, max_cells // len(negatives.ids))
+        size = max(1, self._max_scores // len(negatives.ids))
         blocks = zip(queries_NE.split(size), ids_N.split(size), strict=True)
         return torch.cat([checkpoint(self._block, *b, *negatives, use_reentrant=False) for b in blocks])
 
@@ -196,6 +200,14 @@ def compute_pair_losses(
     bias_B = None if bias is None else bias.expand(len(item_BD), 1).squeeze(1)
     negatives = shared.collect_negatives(drawn.vectors, inputs)
     return shared(query_BD, items, negatives, len(item_BD), bias_B, is_max_reached=True)  # ranks pad to equal sizes
+
+
+def choose_block_scores(device: torch.device) -> int:
+    """Return the maximum number of scores per block: a constant, or less on a GPU with little free memory."""
+    scores = MAX_SCORES_PER_BLOCK[device.type]
+    if device.type == "cuda":
+        scores = min(scores, torch.cuda.mem_get_info(device)[0] // FREE_BYTES_PER_SCORE)
+    return max(1, scores)
 
 
 def share_negatives_across_ranks(model: nn.Module, peers: Peers) -> None:
