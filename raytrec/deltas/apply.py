@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from struct import error as StructError
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -16,8 +17,9 @@ from raytrec.config.schema import Schema
 from raytrec.deltas.chain import Position, make_refusal
 from raytrec.deltas.read import UnusableDeltaError, read_batches, select_tables
 from raytrec.scoring.lookups import IdRows
+from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.scorer import Scorer
-from raytrec.scoring.table_rows import RowChanges
+from raytrec.scoring.table_rows import RowChanges, encode_rows
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,6 @@ class Delta:
     rows: dict[str, RowChanges]
     ids: dict[str, IdChanges]
     dense: dict[str, torch.Tensor]
-
-    def without_values(self) -> Delta:
-        """Return the delta without the values of rows."""
-        return replace(self, rows={name: RowChanges(each.rows, torch.empty(0)) for name, each in self.rows.items()})
 
 
 def read_delta(folder: str, position: Position, schema: Schema, weights: Mapping[str, torch.Tensor]) -> Delta:
@@ -197,29 +195,48 @@ class PreparedDeltas:
     Args:
         folder: Folder of deltas, for error messages.
         scorer: Scorer in the state before the deltas. The scorer may score meanwhile, but must not be changed.
-        deltas: At least one delta.
 
     Attributes:
-        position: Position after the last delta.
-
-    Raises:
-        RunError: A value is too large for the precision of the tables, an id would have two rows, or the tables
-            cannot be changed.
-        UnavailableError: A table shard does not have the new state.
+        position: Position after the last delta; None: there is no delta.
     """
 
-    def __init__(self, folder: str, scorer: Scorer, deltas: Sequence[Delta]):
-        self._scorer, self.position, self._dense = scorer, deltas[-1].position, deltas[-1].dense
+    def __init__(self, folder: str, scorer: Scorer):
+        self._folder, self._scorer, self.position = folder, scorer, cast(Position | None, None)
+        self._rows: list[dict[str, RowChanges]] = []
         self._ids: dict[str, IdRows] = {}
-        with refuse_unusable(folder, self.position):
-            for key, value in scorer.program_weights.items():
-                if self._dense[name := key.partition("/")[2]].shape != value.shape:
+
+    def add(self, delta: Delta) -> None:
+        """Add the next delta.
+
+        Raises:
+            RunError: A weight has different shapes in the programs, an id would have two rows, or a value is too
+                large for the table shards.
+        """
+        lookups, precisions, rows = self._scorer.lookups, self._scorer.manifest.precisions, delta.rows
+        with refuse_unusable(self._folder, delta.position):
+            for key, value in self._scorer.program_weights.items():
+                if delta.dense[name := key.partition("/")[2]].shape != value.shape:
                     raise UnusableDeltaError(f"weight {name} has different shapes in the programs")
-            for name, each in (item for delta in deltas for item in delta.ids.items()):
-                ids = self._ids.get(name, scorer.lookups.ids[name])
-                self._ids[name] = ids.replace(each.listed, each.ids, each.rows)
-            rows = [delta.rows for delta in deltas]
-            self._update_rows = scorer.lookups.prepare_update(rows, self.position.version, self.position.number)
+            ids = {name: self._ids.get(name, lookups.ids[name]) for name in delta.ids}
+            ids = {name: ids[name].replace(each.listed, each.ids, each.rows) for name, each in delta.ids.items()}
+            if lookups.is_remote:  # shards would refuse the later deltas, too
+                for name, each in rows.items():
+                    encode_rows(name, each, PRECISIONS[precisions[name]])
+                rows = {name: RowChanges(each.rows, torch.empty(0)) for name, each in rows.items()}
+        self._ids |= ids
+        self._rows.append(rows)
+        self._dense, self.position = delta.dense, delta.position
+
+    def finish(self) -> None:
+        """Prepare the rows of all deltas.
+
+        Raises:
+            RunError: A value is too large for the precision of the tables, or the tables cannot be changed.
+            UnavailableError: A table shard does not have the new state.
+        """
+        with refuse_unusable(self._folder, self.position):
+            update = self._scorer.lookups.prepare_update
+            self._update_rows = update(self._rows, self.position.version, self.position.number)
 
     def apply(self) -> None:
         """Change the scorer to the state after the last delta, in the thread that scores."""

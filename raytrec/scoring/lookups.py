@@ -10,6 +10,7 @@ from weakref import proxy
 
 import torch
 
+from raytrec.common.errors import RunError
 from raytrec.config.features import Features
 from raytrec.config.schema import Table
 from raytrec.data.assembler import AssembledTensors
@@ -193,6 +194,11 @@ class Lookups:
                 stack.write(rows, stored)
 
         return update
+
+    @property
+    def refusal(self) -> RunError | None:
+        """Return the reason why another process that has lost the tables cannot load their state; None: all is well."""
+        return None
 
     def make_reader(self, table: str) -> Callable[[int, int], torch.Tensor]:
         """Return a function that reads the stored rows [first, end) of a table in the present state, [n, …]."""

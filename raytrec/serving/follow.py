@@ -9,19 +9,20 @@ from functools import partial
 from threading import Thread
 from time import monotonic, sleep, time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from prometheus_client import Counter, Gauge
 
 from raytrec.common.errors import RaytrecError, RunError, get_first_line
 from raytrec.common.storage import split_query
-from raytrec.deltas.apply import Delta, PreparedDeltas, read_delta, refuse_unusable
+from raytrec.deltas.apply import PreparedDeltas, read_delta
 from raytrec.deltas.chain import Position, check_gap, find_stream, iterate_exports, make_missing_export_error, read_next
+from raytrec.deltas.stream import find_newest_delta
 from raytrec.scoring.load import LookupMaker
-from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.scorer import Scorer
-from raytrec.scoring.table_rows import encode_rows
 from raytrec.serving.batching import UnavailableError
 from raytrec.serving.loaded_exports import LoadedExports
+from raytrec.serving.table_shards.messages import MAX_STATES, OutdatedStateError
 
 if TYPE_CHECKING:
     from raytrec.serving.app import Service
@@ -60,6 +61,7 @@ class Follower:
         self._folder, self._allow_code, self._make_maker = folder, allow_code, make_maker
         self.problem: str | None = None
         self._reasons: set[str] = set()
+        self._skips = False  # True if table shards no longer have states that follow the replica's state
         self._interval_s = STORE_INTERVAL_S if "://" in folder else LOCAL_INTERVAL_S
         self._applied = Counter("raytrec_serve_deltas_applied", "Applied deltas.", registry=None)
         self._refused = Counter("raytrec_serve_deltas_refused", "Refused deltas.", registry=None)
@@ -114,6 +116,9 @@ class Follower:
             self._clear_problem()
             return advanced
         except Exception as error:
+            if isinstance(error, OutdatedStateError) and not self._skips:
+                self._skips = True
+                return True
             self.problem = self._record_refusal(error)
             if isinstance(error, UnavailableError) or monotonic() < self._heal_due:
                 return False
@@ -135,7 +140,10 @@ class Follower:
             RunError: The next delta cannot be used, or will not appear.
             OSError: The store cannot be read.
         """
-        prepared = self._prepare_next(self.versions.current.scorer, self.position)
+        scorer = self.versions.current.scorer
+        if scorer.lookups.refusal:
+            raise scorer.lookups.refusal
+        prepared = self._prepare_next(scorer, self.position)
         if prepared is None:
             if self.problem or monotonic() > self._check_due:
                 self._check_due = monotonic() + CHECK_INTERVAL_S
@@ -147,27 +155,31 @@ class Follower:
         return True
 
     def _prepare_next(self, scorer: Scorer, position: Position) -> PreparedDeltas | None:
-        """Prepare the next delta, or all usable ones if table shards have the rows: shards forget early states."""
-        deltas: list[Delta] = []
+        """Prepare the next delta, or several usable ones if table shards have the rows; None: there is none.
+
+        Shards keep the states of a few deltas, so the replica advances by fewer deltas at a time, and the shards still
+        have its state. If they do not, because other replicas are far ahead, the replica skips to the newest delta.
+        """
+        at_once = MAX_STATES - 1 if scorer.lookups.is_remote else 1
+        if self._skips:
+            at_once = max(at_once, find_newest_delta(self._folder).number - position.number)
+        prepared, schema, weights = PreparedDeltas(self._folder, scorer), scorer.manifest.data_schema, scorer.weights
         try:
-            while following := read_next(self._folder, position):
-                delta = read_delta(self._folder, following, scorer.manifest.data_schema, scorer.weights)
-                if not scorer.lookups.is_remote:
-                    return PreparedDeltas(self._folder, scorer, [delta])
-                with refuse_unusable(self._folder, following):  # shards would refuse the later deltas, too
-                    for name, each in delta.rows.items():
-                        encode_rows(name, each, PRECISIONS[scorer.manifest.precisions[name]])
-                deltas.append(delta.without_values())
-                position = following
+            while at_once and (following := read_next(self._folder, prepared.position or position)):
+                prepared.add(read_delta(self._folder, following, schema, weights))
+                at_once -= 1
         except RunError:
-            if not deltas:
+            if prepared.position is None:
                 raise
-        return PreparedDeltas(self._folder, scorer, deltas) if deltas else None
+        if prepared.position is None:
+            return None
+        prepared.finish()
+        return prepared
 
     def _adopt(self, prepared: PreparedDeltas) -> None:
         self._applied.inc(prepared.position.number - self.position.number)
         prepared.apply()
-        self.position = prepared.position
+        self.position, self._skips = prepared.position, False
 
     def _check_stream(self) -> None:
         stream, own = find_stream(self._folder), self.position.manifest.stream
@@ -191,13 +203,17 @@ class Follower:
         if not isinstance(error, RaytrecError):
             return "a delta cannot be read; the log states the reason"
         # Clients may read this sentence without a token, but not the location of the folder.
-        return error.what.replace(split_query(self._folder)[0].rpartition("://")[2], "…")
+        path = split_query(self._folder)[0].rpartition("://")[2]
+        return error.what.replace(path, "…").replace(unquote(path), "…")
 
     def _heal(self) -> bool:
-        """Load the newest full export after the current delta or of a new stream; return False if there is none."""
-        stream = find_stream(self._folder)
+        """Load the newest full export after the current delta or of a new stream; return False if there is none.
+
+        If table shards can no longer load the current state, the newest full export is loaded in any case.
+        """
+        stream, is_lost = find_stream(self._folder), self.versions.current.scorer.lookups.refusal is not None
         is_same = stream is None or stream.id == self.position.manifest.stream
-        loaded = self._load_newest(self.position.number if is_same else 0, background=True)
+        loaded = self._load_newest(self.position.number if is_same and not is_lost else 0, background=True)
         if loaded is None:
             return False
         versions, position = loaded
@@ -236,12 +252,15 @@ class Follower:
             try:
                 prepared = self._prepare_next(scorer, position)
             except Exception as error:  # the export can answer without this delta
+                if isinstance(error, OutdatedStateError) and not self._skips:
+                    self._skips = True
+                    continue
                 _log.warning("not all deltas after the full export can be applied: %s", error)
                 return position
             if prepared is None:
                 return position
             prepared.apply()
-            position = prepared.position
+            position, self._skips = prepared.position, False
 
 
 def _call(action: Callable[[], None]) -> None:

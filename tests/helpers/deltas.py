@@ -130,7 +130,10 @@ def apply_next(folder, model, position):
     following = read_next(str(folder), position)
     if following:
         delta = read_delta(str(folder), following, model.manifest.data_schema, model.weights)
-        PreparedDeltas(str(folder), model, [delta]).apply()
+        prepared = PreparedDeltas(str(folder), model)
+        prepared.add(delta)
+        prepared.finish()
+        prepared.apply()
     return following
 
 

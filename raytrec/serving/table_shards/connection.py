@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from raytrec.common.errors import RaytrecError, get_first_line
+from raytrec.common.errors import RunError, get_first_line
 from raytrec.serving.batching import UnavailableError
-from raytrec.serving.table_shards.messages import MAX_VALUE_BYTES
+from raytrec.serving.table_shards.messages import MAX_VALUE_BYTES, OutdatedStateError
 
 _log = logging.getLogger(__name__)
 RETRY_INTERVAL_S = 0.2  # interval of attempts to reach a shard that is away
@@ -139,10 +139,12 @@ class ShardConnection:
 
     Attributes:
         state: State that the shard must have when it is reached again.
+        refusal: Reason why the shard cannot load this state; None: no reason is known.
     """
 
     def __init__(self, number: int, reach: Callable[[TableState, float], tuple[str, str]], state: TableState):
         self.number, self.state, self._reach = number, state, reach
+        self.refusal: RunError | None = None
         self._lock, self._client, self._idle = Lock(), None, list[Exchange]()
         self._address, self._late, self._is_closed, self._is_reconnecting = ("", ""), 0, False, False
 
@@ -173,6 +175,7 @@ class ShardConnection:
             idle, self._idle = self._idle, []
             if not self._is_closed:
                 self._client, self._address, self._late, self._is_reconnecting = client, address, 0, False
+                self.refusal = None
         for exchange in idle:
             exchange.close()
 
@@ -250,5 +253,8 @@ class ShardConnection:
                 self.connect(self.state, RECONNECT_TIMEOUT_S)
                 return _log.warning("table shard %s is back", self.number)
             except Exception as error:  # the shard is restarting, or its node is gone
-                is_refusal = isinstance(getattr(error, "cause", error), RaytrecError)  # cause: of an error of Ray
+                cause = getattr(error, "cause", error)  # of an error of Ray
+                is_refusal = isinstance(cause, RunError)
+                # A replica with an outdated state must only apply the next deltas.
+                self.refusal = cause if is_refusal and not isinstance(cause, OutdatedStateError) else None
                 sleep(REFUSAL_INTERVAL_S if is_refusal else RETRY_INTERVAL_S)

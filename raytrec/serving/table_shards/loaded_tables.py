@@ -21,10 +21,9 @@ from raytrec.scoring.manifest import Manifest, read_manifest
 from raytrec.scoring.table_files import open_tables
 from raytrec.scoring.table_rows import RowStack, StackedTable, encode_changes
 from raytrec.serving.table_shards.connection import TableState
-from raytrec.serving.table_shards.messages import StackRequest, decode_request
+from raytrec.serving.table_shards.messages import MAX_STATES, StackRequest, decode_request
 from raytrec.serving.table_shards.pooling import find_shards
 
-MAX_STATES = 8  # states that can be looked up, because replicas may be some deltas behind
 StoredRows = tuple[torch.Tensor, torch.Tensor]  # rows in a stack, int64 [n], ascending, and their stored values, [n, …]
 
 

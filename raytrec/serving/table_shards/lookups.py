@@ -13,7 +13,7 @@ from weakref import finalize
 import numpy as np
 import torch
 
-from raytrec.common.errors import DataError, RaytrecError
+from raytrec.common.errors import DataError, RaytrecError, RunError
 from raytrec.data.assembler import AssembledTensors
 from raytrec.scoring.lookups import IdRows, Lookups, Tensors, divide_by_totals, pad_sequences
 from raytrec.scoring.manifest import Manifest
@@ -78,6 +78,11 @@ class ShardedLookups(Lookups):
     def _connect(self, state: TableState, timeout_s: float, connections: Sequence[ShardConnection]) -> None:
         with ThreadPoolExecutor(len(self._connections)) as threads:
             list(threads.map(partial(_connect, state, timeout_s), connections))
+
+    @property
+    def refusal(self) -> RunError | None:
+        """Return the reason why a shard that is away cannot load the current state; see Lookups."""
+        return next((each.refusal for each in self._connections if each.refusal), None)
 
     def finish_loading(self) -> None:
         """Answer requests with the timeout and the fallback of the service from now on."""

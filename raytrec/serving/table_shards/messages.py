@@ -18,9 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from raytrec.common.errors import RunError
+
 MESSAGE_FORMAT = 1
+MAX_STATES = 8  # states that can be looked up, because replicas may be some deltas behind
 MAX_VALUE_BYTES = 1 << 30  # vectors that a shard reads for a request
 MAX_KEY_BYTES = 1024
+
+
+class OutdatedStateError(RunError):
+    """Error of a replica that asks for a state before those that a shard keeps."""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from raytrec.common.errors import RunError
 from raytrec.deltas.chain import iterate_exports
 from raytrec.serving.table_shards.connection import READ_ACTION, TableState, read_tls_files
 from raytrec.serving.table_shards.loaded_tables import LoadedTables, load_tables
-from raytrec.serving.table_shards.messages import decode_key
+from raytrec.serving.table_shards.messages import OutdatedStateError, decode_key
 
 MAX_LOADED = 4  # exports in memory: the current, previous and prepared export, and the challenger
-MAX_WAIT_S = 5.0  # for which a call waits while tables are loaded for another call
+MAX_WAIT_S = 5.0  # for which a call waits for another call that loads tables or applies deltas
 
 
 class _TokenCheck(flight.ServerMiddlewareFactory):
@@ -73,7 +73,7 @@ class TableShard:
 
     def __init__(self, number: int, count: int, host: str | None = None):
         torch.set_num_threads(1)
-        self._part, self._lock = (number, count), Lock()
+        self._part, self._advancing, self._loading = (number, count), Lock(), Lock()
         self._tables: list[LoadedTables] = []
         self._failure: RunError | None = None  # of the last delta that could not be applied
         if host is None:
@@ -88,22 +88,21 @@ class TableShard:
         """Load a state of tables unless it is in memory, and return the shard's location and token.
 
         The longest unused tables are released if there are more than MAX_LOADED. The result is None if the shard has
-        been loading tables for another call for MAX_WAIT_S seconds.
+        been busy with other calls for MAX_WAIT_S seconds.
 
         Raises:
             RunError: The export cannot be used or has another version, or deltas do not lead to the state, or it is
                 earlier than the states that can be looked up.
         """
-        if not self._advance(state):  # replicas that connect again do not wait for tables that are being loaded
-            if not self._lock.acquire(timeout=MAX_WAIT_S):
-                return None
-            try:
-                if not self._advance(state):
-                    tables = self._load_followed(state) if state.delta else self._load(state)
-                    newest = sorted(self._tables, key=lambda each: each.used_s)[1 - MAX_LOADED :]
-                    self._tables = [*newest, tables]
-            finally:
-                self._lock.release()
+        # Replicas that ask for the next delta do not wait for tables that are being loaded.
+        for lock, provide in (self._advancing, self._advance), (self._loading, self._load):
+            if not self._find(state.key):
+                if not lock.acquire(timeout=MAX_WAIT_S):
+                    return None
+                try:
+                    provide(state)
+                finally:
+                    lock.release()
         return self.server.location, self._token
 
     def _find(self, key: str) -> LoadedTables | None:
@@ -114,8 +113,11 @@ class TableShard:
         same = [each for each in self._tables if (each.folder, each.precisions) == (state.uri, state.precisions)]
         return same if state.delta else []
 
-    def _advance(self, state: TableState) -> bool:
-        """Return True if a state is in memory, if necessary by applying deltas to tables in memory."""
+    def _advance(self, state: TableState) -> None:
+        """Apply deltas to tables in memory until they have a state, if possible."""
+        self._failure = None
+        if state.is_first:  # the deltas up to a full export may be unusable, and other replicas need their tables
+            return
         followed = self._list_followed(state)
         for tables in sorted(followed, key=lambda each: -each.delta):
             if not self._find(state.key):
@@ -123,14 +125,18 @@ class TableShard:
                     tables.advance(state.delta)
                 except RunError as error:
                     self._failure = error.with_traceback(None)  # a later export may replace the deltas
-        if self._find(state.key):
-            self._failure = None
-            return True
-        if not state.is_first and any(each.delta > state.delta for each in followed):
-            raise RunError(f"the state {state.version} is too old", where=state.uri, expected="a later state")
-        return False
+        if not self._find(state.key) and any(each.delta > state.delta for each in followed):
+            what = f"the state {state.version} is too old"
+            raise OutdatedStateError(what, where=state.uri, expected="a later state")
 
-    def _load(self, state: TableState) -> LoadedTables:
+    def _load(self, state: TableState) -> None:
+        """Load a state unless another call has loaded it meanwhile."""
+        if not self._find(state.key):
+            tables = self._load_followed(state) if state.delta else self._load_export(state)
+            newest = sorted(self._tables, key=lambda each: each.used_s)[1 - MAX_LOADED :]
+            self._tables = [*newest, tables]
+
+    def _load_export(self, state: TableState) -> LoadedTables:
         tables = load_tables(state.uri, self._part)
         if tables.keys != [state.key]:
             what = f"the export has been changed in place from version {state.key} to {tables.keys[0]}"
