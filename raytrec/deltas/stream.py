@@ -65,7 +65,8 @@ def open_stream(config: RunConfig) -> None:
     with convert_os_errors("the folder of deltas cannot be written", where=f"export.deltas.to={folder}"):
         stored = find_document(join_uri(folder, STREAM_FILE), DeltaStream)
         own = find_document(str(own_file), DeltaStream)
-        if stored is None and not (list_numbers(folder, DELTAS_FOLDER) or list_numbers(folder, EXPORTS_FOLDER)):
+        is_unused = not (list_numbers(folder, DELTAS_FOLDER) or list_numbers(folder, EXPORTS_FOLDER))
+        if is_unused and (stored is None or stored.run == config.run.name):  # also if the run failed before any delta
             stream = DeltaStream(id=uuid.uuid4().hex, run=config.run.name)
             OutputFolder(folder).write(STREAM_FILE, to_json_document(stream))
             OutputFolder(config.run.dir).write(DELTA_STREAM, to_json_document(stream))

@@ -29,7 +29,7 @@ from raytrec.config.transforms import Transform
 EXPORT_FORMAT: Literal[1] = 1
 MANIFEST_FILE, GOLDEN, ONNX_FILE = "manifest.json", "golden.arrow", "model.onnx"
 PrecisionName = Literal["fp32", "fp16", "int8", "int4"]
-EXPORT_ADVICE = "run `raytrec export RUN --out URI`, or repeat that command if it was interrupted"
+EXPORT_ADVICE = "run `raytrec export RUN --out URI`, or repeat that command; serve a folder of deltas with --follow"
 ProgramName = Literal["predict", "query", "item"]
 InputKind = Literal["dense", "bag", "vectors", "present", "side_features"]
 Metrics = dict[str, dict[PrecisionName, float | None]]

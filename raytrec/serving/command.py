@@ -17,6 +17,7 @@ from typing import Any
 from raytrec.cluster.local_ray import check_ports
 from raytrec.cluster.warm_process import SERVING, keep_warm_process
 from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.redaction import hide
 from raytrec.common.storage import make_absolute, open_filesystem
 from raytrec.serving.options import TOKEN, ServiceOptions, find_token, read_token, token_file
 
@@ -43,6 +44,9 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
     if service_options.log_requests:
         open_filesystem(service_options.log_requests)
     if service_options.follow:
+        if service_options.promote_from:
+            what, where = "a service that follows a run takes no promotions", "--promote-from"
+            raise ConfigError(what, where=where, expected="--follow or --promote-from")
         wait_for_full_export(service_options.uri)
     service_options = service_options.fill_name()
     wait_for_port(service_options.port)
@@ -83,7 +87,7 @@ def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
             raise RunError(f"after {EXPORT_TIMEOUT_S} s, {state}", where=folder, expected="a full export", do=do)
         if state != printed:
             printed = state
-            print(f"waiting      up to {EXPORT_TIMEOUT_S} s: {state}", flush=True)
+            print(f"waiting      up to {deadline - monotonic():.0f} s: {state} ({hide(folder)})", flush=True)
         sleep(interval_s)
 
 

@@ -9,7 +9,7 @@ import parquet
 import pytest
 import torch
 from safetensors.numpy import load_file
-from test_publish import apply_delta
+from test_publish import apply_delta, create_stream
 
 from raytrec.common.errors import ConfigError
 from raytrec.driver import run as driver
@@ -58,6 +58,12 @@ def test_export_and_deltas_lead_to_the_last_checkpoint(followed):
             assert torch.equal(torch.from_numpy(values), stored[f"tables/{table}/weight"])
         for weight, values in dense.items():
             assert torch.equal(torch.from_numpy(values.copy()), stored[f"dense/head.{weight}/value"])
+
+
+def test_run_that_failed_before_its_first_delta_can_be_repeated(tmp_path):
+    for _ in range(2):
+        create_stream(tmp_path)
+        (tmp_path / "run/deltas.json").unlink()  # as a new run does in the folder of an earlier one
 
 
 def test_folder_of_another_run_is_refused(followed, tiny_data, tmp_path):

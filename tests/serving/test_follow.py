@@ -18,10 +18,11 @@ from test_models import ModelCase
 from waiting import wait_for
 
 import raytrec
-from raytrec.common.errors import RunError
+from raytrec.common.errors import ConfigError, RunError
 from raytrec.deltas.stream import remove_old_files
 from raytrec.serving import command, follow
 from raytrec.serving.batching import UnavailableError
+from raytrec.serving.options import ServiceOptions
 from raytrec.serving.replica_metrics import describe_model, write_metrics
 from raytrec.serving.table_shards import loaded_tables, pooling, shard
 
@@ -241,7 +242,10 @@ def test_command_waits_for_the_first_export(folder, exports, monkeypatch, capsys
     timer = threading.Timer(0.2, folder.add_export, [1, exports(1)])
     timer.start()
     command.wait_for_full_export(str(folder.path), 0.05)
-    assert "run small has not written a full export" in capsys.readouterr().out
+    assert f"run small has not written a full export ({folder.path})" in capsys.readouterr().out
+    options = ServiceOptions(uri=str(folder.path), follow=True, promote_from=str(folder.path))
+    with pytest.raises(ConfigError, match="takes no promotions"):
+        command.serve(options)
 
 
 def test_shards_keep_the_states_of_slow_replicas(steps, folder, exports, monkeypatch):

@@ -254,7 +254,6 @@ class ShardConnection:
                 return _log.warning("table shard %s is back", self.number)
             except Exception as error:  # the shard is restarting, or its node is gone
                 cause = getattr(error, "cause", error)  # of an error of Ray
-                is_refusal = isinstance(cause, RunError)
-                # A replica with an outdated state must only apply the next deltas.
-                self.refusal = cause if is_refusal and not isinstance(cause, OutdatedStateError) else None
-                sleep(REFUSAL_INTERVAL_S if is_refusal else RETRY_INTERVAL_S)
+                is_outdated = isinstance(cause, OutdatedStateError)  # the replica must only apply the next deltas
+                self.refusal = cause if isinstance(cause, RunError) and not is_outdated else None
+                sleep(REFUSAL_INTERVAL_S if self.refusal else RETRY_INTERVAL_S)
