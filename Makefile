@@ -39,6 +39,7 @@
 # make bench-plan  memory and time that raytrec plan predicts, against measured ones
 # make bench-start  how long a run takes to start, and to train again when a worker has been killed
 # make gpu-check, make bench-gpu  whether a machine's GPU does what raytrec promises, and how fast (docs/gpu.md)
+# make gpu-lease  tests and measurements on a GPU that is available for 30 minutes, the most valuable ones first
 # The newest of these that runs and has venv; PYTHON=… is another one. Looked for only where one is needed.
 PYTHONS := python3.13 python3.12 python3.11
 PYTHON ?= $(or $(shell for python in $(PYTHONS); do \
@@ -60,7 +61,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-sync bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-resume bench-ids-quality weight map
+.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-sync bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check gpu-lease bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-resume bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -174,6 +175,9 @@ bench-scale: install
 
 gpu-check: install
 	$(BIN)/python -W ignore tests/gpu/check.py
+
+gpu-lease: install
+	PYTHON=$(BIN)/python tests/gpu/lease.sh
 
 bench-gpu: install data/ingest/schema.yaml
 	$(BIN)/python -W ignore benchmarks/gpu.py --readers 4

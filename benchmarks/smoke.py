@@ -72,6 +72,7 @@ TARGETS = {
     "bench-plan": "-W ignore benchmarks/plan.py --smallest",
     "bench-scale": "-W ignore benchmarks/scale.py --smallest",
     "gpu-check": "-W ignore tests/gpu/check.py --smallest --only environment --out {folder}/gpu-check.json",
+    "gpu-lease": f"{PYTEST} tests/gpu/test_lease.py -m survive",
     "bench-gpu": "-W ignore benchmarks/gpu.py --device cpu --only dense,kinds,host,exchange --rounds 1 --no-compiled",
     "lint": "-m ruff check benchmarks",
 }
