@@ -1,6 +1,6 @@
 """Work of the host in a step: kernels that the host would launch on a GPU, and milliseconds of Python.
 
-    python benchmarks/host.py [--models dcn,dlrm] [--rounds 120]
+    python benchmarks/host.py [--models dcn,dlrm] [--only single,rank_of_8] [--rounds 120]
 
 With 8,192 rows per GPU, launching a step's operators takes the host longer than running them takes the GPU. The
 benchmark trains on one row, on one CPU rank, with as many layers as in jobs/criteo_1tb_8xa100.yaml but vectors of
@@ -10,21 +10,28 @@ launches   operators that launch kernels on a GPU (neither views nor allocations
 ms         milliseconds per step in the fastest of many rounds, without counting; compiled: with train.compile;
            while assembling: a thread assembles a batch of 8,192 rows for each step, as the stream does
 assembling milliseconds of Python to assemble a batch from one row in each of 4 places of the data
+rank of 8  launches and CPU milliseconds per step of one rank of 8 on torch's `fake` process group (fake_group.py),
+           whose tables have one or two sharding types; ÷ single: median over rounds of the CPU time divided by the
+           CPU time of a single rank, which is valid on a machine that runs other work
 
-Writes benchmarks/results/host.json and the table of docs/benchmarks.md.
+Writes benchmarks/results/host.json and the tables of docs/benchmarks.md. With --only, the figures of the other
+part stay in the file.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
-from itertools import repeat
+from itertools import cycle, repeat
+from multiprocessing.connection import Connection
 from queue import Queue
 from threading import Thread
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Annotated, Any
 from unittest.mock import patch
 
@@ -32,10 +39,12 @@ import harness
 import numpy as np
 import torch
 import typer
+from fake_group import join_fake_group, skip_all_reduces
 from gpu import FEATURES, WHOLE, batch_of, config_of, schema_of
-from harness import REPO, Grid, take_turns
+from harness import REPO, Grid, median_ratio, take_turns
 from rank_group import join_group
 
+from raytrec.config.run_config import RunConfig
 from raytrec.data.batch import Batch, Collator
 from raytrec.data.canonical import build_canonical_table
 from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
@@ -55,6 +64,14 @@ LANES, BATCH = 4, 8192  # for one of 8 ranks, which read 32 places of the data
 CASES: dict[str, dict[str, Any]] = {
     "dcn": {"name": "dcn", "bottom_mlp": [8] * 3, "cross_layers": 3, "cross_rank": 8, "top_mlp": [8] * 4},
     "dlrm": {"name": "dlrm", "bottom_mlp": [8] * 3, "top_mlp": [8] * 4},
+}
+RANKS = 8  # of the fake group
+SINGLE, RANK_OF_8 = "single", "rank_of_8"  # parts of the benchmark
+# Side of the rank of 8 → sharding types, which the tables have in turn; None: a single rank.
+SHARDING_TYPES: dict[str, list[str] | None] = {
+    SINGLE: None,
+    "1": ["table_wise"],
+    "2": ["row_wise", "table_wise", "table_wise", "table_wise"],
 }
 # Column of the table → name of the figure.
 SHOWN = {
@@ -98,15 +115,82 @@ def measure(model: dict[str, Any], rounds: int) -> dict[str, Any]:
     return {"launches": launches} | {name: min(times) for name, times in took.items()}
 
 
-class _Loop:
-    """Training loop of one model on one rank."""
+def measure_ranks(models: list[str], rounds: int) -> dict[str, dict[str, Any]]:
+    """Return, for each model and number of sharding types, a rank's launches and CPU time as one of RANKS."""
+    results: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raytrec-host-"))
+        ranks = {side: _ForkedRank(types, f"{folder}/store", stack) for side, types in SHARDING_TYPES.items()}
+        for name in models:
+            for rank in ranks.values():
+                rank.end.send(name)
+            launches = {side: rank.end.recv() for side, rank in ranks.items()}
+            took = take_turns({side: rank.time for side, rank in ranks.items()}, rounds)
+            results[name] = {
+                side: {
+                    "launches": launches[side],
+                    "cpu_ms": min(took[side]),
+                    "ratio": median_ratio(took[side], took[SINGLE]),
+                }
+                for side in ranks
+            }
+    return results
 
-    def __init__(self, model: dict[str, Any], batch: Any, **train: Any):
+
+class _ForkedRank:
+    """Process of one side, forked before this process has a process group or threads.
+
+    Attributes:
+        end: Connection to the process, which answers the name of a model with the model's launches, and None
+            with the CPU milliseconds per step of the last model.
+
+    Args:
+        types: Sharding types of the tables, in turn; None: a single rank.
+        store: Path of a file that does not exist yet; used by a single rank.
+        stack: Exit stack; the process ends when the stack is closed.
+    """
+
+    def __init__(self, types: list[str] | None, store: str, stack: ExitStack):
+        context = multiprocessing.get_context("fork")
+        self.end, other_end = context.Pipe()
+        process = context.Process(target=_answer, args=(types, store, other_end), daemon=True)
+        process.start()
+        stack.callback(process.kill)
+        other_end.close()
+
+    def time(self) -> float:
+        """Return the CPU milliseconds per step."""
+        self.end.send(None)
+        return self.end.recv()
+
+
+def _answer(types: list[str] | None, store: str, end: Connection) -> None:
+    """Answer the requests of a _ForkedRank until the process is killed."""
+    if types:
+        join_fake_group(RANKS)
+    else:
+        join_group(0, 1, store)
+    while True:
+        if model := end.recv():
+            loop = _Loop(CASES[model], batch_of(1, ROWS, [1] * FEATURES), types)
+            end.send(loop.count())
+        else:
+            end.send(loop.time(clock=process_time))
+
+
+class _Loop:
+    """Training loop of one model on one rank, which is one of RANKS if `types` has sharding types."""
+
+    def __init__(self, model: dict[str, Any], batch: Any, types: list[str] | None = None, **train: Any):
         schema = schema_of(ROWS, WIDTH)
         config = config_of(replace(WHOLE, layers=model), 1, **train)
+        if types:
+            config, batch.global_rows = _shard(config, list(schema.tables), types), RANKS
         device = torch.device("cpu")
         with patch("raytrec.embeddings.optim.choose_fused_option", lambda weights: True):  # as on a GPU
             self._step, _ = build_step(config, schema, device)
+        if types:
+            skip_all_reduces(self._step.model)
         self._progress = Progress(MetricSums(Selection.from_config(config, schema), device))
         self._batch = batch
         self._train(WARM)
@@ -121,18 +205,26 @@ class _Loop:
             self._train(COUNTED)
         return {phase: number / COUNTED for phase, number in launches.of_phases.items()}
 
-    def time(self, other: Assembling | None = None) -> float:
-        """Return the milliseconds per step, while a thread calls `other`, if given, to assemble batches."""
+    def time(self, other: Assembling | None = None, clock: Callable[[], float] = perf_counter) -> float:
+        """Return the milliseconds per step on a clock, while a thread calls `other`, if given, to assemble batches."""
         ready: Queue = Queue(4)
         thread = Thread(target=lambda: [ready.put(other()) for _ in range(TIMED)])
         if other:
             thread.start()
-        began = perf_counter()
+        began = clock()
         for outputs in self._step.train(repeat(self._batch), TIMED):
             self._progress.count(1, outputs)
             if other:
                 ready.get()
-        return 1000 * (perf_counter() - began) / TIMED
+        return 1000 * (clock() - began) / TIMED
+
+
+def _shard(config: RunConfig, tables: list[str], types: list[str]) -> RunConfig:
+    """Return the configuration for RANKS workers whose tables have these sharding types in turn."""
+    plan = {"tables": {name: {"sharding_type": kind} for name, kind in zip(tables, cycle(types), strict=False)}}
+    values = config.model_dump(exclude_unset=True)
+    values["data"]["global_batch_size"] = RANKS
+    return RunConfig.model_validate(values | {"scaling": {"num_workers": RANKS}, "plan": plan})
 
 
 class Assembling:
@@ -170,19 +262,42 @@ def grid(results: dict[str, Any]) -> Grid:
     return Grid(header, rows)
 
 
+def grid_of_ranks(results: dict[str, Any]) -> Grid:
+    """Return the table of the rank of 8, with a row for each model and number of sharding types."""
+    header = ["model", "ranks", "sharding types", "all launches", "CPU ms per step", "÷ single"]
+    rows = []
+    for model, figures in results.items():
+        for side, of in figures[RANK_OF_8].items():
+            names = [model, "1", "1"] if side == SINGLE else [model, str(RANKS), side]
+            numbers = [f"{of['cpu_ms']:.2f}", f"{of['ratio']:.2f}"]
+            rows.append([*names, f"{sum(of['launches'].values()):.0f}", *numbers])
+    return Grid(header, rows)
+
+
+GRIDS = {SINGLE: grid, RANK_OF_8: grid_of_ranks}
+
+
 def main(
     models: Annotated[str, typer.Option(help="Models, separated by commas.")] = ",".join(CASES),
+    only: harness.Only = ",".join(GRIDS),
     rounds: harness.Rounds = 120,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the table and write benchmarks/results/host.json."""
-    with tempfile.TemporaryDirectory(prefix="raytrec-host-") as folder:
-        join_group(0, 1, f"{folder}/store")
-        names = harness.split(models)
-        results = {name: measure(CASES[name], 1 if smallest else rounds) for name in names}
-    grid(results).show(140)
+    """Print the tables and write benchmarks/results/host.json."""
+    names, parts, rounds = harness.split(models), harness.split(only), 1 if smallest else rounds
+    results = {name: {} for name in names} | ({} if smallest else harness.load("host"))
+    if RANK_OF_8 in parts:
+        for name, figures in measure_ranks(names, rounds).items():
+            results[name][RANK_OF_8] = figures
+    if SINGLE in parts:
+        with tempfile.TemporaryDirectory(prefix="raytrec-host-") as folder:
+            join_group(0, 1, f"{folder}/store")
+            for name in names:
+                results[name] |= measure(CASES[name], rounds)
+    for part in parts:
+        GRIDS[part](results).show(140)
     if not smallest:
-        harness.publish("host", results, grid(results).markdown())
+        harness.publish("host", results, "\n\n".join(make(results).markdown() for make in GRIDS.values()))
 
 
 if __name__ == "__main__":

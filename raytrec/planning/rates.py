@@ -64,7 +64,7 @@ class Rates:
         launch_s: Host seconds per operator of the dense layers.
         step_s: Other host seconds per step.
         tensor_s: Host seconds per tensor that the dense optimizer updates.
-        group_s: Host seconds per sharding type in a step.
+        group_s: Host seconds per sharding type in a step of several ranks.
         matrix_s: Seconds per small matrix in a batched product.
         peer_s: Seconds per other rank in an all-to-all.
         far: Bytes/s to other hosts.
@@ -191,11 +191,10 @@ class Rates:
     def for_gpu(cls, name: str, network: float = UNKNOWN_NETWORK) -> Rates:
         """Return the rates in a GPU's data sheet, multiplied by REACHED_RATE_SHARES.
 
-        Host rates are derived from the operators and milliseconds per step in benchmarks/results/host.json.
-        TorchRec's exchanges and kernels for two sharding types (95 launches each), metrics and the all-reduce
-        are added. The 400 launches of a DCN-v2 then take 7 ms, and 260 compiled launches 5.5 ms. The result
-        is 11 µs per launch and 4.8 ms for the rest. A collective is assumed to take 20 µs plus 1 µs per peer,
-        which is the right order of magnitude for NCCL.
+        Host rates are those of benchmarks/results/host.json: milliseconds and launches of a single rank, and
+        the ratio of a rank of 8 with two sharding types to a single rank. A launch is assumed to take 2.7 µs
+        longer on CUDA than an operator of one row on CPU. A collective is assumed to take 20 µs plus 1 µs per
+        peer, which is the right order of magnitude for NCCL.
 
         Args:
             name: Name of the GPU as reported by its driver; an unknown GPU is treated as a V100.
@@ -216,9 +215,9 @@ class Rates:
             matrix={name: REACHED_RATE_SHARES[name] * getattr(gpu, name) * 1e12 for name in ("fp32", "tf32", "bf16")},
             latency_s=dict.fromkeys(COLLECTIVES, 20e-6),
             bandwidth=dict.fromkeys(COLLECTIVES, near),
-            launch_s=11e-6,
-            step_s=4.8e-3,
-            group_s=95 * 11e-6,
+            launch_s=7.2e-6,
+            step_s=1.38e-3,
+            group_s=0.55e-3,
             peer_s=1e-6,
             far=network * wire,
             host_link=gpu.pcie * wire,

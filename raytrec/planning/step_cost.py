@@ -118,7 +118,13 @@ def estimate_batch_bytes(schema: Schema, loads: Loads, rows: int) -> float:
 
 
 ALL_REDUCE_BUCKET_BYTES = 25 << 20  # bytes of gradients in one all-reduce (DistributedDataParallel)
-COMPILED_BYTES_RATIO, COMPILED_LAUNCHES_RATIO = 0.5, 1 / 3  # relative to eager layers (docs/gpu.md)
+COMPILED_BYTES_RATIO = 0.5  # relative to eager layers (docs/gpu.md)
+# Host time of compiled layers relative to eager layers. By benchmarks/results/host.json, they take as long as
+# eager fp32 layers; the casts of bf16, a quarter of the eager operators, are compiled away.
+COMPILED_LAUNCHES_RATIOS = {"fp32": 1.0, "tf32": 1.0, "bf16": 0.72}
+GRAPH_LAUNCHES_RATIO = 0.15  # assumed host time of replaying a CUDA graph, relative to compiled layers
+# Share of a batch's assembly for which the launching thread waits for Python's lock (benchmarks/results/host.json).
+ASSEMBLY_LOCK_SHARE = 0.43
 ALL_REDUCE_OVERLAP_SHARE = 0.5  # share of dense time that hides an all-reduce: backward except its first layers
 STEP_PARTS = (
     *("lookup", "input exchange", "output exchange", "dense layers", "all-reduce", "host launches"),
@@ -168,7 +174,8 @@ def estimate_step_time(
         rate + the optimizer, which reads weights, gradients and state and writes weights and state.
     all-reduce = 2 × gradients ÷ links (a ring: (W−1)/W sent twice), and once to other hosts.
     host launches = operators of the dense layers × time per operator + tensors × time per tensor + the time
-        of a step and of each sharding type + assembly of the next batch, which holds the same Python lock.
+        of a step and, on several ranks, of each sharding type + assembly of the next batch, which on GPUs
+        counts only while it holds the same Python lock.
     ingest = columns and ids read by the reader processes, of which as many run at once as there are CPUs.
 
     On GPUs, the device, host, readers and copies work concurrently. Ids are sent during the previous step,
@@ -199,14 +206,15 @@ def estimate_step_time(
     moved = dense.bytes * (COMPILED_BYTES_RATIO if config.train.compile and not on_cpu else 1.0)
     moved += dense.parameters * (3 + 2 * count_optimizer_states(config.optim.dense) + 3 * bool(config.train.ema))
     products = dense.flops / rates.matrix[precision] + dense.matrices * rates.matrix_s + moved / rates.copy
-    launches = dense.launches * (COMPILED_LAUNCHES_RATIO if config.train.compile and not on_cpu else 1.0)
+    launches = dense.launches * (COMPILED_LAUNCHES_RATIOS[precision] if config.train.compile and not on_cpu else 1.0)
+    launches *= GRAPH_LAUNCHES_RATIO if config.train.compile == "graphs" else 1.0
     host = dense.tensors * rates.tensor_s + launches * rates.launch_s + rates.step_s
-    host += (len(loads.groups) + bool(loads.replicated)) * rates.group_s
     columns, ids_s = len(schema.columns), loads.row_ids * rates.read_id_s
-    assembled = batch * (columns * rates.assemble_column_s + ids_s)
+    assembled = batch * (columns * rates.assemble_column_s + ids_s) * (1.0 if on_cpu else ASSEMBLY_LOCK_SHARE)
     readers = config.data.readers if not cpus else min(config.data.readers, max(0.5, cpus - 2))
     ids = output = all_reduce = np.zeros(world)
     if world > 1:
+        host += (len(loads.groups) + bool(loads.replicated)) * rates.group_s
         ids = _estimate_input_exchange_s(loads, rates, world, hosts, gpus)
         output = _estimate_output_exchange_s(loads, rates, world)
         reduced_bytes = dense.parameters + loads.replicated
