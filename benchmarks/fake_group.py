@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from raytrec.compat.torch_ import make_fake_store
 
 
 class Done:
@@ -44,7 +45,7 @@ def join_fake_group(world: int) -> None:
     logging.disable(logging.WARNING)
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world, store=make_fake_store())
 
     def all_to_all_single(
         output: Any,

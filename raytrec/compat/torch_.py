@@ -256,3 +256,10 @@ def save_memory(file: Path) -> None:
     """Stop recording, and write the recorded events to a file for pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(str(file))
     torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def make_fake_store() -> Any:
+    """Return the store of the process group `fake`, which the import of the store makes available."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()

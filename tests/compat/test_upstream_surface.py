@@ -22,6 +22,7 @@ SIGNATURES = (Path(__file__).parent / "signatures.txt").read_text().splitlines()
 NAMES = [
     "ray.serve._private.replica:add_port_to_grpc_server",
     *(f"{module}:__name__" for module in SERVE_MODULES),
+    "torch.testing._internal.distributed.fake_pg:FakeStore",
     "ray._private.worker:_global_node",
     "ray._private.worker:print_to_stdstream",
     "ray._private.auto_init_hook:enable_auto_connect",

@@ -77,9 +77,9 @@ def test_excluded_columns_can_be_null_but_not_text():
     nothing = pa.table({"x": [1, 2], "tags": pa.nulls(2), "user": pa.nulls(2, pa.int32())})
     assert [len(own) for own in draw_negatives(nothing)] == [5, 5]
     assert [len(own) for own in draw_negatives(nothing, exclude=[])] == [5, 5]
-    with pytest.raises(DataError, match="draws whole numbers, but user has type string") as error:
+    with pytest.raises(DataError, match="draws ids of type int64, but user has type string") as error:
         draw_negatives(pa.table({"tags": [[1]], "user": ["a"]}))
-    assert "vocabulary: FILE" in str(error.value) and "TypeError" not in str(error.value)
+    assert "set vocabulary to a Parquet file" in str(error.value) and "TypeError" not in str(error.value)
     only_training = {"in_evaluations": False, "exclude": []}
     assert draw_negatives(nothing, Draw(), **only_training) == [[], []]
     assert draw_negatives(nothing, **only_training) == draw_negatives(nothing, exclude=[])
@@ -95,7 +95,7 @@ def test_ids_are_drawn_from_a_vocabulary(tmp_path):
     table = pa.table({"tags": [[-3, 8]] * 40, "user": pa.array([10**15] * 40, pa.int64())})
     assert {i for own in draw_negatives(table, rows=None, vocabulary=str(numbers)) for i in own} == {7, 9}
     assert len(set(draw_negatives(table, rows=None, vocabulary=str(text), exclude=[])[0])) > 1
-    with pytest.raises(DataError, match="draws int64, but name has type string"):
+    with pytest.raises(DataError, match="draws ids of type int64, but name has type string"):
         both = table.append_column("name", pa.array(["a"] * 40))
         draw_negatives(both, rows=None, vocabulary=str(numbers), exclude=["user", "name"])
     with pytest.raises(ValueError, match="not both"):
