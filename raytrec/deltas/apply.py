@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from struct import error as StructError
-from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -201,7 +200,8 @@ class PreparedDeltas:
     """
 
     def __init__(self, folder: str, scorer: Scorer):
-        self._folder, self._scorer, self.position = folder, scorer, cast(Position | None, None)
+        self._folder, self._scorer = folder, scorer
+        self.position: Position | None = None
         self._rows: list[dict[str, RowChanges]] = []
         self._ids: dict[str, IdRows] = {}
 

@@ -8,9 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import test_waits
-from loop import make_worker_loop
 from ranks import run_on_ranks
-from standin import StandInGpu
 from standin.clock import use_simulated_clock
 from standin.device import StandInStream
 from standin.stream_order import check_stream_order
@@ -60,25 +58,10 @@ MUTATIONS = {
 
 def find_errors(rank, world, name, folder, mutate=None):
     """Train a configuration of test_waits for a few steps; return the accesses without an order."""
-    case, gpu = test_waits.CONFIGURATIONS[name], StandInGpu.active
-    spoil = test_waits.shift_managed_ids if case.schema == "managed ids" else None
+    case = test_waits.CONFIGURATIONS[name]
     with check_stream_order() as order, use_simulated_clock():
-        loop = make_worker_loop(
-            *(rank, world, STEPS, case.changes, folder, spoil),
-            schema=test_waits.SCHEMAS[case.schema],
-            kernel=case.kernel,
-            model=case.model,
-            tasks=list(case.tasks),
-        )
-        pipeline = loop.step._pipeline
-        backward = pipeline._backward
-
-        def lag(losses):
-            backward(losses)
-            gpu.work(test_waits.BACKWARD_S)
-
-        pipeline._backward = lag
-        with mutate(pipeline) if mutate else nullcontext():
+        loop = test_waits.make_slow_loop(rank, world, case, STEPS, folder, range(STEPS + 1))
+        with mutate(loop.step._pipeline) if mutate else nullcontext():
             loop.train(STEPS)
     assert mutate or loop.error is None, loop.error
     return order.errors

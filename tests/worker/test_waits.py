@@ -137,17 +137,13 @@ def shift_managed_ids(rank, batches):
                 ids += 2 * step
 
 
-def collect_waits(rank, world, case, folder):
-    """Return (waits of the ordinary steps, id assignment waits per step).
-
-    A wait is (place, callers in raytrec, whether the GPU ran out of work).
-    """
+def make_slow_loop(rank, world, case, steps, folder, slow_steps):
+    """Return a case's training loop, in which the GPU needs BACKWARD_S for the backward pass of each slow step."""
     from standin import StandInGpu
 
-    gpu, found, assigned = StandInGpu.active, set(), []
     changes = [change.replace("{folder}", folder) for change in case.changes]
     made = loop.make_worker_loop(
-        *(rank, world, 30, changes, folder, shift_managed_ids if case.schema == "managed ids" else None),
+        *(rank, world, steps, changes, folder, shift_managed_ids if case.schema == "managed ids" else None),
         schema=SCHEMAS[case.schema],
         kernel=case.kernel,
         model=case.model,
@@ -156,9 +152,23 @@ def collect_waits(rank, world, case, folder):
     pipeline = made.step._pipeline
     backward = pipeline._backward
 
-    def longer(losses):
+    def take_longer(losses):
         backward(losses)
-        gpu.work(BACKWARD_S * (FIRST_STEP <= made.progress.step < LAST_STEP))
+        StandInGpu.active.work(BACKWARD_S * (made.progress.step in slow_steps))
+
+    pipeline._backward = take_longer
+    return made
+
+
+def collect_waits(rank, world, case, folder):
+    """Return (waits of the ordinary steps, id assignment waits per step).
+
+    A wait is (place, callers in raytrec, whether the GPU ran out of work).
+    """
+    from standin import StandInGpu
+
+    gpu, found, assigned = StandInGpu.active, set(), []
+    made = make_slow_loop(rank, world, case, 30, folder, range(FIRST_STEP, LAST_STEP))
 
     def after(made):
         if made.progress.step == FIRST_STEP:
@@ -171,7 +181,6 @@ def collect_waits(rank, world, case, folder):
             of_torchrec = sum(not w.where.startswith("raytrec/") for w in gpu.waits if w not in assigned)
             assert case.schema != "bags" or of_torchrec <= MAX_UPSTREAM_WAITS * (LAST_STEP - FIRST_STEP), of_torchrec
 
-    pipeline._backward = longer
     with use_simulated_clock():
         made.train(30, after)
     assert made.error is None, made.error
