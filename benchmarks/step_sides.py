@@ -77,7 +77,10 @@ def train(settings: Settings, batches: Iterator[Any], rank: int) -> None:
 
 
 def build(settings: Settings) -> Any:
-    """Return a training pipeline as in TorchRec's examples; a collective."""
+    """Return a training pipeline as in TorchRec's examples.
+
+    This is a collective operation: every rank must call it.
+    """
     import torch
     import torch.distributed as dist
     from torch import nn

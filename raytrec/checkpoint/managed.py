@@ -33,7 +33,9 @@ ROWS, WAITING = ("row", "sightings", "last"), ("sightings", "last")
 
 
 def gather_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
-    """Return the managed ids of all tables, and the index entry that describes them; a collective.
+    """Return the managed ids of all tables, and the index entry that describes them.
+
+    This is a collective operation: every rank must call it.
 
     Args:
         maps: Table → this rank's part of its map. No pipeline may have mapped ids of batches that the
@@ -82,7 +84,9 @@ def allocate_ids(about: Mapping[str, Any], tables: Mapping[str, object]) -> Stat
 
 
 def load_ids(maps: Mapping[str, RowMap], tensors: State, about: Mapping[str, Any], *, new_run: bool = False) -> None:
-    """Replace the content of maps by the ids in the tensors of `allocate_ids`; a collective.
+    """Replace the content of maps by the ids in the tensors of `allocate_ids`.
+
+    This is a collective operation: every rank must call it.
 
     Args:
         maps: Table → this rank's part of its map.
@@ -111,7 +115,9 @@ def load_with_ids(
     *,
     new_run: bool = False,
 ) -> None:
-    """Read tensors, and the managed ids of the tables in `maps`, from a checkpoint; a collective.
+    """Read tensors, and the managed ids of the tables in `maps`, from a checkpoint.
+
+    This is a collective operation: every rank must call it.
 
     Args:
         folder: Folder of the checkpoint.
@@ -187,7 +193,10 @@ def _to_sharded(values: torch.Tensor, sizes: list[int], peers: Peers) -> Sharded
 
 
 def _send_to_owners(names: list[str], tensors: State, device: torch.device) -> KeyEntries:
-    """Of the entries read by all ranks, return those that this rank owns; a collective."""
+    """Of the entries read by all ranks, return those that this rank owns.
+
+    This is a collective operation: every rank must call it.
+    """
     peers = Peers()
     local = [tensors[name].local_shards() if name in tensors else [] for name in names]
     empty = torch.empty(0, dtype=torch.int64)

@@ -43,9 +43,10 @@ def restore(
     find_obstacle: Callable[[dict[str, Any]], str | None] = lambda about: None,
     make_extra_tensors: Callable[[dict[str, Any]], State] = lambda about: {},
 ) -> RestoreResult:
-    """Load the newest valid checkpoint into a model; a collective.
+    """Load the newest valid checkpoint into a model.
 
-    Checkpoints that are incomplete or damaged, contain NaN or infinity, or cannot be resumed are skipped.
+    This is a collective operation: every rank must call it. Checkpoints that are incomplete or damaged, contain NaN or
+    infinity, or cannot be resumed are skipped.
 
     Args:
         root: Folder of all checkpoints.
@@ -84,7 +85,9 @@ def restore(
 
 
 def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> None:
-    """Fill tensors in place with values from a checkpoint; a collective.
+    """Fill tensors in place with values from a checkpoint.
+
+    This is a collective operation: every rank must call it.
 
     Args:
         folder: Folder of the checkpoint.

@@ -218,7 +218,7 @@ def find_nonfinite(
 def summarize_over_ranks(local_names: list[str], group: dist.ProcessGroup | None = None) -> str | None:
     """Return a description of the tensors named by any rank, with those ranks; None if none was named.
 
-    This is a collective.
+    This is a collective operation: every rank must call it.
 
     Args:
         local_names: Result of `find_nonfinite` on this rank.

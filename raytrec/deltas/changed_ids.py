@@ -50,7 +50,10 @@ class IdChanges:
                 self._pending[name].append(IdRowChanges(rows, ids, torch.ones_like(rows, dtype=torch.bool)))
 
     def mark(self, table: str, rows: torch.Tensor) -> None:
-        """Count rows, distinct int64 [n] in host memory and the same on all ranks, as changed; a collective."""
+        """Count rows, distinct int64 [n] in host memory and the same on all ranks, as changed.
+
+        This is a collective operation: every rank must call it.
+        """
         peers, entries = self._peers, self._maps[table].state().rows
         entry_rows = entries.fields["row"].long()
         chosen = torch.isin(entry_rows, rows.to(entry_rows.device))
@@ -63,7 +66,10 @@ class IdChanges:
         self._pending[table].append(IdRowChanges(all_rows, torch.cat([ids, free_rows]), has_id))
 
     def mark_all(self) -> None:
-        """Count the ids of all rows as changed; a collective."""
+        """Count the ids of all rows as changed.
+
+        This is a collective operation: every rank must call it.
+        """
         for name, part in self._maps.items():
             self.mark(name, torch.arange(part.capacity))
 

@@ -85,7 +85,7 @@ class ShardedValues:
         return [shard for shard in self.shards if shard.values is not None]
 
     def dense(self, rows: range | None = None, *, first_only: bool = False) -> torch.Tensor | None:
-        """Return rows as one contiguous leaf tensor; a collective.
+        """Return rows as one contiguous leaf tensor. This is a collective operation.
 
         Args:
             rows: Rows to return; default: all. Memory use and traffic are proportional to these rows.
@@ -108,7 +108,7 @@ class ShardedValues:
 
     @torch.no_grad()
     def load(self, values: torch.Tensor, first_row: int = 0) -> None:
-        """Write rows into the live shards of this rank; not a collective.
+        """Write rows into the live shards of this rank, without communication.
 
         Args:
             values: New values, the same on every rank: [n, dim], or [n] for state with one value per row.

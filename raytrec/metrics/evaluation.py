@@ -62,9 +62,10 @@ class TaskRows:
             store.add(rows)
 
     def figures(self, peers: Peers, device: torch.device) -> tuple[dict[str, float | None], dict]:
-        """Return values by key (None if undefined), and curves, both equal on all ranks; a collective.
+        """Return values by key (None if undefined), and curves, both equal on all ranks.
 
-        For the form of the curves, see worker.evaluate.Curves.
+        This is a collective operation: every rank must call it. For the form of the curves, see
+        worker.evaluate.Curves.
         """
         figures: dict[str, float | None] = {}
         curves: dict[str, dict[str, Any]] = {}
@@ -75,9 +76,10 @@ class TaskRows:
         return {self._key(name): value for name, value in figures.items()}, curves
 
     def slices(self, peers: Peers, device: torch.device, names: Mapping[str, dict[int, str]]) -> dict[str, Any]:
-        """Return the metrics of each column's slices (Slices.figures); a collective.
+        """Return the metrics of each column's slices (Slices.figures).
 
-        `names` is column → key → text, for the values that this rank has seen.
+        This is a collective operation: every rank must call it. `names` is column → key → text, for the values that
+        this rank has seen.
         """
         return {column: slices.figures(peers, device, names.get(column, {})) for column, slices in self._slices.items()}
 
@@ -141,7 +143,10 @@ def _sum_over_ranks(sums: list[dict[str, torch.Tensor]], peers: Peers) -> list[d
 
 
 def _count_distinct(keys: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """Return the number of distinct keys that this rank owns among the keys of all ranks; a collective."""
+    """Return the number of distinct keys that this rank owns among the keys of all ranks.
+
+    This is a collective operation: every rank must call it.
+    """
     (owned_keys,) = peers.send([keys], assign_ranks(keys, peers.world))
     return torch.tensor(len(owned_keys.unique()), dtype=torch.float64)
 
@@ -154,7 +159,7 @@ class Slices(BoundedRows):
     def figures(self, peers: Peers, device: torch.device, names: Mapping[int, str]) -> dict[str, Any]:
         """Return the largest and the worst slices over all ranks, equal on every rank.
 
-        This is a collective, after which the rows are discarded.
+        This is a collective operation: every rank must call it. It discards the rows.
 
         Args:
             peers: Ranks of the evaluation.
@@ -250,7 +255,7 @@ class SliceMetrics:
         return cls(keys, rows, {"auc": auc, "calibration": calibration, **bound}, goodness)
 
     def first(self, values: torch.Tensor, peers: Peers) -> list[dict[str, Any]]:
-        """Return the MAX_LISTED_SLICES slices with the lowest values [S], ascending; a collective."""
+        """Return the MAX_LISTED_SLICES slices with the lowest values [S], ascending. This is a collective operation."""
         order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:MAX_LISTED_SLICES]
         columns = torch.stack([values, self.rows, *self.figures.values()], 1)
         entries = zip(*(x.tolist() for x in peers.gather([columns[order], self.keys[order]])), strict=True)

@@ -43,10 +43,10 @@ class FullRanking:
         self._seen, self._own_seen = 0, torch.zeros((), dtype=torch.int64, device=device)
 
     def compute_item_vectors(self, step: Any, items: Any) -> None:
-        """Compute the vectors of all items; a collective.
+        """Compute the vectors of all items.
 
-        `step` is the worker.step.Step of a retrieval model, and `items` is the Stream of
-        eval.retrieval.items.
+        This is a collective operation: every rank must call it. `step` is the worker.step.Step of a retrieval model,
+        and `items` is the Stream of eval.retrieval.items.
         """
         keys: list[np.ndarray] = []
 
@@ -90,7 +90,10 @@ class FullRanking:
         return Queries(rows, *map(torch.from_numpy, arrays))
 
     def add(self, vectors_BD: torch.Tensor) -> None:
-        """Rank the right items of the next batch, given the vectors of all its rows; a collective."""
+        """Rank the right items of the next batch, given the vectors of all its rows.
+
+        This is a collective operation: every rank must call it.
+        """
         queries = self._pending.popleft()
         query_vectors = vectors_BD[queries.rows.to(vectors_BD.device)]
         counts = torch.tensor([len(queries.rows), len(queries.items), len(queries.seen)])
@@ -123,11 +126,12 @@ class FullRanking:
     def _compute_ranks(
         self, queries_QD: torch.Tensor, active: Sequence[int], right_3P: torch.Tensor, seen_2S: torch.Tensor
     ) -> torch.Tensor:
-        """Return the ranks of each query's right items, int64 [Q, R], ascending from 1; a collective.
+        """Return the ranks of each query's right items, int64 [Q, R], ascending from 1.
 
-        Unknown items and padding have rank ABSENT. The first `active[r]` queries have more than r right
-        items. `right_3P`, int64 [3, P], contains the query, the number within the query, and the key of each
-        right item. `seen_2S`, int64 [2, S], contains the query and key of each item to exclude.
+        This is a collective operation: every rank must call it. Unknown items and padding have rank ABSENT. The first
+        `active[r]` queries have more than r right items. `right_3P`, int64 [3, P], contains the query, the number
+        within the query, and the key of each right item. `seen_2S`, int64 [2, S], contains the query and key of each
+        item to exclude.
         """
         (of_P, number_P, keys_P), (of_S, keys_S), device = right_3P, seen_2S, queries_QD.device
         position_P, position_S = self._items.find(keys_P), self._items.find(keys_S)
@@ -146,7 +150,7 @@ class FullRanking:
         return (self._peers.sum(above_QR) + offset_R).masked_fill(scores_QR == -torch.inf, ABSENT)
 
     def figures(self) -> dict[str, float | None]:
-        """Return values by key, equal on all ranks; metrics are None if no row counts. A collective."""
+        """Return values by key, equal on all ranks; None without rows. This is a collective operation."""
         values: dict[str, float | None] = {
             f"{RETRIEVAL_PREFIX}.{metric.name}": total / self._rows if self._rows else None
             for metric, total in zip(self._selection.retrieval_metrics, self._sums.tolist(), strict=True)

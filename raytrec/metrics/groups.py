@@ -167,7 +167,8 @@ class GroupRows:
     def groups(self, peers: Peers, device: torch.device) -> Iterator[Groups]:
         """Yield all groups in parts, with each group complete on one rank.
 
-        Each part is a collective, and all ranks yield the same number of parts. Rows are sorted on `device`.
+        Each part requires a collective operation, and all ranks yield the same number of parts. Rows are sorted on
+        `device`.
         """
         for rows in self._parts(peers):
             keys, logits, labels, weights, *item = peers.send(rows, assign_ranks(rows[0], peers.world))
@@ -177,8 +178,8 @@ class GroupRows:
     def _parts(self, peers: Peers) -> Iterator[list[torch.Tensor]]:
         """Yield this rank's rows in one part, or in DISK_PARTS parts if any rank has rows on disk.
 
-        A group's rows are in the same part on all ranks. This is a collective, after which the rows are
-        discarded.
+        A group's rows are in the same part on all ranks. This is a collective operation: every rank must call it.
+        It discards the rows.
         """
         if peers.max_number(bool(self._files)) > 0:
             self._write()

@@ -123,9 +123,10 @@ class RankedRows:
 
     @classmethod
     def sort(cls, ties: Ties, peers: Peers, binary: bool = True) -> RankedRows:
-        """Sort all ranks' ties into parts of about equal size, and return this rank's part; a collective.
+        """Sort all ranks' ties into parts of about equal size, and return this rank's part.
 
-        `binary` is True if all labels of this rank are 0 or 1.
+        This is a collective operation: every rank must call it. `binary` is True if all labels of this rank are 0 or
+        1.
         """
         if peers.world > 1:
             ranks = torch.bucketize(ties.predictions, _estimate_borders(ties.predictions, peers))
@@ -207,9 +208,10 @@ class Scores(BoundedRows):
     _bins: torch.Tensor | None = None  # float64 [3, BIN_COUNT]: positive, negative, rows
 
     def ranked(self, peers: Peers, device: torch.device) -> tuple[RankedRows, bool]:
-        """Return the sorted rows of all ranks, and True if the rows are binned; a collective.
+        """Return the sorted rows of all ranks, and True if the rows are binned.
 
-        If any rank has binned rows, all ranks bin theirs. Rows are sorted on `device` and then discarded.
+        This is a collective operation: every rank must call it. If any rank has binned rows, all ranks bin theirs.
+        Rows are sorted on `device` and then discarded.
         """
         binned = peers.max_number(self._bins is not None) > 0
         if binned:

@@ -96,7 +96,10 @@ class Metric:
 
     @staticmethod
     def ranked_curve(ranked: RankedRows) -> dict[str, list] | None:
-        """Return a curve over rows sorted by prediction, for the report; a collective, equal on all ranks."""
+        """Return a curve over rows sorted by prediction, for the report.
+
+        This is a collective operation: every rank must call it. The result is the same on all ranks.
+        """
         return None
 
 

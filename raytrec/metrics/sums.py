@@ -72,7 +72,10 @@ class MetricSums:
         self._vector += torch.stack([value.detach().double() for value in sums.values()])
 
     def total(self) -> dict[str, float]:
-        """Return the sums over all ranks since the last reset, for `resume`; a collective."""
+        """Return the sums over all ranks since the last reset, for `resume`.
+
+        This is a collective operation: every rank must call it.
+        """
         sums = self._reduce_over_ranks().tolist()
         return dict(zip(self._names, sums, strict=True))
 
@@ -82,11 +85,17 @@ class MetricSums:
         self._resumed = dict(total) if dist.get_rank() == 0 else {}
 
     def reduce(self) -> dict[str, float]:
-        """Return the result of `figures` and reset the sums; a collective for whose result the host waits."""
+        """Return the result of `figures`, and reset the sums.
+
+        This is a collective operation: every rank must call it. The host waits for the result.
+        """
         return self.figures(self.take().cpu())
 
     def take(self) -> torch.Tensor:
-        """Return and reset the sums over all ranks, float64 on the device, for `figures`; a collective."""
+        """Return and reset the sums over all ranks, float64 on the device, for `figures`.
+
+        This is a collective operation: every rank must call it.
+        """
         sums = self._reduce_over_ranks()
         self._resumed = {}
         if self._vector is not None:
@@ -128,7 +137,10 @@ class MetricSums:
         return figures
 
     def _reduce_over_ranks(self) -> torch.Tensor:
-        """Return the sums so far over all ranks; a collective."""
+        """Return the sums so far over all ranks.
+
+        This is a collective operation: every rank must call it.
+        """
         self._flush()
         sums = self._tensor(self._resumed) if self._vector is None else self._vector.clone()
         if dist.is_initialized():

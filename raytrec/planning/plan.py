@@ -76,11 +76,11 @@ class Hosts:
 
 
 def agree_on_hosts(config: RunConfig, device: torch.device) -> Hosts:
-    """Return the properties of all ranks' hosts, identical on every rank; a collective.
+    """Return the properties of all ranks' hosts, identical on every rank.
 
-    TorchRec reads LOCAL_WORLD_SIZE wherever it needs the number of ranks per host. If hosts have different
-    numbers of ranks, this variable differs between ranks. The ranks therefore agree on one number and set the
-    variable to this number.
+    This is a collective operation: every rank must call it. TorchRec reads LOCAL_WORLD_SIZE wherever it needs the
+    number of ranks per host. If hosts have different numbers of ranks, this variable differs between ranks. The ranks
+    therefore agree on one number and set the variable to this number.
     """
     places = [_locate_rank(config, device)] * dist.get_world_size()
     dist.all_gather_object(places, places[0])
@@ -146,9 +146,10 @@ def select_rates(hosts: Hosts, device: str, world: int) -> Rates:
 def make_plan(
     model: nn.Module, sharders: list[ModuleSharder], schema: Schema, config: RunConfig, device: torch.device
 ) -> ShardingPlan:
-    """Make the plan on rank 0 and return it on every rank; a collective.
+    """Make the plan on rank 0 and return it on every rank.
 
-    The model must store its dense layers in the attribute `head`.
+    This is a collective operation: every rank must call it. The model must store its dense layers in the attribute
+    `head`.
 
     Raises:
         ConfigError: A constraint cannot be met, tables do not fit, or no allowed sharding type fits a table.

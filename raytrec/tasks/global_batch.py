@@ -20,7 +20,9 @@ MAX_PAIRS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
 
 
 def compute_batch_loss(loss: BatchLoss, rank_rows: Rows, factors_B: torch.Tensor, world: int) -> torch.Tensor:
-    """Return this rank's part of a loss that compares rows of the global batch; a collective.
+    """Return this rank's part of a loss that compares rows of the global batch.
+
+    This is a collective operation: every rank must call it.
 
     Args:
         loss: Loss of the task.
@@ -52,7 +54,10 @@ def compute_batch_loss(loss: BatchLoss, rank_rows: Rows, factors_B: torch.Tensor
 
 
 def _gather_rows(rows: Rows, peers: Peers) -> Rows:
-    """Return the rows of all ranks in the order of ranks; a collective."""
+    """Return the rows of all ranks in the order of ranks.
+
+    This is a collective operation: every rank must call it.
+    """
     width = rows.logits[0].numel()
     flat = torch.cat([rows.logits.detach().view(-1, width), torch.stack([rows.labels, rows.weights], 1)], 1)
     numbers = peers.stack(flat).flatten(0, 1)

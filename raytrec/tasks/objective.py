@@ -101,8 +101,8 @@ class Objective:
 
         Losses that belong to no task are under MODEL_LOSS_KEY.
 
-        This is a collective if a loss compares rows of the global batch, or if rows are requests with
-        candidates.
+        This is a collective operation if a loss compares rows of the global batch, or if rows are requests with
+        candidates: then every rank must call it.
 
         Args:
             logits: Output of the model.
@@ -140,7 +140,10 @@ class Objective:
         return parts
 
     def _count_examples(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return the number of candidates in the global batch, at least 1; a collective."""
+        """Return the number of candidates in the global batch, at least 1.
+
+        This is a collective operation: every rank must call it.
+        """
         count = labels.new_full((), len(labels))
         return Peers(count.device, alone=self.world == 1).sum(count).clamp(min=1)
 
@@ -243,7 +246,7 @@ def total(losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 class ScoringObjective(Objective):
-    """Objective for predictions only, without labels or losses. No method is a collective."""
+    """Objective for predictions only, without labels or losses. No method is a collective operation."""
 
     def losses(
         self, logits: torch.Tensor, batch: Batch, looked_up: Mapping[str, torch.Tensor] | None = None

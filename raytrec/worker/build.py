@@ -55,10 +55,10 @@ def build_step(
     steps: int = 0,
     objective: type[Objective] = Objective,
 ) -> tuple[Step, ShardingPlan]:
-    """Build this rank's model, optimizers and pipeline, and the sharding plan; a collective.
+    """Build this rank's model, optimizers and pipeline, and the sharding plan.
 
-    Initial weights depend only on run.seed: dense layers are drawn identically on every rank, tables row by
-    row.
+    This is a collective operation: every rank must call it. Initial weights depend only on run.seed: dense layers are
+    drawn identically on every rank, tables row by row.
 
     Args:
         config: Configuration of the run.
@@ -136,7 +136,10 @@ class _SingleRankWrapper(DataParallelWrapper):
 
 
 def compute_run_plan(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
-    """Return the sharding plan that `build_step` would use, without creating any table; a collective."""
+    """Return the sharding plan that `build_step` would use, without creating any table.
+
+    This is a collective operation: every rank must call it.
+    """
     world = dist.get_world_size()
     planners = make_planning_sharders(config, schema, world)
     return make_plan(build_unsharded(config, schema, device, world), planners, schema, config, device)
@@ -158,7 +161,9 @@ def build_unsharded(
 def begin_or_resume(
     context: WorkerContext, step: Step, state: LogicalState, progress: Progress
 ) -> dict[str, Any] | None:
-    """Restore the run's newest complete checkpoint, or begin a new run if there is none; a collective.
+    """Restore the run's newest complete checkpoint, or begin a new run if there is none.
+
+    This is a collective operation: every rank must call it.
 
     Returns:
         Entry "about" of the checkpoint's index; None if a new run begins.
@@ -182,7 +187,9 @@ def begin_or_resume(
 
 
 def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[float] = ()) -> None:
-    """Initialize the weights from run.seed, then load weights from warm_start.from if set; a collective.
+    """Initialize the weights from run.seed, then load weights from warm_start.from if set.
+
+    This is a collective operation: every rank must call it.
 
     Args:
         step: Step whose model is initialized.
@@ -228,7 +235,9 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
 
 
 def load_step(context: WorkerContext, objective: type[Objective] = Objective) -> Step:
-    """Build a step for evaluation, and load the weights of the task's checkpoint; a collective.
+    """Build a step for evaluation, and load the weights of the task's checkpoint.
+
+    This is a collective operation: every rank must call it.
 
     Args:
         context: Context of the rank; its task names the checkpoint.

@@ -36,7 +36,9 @@ def make_row_snapshot(step: Step, state: LogicalState, on_wait: Callable[[], Non
 
 
 def make_publisher(run: RankRun, about: Mapping[str, Any] | None) -> DeltaPublisher:
-    """Return the writer of the run's deltas (export.deltas); a collective.
+    """Return the writer of the run's deltas (export.deltas).
+
+    This is a collective operation: every rank must call it.
 
     Args:
         run: Run that writes the deltas.

@@ -41,7 +41,7 @@ class StepConsensus:
     and columns: they reduce along the rows, and along the columns during the next step. With 1,024 ranks, a
     step takes 62 hops instead of 2,046.
 
-    The constructor is a collective. Every rank must call `exchange` after each step.
+    Every rank must call the constructor, and must call `exchange` after each step.
 
     Args:
         ring: Maximum number of ranks in a single ring.
@@ -124,7 +124,7 @@ class _PendingDecision:
 def _rings(ring: int) -> list[dist.ProcessGroup]:
     """Return this rank's process groups: none for a single rank, one for all ranks, or a row and a column.
 
-    The function is a collective.
+    This is a collective operation: every rank must call it.
     """
     world = dist.get_world_size()
     if world == 1:  # the threads of a gloo group poll 100 times a second

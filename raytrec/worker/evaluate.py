@@ -41,10 +41,11 @@ class Model(Protocol):
 def evaluate(
     step: Model, stream: Stream, device: torch.device, selection: Selection, items: Stream | None = None
 ) -> tuple[dict[str, Any], Curves | None]:
-    """Return metrics and curves for all rows of the stream's dataset; a collective.
+    """Return metrics and curves for all rows of the stream's dataset.
 
-    If the metrics of a task cannot be computed from sums, its rows are kept in host memory, up to
-    eval.max_exact_rows. All ranks sort or group these rows together (metrics/evaluation.py).
+    This is a collective operation: every rank must call it. If the metrics of a task cannot be computed from sums, its
+    rows are kept in host memory, up to eval.max_exact_rows. All ranks sort or group these rows together
+    (metrics/evaluation.py).
 
     Args:
         step: Model to evaluate.
@@ -148,9 +149,9 @@ def evaluate_shrunk(
 ) -> tuple[dict[str, Any], Curves | None, float]:
     """Evaluate the model with its deep part scaled by the factor that predicts held-out rows best.
 
-    The function is a collective. The model's `shrunk` weights are multiplied by each of SHRINK_FACTORS and
-    restored afterwards. Factors are compared by the default metric of early stopping (ne with binary cross-entropy).
-    Ties are resolved in favor of the largest factor.
+    This is a collective operation: every rank must call it. The model's `shrunk` weights are multiplied by each of
+    SHRINK_FACTORS and restored afterwards. Factors are compared by the default metric of early stopping (ne with
+    binary cross-entropy). Ties are resolved in favor of the largest factor.
 
     Args:
         step: Step with the trained model.

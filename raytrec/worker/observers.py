@@ -270,7 +270,7 @@ class StepProfiler(Observer):
 
 
 def make_observers(run: RankRun) -> ObserverList:
-    """Return the configured observers, in the order of their calls; a collective."""
+    """Return the configured observers, in the order of their calls. This is a collective operation."""
     config, schema, step = run.context.task.config, run.context.task.schema, run.step
     observers: list[Observer] = []
     if config.train.profile:

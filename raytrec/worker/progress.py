@@ -121,7 +121,10 @@ class Progress:
         } | ({} if self.deep_share is None else {"train.deep_share": self.deep_share})
 
     def record(self) -> dict[str, Any]:
-        """Return the counts as JSON values; a collective."""
+        """Return the counts as JSON values.
+
+        This is a collective operation: every rank must call it.
+        """
         self._read_pending()
         return {name: getattr(self, name) for name in COUNTS} | {
             "window": self.window.total(),
@@ -143,7 +146,10 @@ class Progress:
         self.deep_share = record.get("deep_share")
 
     def end_window(self) -> None:
-        """End the current window, and start the reduction of its sums over ranks; a collective."""
+        """End the current window, and start the reduction of its sums over ranks.
+
+        This is a collective operation: every rank must call it.
+        """
         self._read_pending()
         counts = {
             "rows": self.rows,
@@ -202,7 +208,10 @@ class RankRun:
 
 
 def broadcast_figure(figure: MetricDisplay, figures: Mapping[str, Any], device: torch.device) -> float:
-    """Return rank 0's value of a metric on every rank, NaN if undefined; a collective."""
+    """Return rank 0's value of a metric on every rank, NaN if undefined.
+
+    This is a collective operation: every rank must call it.
+    """
     shared = torch.tensor(parse_number(figures.get(figure.key)), dtype=torch.float64, device=device)
     dist.broadcast(shared, src=0)
     return float(shared)
@@ -241,9 +250,10 @@ class EarlyStopping:
         return self._figure is not None and self._progress.early_stopping.get("since", 0) >= self._patience
 
     def after_evaluation(self) -> None:
-        """Update the history with the evaluation of this step; a collective.
+        """Update the history with the evaluation of this step.
 
-        All ranks use the figure of rank 0, so that they make the same decision.
+        This is a collective operation: every rank must call it. All ranks use the figure of rank 0, so that they make
+        the same decision.
         """
         if self._figure is None:
             return

@@ -48,7 +48,10 @@ class Conservation(Check):
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, which names lost ids and rows, and ranks at a different step; a collective."""
+        """Return the outcome, which names lost ids and rows, and ranks at a different step.
+
+        This is a collective operation: every rank must call it.
+        """
         counts, peers = self._counts(position), self.run.peers
         features = list(self.run.schema.sparse)
         received = [counts.looked_up.get(feature, 0) for feature in features]

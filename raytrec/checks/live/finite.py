@@ -34,7 +34,10 @@ class Finite(Check):
         self._turn = 0
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, which names the tensors with values that are not finite; a collective."""
+        """Return the outcome, which names the tensors with values that are not finite.
+
+        This is a collective operation: every rank must call it.
+        """
         peers = self.run.peers
         nonfinite = [name for name, size in self.sizes(probed).items() if not isfinite(size)]
         on_ranks = group_by_rarity(peers.objects(nonfinite)) if peers.max_number(bool(nonfinite)) else []

@@ -28,7 +28,10 @@ class ManagedIdsCheck(Check):
         return bool(run.maps)
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, which names the problems of each table's map; a collective."""
+        """Return the outcome, which names the problems of each table's map.
+
+        This is a collective operation: every rank must call it.
+        """
         peers, maps = self.run.peers, self.run.maps
         local_audits = {table: part.audit() for table, part in maps.items()}
         totals = peers.sum(torch.tensor([audit.numbers for audit in local_audits.values()])).tolist()

@@ -58,11 +58,16 @@ class Numerics(Check):
         self._earlier: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Measure the magnitudes on this rank, and return the outcome for all ranks; a collective."""
+        """Measure the magnitudes on this rank, and return the outcome for all ranks.
+
+        This is a collective operation: every rank must call it.
+        """
         return self.judge(self.sizes(position, probed), position.step)
 
     def judge(self, local_sizes: Sizes, step: int) -> Outcome:
-        """Return the outcome for given magnitudes; a collective.
+        """Return the outcome for given magnitudes.
+
+        This is a collective operation: every rank must call it.
 
         Args:
             local_sizes: Magnitudes on this rank.

@@ -109,13 +109,17 @@ class Check:
         return True
 
     def prepare(self, batch: Batch) -> None:
-        """Prepare for a probed step, given this rank's part of the batch in CPU memory; a collective."""
+        """Prepare for a probed step, given this rank's part of the batch in CPU memory.
+
+        This is a collective operation: every rank must call it.
+        """
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, the same on all ranks; a collective.
+        """Return the outcome, the same on all ranks.
 
-        Ranks agree through sums and maxima of tensors (`run.peers`), whose size does not depend on the number of
-        ranks. They exchange objects only after a failure, to name ranks, tables and features.
+        This is a collective operation: every rank must call it. Ranks agree through sums and maxima of tensors
+        (`run.peers`), whose size does not depend on the number of ranks. They exchange objects only after a failure,
+        to name ranks, tables and features.
 
         Args:
             position: Position of this rank.
@@ -166,7 +170,7 @@ def group_by_rarity(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
 def find_differing(local_values: Mapping[str, Any], peers: Peers) -> list[tuple[str, list[Any], list[int]]]:
     """Return (name, values on all ranks, deviating ranks) for each value that differs between ranks.
 
-    This is a collective. If all values are the same, only a hash is exchanged.
+    This is a collective operation: every rank must call it. If all values are the same, only a hash is exchanged.
 
     Args:
         local_values: This rank's plain values by name.

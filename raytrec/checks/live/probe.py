@@ -62,7 +62,10 @@ class Parity(Check):
 
     @torch.no_grad()
     def prepare(self, batch: Batch) -> None:
-        """Pool a few bags of the batch in plain torch; a collective."""
+        """Pool a few bags of the batch in plain torch.
+
+        This is a collective operation: every rank must call it.
+        """
         bags = self._bags(batch)
         self._rows = self._gather_compared_rows(bags)
         values = self._gather_row_values()
@@ -80,7 +83,10 @@ class Parity(Check):
 
     @torch.no_grad()
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome of comparing the probed step with the expected values; a collective."""
+        """Return the outcome of comparing the probed step with the expected values.
+
+        This is a collective operation: every rank must call it.
+        """
         run, peers = self.run, self.run.peers
         pooled = run.taps.input.pooled
         # Feature → error of its pooled embeddings; table → (error, rank that holds the largest error).

@@ -27,7 +27,10 @@ class Replicas(Check):
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, which names the tensors that differ between ranks; a collective."""
+        """Return the outcome, which names the tensors that differ between ranks.
+
+        This is a collective operation: every rank must call it.
+        """
         hashes, world = self.hashes(), self.run.peers.world
         problems = []
         for name, _, odd in find_differing(hashes, self.run.peers):

@@ -19,7 +19,10 @@ class SameEnvironment(Check):
     do = "install the same version of raytrec, packages and files on every node, and restart the run"
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, which names the facts that differ between ranks; a collective."""
+        """Return the outcome, which names the facts that differ between ranks.
+
+        This is a collective operation: every rank must call it.
+        """
         problems = []
         for key, values, odd in find_differing(position.about, self.run.peers):
             usual = next(value for rank, value in enumerate(values) if rank not in odd)

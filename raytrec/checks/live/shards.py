@@ -26,7 +26,10 @@ class Shards(Check):
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, which names gaps, overlaps and shards without a matching tensor; a collective."""
+        """Return the outcome, which names gaps, overlaps and shards without a matching tensor.
+
+        This is a collective operation: every rank must call it.
+        """
         # Name of weights or state → (hash of this rank's map of all shards, problems found by this rank).
         local_maps, peers = {}, self.run.peers
         for table in self.run.tables.values():

@@ -108,7 +108,9 @@ def compare(
     balance: str = "unequal",
     seed: int = 0,
 ) -> list[Finding]:
-    """Compare a sharded run's forward pass, gradient and `steps` steps with one process; a collective.
+    """Compare a sharded run's forward pass, gradient and `steps` steps with one process.
+
+    This is a collective operation: every rank must call it.
 
     Args:
         build: Function that builds the training step: worker.build.build_step.
@@ -137,7 +139,10 @@ def compare(
 
 
 def _choose_smooth_batch(single: Reference | None, choices: list[GlobalBatch]) -> GlobalBatch:
-    """Return the batch that is farthest from a kink of the reference's activations; a collective."""
+    """Return the batch that is farthest from a kink of the reference's activations.
+
+    This is a collective operation: every rank must call it.
+    """
     best = [0]
     if single:
         margins = reference.measure_kink_margins(single, choices)

@@ -89,9 +89,9 @@ class ShardedRun:
         return whole
 
     def _sort_by_id(self, table: str, values: torch.Tensor | None, without_row: torch.Tensor) -> torch.Tensor | None:
-        """Return a managed table's values sorted by id, and then the fallback rows; a collective.
+        """Return a managed table's values sorted by id, and then the fallback rows.
 
-        The result is None if `values` is None.
+        This is a collective operation: every rank must call it. The result is None if `values` is None.
 
         Args:
             table: Name of the table.
@@ -152,9 +152,9 @@ def _disable_dropout(model: torch.nn.Module) -> None:
 
 
 def _select_farthest_copy(replica: torch.Tensor) -> torch.Tensor:
-    """Return, for each value of a replicated tensor, the rank's copy farthest from this rank's; a collective.
+    """Return, for each value of a replicated tensor, the rank's copy farthest from this rank's.
 
-    The result equals the tensor if all copies are the same.
+    This is a collective operation: every rank must call it. The result equals the tensor if all copies are the same.
     """
     high, low = replica.clone(), replica.clone()
     dist.all_reduce(high, dist.ReduceOp.MAX)

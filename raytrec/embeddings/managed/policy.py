@@ -103,7 +103,8 @@ def find_lowest_keys(
 ) -> torch.Tensor:
     """Return the indices of this rank's keys that are among the lowest of their table on all ranks.
 
-    The result is int64 [n], ascending. Keys are ordered by score and then by key. This is a collective.
+    This is a collective operation: every rank must call it. The result is int64 [n], ascending. Keys are ordered by
+    score and then by key.
 
     Histograms of all ranks' scores, each over the bin selected by the previous one, find the score of the
     last key to take. Among keys with this score, ranks take the first ones, because they own spans of keys in

@@ -99,7 +99,7 @@ class RowMaps:
         )
 
     def train(self, step: int, ids: DistinctKeys) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
-        """Count this rank's ids in a global batch, and assign rows to newly admitted ids; a collective.
+        """Count a global batch's ids, and assign rows to newly admitted ids. This is a collective operation.
 
         Args:
             step: Step of the run, from 0.
@@ -192,9 +192,9 @@ class RowMaps:
     def _select_lowest(
         self, key_map: KeyMap, counts: Mapping[int, int], counted_T: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (index into the tables of `counts`, slot) of the ids with the lowest scores; a collective.
+        """Return (index into the tables of `counts`, slot) of the ids with the lowest scores.
 
-        Ids seen at this step are excluded.
+        This is a collective operation: every rank must call it. Ids seen at this step are excluded.
 
         Args:
             key_map: Map that contains the ids.
@@ -210,9 +210,10 @@ class RowMaps:
         return which[chosen], slots[chosen]
 
     def _release_rows(self, tables: Sequence[int], which: torch.Tensor, slots: torch.Tensor) -> None:
-        """Take rows from ids, and append them in key order to the rows to be reassigned; a collective.
+        """Take rows from ids, and append them in key order to the rows to be reassigned.
 
-        The slots belong to ids of `tables`; `which` is each slot's index into `tables`.
+        This is a collective operation: every rank must call it. The slots belong to ids of `tables`; `which` is each
+        slot's index into `tables`.
         """
         entries = self.rows.read_slots(slots)
         rows = entries.fields["row"][sort_within_tables(which, entries.keys)[1]].long()
@@ -232,7 +233,7 @@ class RowMaps:
         sightings: torch.Tensor,
         candidates_WT: list[list[int]],
     ) -> tuple[torch.Tensor, list[list[int]]]:
-        """Return the indices of candidates to admit, and their number per rank and table; a collective."""
+        """Return the indices of admitted candidates, and their counts [W][T]. This is a collective operation."""
         shortages = self._count_missing_rows(_sum_over_ranks(candidates_WT))
         if not shortages:
             return torch.arange(len(candidates), device=self.device), candidates_WT

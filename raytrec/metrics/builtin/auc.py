@@ -17,9 +17,10 @@ MAX_ROC_POINTS = 200  # maximum number of points of the ROC curve
 
 
 def roc(ranked: RankedRows) -> dict[str, list] | None:
-    """Return the lists fpr and tpr of the ROC curve, from (0, 0) to (1, 1); a collective.
+    """Return the lists fpr and tpr of the ROC curve, from (0, 0) to (1, 1).
 
-    The result is None unless the labels contain 0 and 1 and no other value.
+    This is a collective operation: every rank must call it. The result is None unless the labels contain 0 and 1 and
+    no other value.
     """
     import torch
 

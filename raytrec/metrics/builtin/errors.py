@@ -169,10 +169,10 @@ NUM_RELIABILITY_BINS = 20  # bins of the reliability diagram, with about equal n
 
 
 def reliability(ranked: RankedRows) -> dict[str, list] | None:
-    """Return each bin's weighted mean prediction, weighted mean label and number of rows; a collective.
+    """Return each bin's weighted mean prediction, weighted mean label and number of rows.
 
-    The keys are predicted, actual and rows. The result is None unless the labels contain 0 and 1 and no other
-    value.
+    This is a collective operation: every rank must call it. The keys are predicted, actual and rows. The result is
+    None unless the labels contain 0 and 1 and no other value.
     """
     import torch
 

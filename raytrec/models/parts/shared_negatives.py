@@ -94,7 +94,9 @@ class SharedNegatives(nn.Module):
         bias_N: torch.Tensor | None = None,
         is_max_reached: bool = False,
     ) -> torch.Tensor:
-        """Return the loss of each query, float32 [N]; a collective.
+        """Return the loss of each query, float32 [N].
+
+        This is a collective operation: every rank must call it.
 
         Args:
             query_ND: Query vectors, float [N, D]; a score is the dot product with an item.
@@ -123,7 +125,7 @@ class SharedNegatives(nn.Module):
 
     @cached_property
     def _host_peers(self) -> Peers:
-        """Return the ranks as peers that exchange host memory; the first use is a collective."""
+        """Return the ranks as peers that exchange host memory. The first access is a collective operation."""
         is_host = get_collective_device().type == "cpu"
         return self.peers if is_host else Peers(group=dist.new_group(backend="gloo"))
 
@@ -182,7 +184,9 @@ def compute_pair_losses(
     inputs: dict[str, Any],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the loss of each row's query and item, float32 [B]; a collective if negatives are shared.
+    """Return the loss of each row's query and item, float32 [B].
+
+    This is a collective operation if negatives are shared: then every rank must call it.
 
     Args:
         loss: Loss of a single query.
