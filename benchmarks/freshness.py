@@ -1,4 +1,4 @@
-"""Time from a training step until a service answers with the rows of this step or a later one.
+"""Time from a training step until a service serves the rows of this step or a later one.
 
     python benchmarks/freshness.py [--seconds 60] [--workers 1] [--shards 0]
 
@@ -30,7 +30,7 @@ from harness import QUIET, REPO, Grid, run_raytrec
 from serve_http import find_free_ports
 
 INTERVAL_S, START_TIMEOUT_S, END_TIMEOUT_S = 0.02, 240, 120
-Served = list[tuple[float, int]]  # Unix time and step of each answer
+Served = list[tuple[float, int]]  # Unix time and step of each response
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def run_process(log: Path, *words: str) -> Iterator[subprocess.Popen]:
 
 
 def ask(port: int) -> int | None:
-    """Return the step that a service answers with, or None if it does not answer."""
+    """Return the step that a service serves, or None if it does not respond."""
     connection = HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         connection.request("GET", "/ready")
@@ -60,10 +60,10 @@ def ask(port: int) -> int | None:
 
 
 def watch(port: int, seconds: float, training: subprocess.Popen, logs: list[Path]) -> Served:
-    """Return the steps of the service's answers, from the first answer on.
+    """Return the steps of the service's responses, from the first response on.
 
     Raises:
-        RuntimeError: A process ended, or the service did not answer in START_TIMEOUT_S.
+        RuntimeError: A process ended, or the service did not respond in START_TIMEOUT_S.
     """
     served, deadline = Served(), time() + START_TIMEOUT_S
     while time() < (served[0][0] + seconds if served else deadline):
@@ -82,13 +82,13 @@ def compute_delays(folder: Path, served: Served) -> np.ndarray:
 
     Args:
         folder: Folder of deltas.
-        served: Steps of the service's answers.
+        served: Steps of the service's responses.
     """
     manifests = [json.loads(file.read_text()) for file in sorted(folder.glob("deltas/*.json"))]
     cut_s, cut_steps = (np.array([each[key] for each in manifests]) for key in ("cut_unix_s", "step"))
     answer_s, answer_steps = (np.array(each) for each in zip(*served, strict=True))
     steps = np.arange(answer_steps[0] + 1, answer_steps[-1] + 1)
-    first = np.searchsorted(answer_steps, steps)  # the first answer with this step or a later one
+    first = np.searchsorted(answer_steps, steps)  # the first response with this step or a later one
     return answer_s[first] - np.interp(steps, cut_steps, cut_s)
 
 
@@ -105,7 +105,7 @@ def main(
 def make_table(figures: Sequence[Sequence[float]]) -> Grid:
     """Return the table of the figures of `measure`."""
     rows = [[str(w), f"{p50:.2f}", f"{p99:.2f}", f"{n:,}", f"{rate:.1f}"] for w, p50, p99, n, rate in figures]
-    title = f"Seconds from a step to its rows in answers, deltas every 1 s, {os.cpu_count()} cores"
+    title = f"Seconds from a step until it is served, deltas every 1 s, {os.cpu_count()} cores"
     return Grid(("workers", "p50 s", "p99 s", "steps", "steps/s"), rows, title, left=0)
 
 

@@ -1,7 +1,7 @@
 """Shared parts of the benchmarks: alternating measurements, tables, results and documents.
 
 A benchmark is a script with a command and the options `Rounds` and `Smallest`. Its sides take turns, either in
-one process (`take_turns`) or as groups of ranks (`Ranks`), which run `SCRIPT side RANK WORLD STORE` and answer
+one process (`take_turns`) or as groups of ranks (`Ranks`), which run `SCRIPT side RANK WORLD STORE` and reply to
 lines of JSON. `publish` stores the results in benchmarks/results/NAME.json and writes tables between
 `<!-- benchmarks/results/NAME.json -->` and `<!-- end -->` in a document.
 """

@@ -141,8 +141,8 @@ class _ForkedRank:
     """Process of one side, forked before this process has a process group or threads.
 
     Attributes:
-        end: Connection to the process, which answers the name of a model with the model's launches, and None
-            with the CPU milliseconds per step of the last model.
+        end: Connection to the process. For the name of a model, the process returns the model's launches; for None,
+            it returns the CPU milliseconds per step of the last model.
 
     Args:
         types: Sharding types of the tables, in turn; None: a single rank.
@@ -165,7 +165,7 @@ class _ForkedRank:
 
 
 def _answer(types: list[str] | None, store: str, end: Connection) -> None:
-    """Answer the requests of a _ForkedRank until the process is killed."""
+    """Serve the requests of a _ForkedRank until the process is killed."""
     if types:
         join_fake_group(RANKS)
     else:

@@ -111,7 +111,7 @@ def stream(world: int, ids: int) -> tuple[float, int]:
 
 
 def side(rank: int, world: int) -> Any:
-    """Return the function that answers a rank's requests: build and train, or map a stream of ids."""
+    """Return the function that serves a rank's requests: build and train, or map a stream of ids."""
     current: list[Any] = []
 
     def answer(steps: int = FIRST, stream_ids: int = 0, **request: Any) -> tuple[float, float]:

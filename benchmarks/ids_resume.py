@@ -51,7 +51,7 @@ def batches_from(rank_rig: Rig, rank: int, world: int, first: int) -> Iterator[A
 
 
 def side(rank: int, world: int) -> Any:
-    """Return the function that answers a rank's requests."""
+    """Return the function that serves a rank's requests."""
 
     def resume(root: str, first: int, saves: list[int]) -> tuple[float, int]:
         """Train from the checkpoint of step `first`, and save after each step in `saves`.

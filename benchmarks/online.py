@@ -1,4 +1,4 @@
-"""Cost of deltas during training, and the time from a step until a service answers with it (freshness.py).
+"""Cost of deltas during training, and the time from a step until a service serves it (freshness.py).
 
     python benchmarks/online.py [--workers 1] [--rounds 7]
 
@@ -72,7 +72,7 @@ def build(rank: int, world: int, folder: str | None) -> tuple[Any, Any, Any]:
 
 
 def side(rank: int, world: int) -> Any:
-    """Return the function that answers a rank's requests: build, or train and write one delta."""
+    """Return the function that serves a rank's requests: build, or train and write one delta."""
     current: list[Any] = []
 
     def answer(steps: int, folder: str | None = None, builds: bool = False) -> tuple[float, float]:

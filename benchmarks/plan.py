@@ -88,7 +88,7 @@ class Measured:
 
 
 def side(rank: int, world: int) -> Any:
-    """Return the function with which a rank answers requests.
+    """Return the function with which a rank serves requests.
 
     {"sample": clock} measures the machine's rates ("cpu s": collectives in CPU time), {"case": name} builds a
     plan, {"steps": n} trains with the plan, and {"memory": true} returns the plan's peak bytes.

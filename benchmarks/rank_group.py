@@ -1,4 +1,4 @@
-"""Benchmark ranks without Ray: groups of processes that answer requests or run one function."""
+"""Benchmark ranks without Ray: groups of processes that serve requests or run one function."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ def group_seconds(call: Callable[[], Any], device: Any = None) -> float:
     return perf_counter() - began
 
 
-# Ranks that answer requests
+# Ranks that serve requests
 
 
 class Ranks:
-    """Processes of one side of a benchmark, each of which answers a line of JSON with another line.
+    """Processes of one side of a benchmark, each of which replies to a line of JSON with another line.
 
     Args:
         script: Script in benchmarks/ that calls `run_script` with the side's function.
@@ -147,13 +147,13 @@ class Ranks:
         ]
 
     def ask(self, **values: Any) -> list[Any]:
-        """Send a request to all ranks, and return their answers."""
+        """Send a request to all ranks, and return their replies."""
         for rank in self._ranks:
             rank.stdin.write(json.dumps(values) + "\n")
             rank.stdin.flush()
         answers = [json.loads(rank.stdout.readline() or "null") for rank in self._ranks]
         if None in answers:
-            raise RuntimeError(f"a rank exited before it answered {values}")
+            raise RuntimeError(f"a rank exited before it replied to {values}")
         return answers
 
     def time(self, **values: Any) -> dict[str, float]:
@@ -173,7 +173,7 @@ def compare(
     """Return each side's milliseconds per step and CPU-µs per row, as the best values of the side's turns.
 
     Args:
-        sides: Name of a side → the side's ranks, which answer as `trainer` does.
+        sides: Name of a side → the side's ranks, which respond as `trainer` does.
         requests: Name of a side → request that builds the side's model.
         rounds: Number of turns of each side.
         rows: Number of rows per step.
@@ -198,7 +198,7 @@ def trainer(build: Callable[..., tuple[Any, Iterator[Any]]]) -> Callable[[int, i
     """Return the function of a side whose ranks train, for `run_script`.
 
     The request {"steps": n} trains n steps. Any other request is passed to `build`, and the new model is
-    trained for FIRST_STEPS steps. The answer is [seconds, CPU seconds], including collation.
+    trained for FIRST_STEPS steps. The reply is [seconds, CPU seconds], including collation.
 
     Args:
         build: Function of (rank, world, **request) that returns a Step and batches.
@@ -222,7 +222,7 @@ def run_script(main: Callable[..., None], side: Callable[[int, int], Answer]) ->
 
     Args:
         main: Command of the script.
-        side: Function of (rank, world) that returns the function that answers requests.
+        side: Function of (rank, world) that returns the function that serves requests.
     """
     if sys.argv[1:2] != ["side"]:
         return typer.run(main)

@@ -111,7 +111,7 @@ def cursor(world: int, tables: int, folder: Path) -> dict:
 
 @part
 def beats(world: int, tables: int, folder: Path) -> dict:
-    """Measure the coordinator's actor, with heartbeats from all ranks sent as fast as it answers."""
+    """Measure the coordinator's actor, with heartbeats from all ranks sent as fast as it responds."""
     import ray
 
     from raytrec.driver.coordinator import start_coordinator
@@ -140,7 +140,7 @@ def beats(world: int, tables: int, folder: Path) -> dict:
 
 
 def _process_of(actor: Any) -> Any:
-    """Return the actor's process once the actor answers, found by the class name in its command line."""
+    """Return the actor's process once the actor responds, found by the class name in its command line."""
     import psutil
     import ray
 

@@ -14,7 +14,7 @@ raytrec       `raytrec serve`, one replica, with each form of request (OIP: Open
 
 All services run at the same time with the same weights, and must return the scores of `raytrec.load`. In each
 round, they receive requests one after another. The table shows the medians of the ratios within rounds, and the
-CPU time of all processes of a service and of the process that answers.
+CPU time of all processes of a service and of the serving process.
 
 In process. `predict(user=…, candidates=…)` is compared with `predict(rows)` on the same 500 rows, with SASRec
 on histories of 50 items, dim 64. Also measured are the rows/s of `predict` in batches of 2,048, and of

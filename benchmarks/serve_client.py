@@ -3,7 +3,7 @@
     python benchmarks/serve_client.py SIDE CLIENTS SECONDS
 
 SIDE is a JSON object with `port`, `path`, `headers`, `bodies` (a pickled list), `pids` of the service and
-`answering` (those that listen). Warms up for a quarter of the time, and prints the figures as JSON.
+`answering` (the processes that listen). Warms up for a quarter of the time, and prints the figures as JSON.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Connection(asyncio.Protocol):
         """Send the next request if the response is complete."""
         self._received += data
         head, _, body = self._received.partition(b"\r\n\r\n")
-        length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)  # Ray Serve's proxy answers in chunks
+        length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)  # Ray Serve's proxy responds in chunks
         if len(body) == int(length[1]) if length else body.endswith(b"0\r\n\r\n"):
             if not head.startswith(b"HTTP/1.1 200"):
                 return self._transport.abort()

@@ -83,7 +83,7 @@ def run_services(export: str, weights: str, data: pa.Table) -> Iterator[dict[str
 
 @contextmanager
 def run_service(words: list[str], side: dict[str, Any], environment: dict[str, str]) -> Iterator[None]:
-    """Run a service during the block, which begins when the service answers."""
+    """Run a service during the block, which begins when the service responds."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         environment = os.environ | {"OMP_NUM_THREADS": "1", MARK: str(side["port"])} | environment
         process = subprocess.Popen([sys.executable, *words], env=environment, stdout=log, stderr=log)

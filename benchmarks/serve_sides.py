@@ -76,7 +76,7 @@ def _load_model(is_stacked: bool) -> Dlrm:
 
 @app.post("/pydantic")
 async def predict_pydantic(body: Body) -> dict[str, list[float]]:
-    """Return the scores of a request's rows, parsed and answered by pydantic."""
+    """Return the scores of a request's rows, parsed and serialized by pydantic."""
     with torch.inference_mode():
         return {"score": _load_model(False)(torch.tensor(body.dense), torch.tensor(body.sparse)).tolist()}
 
@@ -84,7 +84,7 @@ async def predict_pydantic(body: Body) -> dict[str, list[float]]:
 @app.post("/orjson")
 @app.post("/stacked")
 async def predict_orjson(request: Request) -> Response:
-    """Return the scores of a request's rows, parsed and answered by orjson."""
+    """Return the scores of a request's rows, parsed and serialized by orjson."""
     body, model = orjson.loads(await request.body()), _load_model(request.scope["path"] == "/stacked")
     dense, sparse = np.array(body["dense"], np.float32), np.array(body["sparse"], np.int64)
     with torch.inference_mode():

@@ -3,10 +3,10 @@
     python benchmarks/swap.py [--rounds 3] [--swaps 10] [--against TREE]
 
 `raytrec serve` with one replica serves a DLRM with 26 tables of 100,000 rows and dim 64 (0.7 GB). A client process
-sends 50 requests/s of 32 rows, even while others wait for their answers; latency counts from the time at which a
+sends 50 requests/s of 32 rows, even while others wait for their responses; latency counts from the time at which a
 request is due. Each turn begins without swaps (before). Then exports of three steps of one run are promoted one after
 another, and the service loads each of them (during: requests that overlap with a promotion). With --against, another
-checkout serves the same exports and takes turns with this one. `mixed` counts answers whose scores are not those of
+checkout serves the same exports and takes turns with this one. `mixed` counts responses whose scores are not those of
 the version that they name. Writes benchmarks/results/swap.json and the table in docs/benchmarks.md.
 """
 
@@ -63,7 +63,7 @@ def export_steps(table_rows: int) -> Scores:
 
 
 async def send_requests(port: str) -> list[dict[str, Any]]:
-    """Send requests at a fixed rate until standard input ends; return the due time, end and answer of each."""
+    """Send requests at a fixed rate until standard input ends; return the due time, end and response of each."""
     bodies, tasks = pickle.loads(Path("bodies").read_bytes()), []
     stop, began = asyncio.create_task(asyncio.to_thread(sys.stdin.read)), time.monotonic()
     options = {"connector": aiohttp.TCPConnector(limit=0), "headers": {"Content-Type": "application/json"}}
@@ -85,7 +85,7 @@ async def send_requests(port: str) -> list[dict[str, Any]]:
 
 
 def is_mixed(result: dict[str, Any], expected: Scores) -> bool:
-    """Return True if the scores of an answer are not those of the version that it names."""
+    """Return True if the scores of a response are not those of the version that it names."""
     scores = expected[result["answer"]["version"]][result["body"]]
     return not np.allclose(result["answer"]["predictions"]["score"], scores, rtol=0, atol=MAX_GAP)
 
@@ -113,7 +113,7 @@ def measure(port: int, uris: list[str], expected: Scores) -> dict[str, float]:
 
 
 def make_row(name: str, turns: list[dict[str, float]]) -> list[str]:
-    """Return the cells of a side: medians of its turns, and sums of failed and mixed answers."""
+    """Return the cells of a side: medians of its turns, and sums of failed and mixed responses."""
     times = [f"{median(each[f'{when} p{p}'] for each in turns):.1f}" for when in ("before", "during") for p in (50, 99)]
     ratio = median(each["during p99"] / each["before p99"] for each in turns)
     counts = [f"{sum(each[key] for each in turns)}" for key in ("failed", "mixed")]

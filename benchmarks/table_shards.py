@@ -9,7 +9,7 @@ in process         tables that this process maps
 Flight             shards in Ray actors, over Arrow Flight; with and without the cache of frequent rows
 Serve's handles    the same shards and messages, without the cache, through handles of Ray Serve
 
-Keys/s a core divide the keys by the CPU time of all processes. Then `raytrec serve` answers requests of 32 rows with
+Keys/s a core divide the keys by the CPU time of all processes. Then `raytrec serve` serves requests of 32 rows with
 mapped tables, and with shards. Writes benchmarks/results/table_shards.json and the tables in docs/benchmarks.md.
 """
 
@@ -55,7 +55,7 @@ class HandleConnection:
         self.number, self.state, self._handle = number, state, handle
 
     def connect(self, state: TableState, timeout_s: float) -> None:
-        """Wait until the shard answers."""
+        """Wait until the shard responds."""
         self._handle.ready.remote().result(timeout_s=timeout_s)
 
     def send(self, request: bytes, deadline: float) -> Any:
@@ -63,7 +63,7 @@ class HandleConnection:
         return self._handle.answer.remote(request)
 
     def receive(self, response: Any, size: int) -> bytes:
-        """Return the answer."""
+        """Return the response."""
         return response.result()
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class HandleConnection:
 
 
 class HandleShard:
-    """Deployment that answers requests with a shard's tables."""
+    """Deployment that serves requests with a shard's tables."""
 
     def __init__(self, number: int, count: int, state: TableState):
         self._shard = TableShard(number, count)
@@ -82,7 +82,7 @@ class HandleShard:
         return True
 
     def answer(self, request: bytes) -> bytes:
-        """Return the answer to a request."""
+        """Return the response to a request."""
         return self._shard.answer(memoryview(request)).to_pybytes()
 
 

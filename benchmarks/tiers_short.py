@@ -87,7 +87,7 @@ class Side:
 
 
 def side(rank: int, world: int) -> Any:
-    """Return the function with which a rank answers requests by calling methods of `Side`."""
+    """Return the function with which a rank serves requests by calling methods of `Side`."""
     process = Side()
     return lambda method, **values: getattr(process, method)(**values)
 

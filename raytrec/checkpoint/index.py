@@ -114,7 +114,7 @@ def read_index(folder: str) -> dict:
         {"format", "attempt", "block_bytes", "tensors", "about", "sha256"}: see `storage.ShardWriter`.
 
     Raises:
-        CheckpointError: The index is missing, damaged or in another format, or the storage does not answer.
+        CheckpointError: The index is missing, damaged or in another format, or the storage does not respond.
     """
     where = join_uri(folder, INDEX)
     try:

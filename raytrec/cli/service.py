@@ -44,7 +44,7 @@ def serve(
         table_shards (N): Number of actors that hold the tables; 0: each replica maps all tables.
         table_cache_mib: Maximum size of each replica's cache of rows.
         table_timeout_ms: Maximum time of a lookup in table shards.
-        on_missing_shard (fail|zeros): Answer 503, or score with zeros, if a shard is away.
+        on_missing_shard (fail|zeros): If a shard is unavailable, return status 503, or score with zeros.
         follow: Follow a run; URI is its folder of deltas (export.deltas.to).
     """
     options = {**locals()}
@@ -72,8 +72,8 @@ def promote(
         service: Address of the service.
         name: Name of the service, used to find its token.
         rollback: Remove the challenger, or switch back to the previous version if there is none.
-        share: Share of requests that the challenger answers, or scores with --shadow; default: all.
-        shadow: The challenger scores requests for the log and metrics, but does not answer.
+        share: Share of requests that the challenger serves, or scores with --shadow; default: all.
+        shadow: The challenger scores requests for the log and metrics, but does not serve the responses.
     """
     from raytrec.serving.command import promote as run
 
@@ -109,11 +109,11 @@ def skew(
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Compare a service's logged answers with its export, and its requests with training data.
+    """Compare a service's logged responses with its export, and its requests with training data.
 
     Options:
         log: Folder of `raytrec serve --log-requests`.
-        export (URI): Export that produced the logged answers.
+        export (URI): Export that produced the logged responses.
         data: Parquet data on which the model was trained; default: only scores are compared.
         rows: Number of rows to read from the log and from the data.
     """

@@ -24,7 +24,7 @@ from raytrec.config.run_config import load_config
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray's client prefers these to its argument
-CLUSTER_READY_TIMEOUT_S = 60.0  # time limit for a cluster that answers to become ready for jobs
+CLUSTER_READY_TIMEOUT_S = 60.0  # time limit for a cluster that responds to become ready for jobs
 STATES = {"SUCCEEDED": "finished", "FAILED": "failed", "STOPPED": "stopped"}  # states of jobs that have ended
 T = TypeVar("T")
 
@@ -161,7 +161,7 @@ class Jobs:
             os.environ |= variables
 
     def _call_api(self, ask: Callable[[], T]) -> T:
-        """Return the answer to a call of the job API; convert errors of the API to RunErrors."""
+        """Return the response to a call of the job API; convert errors of the API to RunErrors."""
         from ray.exceptions import AuthenticationError
         from requests.exceptions import RequestException
 
@@ -176,7 +176,7 @@ class Jobs:
             ) from None
         except (ConnectionError, RequestException):
             raise RunError(
-                "no Ray cluster answers",
+                "no Ray cluster responds",
                 where=self.address,
                 expected="the address of a Ray dashboard",
                 do="forward the dashboard's port (`ray dashboard cluster.yaml`, `kubectl port-forward`), or "

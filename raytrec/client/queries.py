@@ -31,7 +31,7 @@ RUNS_FOLDER = "runs"
 GROWING_FILES = (METRICS, EVENTS, LOG_FILE)
 FILES = (CONFIG, "schema.yaml", "plan.json", RESULT, "report.html", "error.txt", "skipped.jsonl")
 PICTURES = "pictures"
-MAX_ANSWER_BYTES = 16 << 20  # limit per answer
+MAX_ANSWER_BYTES = 16 << 20  # limit per response
 STATES = {"FINISHED": "finished", "STOPPED": "stopped", "FAILED": "failed"}
 
 

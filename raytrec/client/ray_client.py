@@ -211,7 +211,7 @@ class Connection:
             with self.activate_context():
                 return ray.get(reference, timeout=timeout)
         except GetTimeoutError:
-            raise RunError(f"the cluster did not answer within {timeout} s", where=self.address) from None
+            raise RunError(f"the cluster did not respond within {timeout} s", where=self.address) from None
         except ConnectionError as error:
             raise RunError(
                 f"lost the connection to the cluster: {get_first_line(error)}",

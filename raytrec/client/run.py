@@ -122,7 +122,7 @@ class Run:
         raise NotImplementedError
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of `queries` on the cluster with the run folder, and return its answer."""
+        """Call a function of `queries` on the cluster with the run folder, and return its result."""
         raise NotImplementedError
 
     def progress(self) -> dict[str, Any]:

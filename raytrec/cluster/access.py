@@ -1,4 +1,4 @@
-"""Ray's token, and checks that a cluster answers and accepts the token.
+"""Ray's token, and checks that a cluster responds and accepts the token.
 
 By default a token is required. The token is stored where Ray looks for it, readable by its owner alone.
 Without a token, any client that reaches a cluster's ports can run code there (docs/security.md). With
@@ -135,7 +135,7 @@ def check_cluster(address: str, address_source: str) -> None:
         address_source: Source of the address, named in errors.
 
     Raises:
-        RunError: Nothing answers, or the server is not a Ray cluster, refuses the token, or requires none.
+        RunError: No server responds, or the server is not a Ray cluster, refuses the token, or requires none.
     """
     _check_listening(address, address_source)
     _check_token(address, address_source)

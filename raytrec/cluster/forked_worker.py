@@ -5,7 +5,7 @@ This process asks the warm process for a worker and exits when that worker ends.
     python forked_worker.py default_worker.py ... --serialized-runtime-env-context=JSON --language=PYTHON
 
 The script is run as a file and imports as little as possible. Ray's own script is run instead if there is no warm
-process, if it does not answer or refuses, and for workers with another interpreter.
+process, if it does not respond or refuses, and for workers with another interpreter.
 """
 
 import json

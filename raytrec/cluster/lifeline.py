@@ -40,7 +40,7 @@ class RayMonitor:
     """Monitor that connects to the raylet and the GCS of this driver to check that they are running.
 
     Args:
-        patience_s: Seconds to wait for a machine that does not answer at all.
+        patience_s: Seconds to wait for a machine that does not respond at all.
         is_own_ray: True for a local Ray cluster of this process, whose raylet and GCS do not restart.
     """
 

@@ -50,7 +50,7 @@ def has_gcp_notice(base: str = "http://metadata.google.internal") -> bool:
 
 
 def _query_metadata(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
-    """Return the metadata server's answer, or None if there is none or the server is unavailable."""
+    """Return the metadata server's response, or None if there is none or the server is unavailable."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
     try:
         request = urllib.request.Request(url, headers=headers, method=method)

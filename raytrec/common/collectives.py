@@ -200,7 +200,7 @@ class Peers:
 
 
 class RoundTrip:
-    """Exchange that sends values of several tables to the ranks that own them, and returns the answers.
+    """Exchange that sends values of several tables to the ranks that own them, and returns their replies.
 
     Each direction takes one all-to-all.
 
@@ -227,10 +227,10 @@ class RoundTrip:
         self.tables = numbers.repeat_interleave(received_WT.sum(0), output_size=of_all)
 
     def send_answers(self, answers: torch.Tensor) -> torch.Tensor:
-        """Send answers to the ranks that asked; return the answers to this rank's values, in their order.
+        """Send replies to the ranks that asked, and return the replies to this rank's values, in their order.
 
         Args:
-            answers: Answers to the received values, [m], in the order of `received`.
+            answers: Replies to the received values, [m], in the order of `received`.
         """
         by_rank = torch.empty_like(answers)
         by_rank[self._by_table] = answers

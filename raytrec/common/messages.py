@@ -16,7 +16,7 @@ from raytrec.common.errors import ErrorParts
 from raytrec.common.formatting import MAX_ABSOLUTE_VALUE, parse_number
 
 HEARTBEAT_INTERVAL_S = 0.5  # shortest time between two heartbeats of a rank
-MAX_HEARTBEATS_PER_S = 512  # maximum total of all ranks; one actor answers all heartbeats
+MAX_HEARTBEATS_PER_S = 512  # maximum total of all ranks; one actor replies to all heartbeats
 METRICS, RANKS, CHECKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl"
 DELTA_STREAM = "deltas.json"  # file of the run folder that identifies the run's deltas (export.deltas)
 

@@ -39,7 +39,7 @@ FILE_KINDS = {
     stat.S_IFBLK: "a device",
 }
 T = TypeVar("T")
-# Seconds before the second, third and fourth (last) attempt to read from a store that does not answer.
+# Seconds before the second, third and fourth (last) attempt to read from a store that does not respond.
 RETRY_DELAYS_S = (0.2, 1.0, 3.0)
 
 
@@ -253,6 +253,6 @@ def retry_read(uri: str, read: Callable[[], T]) -> T:
 def storage_hint(uri: str) -> str:
     """Return the start of an error's `expected` that asks for a reachable store; "" for a local path.
 
-    pyarrow raises the same error for a store that does not answer and for malformed content.
+    pyarrow raises the same error for a store that does not respond and for malformed content.
     """
     return f"reachable storage (after {len(RETRY_DELAYS_S) + 1} failed attempts), and " if "://" in uri else ""

@@ -15,7 +15,7 @@ EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 # user's settings take precedence.
 CLIENT_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds without an answer
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds without a response
     "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -44,13 +44,13 @@ def has_store(uri: str) -> bool:
 
 
 def is_server_failure(error: BaseException) -> bool:
-    """Return True if an error is MLflow's exception for a server that answered 5xx up to the last retry.
+    """Return True if an error is MLflow's exception for a server that returned 5xx up to the last retry.
 
     Before 3.18, an exception of the requests library is raised instead, which the caller checks.
     """
     from mlflow.exceptions import MlflowException, RestException
 
-    if isinstance(error, RestException):  # the status is also 500 if the answer contains no error code
+    if isinstance(error, RestException):  # the status is also 500 if the response contains no error code
         return "error_code" in error.json and error.get_http_status_code() >= 500
     return isinstance(error, MlflowException) and "failed with error code 5" in str(error)
 

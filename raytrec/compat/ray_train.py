@@ -119,14 +119,14 @@ def is_own_actor_alive(actor_id: str, timeout: float) -> bool:
     """Return True if an actor in this process's cluster is alive according to the GCS.
 
     Raises:
-        RayStateApiException: The GCS does not answer; the cleaner then asks again.
+        RayStateApiException: The GCS does not respond; the cleaner then asks again.
     """
     import ray
     from ray.util.state.exception import RayStateApiException
 
     actor = get_actor_state(actor_id)
     if not actor and not ray.nodes():
-        raise RayStateApiException("the cluster does not answer")
+        raise RayStateApiException("the cluster does not respond")
     return bool(actor) and actor["State"] != "DEAD"
 
 

@@ -12,13 +12,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import Server
 
 MAX_HEAD_BYTES = 32 << 10  # request line and headers; also consecutive bytes outside heads and bodies
-MAX_PIPELINED = 100  # requests on one connection that wait for the answer to an earlier request
+MAX_PIPELINED = 100  # requests on one connection that wait for the response to an earlier request
 MAX_CONNECTIONS = 4096  # per process
 CLOSE_GRACE_S = 1  # seconds in which clients with open connections may send a request to a closing server
 ACTIVE_S = 5.0  # seconds since the last request in which a connection counts as active
 CONNECTION_TOLERANCE = 0.1  # share of the fair number of connections by which a server may exceed that number
 CLOSE_HEADER = (b"connection", b"close")
-CLIENT_TIMEOUT_S = 90  # seconds within which a client must send a (further) request, and read the answer
+CLIENT_TIMEOUT_S = 90  # seconds within which a client must send a (further) request, and read the response
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -26,8 +26,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     Attributes:
         waiting_since: Event loop time since which the server waits for the client to send or read; inf while
-            a request is being answered.
-        is_surplus: True if the next answer closes the connection, so that the client opens another one.
+            a request is being served.
+        is_surplus: True if the next response closes the connection, so that the client opens another one.
     """
 
     is_surplus = False
@@ -57,7 +57,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.waiting_since = self.loop.time()
 
     def on_headers_complete(self) -> None:
-        """Start answering the request; raise ValueError, which ends parsing, if the request exceeds a limit."""
+        """Start to serve the request; raise ValueError, which ends parsing, if the request exceeds a limit."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD_BYTES or len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("the request head is too large, or too many requests are waiting for a response")
@@ -70,13 +70,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._without_progress = 0
 
     def on_message_complete(self) -> None:
-        """Stop the time limit, unless the client does not read answers or the answer is already complete."""
+        """Stop the time limit, unless the client does not read responses or the response is already complete."""
         super().on_message_complete()
         if not (self.flow.write_paused or self.cycle.response_complete):
             self.waiting_since = inf
 
     def on_response_complete(self) -> None:
-        """Start the time limit for reading the answer and sending a request, unless a request is waiting."""
+        """Start the time limit for reading the response and sending a request, unless a request is waiting."""
         super().on_response_complete()
         self.waiting_since = inf if self.pipeline else self.loop.time()
 
@@ -85,7 +85,7 @@ class DrainingServer(Server):
     """Server that accepts all waiting connections before it closes its sockets."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the sockets, and return when all requests are answered."""
+        """Close the sockets, and return when all requests are complete."""
         waiting, copies = [], [each.dup() for each in sockets or ()]
         for server in self.servers:
             server.close()  # the event loop accepts no more connections; those that wait are lost without the copies
@@ -112,7 +112,7 @@ def list_active(server: Server) -> list[BoundedProtocol]:
 
 
 def close_surplus(server: Server, fair_count: float) -> None:
-    """Let the next answers close connections of a server that has more active ones than `fair_count`."""
+    """Let the next responses close connections of a server that has more active ones than `fair_count`."""
     active = list_active(server)
     surplus = len(active) - fair_count
     if surplus >= max(1.0, CONNECTION_TOLERANCE * fair_count):

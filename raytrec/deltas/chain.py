@@ -47,7 +47,7 @@ class Position:
 
     @property
     def version(self) -> str:
-        """Return the name of the state in answers."""
+        """Return the name of the state in responses."""
         return format_version(self.run, self.manifest.step, self.checksum)
 
 

@@ -103,7 +103,7 @@ class DeltaPublisher:
         return not is_busy and self._is_requested
 
     def lacks_export(self) -> bool:
-        """Return True if the folder contains no full export; False if the store does not answer."""
+        """Return True if the folder contains no full export; False if the store does not respond."""
         try:
             return not list_exports(self._folder)
         except OSError:

@@ -50,7 +50,7 @@ class ChildError(Exception):
 def run_child(
     function: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float, **environment: str
 ) -> dict[str, Any]:
-    """Call a function of a module in a new Python process, and return its answer.
+    """Call a function of a module in a new Python process, and return its result.
 
     Args:
         function: Function to call.
@@ -59,7 +59,7 @@ def run_child(
         environment: Additional environment variables of the process.
 
     Raises:
-        ChildError: The process ended with an error, or without an answer.
+        ChildError: The process ended with an error, or without a response.
         TimeoutError: The process did not end in time.
     """
     env = os.environ | environment
@@ -73,7 +73,7 @@ def run_child(
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s
         )
     except subprocess.TimeoutExpired:
-        raise TimeoutError(f"no answer within {limit_s:.0f} s") from None
+        raise TimeoutError(f"no response within {limit_s:.0f} s") from None
     for line in run.stdout.splitlines():
         if line.startswith(ANSWER_PREFIX):
             answer = json.loads(line.removeprefix(ANSWER_PREFIX))
@@ -262,7 +262,7 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
 
 
 def main() -> None:
-    """Call the function named on the command line, and print its answer for `run_child`."""
+    """Call the function named on the command line, and print its result for `run_child`."""
     limit_s, *arguments = json.loads(sys.argv[2])
     signal.alarm(int(limit_s) + 5)  # the parent process may be gone
     try:

@@ -55,7 +55,7 @@ CHECK_ORDER = (
     *("interfaces", "ports", "all-reduce", "same packages"),
     *("shared memory", "limits", "memory", "Ray's folder", "clusters", "token", "storage", "clocks"),
 )
-ANSWER_MARGIN_S = 5.0  # time for a node to answer after a check has reached its limit
+ANSWER_MARGIN_S = 5.0  # time for a node to respond after a check has reached its limit
 CLUSTER_CHECK_TIMEOUT_S = 3600.0
 STYLES = {OK: "green", WARNING: "yellow", FAILURE: "red"}
 COMMON_USERS = ("", "root", "ray", "ubuntu", "user", "runner")  # user names that exist on many machines
@@ -143,7 +143,7 @@ def _find_existing_folder(place: str) -> str:
 def _run_checks(nodes: ThisHost, storage: list[str], show: Callable[[str], None], exam: Examination) -> None:
     exam.hosts = [*nodes.names, *nodes.unresponsive_hosts]
     for host, why in nodes.unresponsive_hosts.items():
-        what = f"this node does not answer: {why}"
+        what = f"this node does not respond: {why}"
         exam.diagnoses.append(Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, "nodes", (host,)))
     storage_diagnoses = (diagnosis for uri in storage for diagnosis in check_storage(nodes, uri))
     node_checks = CLUSTER_CHECKS | {"storage": lambda _: storage_diagnoses}
@@ -171,7 +171,7 @@ def _collect_diagnoses(name: str, hosts: list[str], answers: list[Any]) -> list[
     diagnoses = []
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, Exception):
-            what = f"this host does not answer: {type(answer).__name__}: {get_first_line(answer)}"
+            what = f"this host does not respond: {type(answer).__name__}: {get_first_line(answer)}"
             answer = [Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, name)]
         diagnoses += [replace(diagnosis, hosts=(host,)) for diagnosis in answer]
     return merge(diagnoses)

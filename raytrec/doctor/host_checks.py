@@ -119,7 +119,7 @@ def call_within(limit_s: float, function: Callable[[], Any]) -> Any:
 
     Thread(target=call, daemon=True).start()
     if wait([answer], limit_s).not_done:
-        raise TimeoutError(f"no answer within {limit_s:.0f} s")
+        raise TimeoutError(f"no response within {limit_s:.0f} s")
     return answer.result()
 
 

@@ -64,7 +64,7 @@ def _diagnose_interfaces(answer: Any, address: str, is_loopback: bool, several: 
     """Return the result, finding and repair for one node.
 
     Args:
-        answer: Answer of `describe_interfaces`, or an exception.
+        answer: Result of `describe_interfaces`, or an exception.
         address: Address by which Ray knows the node.
         is_loopback: True if this address is loopback, and the address of another node is not.
         several: True if there are other nodes.
@@ -109,7 +109,7 @@ def find_connection_errors(places: list[tuple[str, int]], limit_s: float = PORT_
         try:
             socket.create_connection(place, limit_s).close()
         except OSError as error:
-            return f"no answer within {limit_s:.0f} s" if isinstance(error, TimeoutError) else str(error)
+            return f"no response within {limit_s:.0f} s" if isinstance(error, TimeoutError) else str(error)
         return ""
 
     with ThreadPoolExecutor(64) as pool:
@@ -245,7 +245,7 @@ def find_smallest_failing_group(group: Sequence[int], fails: Callable[[Sequence[
 
 
 def _reduce(nodes: ThisHost, group: Sequence[int], backend: str) -> Any:
-    """Run an all-reduce on a group, and return its first node's answer, or the first exception of any node."""
+    """Run an all-reduce on a group, and return its first node's result, or the first exception of any node."""
     first = nodes.addresses[group[0]]
     port = nodes.ask(listen, host_arguments={group[0]: (first, False)})[group[0]]
     if isinstance(port, Exception):

@@ -24,10 +24,10 @@ from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnoses, Diagnosi
 
 REPLY_TIMEOUT_S = 60.0  # on a busy host
 NO_ANSWER_REPAIR = "check Ray on this node (ray status), and whether the node has this version of raytrec"
-START_TIMEOUT_S = 120.0  # a node has to start a process before it answers
+START_TIMEOUT_S = 120.0  # a node has to start a process before it responds
 STORAGE_TIMEOUT_S = 60.0
 WARNING_SKEW_S, FAILURE_SKEW_S = 1.0, 300.0  # S3 refuses requests that are 15 minutes off
-CLOCK_MEASUREMENTS = 3  # measurements of a clock; the fastest answer counts
+CLOCK_MEASUREMENTS = 3  # measurements of a clock; the fastest response counts
 PROBE_FILE_BYTES = 1 << 16
 # Lines of RECORD that depend on the environment.
 ENVIRONMENT_LINE_PATTERN = re.compile(r"\.dist-info/|^\.\./")
@@ -43,7 +43,7 @@ class ThisHost:
     Attributes:
         names: Names of the hosts.
         addresses: Addresses at which other hosts reach these hosts.
-        unresponsive_hosts: Name of each host that has not answered and is excluded → reason.
+        unresponsive_hosts: Name of each host that has not responded and is excluded → reason.
         hosts_without_torch: Indices of hosts that cannot import torch.
         disconnected_pairs: Pairs of hosts (indices) that cannot connect.
     """
@@ -62,9 +62,9 @@ class ThisHost:
         Args:
             call: Function to call.
             *arguments: Arguments passed on every host.
-            host_arguments: Index of a host → additional arguments; the answer of other hosts is None.
+            host_arguments: Index of a host → additional arguments; the result of other hosts is None.
                 Default: call all hosts.
-            limit_s: Seconds after which the answer of a host is a TimeoutError.
+            limit_s: Seconds after which the result of a host is a TimeoutError.
         """
         try:
             return [call_within(limit_s, lambda: call(*arguments, *(host_arguments or {0: ()})[0]))]
@@ -116,7 +116,7 @@ def collect_answers(refs: list[Any], limit_s: float) -> list[Any]:
     import ray
 
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s) if refs else ([], [])
-    timeout_error = TimeoutError(f"no answer within {limit_s:.0f} s")
+    timeout_error = TimeoutError(f"no response within {limit_s:.0f} s")
     return [_answer(ref) if ref in ready else timeout_error for ref in refs]
 
 

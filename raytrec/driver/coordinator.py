@@ -1,7 +1,7 @@
 """Actor between ranks and driver that passes on messages, heartbeats and commands.
 
-Every rank sends a heartbeat each half second (less often beyond 256 ranks, so that one actor can answer all).
-A heartbeat contains the rank's progress ticks, step and phase; the answer is the current command. A rank
+Every rank sends a heartbeat each half second (less often beyond 256 ranks, so that one actor can reply to all).
+A heartbeat contains the rank's progress ticks, step and phase. The reply is the current command. A rank
 without heartbeats has died or hangs; ranks with heartbeats but without progress wait for one another. The
 coordinator detects both cases, and reports each in one sentence.
 """

@@ -113,6 +113,6 @@ class DeltaExports:
 
     def _clean_up(self) -> None:
         """Remove old exports and deltas, and find the newest export."""
-        with suppress(OSError):  # the store is away
+        with suppress(OSError):  # the store is unavailable
             remove_old_files(self._section.to, self._section.keep)
             self._newest = max(list_exports(self._section.to), default=None)

@@ -32,7 +32,7 @@ class GpuNode:
     Attributes:
         address: Address of the node.
         gpus: Number of GPUs registered with Ray.
-        built_for: Device for which the node's packages are built; None: no answer, or no torch.
+        built_for: Device for which the node's packages are built; None: no response, or no torch.
         gpu_memory: Usable memory of the node's smallest GPU in bytes; None: unknown.
         host_memory: Main memory in bytes; None: unknown.
         kinds: Name and compute capability of each GPU; empty: unknown.
@@ -77,7 +77,7 @@ def is_local() -> bool:
 
 
 def list_gpu_nodes() -> list[GpuNode]:
-    """Return the nodes with GPUs, with their packages and memory; nodes that do not answer are included.
+    """Return the nodes with GPUs, with their packages and memory; nodes that do not respond are included.
 
     The tasks that inspect the nodes request neither CPUs nor GPUs, so that they do not wait for other work.
     """

@@ -19,7 +19,7 @@ from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import describe_foreign_file, is_own_file
 from raytrec.tracking.run_folder import CONFIG, check_run_folder
 
-SERVER_ANSWER_TIMEOUT_S = 5.0  # wait for a silent server at the end of a run; a file always answers
+SERVER_ANSWER_TIMEOUT_S = 5.0  # wait for a silent server at the end of a run; a file is always available
 FILE_ANSWER_TIMEOUT_S = 60.0
 DELIVERY_TIMEOUT_S = 30.0  # time to deliver missing records at the end of a run
 SILENT_SERVER_TIMEOUT_S = 15.0  # time that `raytrec track` waits for a silent server
@@ -76,10 +76,10 @@ class DeliveryProcess:
             raise self._refusal
 
     def ready(self) -> str | None:
-        """Wait until the tracking store answers; if it is a server, wait for at most a few seconds.
+        """Wait until the tracking store responds; if it is a server, wait for at most a few seconds.
 
         Returns:
-            Id of the MLflow run; None if a server does not answer.
+            Id of the MLflow run; None if a server does not respond.
 
         Raises:
             ConfigError: As in `check`.

@@ -59,7 +59,7 @@ def load(
             space is freed when the process ends or the model is no longer used.
         check_tables: True to also compare the checksums of tables, which reads all of their files.
         allow_code: True to import the code that transforms of the export name (module:name).
-        background: True if this process answers requests meanwhile: a child process at low priority compares
+        background: True if this process serves requests meanwhile: a child process at low priority compares
             checksums.
         make_lookups: Function that makes the lookups; the files of tables are then not read. None: tables are mapped.
 

@@ -204,12 +204,12 @@ class Manifest(Section):
 
     @property
     def version(self) -> str:
-        """Return the model's name in answers."""
+        """Return the model's name in responses."""
         return format_version(self.source.run, self.source.step, self.checksum)
 
 
 def format_version(run: str, step: int, checksum: str) -> str:
-    """Return a model's name in answers: run, step and checksum digits, in ASCII for headers."""
+    """Return a model's name in responses: run, step and checksum digits, in ASCII for headers."""
     name = re.sub(r"[^\w.-]", "_", run, flags=re.ASCII)
     return f"{name}-{step}-{checksum[:8]}"
 

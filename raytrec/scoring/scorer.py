@@ -44,7 +44,7 @@ class Scorer:
         columns: Columns that a row must contain.
         lookups: Lookups in the tables.
         step: Step of the run whose state the scorer has.
-        version: Name of this state in answers; see `update`.
+        version: Name of this state in responses; see `update`.
         split: Function that returns the division of the model's columns for the given columns of a user.
     """
 
@@ -128,7 +128,7 @@ class Scorer:
 
         Args:
             step: Step of the new state.
-            version: Name of the new state in answers.
+            version: Name of the new state in responses.
             ids: Rows of managed ids, for some or all tables.
             weights: Weights of the programs by name.
         """

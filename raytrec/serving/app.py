@@ -36,12 +36,12 @@ Decoder = Callable[[Scorer], Query]
 
 
 class Service:
-    """ASGI application that answers requests with the current version.
+    """ASGI application that serves requests with the current version.
 
-    Client errors are answered with a 4xx status and a body that names the field and the reason.
+    Client errors are rejected with a 4xx status and a body that names the field and the reason.
 
     Args:
-        versions: Exports of the process; the current one answers.
+        versions: Exports of the process; the current one is served.
         token: Token required in requests; None: no token is required.
         limits: Limits of requests.
         extra_endpoints: Additional endpoints.
@@ -96,7 +96,7 @@ class Service:
         self._open = {each.path for each in self.endpoints if each.is_open}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Serve a request."""
         began = perf_counter()
         path, scope["path_params"] = match_path(scope["path"])
         request = Request(scope, receive)
@@ -150,7 +150,7 @@ class Service:
         raise RefusedRequest(405, missing, Allow=methods) if methods else RefusedRequest(404, missing)
 
     async def _choose_scorer(self, request: Request) -> Scorer:
-        """Return the model that answers a request, and note its version in the request's state."""
+        """Return the model that serves a request, and note its version in the request's state."""
         current, challenger, named = self.versions.current, self.versions.challenger, request.path_params.get("version")
         if challenger and named != challenger.scorer.version:
             is_decided = request.method != "POST" or named
@@ -208,7 +208,7 @@ class Service:
         return Response(content, media_type=kind, headers=headers)
 
     async def _score(self, request: Request, query: Query, decode: Decoder) -> tuple[VersionedScores, dict[str, str]]:
-        """Return the scores of a request's rows and the headers of its answer; count and log the rows.
+        """Return the scores of a request's rows and the headers of its response; count and log the rows.
 
         Args:
             request: Request.
@@ -243,7 +243,7 @@ class Service:
         """Return the model's name in a path of the Open Inference Protocol.
 
         Raises:
-            RefusedRequest: The name or the version is not that of the model that answers.
+            RefusedRequest: The name or the version is not that of the model that serves the request.
         """
         (name, version), run = request.path_params.values(), scorer.manifest.source.run
         current = request.state.version
@@ -266,7 +266,7 @@ class Service:
         return json_response({"live": True})
 
     async def _compare_challenger(self, scorer: Scorer, decode: Decoder, answers: dict, log_id: str | None) -> None:
-        """Score and log an answered request with the challenger, and compare the scores with the answer.
+        """Score and log a completed request with the challenger, and compare the scores with the response.
 
         Raises:
             RunError: A score is not finite.

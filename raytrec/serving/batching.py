@@ -24,7 +24,7 @@ MIN_FULL_BATCH_ROWS = 32  # minimum size of a full batch, even if it exceeds the
 
 
 class UnavailableError(RunError):
-    """Error of a request that the client can repeat, answered with 503 and Retry-After."""
+    """Error of a request that the client can repeat, rejected with 503 and Retry-After."""
 
 
 class VersionedScores(list[np.ndarray]):
@@ -61,7 +61,7 @@ class Batcher:
 
     An idle batcher scores immediately, and batches grow with the load (`@serve.batch` waits in both cases).
     The event loop scores: a replica has one core, and handing rows to a thread takes longer than scoring a few rows.
-    Lookups in table shards wait for answers, meanwhile other requests are read and scored: threads score such rows.
+    Lookups in table shards wait for responses, meanwhile other requests are read and scored: threads score such rows.
 
     Args:
         budget_s: Approximate maximum time of a batch in seconds. Larger requests are scored in parts, between

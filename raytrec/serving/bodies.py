@@ -1,4 +1,4 @@
-"""Bodies of requests and answers: JSON and Arrow streams."""
+"""Bodies of requests and responses: JSON and Arrow streams."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Limits:
 
 
 class RefusedRequest(Exception):
-    """Exception for a request that is answered with an HTTP status and an error instead of predictions."""
+    """Exception for a request that is rejected with an HTTP status and an error instead of predictions."""
 
     def __init__(self, status: int, error: RaytrecError, **headers: str):
         super().__init__(str(error))
@@ -54,7 +54,7 @@ class RefusedRequest(Exception):
 
     @property
     def body(self) -> bytes:
-        """Return the body of the answer: JSON with error, where, expected and do, without empty parts."""
+        """Return the body of the response: JSON with error, where, expected and do, without empty parts."""
         parts = {"error" if name == "what" else name: text for name, text in self.error.parts.items()}
         return to_json({name: text for name, text in parts.items() if text})
 
@@ -64,7 +64,7 @@ class Query:
     """Rows that a request asks a model to score.
 
     Attributes:
-        scorer: Model that answers.
+        scorer: Model that serves the request.
         program: Program of the model: predict, or a tower.
         rows: Rows, which are `Rows` if they are plain; with a user, the candidates.
         user: The user's single row in the same form, whose columns the candidates do not repeat; None: rows are
@@ -142,7 +142,7 @@ def make_query(
     Args:
         matrices: Matrices with all columns of the rows, [B, columns]; {}: the rows have other columns.
         make_table: Function that returns the same rows as a table, which may contain matrices.
-        scorer: Model that answers.
+        scorer: Model that serves the request.
         program: Program of the model.
         limits: Limits of requests.
 

@@ -1,4 +1,4 @@
-"""Challenger of the current export: its share of requests, and scoring of answered requests in shadow mode."""
+"""Challenger of the current export: its share of requests, and scoring of completed requests in shadow mode."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def is_in_share(key: bytes, challenger: Challenger) -> bool:
 
 
 class ShadowQueue:
-    """Queue of answered requests that a challenger scores in the event loop while no rows wait for an answer.
+    """Queue of completed requests that a challenger scores in the event loop while no rows wait for a response.
 
     Requests that exceed MAX_WAITING_BYTES are dropped and counted. Errors are counted and never reach a client.
 
     Args:
         figures: Metrics of the replica.
-        is_busy: Function that returns True if rows wait for an answer.
+        is_busy: Function that returns True if rows wait for a response.
     """
 
     def __init__(self, figures: ReplicaMetrics, is_busy: Callable[[], bool]):

@@ -32,7 +32,7 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
     Args:
         service_options: Options of the service.
         address: Address of a Ray cluster; default: a new local one, which ends with the service.
-        replicas: Number of processes that answer: N, or MIN:MAX depending on the load.
+        replicas: Number of serving processes: N, or MIN:MAX depending on the load.
 
     Raises:
         RunError: There is no export (with `follow`, after EXPORT_TIMEOUT_S), Ray Serve is not installed, or the
@@ -146,7 +146,7 @@ def _call_on_cluster(function: str, *arguments: Any) -> None:
 
 
 def _print_news(name: str, stop: Event) -> None:
-    """Print each change of the version that answers, until `stop` is set."""
+    """Print each change of the served version, until `stop` is set."""
     import ray
 
     from raytrec.serving.coordinator import FOLLOW_INTERVAL_S, NAMESPACE, get_coordinator_name
@@ -223,7 +223,7 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
 
 
 def parse_error(body: bytes, what: str, service: str) -> RunError:
-    """Return the error in the body of an answer, or an error with the text `what` if the body contains none."""
+    """Return the error in the body of a response, or an error with the text `what` if the body contains none."""
     try:
         parts: dict[str, Any] = json.loads(body)
         error = parts.pop("error")

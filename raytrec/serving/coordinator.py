@@ -1,7 +1,7 @@
-"""Coordinator actor, through which a service's replicas agree on the version that answers.
+"""Coordinator actor, through which a service's replicas agree on the served version.
 
 A promotion has two phases. All replicas load the new export next to the old one and compare checksums and
-golden rows. When all have loaded the export, all answer with it. If one replica fails, no replica changes.
+golden rows. When all have loaded the export, all serve it. If one replica fails, no replica changes.
 
 A command states the desired state, not a change, so a replica may miss commands, for example while it loads
 an export and another version is promoted, or when the coordinator is restarted.
@@ -42,7 +42,7 @@ class Coordinator:
     """Actor whose methods are called by replicas; a replica may end at any time.
 
     Args:
-        export: Export with which replicas answer until another export is promoted.
+        export: Export that replicas serve until another export is promoted.
         read_state: Function that returns the state stored before Ray restarted the actor, or None.
         store_state: Function that stores the state for a restart.
     """
@@ -76,7 +76,7 @@ class Coordinator:
             why: Reason why the export could not be loaded.
 
         Raises:
-            RunError: Other replicas answer with the failed export, or ended less than REPLICA_TIMEOUT_S ago.
+            RunError: Other replicas serve the failed export, or ended less than REPLICA_TIMEOUT_S ago.
         """
         if failed == self._current and self._previous:
             if self._live():
@@ -133,7 +133,7 @@ class Coordinator:
     async def metrics(self) -> bytes:
         """Return the text of /metrics with the last reported metrics of all replicas.
 
-        All metrics pass through the coordinator. If replicas answered scrapes in turn, counters would seem to
+        All metrics pass through the coordinator. If replicas responded to scrapes in turn, counters would seem to
         fall.
         """
         return write_metrics({name: report.figures for name, report in self._live().items()})
@@ -170,7 +170,7 @@ class Coordinator:
         async with self._busy:
             export = await self._prepare(uri or self._previous.uri) if uri or not self._challenger else self._current
             if share is None and not shadow:
-                news = f"{export.version} ({export.uri}) answers all requests"
+                news = f"{export.version} ({export.uri}) serves all requests"
                 self._remember(export, self._previous if export == self._current else self._current, self._declared)
             elif export.version != self._current.version:
                 challenger = Challenger(export.uri, export.version, share or 1.0, "shadow" if shadow else "canary")
@@ -178,7 +178,7 @@ class Coordinator:
                 self._remember(self._current, self._previous, self._declared, challenger)
             else:
                 self._publish_order()
-                raise RunError(f"{export.version} already answers all requests", where=uri, expected="another version")
+                raise RunError(f"{export.version} already serves all requests", where=uri, expected="another version")
             self._news = news
             self._publish_order()
             await self._wait_for_replicas()

@@ -1,4 +1,4 @@
-"""Service on Ray Serve, whose replicas answer HTTP directly, without a proxy."""
+"""Service on Ray Serve, whose replicas serve HTTP directly, without a proxy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TARGET_BUSY_SHARE = 0.6  # target share of the time during which replicas are bu
 
 
 class Replica:
-    """Replica of a service, which loads exports, answers requests and follows the coordinator in a thread."""
+    """Replica of a service, which loads exports, serves requests and follows the coordinator in a thread."""
 
     def __init__(self, service_options: ServiceOptions, token: str | None):
         import ray
@@ -91,7 +91,7 @@ class Replica:
             self._follower.start(self.service, self._listener)
 
     def _join(self) -> None:
-        """Follow the coordinator, and return once this replica has the version with which all replicas answer.
+        """Follow the coordinator, and return once this replica has the version that all replicas serve.
 
         From now on, promotions wait for this replica. Another version may have been promoted during loading.
         """
@@ -150,7 +150,7 @@ class Replica:
         return json_response(overview | {"model": describe_model(scorer)} | freshness)
 
     async def _ask_coordinator(self, ask: Callable[[], Any]) -> Any:
-        """Return the coordinator's answer; convert the coordinator's errors to refusals for the client."""
+        """Return the coordinator's response; convert the coordinator's errors to refusals for the client."""
         from ray.exceptions import RayActorError
 
         try:
@@ -282,7 +282,7 @@ def build(service_options: ServiceOptions, token: str | None, **scaling: Any) ->
 
 
 def deploy(service_options: ServiceOptions, replicas: tuple[int, int], token: str | None) -> None:
-    """Start a service on the Ray cluster of this process, and return when the service answers.
+    """Start a service on the Ray cluster of this process, and return when the service responds.
 
     The coordinator and Serve's controller start at the same time.
 

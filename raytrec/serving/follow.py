@@ -50,7 +50,7 @@ class Follower:
 
     Attributes:
         versions: Exports of the process.
-        position: Delta that leads to the state with which the replica answers.
+        position: Delta that leads to the state that the replica serves.
         problem: Reason why the next delta has been refused; None if there is none.
 
     Raises:
@@ -85,7 +85,7 @@ class Follower:
 
     @property
     def seconds_behind(self) -> float:
-        """Return the seconds since training has reached the step with whose state the replica answers."""
+        """Return the seconds since training has reached the step of the served state."""
         return max(0.0, time() - self.position.manifest.cut_unix_s)
 
     def describe(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class Follower:
                 self._reasons.clear()
             self._reasons.add(reason)
             self._refused.inc()
-            _log.warning("this replica answers with step %s: %s", self.position.manifest.step, reason)
+            _log.warning("this replica serves step %s: %s", self.position.manifest.step, reason)
         if not isinstance(error, RaytrecError):
             return "a delta cannot be read; the log states the reason"
         # Clients may read this sentence without a token, but not the location of the folder.
@@ -251,7 +251,7 @@ class Follower:
         while True:
             try:
                 prepared = self._prepare_next(scorer, position)
-            except Exception as error:  # the export can answer without this delta
+            except Exception as error:  # the export can be served without this delta
                 if isinstance(error, OutdatedStateError) and not self._skips:
                     self._skips = True
                     continue

@@ -1,6 +1,6 @@
 """Open Inference Protocol v2 over HTTP, which clients of Triton, KServe, MLServer and TorchServe speak.
 
-Requests and answers are named tensors in JSON, or in binary after the JSON (Triton's binary tensor data
+Requests and responses are named tensors in JSON, or in binary after the JSON (Triton's binary tensor data
 extension). Tensors become a table with one column each, which is read as the body of /predict is read.
 
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
@@ -52,7 +52,7 @@ class Inference(NamedTuple):
 
     Attributes:
         query: Rows to score.
-        id: Identifier that the answer repeats; None: the request has none.
+        id: Identifier that the response repeats; None: the request has none.
         outputs: Requested output tensors, in order → True if the tensor is returned in binary.
     """
 
@@ -61,12 +61,12 @@ class Inference(NamedTuple):
     outputs: dict[str, bool]
 
     def encode(self, model: str, scores: VersionedScores, headers: dict[str, str]) -> Response:
-        """Return the answer to the request.
+        """Return the response to the request.
 
         Args:
             model: Name of the model.
             scores: Scores of each task.
-            headers: Headers of the answer.
+            headers: Headers of the response.
         """
         parts, outputs = [], []
         values = self.query.name_scores(scores)
@@ -109,7 +109,7 @@ def decode_inference(headers: Headers, body: bytes, scorer: Scorer, limits: Limi
     Args:
         headers: Headers of the request; HEADER_LENGTH is the size in bytes of the JSON before binary data.
         body: Body of the request.
-        scorer: Model that answers.
+        scorer: Model that serves the request.
         limits: Limits of requests.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any
 
 from raytrec.common.errors import RunError
 
-DRAIN_TIMEOUT_S = 30  # seconds in which answers may finish when the listener closes
+DRAIN_TIMEOUT_S = 30  # seconds in which responses may finish when the listener closes
 LISTEN_BACKLOG = 2048  # maximum number of connections waiting to be accepted
 SO_ATTACH_FILTER = 26  # asm-generic/socket.h
 # Instructions (linux/bpf_common.h) that drop packets whose flags, byte 13 of TCP's header, contain SYN but not ACK.
@@ -35,7 +35,7 @@ class Listener:
 
     Attributes:
         port: Port of the socket.
-        fair_connections: Number of active connections above which answers close connections; default: no limit.
+        fair_connections: Number of active connections above which responses close connections; default: no limit.
         loop: Event loop of the thread; None until the server has started.
 
     Raises:
@@ -101,9 +101,9 @@ class Listener:
         close_surplus(self._server, self.fair_connections)
 
     def close(self) -> None:
-        """Stop accepting connections, and return when all requests that have arrived are answered.
+        """Stop accepting connections, and return when all requests that have arrived are complete.
 
-        Clients with open connections have CLOSE_GRACE_S to send a request, whose answer closes the
+        Clients with open connections have CLOSE_GRACE_S to send a request, whose response closes the
         connection.
         """
         from raytrec.compat.uvicorn_ import CLOSE_GRACE_S, CLOSE_HEADER

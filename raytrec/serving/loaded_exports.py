@@ -33,18 +33,18 @@ class LoadedExport(NamedTuple):
 
 
 class LoadedExports:
-    """Exports of a process, one of which answers. A request keeps the export that it started with.
+    """Exports of a process, one of which is served. A request keeps the export that it started with.
 
     Args:
         uri: URI of the first export.
         allow_code: True if transforms of exports may name code.
-        background: True if this process answers requests meanwhile; see scoring.load.load.
+        background: True if this process serves requests meanwhile; see scoring.load.load.
         make_lookups: Function that makes the lookups in tables; None: tables are mapped.
 
     Attributes:
-        current: Export that answers.
-        previous: Export that answered before; None if there was none.
-        challenger: Export that answers or scores a share of requests; None if there is none.
+        current: Export that is served.
+        previous: Export that was served before; None if there was none.
+        challenger: Export that serves or scores a share of requests; None if there is none.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LoadedExports:
 
     @property
     def version(self) -> str:
-        """Return the version that answers."""
+        """Return the served version."""
         return self.current.scorer.version
 
     @property
@@ -83,7 +83,7 @@ class LoadedExports:
             return self._prepared.scorer.version
 
     def commit(self, version: str) -> None:
-        """Answer with the prepared export.
+        """Serve the prepared export.
 
         Raises:
             RunError: No export is prepared, or the prepared export has another version.
@@ -96,7 +96,7 @@ class LoadedExports:
             self._prepared = None
 
     def replace(self, loaded: LoadedExport) -> None:
-        """Answer with an export that another object has loaded, and release all other exports."""
+        """Serve an export that another object has loaded, and release all other exports."""
         self.current, self.previous = loaded, None
 
     def set_challenger(self, challenger: Challenger | None) -> str | None:
@@ -113,7 +113,7 @@ class LoadedExports:
                 loaded = self._prepared
         except Exception as error:
             self.challenger = None
-            _log.warning("this replica answers without the challenger %s: %s", challenger.version, error)
+            _log.warning("this replica serves without the challenger %s: %s", challenger.version, error)
             return get_first_line(error)
         self.challenger = loaded._replace(challenger=challenger) if challenger else None
         return None

@@ -29,7 +29,7 @@ class Endpoint(NamedTuple):
     Attributes:
         method: HTTP method.
         path: Path of the URL.
-        answer: Function (request, model that answers) → response.
+        answer: Function (request, model that serves the request) → response.
         summary: One sentence for the OpenAPI document.
         is_open: True if no token is required.
     """

@@ -29,7 +29,7 @@ class ServiceOptions(Section):
     """Address on which replicas listen, on each node that has a replica."""
     port: int = 8000
     no_token: bool = False
-    """Answer without a token; otherwise RAYTREC_SERVE_TOKEN is required."""
+    """Serve without a token; otherwise RAYTREC_SERVE_TOKEN is required."""
     allow_code: bool = False
     """Allow transforms of the export to name code."""
     promote_from: Location | None = None
@@ -47,7 +47,7 @@ class ServiceOptions(Section):
     table_timeout_ms: float = Field(default=50, gt=0)
     """Maximum time of a lookup in table shards."""
     on_missing_shard: Literal["fail", "zeros"] = "fail"
-    """fail: requests without the answer of a shard get status 503; zeros: its vectors are 0."""
+    """fail: requests without the response of a shard get status 503; zeros: its vectors are 0."""
 
     def fill_name(self) -> ServiceOptions:
         """Return the options with a name; the default is the run's name.

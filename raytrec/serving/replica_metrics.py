@@ -34,11 +34,11 @@ class ReplicaMetrics:
         self.shadow_requests = counter("raytrec_shadow_requests", "Requests in shadow mode.", ["version", "outcome"])
         self.shadow_rows = counter("raytrec_shadow_rows", "Rows scored in shadow mode.", ["version"])
         self.shadow_seconds = histogram("raytrec_shadow_seconds", "Duration of scoring.", ["version"], buckets=SECONDS)
-        self.shadow_difference = counter("raytrec_shadow_difference", "Sum of |score - answer|.", ["version", "column"])
+        self.shadow_difference = counter("raytrec_shadow_difference", "Sum of |score - served|.", ["version", "column"])
         # Only services with table shards have series of these.
         self.table_seconds = histogram("raytrec_table_seconds", "Duration of a lookup.", ["outcome"], buckets=SECONDS)
         self.table_rows = counter("raytrec_table_rows", "Rows looked up in the cache or in shards.", ["source"])
-        self.missing_shards = counter("raytrec_missing_shards", "Lookups without an answer of the shard.", ["shard"])
+        self.missing_shards = counter("raytrec_missing_shards", "Lookups without a response of the shard.", ["shard"])
         self._by_version = [self.requests, self.rows, self.seconds]
         self._by_version += [self.shadow_requests, self.shadow_rows, self.shadow_seconds, self.shadow_difference]
 

@@ -21,12 +21,12 @@ class Export:
 
 @dataclass(frozen=True)
 class Challenger(Export):
-    """Export that answers or scores a share of requests while another export is the current one.
+    """Export that serves or scores a share of requests while another export is the current one.
 
     Attributes:
         share: Share of requests, in (0, 1].
-        mode: canary: the export answers its share of requests; shadow: the export scores its share of requests
-            after the current export has answered them.
+        mode: canary: the export serves its share of requests; shadow: the export scores its share of requests
+            after the current export has served them.
     """
 
     share: float
@@ -39,9 +39,9 @@ class ReplicaCommand:
 
     Attributes:
         number: Number of the command.
-        answer: Export with which replicas answer.
+        answer: Export that replicas serve.
         prepare: URI of an export to load next to the current one; None: none.
-        challenger: Challenger of the export that answers; None: none.
+        challenger: Challenger of the served export; None: none.
         fair_connections: Mean number of active connections of the replicas on the replica's node; infinite for a
             lone replica.
     """
@@ -59,7 +59,7 @@ class ReplicaState:
 
     Attributes:
         completed_command: Number of the last command that the replica has executed.
-        version: Version with which the replica answers.
+        version: Version that the replicas serve.
         prepared: Version that the replica has prepared on command; None: none.
         error: Reason why the command could not be executed; None if the replica executed it.
         challenger_error: Reason why the replica has no challenger; None if the command was executed.

@@ -37,8 +37,8 @@ class LoggedRequest:
     """Request with its scores.
 
     Attributes:
-        path: Path of the URL; "shadow" if the scores are of the challenger and the answer is of another version.
-        id: Id of the request, which the answer and the challenger's scores share.
+        path: Path of the URL; "shadow" if the scores are of the challenger and the response is of another version.
+        id: Id of the request, which the response and the challenger's scores share.
     """
 
     path: str
@@ -88,7 +88,7 @@ class RequestLog:
         self._thread.start()
 
     def offer(self, path: str, query: Query, scores: Sequence[np.ndarray]) -> str | None:
-        """Add an answered request to the log if it is in the sample, and return its id in the log.
+        """Add a completed request to the log if it is in the sample, and return its id in the log.
 
         Returns:
             Id of the request; None if the request is not logged.
@@ -136,7 +136,7 @@ class RequestLog:
     def _as_table(self, logged: LoggedRequest) -> pa.Table | None:
         try:
             return to_logged_rows(logged)
-        except Exception as error:  # an answered request must not end the log
+        except Exception as error:  # a completed request must not end the log
             _log.warning("a request cannot be logged: %s", error)
             self._dropped.inc(len(logged.scores[0]))
             return None

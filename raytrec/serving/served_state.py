@@ -28,7 +28,7 @@ from raytrec.scoring.scorer import Scorer
 from raytrec.serving.bodies import JSON
 from raytrec.serving.openapi import Endpoint
 
-MAX_BLOCK_BYTES = 1 << 20  # a digest of this size takes about 1 ms, in which the replica answers no other request
+MAX_BLOCK_BYTES = 1 << 20  # a digest of this size takes about 1 ms, in which the replica serves no other request
 NUM_KEYS, PAIR_BYTES = 2**64, 16
 REPLICA_HEADER = "X-Replica"
 StatePart = Literal["rows", "ids", "dense"]
@@ -55,7 +55,7 @@ def list_endpoints(replica: str) -> list[Endpoint]:
     async def answer_state(request: Request, scorer: Scorer) -> Response:
         return Response(to_json(describe_state(scorer)), media_type=JSON, headers=headers)
 
-    # The bytes belong to the version in the header of the answer, because the block is of the state before any await.
+    # The bytes belong to the version in the header of the response, because the block is of the state before any await.
     async def answer_block(request: Request, scorer: Scorer) -> Response:
         try:
             query = BlockQuery.model_validate(dict(request.query_params))
@@ -71,7 +71,7 @@ def list_endpoints(replica: str) -> list[Endpoint]:
         return Response(sha256(block).hexdigest(), media_type="text/plain", headers=headers)
 
     return [
-        Endpoint("GET", "/state", answer_state, "Tables, managed ids and dense weights of the replica that answers."),
+        Endpoint("GET", "/state", answer_state, "Tables, managed ids and dense weights of one replica."),
         Endpoint("GET", "/state/block", answer_block, "SHA-256 or bytes of a range of rows, ids or dense values."),
     ]
 

@@ -26,7 +26,7 @@ from raytrec.scoring.request_rows import RowReader
 from raytrec.scoring.scorer import Scorer
 
 REQUEST_COLUMN = "_request"  # column of a log that contains request ids
-VERSION_KEY = b"raytrec.version"  # metadata key of a log file for the version that answered its requests
+VERSION_KEY = b"raytrec.version"  # metadata key of a log file for the version that served its requests
 MAX_ROW_GROUPS = 64  # number of row groups to sample if each contains enough rows
 ROWS_PER_SCORING = 2048  # rows scored together
 

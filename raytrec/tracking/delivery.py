@@ -40,7 +40,7 @@ class Delivery:
     """Writer that copies a run folder to one MLflow run.
 
     The run folder stores the offset up to which lines have been delivered (tracking.feed). Therefore no
-    record is lost or duplicated if this process dies. If the store does not answer, is locked or fails, the
+    record is lost or duplicated if this process dies. If the store does not respond, is locked or fails, the
     call is retried after 1 s, 2 s, … 30 s. Records that the store permanently rejects are dropped; `finish`
     reports their number.
 
@@ -49,7 +49,7 @@ class Delivery:
             run is created.
         config: Configuration of the run, with the tracking settings. Tokens and passwords are read from
             MLflow's environment variables.
-        notify: Function called with a message when the store stops answering and when it answers again.
+        notify: Function called with a message when the store stops responding and when it responds again.
     """
 
     def __init__(self, folder: Path, config: RunConfig, notify: Callable[[str], None]):

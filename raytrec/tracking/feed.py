@@ -32,7 +32,7 @@ class DeliveryState:
     """State of a delivery: the part of a run folder that has been written to the store.
 
     Attributes:
-        key: Key of the MLflow run, by which the run is found if the store did not answer its creation.
+        key: Key of the MLflow run, by which the run is found if the store did not respond when it was created.
         run_id: Id of the MLflow run; None until the run has been created.
         params: True if the parameters have been written.
         offsets: File → byte offset up to which lines have been delivered.

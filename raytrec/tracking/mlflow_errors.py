@@ -27,7 +27,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return True if the store does not answer; False if it is invalid or refuses access.
+    """Return True if the store does not respond; False if it is invalid or refuses access.
 
     The function is used for errors of the first call to a store.
     """
@@ -49,9 +49,9 @@ def reason(error: BaseException) -> str:
 
 
 def _is_unavailable(error: BaseException) -> bool:
-    """Return True if the server gives no valid answer or the database is unavailable.
+    """Return True if the server gives no valid response or the database is unavailable.
 
-    The cases are: no connection, a timeout, only 5xx answers, or a database that is locked, down or out of
+    The cases are: no connection, a timeout, only 5xx responses, or a database that is locked, down or out of
     disk space.
     """
     from requests.exceptions import ConnectionError, RetryError, Timeout

@@ -28,8 +28,8 @@ class Store:
         config: Configuration with the address of the store and the names of run, experiment and parent; a
             missing experiment or parent is created.
         folder: Run folder; for an sqlite store, it determines the artifact folder (`choose_artifact_folder`).
-        key: Key of the run, stored in a tag, by which the run is found if the store did not answer its
-            creation.
+        key: Key of the run, stored in a tag, by which the run is found if the store did not respond when it was
+            created.
         previous_run_id: Id of a run to continue; if it does not exist in the store, a new run is created.
 
     Attributes:
@@ -170,7 +170,7 @@ class Store:
         return self._previous_id
 
     def _find_by_key(self) -> str | None:
-        """Return the id of the run that an earlier call created without receiving an answer, or None."""
+        """Return the id of the run that an earlier call created without receiving a response, or None."""
         runs = self._client.search_runs([self._experiment_id], f"tags.`{KEY}` = '{self._key}'")
         return runs[0].info.run_id if runs else None
 

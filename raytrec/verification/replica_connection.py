@@ -13,7 +13,7 @@ from raytrec.serving.command import parse_error
 from raytrec.serving.served_state import REPLICA_HEADER
 
 RESPONSE_TIMEOUT_S = 60
-CONNECT_TIMEOUT_S = 30  # time in which each replica must answer; a replica that has ended is listed for 15 s
+CONNECT_TIMEOUT_S = 30  # time in which each replica must respond; a replica that has ended is listed for 15 s
 CONNECT_INTERVAL_S = 0.05
 
 
@@ -30,7 +30,7 @@ class ReplicaConnection:
 
     Attributes:
         replica: Id of the replica.
-        state: Answer to GET /state.
+        state: Response to GET /state.
 
     Raises:
         RunError: The service does not respond, or refuses the request.
@@ -47,7 +47,7 @@ class ReplicaConnection:
         self.state: dict[str, Any] = json.loads(self.get("/state"))
 
     def get(self, path: str, **query: Any) -> bytes:
-        """Return the body of this replica's answer; connect again if the connection was closed.
+        """Return the body of this replica's response; connect again if the connection was closed.
 
         Raises:
             RunError: The service does not respond, or refuses the request.
@@ -64,7 +64,7 @@ class ReplicaConnection:
                     raise RunError(f"the service does not respond: {error}", where=self._service) from None
                 raise ServiceChangedError(f"replica {self.replica} does not respond: {error}") from None
             if answer.status != 200:
-                raise parse_error(content, f"the service answers with status {answer.status}", self._service)
+                raise parse_error(content, f"the service responds with status {answer.status}", self._service)
             replica, version = answer.getheader(REPLICA_HEADER, self.replica), answer.getheader("X-Model-Version")
             if self.replica in (None, replica):
                 if self._version not in (None, version):
@@ -79,7 +79,7 @@ class ReplicaConnection:
 def connect(service: str, token: str) -> tuple[list[ReplicaConnection], list[str]]:
     """Return a connection to each replica, and the ids of listed replicas that were not reached.
 
-    The kernel selects the replica of a connection, so connections are opened until each replica has answered.
+    The kernel selects the replica of a connection, so connections are opened until each replica has responded.
     """
     replicas: dict[str, ReplicaConnection] = {}
     deadline = monotonic() + CONNECT_TIMEOUT_S

@@ -28,7 +28,7 @@ class Heartbeat:
         coordinator: Actor that receives the reports.
         attempt: Identifier of this worker group.
         rank: Rank of this process.
-        lease_s: Seconds without an answer after which this process ends itself. A rank that is cut off is not
+        lease_s: Seconds without a response after which this process ends itself. A rank that is cut off is not
             informed that the group has been abandoned, and must not write when the network recovers.
         every_s: Seconds between two heartbeats (common.messages.compute_heartbeat_interval).
 
@@ -94,7 +94,7 @@ class Heartbeat:
         """Check with the coordinator, before a commit, that this group still owns the run.
 
         Raises:
-            RunError: The group has been abandoned, or the coordinator does not answer.
+            RunError: The group has been abandoned, or the coordinator does not respond.
         """
         import ray
 

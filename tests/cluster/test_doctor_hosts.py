@@ -64,5 +64,5 @@ def test_doctor_reports_faults_of_hosts_and_links(hosts):
     assert "--node-ip-address" in found["interfaces", name]["do"]
     ports = [row["finding"] for row in rows if row["check"] == "ports"]
     assert any(f"host2 ({NETWORK_PREFIX}2) cannot reach {name} at port" in text for text in ports), ports
-    assert all("no answer within 5 s" in text or "nodes" in text for text in ports)
+    assert all("no response within 5 s" in text or "nodes" in text for text in ports)
     assert "mount the same storage at" in found["storage", name]["do"]

@@ -282,7 +282,7 @@ def test_crashed_and_hung_checks_are_failures():
     (refused,) = run_check("b", refuses, 5)
     assert refused.finding == "no such place; expected another" and refused.do == "take another"
     (late,) = run_check("c", lambda: iter([time.sleep(60)]), 0.1)
-    assert late.result == FAILURE and late.finding == "no answer within 0 s"
+    assert late.result == FAILURE and late.finding == "no response within 0 s"
 
 
 def test_check_order_covers_all_checks():
@@ -325,7 +325,7 @@ def test_blocked_port_error_names_both_nodes(monkeypatch):
     found = [*network.check_ports(hosts := TwoHosts())]
     assert hosts.disconnected_pairs == {frozenset((0, 1))}
     assert "a (127.0.0.1) cannot reach b (127.0.0.2) at port" in found[0].finding
-    assert "no answer within" in found[0].finding and "security group" in found[0].do
+    assert "no response within" in found[0].finding and "security group" in found[0].do
     reduced = [*network.check_all_reduce(hosts)]
     assert [diagnosis.result for diagnosis in reduced] == [WARNING], "the all-reduce is skipped if ports are blocked"
     for each in (full, *clients):
@@ -367,7 +367,7 @@ class SeveralHosts(ThisHost):
         def reduce(nodes, group, backend):
             self.tried.append(group)
             if any(len(group) > 1 and set(each) <= set(group) for each in bad):
-                return TimeoutError("no answer within 90 s")
+                return TimeoutError("no response within 90 s")
             return {"seconds": 0.1, "network": f"{backend} over TCP (eth0)"}
 
         monkeypatch.setattr(network, "_reduce", reduce)
@@ -393,7 +393,7 @@ def test_all_reduce_check_names_smallest_failing_groups(monkeypatch, count, bad,
     hosts = SeveralHosts(monkeypatch, count, *bad)
     found = [*network.check_all_reduce(hosts)]
     failed = [diagnosis.finding for diagnosis in found if diagnosis.result == FAILURE]
-    assert failed == [f"{names} failed with gloo: no answer within 90 s" for names in failures]
+    assert failed == [f"{names} failed with gloo: no response within 90 s" for names in failures]
     assert all("--node-ip-address" in diagnosis.do for diagnosis in found[: len(failed)])
     speeds = [diagnosis.finding for diagnosis in found[len(failed) :]]
     speed = "0.17 GB/s (100.0 ms for 16 MiB), gloo over TCP (eth0)"

@@ -171,7 +171,7 @@ def test_refused_delta_keeps_the_state_until_it_is_repaired(steps, folder, servi
     time.sleep(0.3)
     assert service.scores({"rows": steps.table.to_pylist()}) == before
     assert service.ready()["version"] == f"small-2-{folder.checksums[2][:8]}"
-    assert caplog.text.count("this replica answers with step 2") == 1
+    assert caplog.text.count("this replica serves step 2") == 1
     assert 'raytrec_serve_deltas_refused_total{replica="a"} 1.0' in service.figures()
     document = json.loads(service.ask("/openapi.json")[1])
     for path in ("/ready", "/health"):
@@ -267,7 +267,7 @@ def test_shards_keep_the_states_of_slow_replicas(steps, folder, exports, monkeyp
             assert_predictions_equal(score(quick), expected)
             if number < 6:
                 assert score(slow) == first
-        with pytest.raises(UnavailableError, match="table shards are away or late"):
+        with pytest.raises(UnavailableError, match="table shards are unavailable or late"):
             score(slow)
         advances = sum(1 for _ in iter(slow.advance, False))
         assert slow.position.number == STEPS and advances <= 2, "each delta is awaited in the shards"

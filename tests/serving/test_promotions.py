@@ -152,7 +152,7 @@ def test_challenger_reaches_all_replicas_until_a_rollback_or_promotion():
         result = await made.promote("b", None, True)
         assert orders[-1].challenger == Challenger("b", "films-2", 1.0, "shadow") and result["version"] == "films-1"
         result = await made.promote(None)
-        assert result["news"] == "films-1 (a) answers all requests"
+        assert result["news"] == "films-1 (a) serves all requests"
         assert orders[-1].challenger is None and (await made.exports()) == (FIRST, None)
         await made.promote("b", 0.5)
         result = await made.promote("b")
@@ -170,7 +170,7 @@ def test_rejected_challenger_changes_nothing():
     async def scenario():
         await asyncio.sleep(0.1)
         state = kept.value
-        with pytest.raises(RunError, match="films-1 already answers all requests"):
+        with pytest.raises(RunError, match="films-1 already serves all requests"):
             await made.promote("a", 0.1)
         with pytest.raises(RunError, match="no room"):
             await made.promote("b", 0.1)

@@ -278,7 +278,7 @@ def test_challenger_is_kept_by_restarted_processes_until_a_rollback(service, exp
     challenger = Challenger(copy, small.version, 0.3, "canary")
     counts = assert_keys_get_versions(service, exports, challenger)
     assert min(counts[whole.version], counts[small.version]) > 0
-    for uri, share, words in ((whole.path, 0.5, "already answers all requests"), (copy, 2, "invalid share")):
+    for uri, share, words in ((whole.path, 0.5, "already serves all requests"), (copy, 2, "invalid share")):
         with pytest.raises(RunError, match=words):
             promote(uri, service=service.url, name=None, share=share)
     service.family("ray::Coordinator")[0].kill()
@@ -297,7 +297,7 @@ def test_challenger_is_kept_by_restarted_processes_until_a_rollback(service, exp
     )
     assert all(service.ask("/predict", {"rows": rows})["version"] in (whole.version, small.version) for _ in range(20))
     assert promote(None, service=service.url, name=None, rollback=True) == whole.version
-    assert f"{whole.version} ({whole.path}) answers all requests" in capsys.readouterr().out
+    assert f"{whole.version} ({whole.path}) serves all requests" in capsys.readouterr().out
     assert {service.ask("/predict", {"rows": rows})["version"] for _ in range(20)} == {whole.version}
     assert service.ask("/model")["challenger"] is None
     for replica in service.replicas():

@@ -129,7 +129,7 @@ def test_missing_shard_fails_requests_until_it_is_back(exports):
         shards.stop(1)
         status, content, headers = http.ask("/predict", body)
         assert (status, headers["Retry-After"]) == (503, "1")
-        assert json.loads(content)["error"] == "table shards are away or late: 1"
+        assert json.loads(content)["error"] == "table shards are unavailable or late: 1"
         assert http.ask("/ready")[0] == 200 and shards.count("raytrec_missing_shards_total", shard="1") >= 1
         shards.replace(1)
         wait_for(lambda: http.ask("/predict", body)[0] == 200, "the shard", 60)
@@ -161,7 +161,7 @@ def test_golden_rows_need_all_shards(exports):
     with local_shards(2) as shards:
         make = shards.make_lookups
         shards.shards[0].answer = lambda request: pa.py_buffer(b"")
-        with pytest.raises(RunError, match="table shards are away or late: 0"):
+        with pytest.raises(RunError, match="table shards are unavailable or late: 0"):
             load(exports[0], make_lookups=lambda *arguments: make(*arguments, fallback="zeros"))
 
 
@@ -200,7 +200,7 @@ def test_late_answer_fails_only_its_request(exports, caplog):
         expected = http.scores(body)
         shards.shards[0].answer = lambda request: (waits and waits.pop() and slow.wait(60)) or answer(request)
         assert http.ask("/predict", body)[0] == 503 and not waits
-        assert http.scores(body) == expected and "is away" not in caplog.text
+        assert http.scores(body) == expected and "is unavailable" not in caplog.text
         slow.set()
 
 

@@ -199,7 +199,7 @@ def test_other_steps_and_missing_checkpoints_are_errors(run, tmp_path):
         with pytest.raises(RunError, match="contains no run or checkpoint"):
             verify(service.url, str(tmp_path))
         service.scorers["one"].version = "small-7-00000000"
-        with pytest.raises(RunError, match="answers with step 7, but the checkpoint contains step 2"):
+        with pytest.raises(RunError, match="serves step 7, but the checkpoint contains step 2"):
             verify(service.url, str(run))
         service.scorers["one"].version = "small-2-00000000"
         assert verify(service.url, get_step_folder(f"{run}/checkpoints", 2)).metrics["result"] == "equal"

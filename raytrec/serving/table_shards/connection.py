@@ -21,12 +21,12 @@ from raytrec.serving.batching import UnavailableError
 from raytrec.serving.table_shards.messages import MAX_VALUE_BYTES, OutdatedStateError
 
 _log = logging.getLogger(__name__)
-RETRY_INTERVAL_S = 0.2  # interval of attempts to reach a shard that is away
-REFUSAL_INTERVAL_S = 5.0  # the same if the shard answers that it cannot load the tables
+RETRY_INTERVAL_S = 0.2  # interval of attempts to reach an unavailable shard
+REFUSAL_INTERVAL_S = 5.0  # the same if the shard responds that it cannot load the tables
 CONNECT_TIMEOUT_S = 2.0  # timeout of a connection to the port of a shard; that of gRPC is 20 s
 RECONNECT_TIMEOUT_S = 1800.0  # timeout of such an attempt, in which the shard may load tables
 DEADLINE_TICK_S = 0.005  # interval at which deadlines are checked while there are requests
-MAX_LATE = 3  # requests without an answer, one after another, after which a shard is away
+MAX_LATE = 3  # requests without a response, one after another, after which a shard is unavailable
 READ_ACTION, READ_TIMEOUT_S = "rows", 10.0  # action of Flight that returns stored rows
 FAILURES = (pa.ArrowException, OSError, StopIteration)
 
@@ -84,9 +84,9 @@ class Exchange:
         self._writer.write_metadata(request)
 
     def receive(self) -> tuple[pa.Buffer, bool]:
-        """Return the answer to the request, and True if the stream can be used for another request.
+        """Return the response to the request, and True if the stream can be used for another request.
 
-        Raises one of FAILURES if there is no answer before the deadline.
+        Raises one of FAILURES if there is no response before the deadline.
         """
         answer, deadline = self._reader.read_chunk().app_metadata, self.deadline
         self.deadline = None
@@ -115,7 +115,7 @@ def _cancel_late_requests() -> None:
         while not (requests and _watched.empty()):
             requests.append(_watched.get())
         sleep(DEADLINE_TICK_S)
-        requests = [each for each in requests if each[0].deadline == each[1]]  # without an answer
+        requests = [each for each in requests if each[0].deadline == each[1]]  # without a response
         for exchange, _ in (late := [each for each in requests if each[1] < monotonic()]):
             exchange.close()
         requests = [each for each in requests if each not in late]
@@ -129,8 +129,8 @@ def _start_deadlines() -> None:
 class ShardConnection:
     """Connection to one shard, for one state of the tables at a time.
 
-    If the shard cannot be reached, or MAX_LATE requests in succession get no answer, the shard is away until a thread
-    has reached it again; requests do not wait for the shard meanwhile.
+    If the shard cannot be reached, or MAX_LATE requests in succession get no response, the shard is unavailable until
+    a thread has reached it again. Meanwhile, requests do not wait for the shard.
 
     Args:
         number: Number of the shard.
@@ -151,7 +151,7 @@ class ShardConnection:
 
     @property
     def is_away(self) -> bool:
-        """Return True if the shard is away."""
+        """Return True if the shard is unavailable."""
         return self._client is None
 
     def lose(self, error: Exception) -> None:
@@ -186,7 +186,7 @@ class ShardConnection:
             exchange.close()
 
     def send(self, request: bytes, deadline: float) -> Exchange | None:
-        """Send a request, and return the stream of its answer, or None if the shard is away."""
+        """Send a request, and return the stream of its response, or None if the shard is unavailable."""
         with self._lock:
             client, exchange = self._client, self._idle.pop() if self._idle else None
         if client is None:
@@ -200,11 +200,11 @@ class ShardConnection:
             return None
 
     def receive(self, exchange: Exchange, size: int) -> pa.Buffer | None:
-        """Return an answer of `size` bytes, or None if there is none before the deadline."""
+        """Return a response of `size` bytes, or None if there is none before the deadline."""
         try:
             answer, is_reusable = exchange.receive()
             if answer is None or answer.size != size:
-                raise OSError(f"the answer does not have {size:,} bytes")
+                raise OSError(f"the response does not have {size:,} bytes")
         except FAILURES as error:
             exchange.close()
             self._late = self._late + 1 if exchange.is_late else MAX_LATE
@@ -221,7 +221,7 @@ class ShardConnection:
         """Return the stored bytes of the shard's rows [first, end) of a stack.
 
         Raises:
-            UnavailableError: The shard is away, or does not have the state.
+            UnavailableError: The shard is unavailable, or does not have the state.
         """
         body = np.array([stack, first, end]).tobytes() + state.key.encode()
         try:
@@ -248,7 +248,7 @@ class ShardConnection:
                 return  # another request has noticed the failure first
             self._client, idle, self._idle = None, self._idle, []
             starts, self._is_reconnecting = not self._is_reconnecting, True
-        _log.warning("table shard %s is away: %s", self.number, get_first_line(error))
+        _log.warning("table shard %s is unavailable: %s", self.number, get_first_line(error))
         for exchange in idle:
             exchange.close()
         if starts:

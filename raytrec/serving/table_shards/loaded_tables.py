@@ -128,7 +128,7 @@ class LoadedTables:
         return torch.from_numpy(is_own_N.nonzero()[0])
 
     def look_up(self, key: str, request: memoryview) -> np.ndarray:
-        """Return the answer to a request for this state, float32 [n]; see messages.py.
+        """Return the response to a request for this state, float32 [n]; see messages.py.
 
         Raises:
             ValueError: The request is malformed, or the state can no longer be looked up.

@@ -81,11 +81,11 @@ class ShardedLookups(Lookups):
 
     @property
     def refusal(self) -> RunError | None:
-        """Return the reason why a shard that is away cannot load the current state; see Lookups."""
+        """Return the reason why an unavailable shard cannot load the current state; see Lookups."""
         return next((each.refusal for each in self._connections if each.refusal), None)
 
     def finish_loading(self) -> None:
-        """Answer requests with the timeout and the fallback of the service from now on."""
+        """Serve requests with the timeout and the fallback of the service from now on."""
         self._timeout_s = self._options.table_timeout_ms / 1000
         self._uses_zeros = self._options.on_missing_shard == "zeros"
 
@@ -99,7 +99,7 @@ class ShardedLookups(Lookups):
     ) -> Callable[[], None]:
         """Wait until all shards have a state, and return the function that uses it; see Lookups.prepare_update."""
         state = self._state._replace(version=version, delta=number, is_first=False)
-        # While a shard is away, the others must not go on, because they would forget the present state.
+        # While a shard is unavailable, the others must not go on, because they would forget the present state.
         self._connect(state, UPDATE_TIMEOUT_S, [each for each in self._connections if each.is_away])
         self._connect(state, UPDATE_TIMEOUT_S, self._connections)
 
@@ -133,7 +133,7 @@ class ShardedLookups(Lookups):
         """Return the inputs of `needed_features`, with B rows each, and the dense columns.
 
         Raises:
-            UnavailableError: A shard is away, unless the fallback is zeros.
+            UnavailableError: A shard is unavailable, unless the fallback is zeros.
         """
         bags, side_features = rows.bags, rows.side_features or {}
         lengths_FB, ids = bags.lengths.view(len(bags.keys), bags.rows), bags.ids.split(bags.counts)
@@ -181,7 +181,7 @@ class ShardedLookups(Lookups):
         """Add the vectors of all shards to the lookups of a request.
 
         Raises:
-            UnavailableError: A shard is away, unless the fallback is zeros.
+            UnavailableError: A shard is unavailable, unless the fallback is zeros.
             DataError: The rows have more vectors than a shard reads for a request.
         """
         began, asked, missing = monotonic(), [], set[int]()
@@ -207,7 +207,7 @@ class ShardedLookups(Lookups):
         self._figures.table_rows.labels("cache").inc(sum(each.found for each in lookups))
         self._figures.table_seconds.labels("missing" if missing else "complete").observe(monotonic() - began)
         if missing and not self._uses_zeros:
-            what = f"table shards are away or late: {', '.join(map(str, sorted(missing)))}"
+            what = f"table shards are unavailable or late: {', '.join(map(str, sorted(missing)))}"
             raise UnavailableError(what, where="the service", do="retry after 1 s")
         self._missing.shards = getattr(self._missing, "shards", set()) | missing
 
@@ -224,7 +224,7 @@ def _connect(state: TableState, timeout_s: float, connection: ShardConnection) -
     except Exception as error:
         cause = getattr(error, "cause", error)  # of an error of Ray
         if not isinstance(cause, RaytrecError):
-            if not isinstance(error, TimeoutError):  # a slow shard answers requests meanwhile
+            if not isinstance(error, TimeoutError):  # a slow shard serves requests meanwhile
                 connection.lose(error)
             what = f"table shard {connection.number} cannot be reached: {type(cause).__name__}"
             cause = UnavailableError(what, where="the service", do="check the log of the service")

@@ -5,7 +5,7 @@
                the key of the state in UTF-8 (`TableState.key`), padded with spaces to a multiple of 8 bytes
                for each stack int64 rows [s + p], int64 lengths of the bags [b]
                for each stack with weights float32 [p]
-    answer     for each stack float32 [s + b, dim]: vectors of the single rows, then sums of the bags
+    response     for each stack float32 [s + b, dim]: vectors of the single rows, then sums of the bags
 
 A request has all stacks of the export in the order of its manifest. The rows of a stack are numbered over all shards.
 """

@@ -89,11 +89,11 @@ class StackLookup:
         return StackRequest(self._rows[np.concatenate([single, pooled])], np.diff(starts, append=len(bags)), weights)
 
     def count_values(self, shard: int) -> int:
-        """Return the number of values in the shard's answer."""
+        """Return the number of values in the shard's response."""
         return sum(map(len, self._parts[shard])) * self._stack.dim
 
     def add(self, shard: int, answer: np.ndarray) -> None:
-        """Add the values of a shard's answer, float32 [count_values]; without an answer, its vectors are 0."""
+        """Add the values of a shard's response, float32 [count_values]; without a response, its vectors are 0."""
         single, bags = self._parts[shard]
         values = answer.reshape(-1, self._stack.dim)
         self._vectors[self._vector_places[single]] = values[: len(single)]

@@ -1,4 +1,4 @@
-"""Table shard: an actor with a part of an export's rows, which answers lookups over Arrow Flight."""
+"""Table shard: an actor with a part of an export's rows, which serves lookups over Arrow Flight."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _LookupServer(flight.FlightServerBase):
         self._shard, self.location = shard, f"grpc{'+tls' if tls else ''}://{place}:{self.port}"
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """Answer the requests of a stream until the client or a malformed request ends the stream."""
+        """Serve the requests of a stream until the client or a malformed request ends the stream."""
         for chunk in reader:
             if chunk.app_metadata is None:
                 raise ValueError("the message is not a request")
@@ -163,7 +163,7 @@ class TableShard:
         raise failure
 
     def answer(self, request: memoryview) -> pa.Buffer:
-        """Return the answer to a request.
+        """Return the response to a request.
 
         Raises:
             ValueError: The request is malformed, or the shard does not have the state.
