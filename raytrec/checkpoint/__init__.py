@@ -1,1 +1,1 @@
-"""Checkpoints: their contents and locations, saving and loading."""
+"""Save, locate and load checkpoints."""

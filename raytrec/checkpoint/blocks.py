@@ -1,4 +1,4 @@
-"""Conversion between chunks of tensors and blocks of bytes."""
+"""Convert between chunks of tensors and blocks of bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`raytrec convert`: rewriting a checkpoint with tables of another kind or size.
+"""Convert a checkpoint to tables of another kind or size, for `raytrec convert`.
 
 Tensors are processed block by block in a single process.
 """

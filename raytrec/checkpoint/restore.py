@@ -1,4 +1,4 @@
-"""Loading checkpoints into live models, under any sharding plan."""
+"""Load checkpoints into live models under any sharding plan."""
 
 from __future__ import annotations
 

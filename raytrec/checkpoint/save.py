@@ -1,4 +1,4 @@
-"""Saving while training continues: a step's state is preserved, and a thread writes it."""
+"""Save checkpoints while training continues: a thread writes a snapshot of the state."""
 
 from __future__ import annotations
 

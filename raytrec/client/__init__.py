@@ -1,1 +1,1 @@
-"""Runs followed from outside the cluster: jobs, notebooks and queries. Torch is not imported."""
+"""Start and follow runs from outside the cluster: jobs, notebooks and queries. Does not import torch."""

@@ -1,4 +1,4 @@
-"""Display of a run in a notebook or on a terminal."""
+"""Display a run in a notebook or on a terminal."""
 
 from __future__ import annotations
 

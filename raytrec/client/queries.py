@@ -1,7 +1,7 @@
 """Functions that a cluster runs for its Ray clients: queries about runs, and the driver of a run.
 
 A run is given by the name of a folder in runs/ below RAYTREC_ROOT, or by the path of a run folder. Only files
-that a run writes can be read, and only in a folder with the config.yaml of a run. Torch is not imported.
+that a run writes can be read, and only in a folder with the config.yaml of a run. Does not import torch.
 """
 
 from __future__ import annotations

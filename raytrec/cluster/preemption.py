@@ -1,4 +1,4 @@
-"""Announcement of a node's preemption to Ray.
+"""Report the preemption of a node to Ray.
 
 Runs then save a checkpoint and leave the node (docs/fault_tolerance.md).
 

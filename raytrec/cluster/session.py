@@ -1,4 +1,4 @@
-"""Start of a local Ray cluster on loopback, and connection to a running cluster."""
+"""Start a local Ray cluster on loopback, or connect to a running cluster."""
 
 from __future__ import annotations
 

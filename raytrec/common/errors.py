@@ -1,4 +1,4 @@
-"""Errors for people, in four parts: what, where, expected, do.
+"""Errors for users, in four parts: what, where, expected, do.
 
 Errors of these classes have causes that a user can fix; the command line prints them without a traceback. They
 are sent between Ray processes, so pickling preserves all their parts. They reach terminals, logs and files that

@@ -1,4 +1,4 @@
-"""SHA-256 of files, computed next to a process that must not be slowed down.
+"""Compute SHA-256 of files at low priority, in a child process.
 
     python -I -S file_hashes.py FOLDER < JSON list of names
 

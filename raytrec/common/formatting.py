@@ -1,4 +1,4 @@
-"""Formatting of numbers and names for people, and conversion of untrusted values from files."""
+"""Format numbers and names for users, and convert untrusted values from files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the memory allocator, and operations on pages of memory-mapped files."""
+"""Memory allocator settings, and operations on pages of memory-mapped files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading files and text from untrusted sources, without torch.
+"""Read files and text from untrusted sources. Does not import torch.
 
 All YAML and JSON is read through this module: configurations, schemas, run folders, indexes of checkpoints.
 Pipes and devices are refused, because opening a pipe can block forever. Short text that expands to many values

@@ -1,4 +1,4 @@
-"""Redaction of secrets in addresses, settings and texts.
+"""Redact secrets in addresses, settings and texts.
 
 No dependency redacts arbitrary text. urllib.parse, urllib3 and SQLAlchemy parse an address, and split a password
 that contains @, /, ? or #, so part of the password would remain visible.

@@ -1,1 +1,1 @@
-"""Configuration and schema of a run. Torch is not imported."""
+"""Configuration and schema of a run. Does not import torch."""

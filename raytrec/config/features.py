@@ -1,6 +1,6 @@
 """Features of a run, resolved from its schema and model, and the columns that transforms read and write.
 
-The reader, model, planner and checks share these features. Torch is not imported.
+The reader, model, planner and checks share these features. Does not import torch.
 
 This module decides which sequences a model reads id by id. Such a sequence is one key of a batch. If the model
 reads at most L ids, the key contains the L most recent ids of each row, the most recent first. The table of

@@ -1,4 +1,4 @@
-"""Parts of a schema: tables, managed ids, sparse features, scales and statistics. Torch is not imported."""
+"""Parts of a schema: tables, managed ids, sparse features, scales and statistics. Does not import torch."""
 
 from __future__ import annotations
 

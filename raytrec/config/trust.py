@@ -1,4 +1,4 @@
-"""Detection of code and servers in configurations that other users may have written.
+"""Detect code and servers in configurations that other users may have written.
 
 A configuration can name code that its run imports (`module:name`), a cluster with which the run exchanges
 pickles and Ray's token, and servers that receive the user's credentials. All are accepted in a configuration

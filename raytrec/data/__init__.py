@@ -1,1 +1,1 @@
-"""Reading Parquet files into batches. Only assembler.py, batch.py and stream.py import torch."""
+"""Read Parquet files into batches. Only assembler.py, batch.py and stream.py import torch."""

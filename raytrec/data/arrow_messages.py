@@ -1,4 +1,4 @@
-"""Messages of Arrow streams from untrusted sources. This module does not import torch."""
+"""Messages of Arrow streams from untrusted sources. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of canonical rows to batch tensors."""
+"""Convert canonical rows to batch tensors."""
 
 from __future__ import annotations
 

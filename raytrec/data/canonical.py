@@ -16,7 +16,7 @@
                          all ids, for a whole decoded table, in one of its rows (only if a table accepts ids
                          that are out of range)
 
-int is int32 if every table has at most 2³¹ rows and no managed ids, else int64. PyTorch is not imported.
+int is int32 if every table has at most 2³¹ rows and no managed ids, else int64. Does not import torch.
 """
 
 from __future__ import annotations

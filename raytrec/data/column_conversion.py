@@ -1,4 +1,4 @@
-"""Conversion of number, label and weight columns to checked NumPy arrays. PyTorch is not imported."""
+"""Convert number, label and weight columns to checked NumPy arrays. Does not import torch."""
 
 from __future__ import annotations
 

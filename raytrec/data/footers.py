@@ -1,4 +1,4 @@
-"""Parquet footers: plausibility checks and conclusions from column statistics.
+"""Check Parquet footers, and evaluate their column statistics.
 
 Most footers contain column statistics, which require no additional reads. Row groups whose statistics show
 invalid values are read before a run starts (item_reader.check_suspect_groups), so that the error can name the

@@ -1,4 +1,4 @@
-"""Checked ids of sparse features, stable id hashes, and keys for grouping rows. PyTorch is not imported."""
+"""Checked ids of sparse features, stable id hashes, and keys for grouping rows. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read tasks, which decode items and convert their rows to canonical form. PyTorch is not imported."""
+"""Read tasks, which decode items and convert their rows to canonical form. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listing of a dataset's files: the files to read, and the reasons why other files are left out."""
+"""List the files of a dataset, and the reasons why other files are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partitions and columns from folders key=value, and detection of folders that belong to a table format.
+"""Parse partitions and columns from key=value folders, and detect the folders of table formats.
 
 A table format keeps records of which files contain current rows. This module does not import torch.
 """

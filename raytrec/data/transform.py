@@ -1,4 +1,4 @@
-"""Application of data.transforms to decoded tables. The transforms are described in config/transforms.py.
+"""Apply data.transforms to decoded tables. config/transforms.py describes the transforms.
 
 Ids drawn by a transform are computed from run.seed, the epoch and the row's index in the dataset. The ids
 depend neither on the reader nor on other rows of the same read, and stay the same after a resume. This module

@@ -1,4 +1,4 @@
-"""Functions that apply individual transforms to arrays of values. This module does not import torch."""
+"""Functions that apply individual transforms to arrays of values. Does not import torch."""
 
 from __future__ import annotations
 

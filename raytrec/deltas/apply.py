@@ -1,4 +1,4 @@
-"""Checking the content of deltas, and applying them to models in memory."""
+"""Check the content of deltas, and apply deltas to models in memory."""
 
 from __future__ import annotations
 

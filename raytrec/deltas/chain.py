@@ -1,4 +1,4 @@
-"""Chain of a run's deltas, as consumers follow it: full exports, and the deltas after them. Torch is not imported."""
+"""Chain of a run's full exports and deltas, which consumers follow. Does not import torch."""
 
 from __future__ import annotations
 

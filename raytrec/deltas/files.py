@@ -1,4 +1,4 @@
-"""Writing the Arrow files of a delta."""
+"""Write the Arrow files of a delta."""
 
 from __future__ import annotations
 

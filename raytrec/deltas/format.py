@@ -1,4 +1,4 @@
-"""Folder of a run's deltas: layout, manifests, and the Arrow schemas of their files. Torch is not imported.
+"""Folder of a run's deltas: layout, manifests, and the Arrow schemas of their files. Does not import torch.
 
 FOLDER/stream.json                     DeltaStream: identity of the run that writes the folder
 FOLDER/exports/000000000012/           full export of the state that delta 12 leads to (`raytrec export`)

@@ -1,4 +1,4 @@
-"""Writing deltas while a run is trained."""
+"""Write deltas during training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the files of deltas from untrusted folders."""
+"""Read the files of deltas from untrusted folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`raytrec check`: comparison of a worker group with one process."""
+"""Compare a worker group with a single process, for `raytrec check`."""
 
 from __future__ import annotations
 

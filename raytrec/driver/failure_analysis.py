@@ -1,4 +1,4 @@
-"""Search for the root cause among the errors of a worker group."""
+"""Find the root cause among the errors of a worker group."""
 
 from __future__ import annotations
 

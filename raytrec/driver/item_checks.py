@@ -1,4 +1,4 @@
-"""Checks of the items of eval.retrieval, and of the keys by which rows name items. Torch is not imported."""
+"""Checks of the items of eval.retrieval, and of the keys by which rows name items. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray session of a command; start, supervision and end of a Ray Train worker group."""
+"""Start, supervise and stop a Ray Train worker group in the Ray session of a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs, CPUs and memory of the nodes, and the choice of the device."""
+"""Inspect the GPUs, CPUs and memory of the nodes, and choose the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preparation of a run: resolved configuration, data and folder."""
+"""Prepare a run: resolve its configuration, open its data, create its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Display of the workers' messages, and their record in the run folder."""
+"""Display messages from workers, and record the messages in the run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resuming interrupted runs, and warm starts from checkpoints; incompatible changes are rejected."""
+"""Resume interrupted runs and warm-start from checkpoints; reject incompatible changes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`raytrec export`: writing exports of trained models and comparing them with their runs."""
+"""Export trained models, and compare exports with their runs."""

@@ -1,4 +1,4 @@
-"""`raytrec deltas apply`: writing the export of a later step from an export and deltas."""
+"""Apply deltas to an export, for `raytrec deltas apply`."""
 
 from __future__ import annotations
 

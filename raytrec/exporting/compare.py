@@ -1,4 +1,4 @@
-"""Comparison of an export with its run by scores of golden rows and by metrics with quantized tables.
+"""Compare an export with its run: scores of golden rows, and metrics with quantized tables.
 
 The comparison runs in one process, without Ray.
 """

@@ -1,4 +1,4 @@
-"""`raytrec export`: writing a trained model to a folder for scoring without the trainer."""
+"""Export a trained model to a folder for scoring without the trainer, for `raytrec export`."""
 
 from __future__ import annotations
 

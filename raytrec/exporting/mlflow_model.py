@@ -1,4 +1,4 @@
-"""Logging an export as a model of the run's MLflow run."""
+"""Log an export as an MLflow model in the MLflow run."""
 
 from __future__ import annotations
 

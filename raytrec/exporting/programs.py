@@ -1,4 +1,4 @@
-"""Export of a dense model to torch.export programs, which require only torch, and to ONNX."""
+"""Export a dense model to torch.export programs, which require only torch, and to ONNX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scan of a folder's Parquet files for the types and statistics of columns."""
+"""Scan the Parquet files of a folder for the types and statistics of columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inference of a schema and transforms from Parquet files.
+"""Infer a schema and transforms from Parquet files.
 
 The role of a column is inferred in this order (column_roles.py):
 

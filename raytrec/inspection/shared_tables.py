@@ -1,4 +1,4 @@
-"""Assignment of features to tables, and table sizes that keep frequent values in separate rows."""
+"""Assign features to tables, and choose table sizes that keep frequent values in separate rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storage of evaluation rows for a task's metrics, and metrics of the largest and worst slices."""
+"""Collect evaluation rows for a task's metrics, and compute metrics of the largest and worst slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of each row's right items among all items (eval.retrieval)."""
+"""Rank the relevant items of each row among all items (eval.retrieval)."""
 
 from __future__ import annotations
 

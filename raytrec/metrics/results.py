@@ -1,4 +1,4 @@
-"""Metrics, counts and slice tables in result.json, in display form. This module does not import torch."""
+"""Metrics, counts and slice tables in result.json, in display form. Does not import torch."""
 
 from __future__ import annotations
 

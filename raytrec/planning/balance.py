@@ -1,4 +1,4 @@
-"""Choice of a plan: a sharding option and ranks for each table that minimize the predicted step time.
+"""Choose the sharding option and ranks of each table that minimize the predicted step time.
 
 TorchRec's planner (1.8.0) adds up the estimated times of all work on a rank, shard by shard. Here, plans are
 compared with `estimate_step_time`, which considers the slowest rank in lookups and the slowest rank in

@@ -1,4 +1,4 @@
-"""Work of the dense layers in a step, which is counted while the layers run on the meta device."""
+"""Count the operations of the dense layers in a step, run on the meta device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory, rates and links of public GPUs and machines. This module does not import torch."""
+"""Memory, rates and links of public GPUs and machines. Does not import torch."""
 
 from __future__ import annotations
 

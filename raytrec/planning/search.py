@@ -1,4 +1,4 @@
-"""Search for a plan: TorchRec enumerates options and estimates their storage, and PlanBalancer chooses.
+"""Search for a plan among the options that TorchRec enumerates.
 
 The number of options grows neither with tables × tables nor with tables × ranks. Storage is estimated once
 per shard size. With many tables and ranks, only the tables that need it may be split across all ranks

@@ -1,1 +1,1 @@
-"""`raytrec predict`: scoring rows and writing files of predictions."""
+"""Score rows and write files of predictions, for `raytrec predict`."""

@@ -1,4 +1,4 @@
-"""Columns that predictions carry over from their input. This module does not import torch."""
+"""Columns that predictions carry over from their input. Does not import torch."""
 
 from __future__ import annotations
 

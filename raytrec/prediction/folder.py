@@ -1,4 +1,4 @@
-"""Files in a folder of predictions. This module does not import torch.
+"""Files in a folder of predictions. Does not import torch.
 
     OUT/_predictions.json          description of the predictions: Manifest
     OUT/a/part-0.parquet           predictions of the input file of this name; exists when complete

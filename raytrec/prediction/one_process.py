@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint's model in this process, with only the looked-up table rows in memory."""
+"""Evaluate a checkpoint's model in this process, with only the looked-up table rows in memory."""
 
 from __future__ import annotations
 

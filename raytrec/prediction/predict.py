@@ -1,4 +1,4 @@
-"""`raytrec predict`: writing the scores of all rows in a folder of Parquet files as Parquet."""
+"""Score all rows in a folder of Parquet files, for `raytrec predict`."""
 
 from __future__ import annotations
 

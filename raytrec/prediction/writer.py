@@ -1,4 +1,4 @@
-"""Writing spans of scores and joining them to files. This module does not import torch."""
+"""Write spans of scores, and join spans to files. Does not import torch."""
 
 from __future__ import annotations
 

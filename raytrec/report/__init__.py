@@ -1,1 +1,1 @@
-"""Reports on runs: findings, figures and web pages."""
+"""Reports on runs: findings, plots and web pages."""

@@ -1,4 +1,4 @@
-"""Comparison of the results, configurations and curves of several runs for `raytrec compare`."""
+"""Compare the results, configurations and curves of several runs, for `raytrec compare`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Web page of a run for `raytrec report`, and its figures as files.
+"""Web page of a run for `raytrec report`, and its plots as files.
 
 Pages are self-contained HTML rendered from templates. Text from runs is untrusted, so templates escape it and
 hide secrets in addresses.

@@ -1,4 +1,4 @@
-"""Construction of an index for `raytrec index`: item vectors and, optionally, a faiss index."""
+"""Build the item vectors and, optionally, the faiss index of `raytrec index`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Scoring with exported models, without the trainer: Ray, TorchRec, FBGEMM and MLflow are not needed."""
+"""Score rows with exported models. Requires neither Ray, TorchRec, FBGEMM nor MLflow."""

@@ -1,4 +1,4 @@
-"""Division of a model's columns between users and candidates."""
+"""Split the columns of a model between users and candidates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading exports."""
+"""Load exports."""
 
 from __future__ import annotations
 

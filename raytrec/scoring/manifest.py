@@ -1,4 +1,4 @@
-"""manifest.json: content of an export. Torch is not imported.
+"""manifest.json: content of an export. Does not import torch.
 
 DIR/manifest.json              this file; exists once all other files are complete
 DIR/predict.pt2                rows → predictions (torch.export); query.pt2, item.pt2: vectors of towers

@@ -1,4 +1,4 @@
-"""Rewriting of programs so that the part that depends only on the user is computed once.
+"""Rewrite programs so that the part that depends only on the user is computed once.
 
 A program of torch.export is a list of operators over tensors of B rows. If some inputs have one row per user, [U, …],
 an operator on such inputs alone also returns one row per user. Before any other operator, each candidate's row of the

@@ -1,4 +1,4 @@
-"""Files with the rows of an export's tables: the format, and mapping into memory.
+"""Format of the files with an export's table rows, and mapping of the files into memory.
 
 Tables of one dim and precision are stored one after another, as a stack. Each file is a block of the stack's
 rows: a safetensors file with one tensor, `rows`. Its values begin and end at page boundaries, so that all blocks

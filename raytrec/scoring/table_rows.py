@@ -1,4 +1,4 @@
-"""Rows of an export's tables in memory, and their replacement by new ones."""
+"""Rows of an export's tables in memory, which can be replaced by new ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batching: rows of several requests are scored together."""
+"""Dynamic batching: score the rows of several requests together."""
 
 from __future__ import annotations
 

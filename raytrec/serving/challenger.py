@@ -1,4 +1,4 @@
-"""Challenger of the current export: its share of requests, and scoring of completed requests in shadow mode."""
+"""Challenger of the current export, which serves a share of requests or scores requests in shadow mode."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`raytrec skew`: comparison of a service's requests with its export and with training data."""
+"""Compare a service's requests with its export and with training data, for `raytrec skew`."""

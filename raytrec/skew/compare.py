@@ -1,4 +1,4 @@
-"""Comparison of a service's request log with its export's scores and training data for `raytrec skew`."""
+"""Compare a service's request log with the export's scores and with training data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computation of losses that compare rows of the global batch.
+"""Compute losses that compare rows of the global batch.
 
 Each rank computes the losses of its rows from the logits of all ranks, and their gradient for all logits. The
 gradients are summed over ranks, and each rank keeps the gradients of its rows. Therefore, values and

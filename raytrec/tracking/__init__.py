@@ -1,1 +1,1 @@
-"""Writing and reading run folders, and delivering them to MLflow."""
+"""Write and read run folders, and deliver them to MLflow."""

@@ -1,4 +1,4 @@
-"""Aggregation of lines in ranks.jsonl over steps and ranks."""
+"""Aggregate the lines of ranks.jsonl over steps and ranks."""
 
 from __future__ import annotations
 

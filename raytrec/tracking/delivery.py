@@ -1,4 +1,4 @@
-"""Delivery of a run folder to MLflow."""
+"""Deliver a run folder to MLflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the lines of a run folder that have not been delivered to MLflow, by their byte offsets.
+"""Read the lines of a run folder that have not been delivered to MLflow, by byte offset.
 
 The offsets are stored in mlflow.json in the run folder. The file is replaced after every write to the store.
 If a driver dies between the two writes, the next driver sends the same records again. This is harmless,

@@ -1,4 +1,4 @@
-"""Writing of lines and files in a run folder that tolerates full disks.
+"""Write lines and files to a run folder; a full disk raises no error.
 
 Lines that cannot be written are kept in memory and written later.
 """

@@ -1,4 +1,4 @@
-"""Classification and texts of errors raised by MLflow stores."""
+"""Classify and describe the errors of MLflow stores."""
 
 from __future__ import annotations
 

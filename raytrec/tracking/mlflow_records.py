@@ -1,4 +1,4 @@
-"""Conversion of a run's messages, configuration and environment to MLflow metrics, parameters and tags."""
+"""Convert messages, configuration and environment of a run to MLflow metrics, parameters and tags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log of a job: text lines for people, and JSON messages for programs that follow the job.
+"""Log of a job: text lines for users, and JSON messages for programs that follow the job.
 
 movielens-20261122-101500  step 120/550 (22%)  80,000 rows/s  NE 0.9101  log loss 0.5123  ETA 0:42
 {"raytrec": "train", "step": 120, "rows_per_s": 80000.4, "ne": 0.9101, "logloss": 0.5123}

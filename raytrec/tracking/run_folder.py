@@ -1,4 +1,4 @@
-"""Reading run folders: messages, and files that describe the run.
+"""Read run folders: messages, and files that describe the run.
 
 Lines are decoded only in this module. A line that is incomplete or does not belong to its file is dropped and
 counted. After a restart, steps since the last checkpoint are trained again; the later lines of such steps

@@ -1,1 +1,1 @@
-"""`raytrec tune`: hyperparameter search over runs of one configuration."""
+"""Hyperparameter search over runs of one configuration, for `raytrec tune`."""

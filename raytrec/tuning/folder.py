@@ -1,4 +1,4 @@
-"""Writing and reopening search folders.
+"""Write and reopen search folders.
 
 FOLDER/search.json      settings; trials.json: the state of each trial
 FOLDER/base/config.yaml configuration; FOLDER/space.yaml: space

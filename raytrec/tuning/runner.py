@@ -1,4 +1,4 @@
-"""Running trials as child processes, and stopping trials that fall behind."""
+"""Run trials as child processes, and stop the trials that fall behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search and its trials, all of which are drawn and checked before any trial starts."""
+"""Hyperparameter search, whose trials are all drawn and checked before the first one starts."""
 
 from __future__ import annotations
 

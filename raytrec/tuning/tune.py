@@ -1,4 +1,4 @@
-"""`raytrec tune`: training a configuration with many values of some keys."""
+"""Tune the values of configuration keys, for `raytrec tune`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`raytrec verify`: comparison of services with checkpoints."""
+"""Compare services with checkpoints, for `raytrec verify`."""

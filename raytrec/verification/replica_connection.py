@@ -1,4 +1,4 @@
-"""Connections to the replicas of a service; each request reaches the replica for which it is meant."""
+"""HTTP connections to individual replicas of a service."""
 
 from __future__ import annotations
 

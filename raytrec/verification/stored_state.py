@@ -1,4 +1,4 @@
-"""State of a checkpoint in the form in which a service stores it, read and compared block by block."""
+"""Read the state of a checkpoint in the format of a service, block by block."""
 
 from __future__ import annotations
 

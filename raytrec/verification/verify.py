@@ -1,4 +1,4 @@
-"""`raytrec verify`: comparison of all rows, managed ids and dense weights of a service with a checkpoint."""
+"""Compare all rows, managed ids and dense weights of a service with a checkpoint."""
 
 from __future__ import annotations
 

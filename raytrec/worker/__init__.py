@@ -1,1 +1,1 @@
-"""Part of a run that is executed on each rank; start reading with loop.py."""
+"""Code of a run that each rank executes. Start reading with loop.py."""

@@ -1,4 +1,4 @@
-"""Construction of a rank's model: building and sharding it, and restoring or initializing its state."""
+"""Build and shard a rank's model, and restore or initialize its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving checkpoints during training."""
+"""Save checkpoints during training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joint decisions of all ranks at each step."""
+"""Agreement of all ranks on a decision at each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation on all rows of a dataset, optionally with the deep part of a model scaled down."""
+"""Evaluate a model on all rows of a dataset, optionally with its deep part scaled down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detection of steps with NaN or infinite losses; such steps are skipped, or their batches are recorded."""
+"""Detect NaN or infinite losses; skip such steps, or record their batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing of the phases of a rank's steps."""
+"""Measure the phases of a rank's steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selection of individual bags of ids, and factors of their ids, for the parity check."""
+"""Select individual bags of ids, and compute the factors of their ids, for the parity check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registry of live checks, and their evaluation at the start, after probed steps and before checkpoints.
+"""Registry of live checks. They run at the start, after probed steps and before checkpoints.
 
 To add a check, add a file to this folder, and a setting to config/training.py:
 

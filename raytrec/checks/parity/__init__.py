@@ -1,1 +1,1 @@
-"""Parity: comparison of a sharded run with an independent single-process reference."""
+"""Compare a sharded run with an independent single-process reference."""

@@ -1,4 +1,4 @@
-"""Comparison of a sharded run with a single process (reference.py)."""
+"""Compare a sharded run with a single process (reference.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading rows from the middle of a large row group. This module does not import torch.
+"""Read rows from the middle of a large row group. Does not import torch.
 
 pyarrow always reads a row group from its first row. However, columns are stored as pages of about ten
 thousand rows, and each page can be decoded separately (with the column's dictionary, if any). This module

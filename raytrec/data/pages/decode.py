@@ -1,4 +1,4 @@
-"""Decoding the rows of a row group, and recording skipped rows. This module does not import torch."""
+"""Decode the rows of a row group, and record skipped rows. Does not import torch."""
 
 from __future__ import annotations
 

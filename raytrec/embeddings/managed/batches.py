@@ -1,4 +1,4 @@
-"""Replacement of managed ids in batches with table rows.
+"""Replace managed ids in batches by table rows.
 
 The ids of all tables are sent to their owners in one exchange, and the rows are returned in another.
 """

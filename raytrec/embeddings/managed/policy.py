@@ -1,4 +1,4 @@
-"""Policies for managed ids: admission of ids to rows, and eviction of ids.
+"""Admission and eviction policies for managed ids.
 
 All decisions are functions of the ids that all ranks together have seen.
 """

@@ -1,4 +1,4 @@
-"""Figures of learning: metrics over steps, predicted and actual rates, and ROC curves."""
+"""Plots of metrics over steps, predicted and actual rates, and ROC curves."""
 
 from __future__ import annotations
 

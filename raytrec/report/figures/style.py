@@ -1,4 +1,4 @@
-"""Common style of all figures, and their conversion to PNG and SVG, without pyplot and its global state.
+"""Common style of all plots, and conversion of plots to PNG and SVG, without pyplot and its global state.
 
 Figures are legible on a page 360 pixels wide, and fit side by side on a wide page.
 """

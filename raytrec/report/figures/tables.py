@@ -1,4 +1,4 @@
-"""Figures of tables: memory and lookups by rank, and row norms and health over steps."""
+"""Plots of tables: memory and lookups by rank, and row norms and health over steps."""
 
 from __future__ import annotations
 

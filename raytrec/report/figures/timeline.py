@@ -1,4 +1,4 @@
-"""Figures of time: phases of a step by rank; speed, workers, faults, saves and checks during a run."""
+"""Plots over time: phases of a step by rank; speed, workers, faults, saves and checks during a run."""
 
 from __future__ import annotations
 

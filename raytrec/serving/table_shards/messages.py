@@ -1,4 +1,4 @@
-"""Messages between replicas and table shards: flat little-endian arrays without pickles. Torch is not imported.
+"""Messages between replicas and table shards: flat little-endian arrays without pickles. Does not import torch.
 
     request    int64 [MESSAGE_FORMAT, bytes of the key, stacks]
                int64 [stacks, 4]: single rows s, pooled rows p, bags b, 1 if the pooled rows have weights

@@ -1,4 +1,4 @@
-"""Pooling of one stack's rows for a request: rows in the replica's cache, and sums of the shards."""
+"""Pool the rows of one stack for a request, from the replica's cache and the sums of the shards."""
 
 from __future__ import annotations
 
