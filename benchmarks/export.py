@@ -75,7 +75,7 @@ def _enlarge(run: Path, size: int) -> int:
 
 
 def _measure(run: Path, out: Path, precision: str, rows: int, requests: int) -> dict[str, Any]:
-    """Export a run to a new folder, look up rows and remove the folder; return the figures."""
+    """Export a run to a new folder, look up rows and remove the folder; return the measurements."""
     words = ["export", str(run), "--out", str(out), "--golden-rows", "8"]
     words += [] if precision == "fp32" else ["--quantize", precision]
     began = perf_counter()

@@ -103,7 +103,7 @@ def main(
 
 
 def make_table(figures: Sequence[Sequence[float]]) -> Grid:
-    """Return the table of the figures of `measure`."""
+    """Return the table of the measurements of `measure`."""
     rows = [[str(w), f"{p50:.2f}", f"{p99:.2f}", f"{n:,}", f"{rate:.1f}"] for w, p50, p99, n, rate in figures]
     title = f"Seconds from a step until it is served, deltas every 1 s, {os.cpu_count()} cores"
     return Grid(("workers", "p50 s", "p99 s", "steps", "steps/s"), rows, title, left=0)

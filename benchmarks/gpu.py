@@ -67,7 +67,7 @@ class Peaks:
         bf16: FLOP/s of bf16 matrix products, without sparsity.
         memory: Memory bandwidth in bytes/s.
         link: Bandwidth of the link to the host in one direction, in bytes/s.
-        measured: True if the figures were measured because there is no data sheet.
+        measured: True if the rates were measured because there is no data sheet.
     """
 
     fp32: float
@@ -150,7 +150,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a side: median milliseconds per step, rows/s, minimum milliseconds, minimum ÷ median."""
+    """Measurements of a side: median milliseconds per step, rows/s, minimum milliseconds, minimum ÷ median."""
 
     ms: float
     rows_per_s: float
@@ -159,7 +159,7 @@ class Figures:
 
 
 def measure(sides: list[Side], device: torch.device, rounds: int, turn_s: float) -> dict[str, Figures]:
-    """Measure sides in turns; return name → figures."""
+    """Measure sides in turns; return name → measurements."""
     turns = {}
     for side in sides:
         side.steps(3)  # compiles and fills caches
@@ -504,7 +504,7 @@ def alone(device: torch.device) -> Iterator[None]:
 def run(
     device: torch.device, size: Size, only: list[str], rounds: int, data: Path, readers: int, compiled: bool
 ) -> tuple[dict[str, dict[str, Figures]], Peaks | None]:
-    """Run the chosen cases; return {case: {side: figures}}, and the device's maximum rates (None if unknown)."""
+    """Run the chosen cases; return {case: {side: measurements}}, and the device's maximum rates (None if unknown)."""
     peaks = peaks_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else measured_peaks(device)
     out: dict[str, dict[str, Figures]] = {}
     with alone(device):

@@ -3,7 +3,7 @@
     python benchmarks/growth.py [--only features,batch] [--steps 10] [--smallest]
 
 Each point measures raytrec's own step with the observers, the agreement between ranks and the metrics of a run,
-on ranks without Ray and with random batches in memory. The figure is the CPU time of all ranks in the cheapest
+on ranks without Ray and with random batches in memory. The measurement is the CPU time of all ranks in the cheapest
 of several blocks of steps, which hardly depends on other load. The points of a curve differ in one size; other
 sizes are as in BASE. The expected cost of each curve is constant, or linear: a + b·x. A point that deviates from
 the expected cost by more than a quarter is a kink.
@@ -222,7 +222,7 @@ class Loop:
 
 
 def measure(rank: int, device: Any, points: list[Point], steps: int, folder: str) -> list[dict[str, float]]:
-    """Return the figures of each point on this rank, as in `measure_point`."""
+    """Return the measurements of each point on this rank, as in `measure_point`."""
     figures = []
     for number, point in enumerate(points):
         figures.append(measure_point(point, rank, steps, f"{folder}/{number}"))
@@ -247,7 +247,7 @@ def measure_point(point: Point, rank: int, steps: int, folder: str) -> dict[str,
 
 
 def run(points: list[Point], steps: int) -> dict[Point, dict[str, Any]]:
-    """Return each point's figures, summed over its ranks; points with the same number of ranks share ranks."""
+    """Return each point's measurements, summed over its ranks; points with the same number of ranks share ranks."""
     figures = {}
     for workers in sorted({point.workers for point in points}):
         chosen = [point for point in dict.fromkeys(points) if point.workers == workers]
@@ -298,7 +298,7 @@ def table_of(name: str, curve: dict[str, Any]) -> Grid:
 
 
 def document(curves: dict[str, Any]) -> str:
-    """Return the text for docs/benchmarks.md: the table, checkpoint sizes and the figure."""
+    """Return the text for docs/benchmarks.md: the table, checkpoint sizes and the plot."""
     header = (
         *("size", "from", "to", "CPU time", "at first size", "at last size"),
         *("expected cost", "last ÷ expected", "kinks at"),

@@ -14,7 +14,7 @@ rank of 8  launches and CPU milliseconds per step of one rank of 8 on torch's `f
            whose tables have one or two sharding types; ÷ single: median over rounds of the CPU time divided by the
            CPU time of a single rank, which is valid on a machine that runs other work
 
-Writes benchmarks/results/host.json and the tables of docs/benchmarks.md. With --only, the figures of the other
+Writes benchmarks/results/host.json and the tables of docs/benchmarks.md. With --only, the measurements of the other
 part stay in the file.
 """
 
@@ -73,7 +73,7 @@ SHARDING_TYPES: dict[str, list[str] | None] = {
     "1": ["table_wise"],
     "2": ["row_wise", "table_wise", "table_wise", "table_wise"],
 }
-# Column of the table → name of the figure.
+# Column of the table → name of the measurement.
 SHOWN = {
     "ms per step": "ms",
     "ms, compiled": "compiled_ms",
@@ -100,7 +100,7 @@ class Launches(OperatorCounter):
 
 
 def measure(model: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Return {"launches": {phase: number}} of a step, and the figures of SHOWN in milliseconds."""
+    """Return {"launches": {phase: number}} of a step, and the measurements of SHOWN in milliseconds."""
     batch = batch_of(1, ROWS, [1] * FEATURES)
     plain, compiled = _Loop(model, batch), _Loop(model, batch, compile=True)
     launches = plain.count()

@@ -89,9 +89,9 @@ def side(rank: int, world: int) -> Any:
 
 
 def train(world: int, root: Path, first: int, saves: list[int]) -> dict[str, Any]:
-    """Train on new ranks from step `first` to the last of `saves`, and return the figures.
+    """Train on new ranks from step `first` to the last of `saves`, and return the measurements.
 
-    If the figures are already stored, they are returned without training.
+    If the measurements are already stored, they are returned without training.
     """
     record = root / f"{saves[-1]}.json"
     if record.exists():
@@ -127,7 +127,7 @@ def differences(one: Path, other: Path) -> dict[str, float]:
 
 
 def measure(steps: int, root: Path) -> dict[str, Any]:
-    """Train all runs; return their figures, and their differences from the uninterrupted run."""
+    """Train all runs; return their measurements, and their differences from the uninterrupted run."""
     from raytrec.checkpoint.files import get_step_folder
 
     third, tail, paths = steps // 3, steps - steps // 3, {n: root / n for n in ("whole", "two", "others")}

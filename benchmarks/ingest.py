@@ -149,7 +149,7 @@ VARIANTS: dict[str, Callable[[Dataset, Schema, int, ProcessPoolExecutor | None],
 
 @dataclass
 class Measured:
-    """Figures of one turn: rows/s, CPU-µs per row in all processes, and CPU share of this process."""
+    """Measurements of one turn: rows/s, CPU-µs per row in all processes, and CPU share of this process."""
 
     rows_per_s: float
     cpu_us: float
@@ -157,7 +157,7 @@ class Measured:
 
 
 def measure(run: Callable[[], int], rows: int) -> Measured:
-    """Run a variant once, and return its figures."""
+    """Run a variant once, and return its measurements."""
     cpu, own_cpu, began = tree_cpu_s(), process_time(), perf_counter()
     assert run() == rows
     seconds, own_cpu, cpu = perf_counter() - began, process_time() - own_cpu, tree_cpu_s() - cpu

@@ -3,7 +3,7 @@
     python benchmarks/metric_memory.py [--rows 100000,1000000] [--exact-rows N] [--smallest]
 
 For each point, two new ranks without Ray receive random rows in batches of 2¹⁶, as in an evaluation, and
-compute the metrics. The figure is the growth of rank 0's peak resident memory (VmHWM) from before the first
+compute the metrics. The measurement is the growth of rank 0's peak resident memory (VmHWM) from before the first
 row. Up to eval.max_exact_rows per rank, metrics `of an order` need 12 bytes per row and metrics `of groups`
 need 20. With more rows, the former use bins and the latter use files.
 """

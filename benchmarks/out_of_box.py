@@ -6,7 +6,7 @@ SOURCE is the folder with adult/, ml-100k/ and ml-1m/; other data sets are from 
 (out_of_box_data.py). Each data set is written as Parquet, and raytrec inspects it and trains on it. Only the
 paths and run.seed are configured. raytrec is compared with scikit-learn's logistic regression (L2, C = 1;
 numbers with mean 0 and variance 1, nulls replaced with the mean, a column for each value of text, ids and
-lists) and boosted trees (HistGradientBoostingClassifier, text as ordinals). Figures are AUC and log loss on
+lists) and boosted trees (HistGradientBoostingClassifier, text as ordinals). The metrics are AUC and log loss on
 the test split.
 
 Writes benchmarks/results/out_of_box.json and the table in docs/quality.md.

@@ -1,4 +1,4 @@
-"""Figures and tables that show how faults affect a run."""
+"""Plots and tables that show how faults affect a run."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def show(faults: list[Fault], outcome: dict, seconds: float) -> None:
 
 
 def medians(faults: list[Fault]) -> dict[str, dict]:
-    """Return a mapping from kind of fault to the number of faults and median figures."""
+    """Return a mapping from kind of fault to the number of faults and medians."""
     out = {}
     for kind in sorted({fault.kind for fault in faults}):
         each = [fault for fault in faults if fault.kind == kind]

@@ -170,7 +170,7 @@ def critical(busy: list[float]) -> float:
 
 
 def summary(rows: list[Row]) -> dict[str, float]:
-    """Return the summary's figures, such as the median error of predicted times."""
+    """Return the summary's measurements, such as the median error of predicted times."""
     groups: dict[tuple, list[Row]] = {}
     plans = of_plans(rows)
     for row in plans:
@@ -191,7 +191,7 @@ def summary(rows: list[Row]) -> dict[str, float]:
 
 
 def of_plans(rows: list[Row]) -> list[Row]:
-    """Return a row for each plan, with mean figures if several ways of sharding lead to the plan."""
+    """Return a row for each plan, with mean measurements if several ways of sharding lead to the plan."""
     same: dict[tuple, list[Row]] = {}
     for row in rows:
         same.setdefault((row.ranks, row.schema, row.plan), []).append(row)

@@ -44,7 +44,7 @@ VARIANTS = {
     ("fp16", "fp32", "fp32"): [HALF],
     ("fp16", "fp16", "fp16"): [HALF, *sent("fp16", "fp16")],
 }
-Runs = dict[str, dict[str, dict[str, float]]]  # variant → seed → figures
+Runs = dict[str, dict[str, dict[str, float]]]  # variant → seed → measurements
 
 
 def run(config: str, settings: list[str]) -> dict[str, float]:
@@ -75,7 +75,7 @@ def rows_of(runs: Runs) -> list[list[str]]:
 
 
 def grid(rows: list[list[str]], title: str) -> Grid:
-    """Return the table of precisions and figures."""
+    """Return the table of precisions and measurements."""
     return Grid(COLUMNS, rows, title, left=3)
 
 

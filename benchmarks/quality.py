@@ -1,9 +1,9 @@
-"""Quality of every model on public data with several seeds, compared with published figures.
+"""Quality of every model on public data with several seeds, compared with published results.
 
     python benchmarks/quality.py [SOURCE] [--seeds 5] [--only dlrm,toys] [--budget-s 3600] [--smallest]
     python benchmarks/quality.py SOURCE --exports [--only ml100k_dlrm,adult_mmoe]
 
-The table's rows, their data sets and published figures are in benchmarks/quality.yaml. The configuration of a
+The table's rows, their data sets and published results are in benchmarks/quality.yaml. The configuration of a
 row is jobs/quality/DATA_MODEL.yaml. SOURCE is the folder with the original data (ml-100k, ml-1m, toys, adult);
 rows whose data is missing are skipped. Data sets are prepared by their recipes, into data/quality.
 
@@ -55,10 +55,10 @@ class Row:
     Attributes:
         model: Name of the model.
         data: Name of the data set.
-        metrics: Figure in the table → key in result.json or, for logistic regression, the label.
+        metrics: Metric in the table → key in result.json or, for logistic regression, the label.
         recipe: Recipe of the data set, without --out; {source} is the folder with the original data.
         title: Title of the data set.
-        published: Published values of these figures, and their source.
+        published: Published values of these metrics, and their source.
         job: Name of the configuration; default: derived from data and model.
         note: Text after the model's name in the table.
         features: Features with one id per row for logistic regression; empty: all such features, and the

@@ -1,6 +1,6 @@
 """Baselines for `make quality`: logistic regression, and the popularity of items in recent days.
 
-Each function returns {seed: 0, figures, parameters, seconds} for a prepared data set. Figures have the names
+Each function returns {seed: 0, figures, parameters, seconds} for a prepared data set. Metrics have the names
 used in the table.
 """
 
@@ -20,14 +20,14 @@ DAY_S, DAYS, TOP = 86_400, (1, 3, 7, 14, 30, 100), 10
 
 
 def measure_logistic(folder: Path, labels: dict[str, str], features: list[str]) -> dict[str, Any]:
-    """Fit scikit-learn's logistic regression for each label, and return the figures.
+    """Fit scikit-learn's logistic regression for each label, and return the metrics.
 
     The inputs are the dense columns, scaled to mean 0 and variance 1, and a column of 0 and 1 for each value
     of a feature with one id per row. The penalty is L2 with C = 1.
 
     Args:
         folder: Folder of the data set.
-        labels: Name of a figure in the table (AUC on the test split) → label.
+        labels: Name of a metric in the table (AUC on the test split) → label.
         features: Sparse features; empty: all features with one id per row, and the dense columns.
     """
     from sklearn.compose import make_column_transformer
@@ -53,7 +53,7 @@ def measure_logistic(folder: Path, labels: dict[str, str], features: list[str]) 
 
 
 def measure_popularity(folder: Path, names: dict[str, str], features: list[str]) -> dict[str, Any]:
-    """Rank items by the number of their users in the days before a row, and return the figures.
+    """Rank items by the number of their users in the days before a row, and return the metrics.
 
     Items that the row's user has seen are excluded. The number of days is chosen from DAYS by NDCG on the
     valid split. Among items with equal counts, the item with more users at any earlier time comes first.

@@ -15,7 +15,7 @@ PRECISIONS = ("fp16", "int8", "int4")
 
 
 def lines_of(rows: list, results: dict) -> list[tuple[str, ...]]:
-    """Return a table line for each figure of each row with runs."""
+    """Return a table line for each metric of each row with runs."""
     lines = []
     for row in rows:
         runs = results.get(row.name, {}).get("runs", [])
@@ -40,12 +40,12 @@ def spread(values: list[float]) -> str:
 
 
 def grid(rows: list, results: dict) -> Grid:
-    """Return the table of quality figures."""
+    """Return the table of quality metrics."""
     return Grid(COLUMNS, lines_of(rows, results), "make quality", left=4)
 
 
 def document(rows: list, results: dict) -> str:
-    """Return the text for docs/quality.md: the table, datasets, and sources of published figures."""
+    """Return the text for docs/quality.md: the table, datasets, and sources of published results."""
     measured: list[Any] = [row for row in rows if results.get(row.name, {}).get("runs")]
     if not measured:
         return ""
@@ -53,7 +53,7 @@ def document(rows: list, results: dict) -> str:
         f"- `{row.data}`: {row.title}: `raytrec prepare {row.recipe.replace('{source}/', 'SOURCE/')}`"
         for row in measured
     ]
-    models: dict[tuple[str, str], list[str]] = {}  # (dataset, source) → models with figures of the source
+    models: dict[tuple[str, str], list[str]] = {}  # (dataset, source) → models with metrics of the source
     for row in measured:
         if row.published:
             models.setdefault((row.data, row.published["source"]), []).append(row.model)

@@ -30,7 +30,7 @@ LIMIT_S = 300  # wall-clock limit of one part
 
 
 def measure(part: str, world: int, tables: int, folder: Path) -> dict:
-    """Run one part, and return its figures, or {"missing": reason} if the part failed."""
+    """Run one part, and return its measurements, or {"missing": reason} if the part failed."""
     command = [sys.executable, "-W", "ignore", str(HERE / "scale_parts.py"), part, str(world), str(tables)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
@@ -43,7 +43,7 @@ def measure(part: str, world: int, tables: int, folder: Path) -> dict:
 
 
 def show(results: dict[str, dict[str, dict]]) -> None:
-    """Print a table with a row for each figure and a column for each size."""
+    """Print a table with a row for each measurement and a column for each size."""
     rows, sections = [], set()
     for part in PARTS:
         for name in dict.fromkeys(name for of_size in results.values() for name in of_size.get(part, {})):
@@ -54,7 +54,7 @@ def show(results: dict[str, dict[str, dict]]) -> None:
 
 
 def text_of(value: float | str | None) -> str:
-    """Return a figure as text; "–" if the figure is missing."""
+    """Return a measurement as text; "–" if the measurement is missing."""
     if value is None or isinstance(value, str):
         return value or "–"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"

@@ -1,4 +1,4 @@
-"""Parts of benchmarks/scale.py, each in a separate process: PART RANKS TABLES FOLDER → figures as JSON.
+"""Parts of benchmarks/scale.py, each in a separate process: PART RANKS TABLES FOLDER → measurements as JSON.
 
 `plan` must run first, because it writes the plan from which the other parts read the tables of each rank.
 `records` writes the run folder that `mlflow` and `report` read.

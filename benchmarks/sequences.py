@@ -137,7 +137,7 @@ def measure_lengths(worlds: list[int], lengths: list[int], rounds: int) -> list[
 
 
 def measure_models(worlds: list[int], cases: dict[tuple[str, str], dict], rounds: int) -> list[dict[str, Any]]:
-    """Return each side's figures for each number of workers and case."""
+    """Return each side's measurements for each number of workers and case."""
     points = []
     for world in worlds:
         with ExitStack() as stack:
@@ -158,7 +158,7 @@ def main(
     rounds: harness.Rounds = 5,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Measure and print the tables; with all lengths and workers, write the results and figures."""
+    """Measure and print the tables; with all lengths and workers, write the results and plots."""
     whole = not smallest and (lengths, workers) == (LENGTHS, "1,2")
     lengths, workers, rounds = ("3", "1", 1) if smallest else (lengths, workers, rounds)
     results, worlds = {"cpus": os.cpu_count()}, harness.integers(workers)

@@ -84,7 +84,7 @@ def _cells(times: dict[str, list[float]]) -> list[str]:
 
 
 def candidates_of_dlrm(rounds: int, seconds: float, table_rows: int, counts: tuple[int, ...] = COUNTS) -> Grid:
-    """Train both models in the working directory, and return the table of figures."""
+    """Train both models in the working directory, and return the table of measurements."""
     dlrm, sasrec, lines = make_dlrm(table_rows), _sasrec(), []
     cases = {"dlrm": (*dlrm, DENSE + SPARSE[:20]), "sasrec": (*sasrec, ["history"])}
     for name, (export, rows, names) in cases.items():
@@ -103,7 +103,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="Seconds of each turn over HTTP.")] = 4,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the table of figures."""
+    """Print the table of measurements."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="raytrec-candidates-") as scratch:
         os.chdir(scratch)

@@ -3,7 +3,7 @@
     python benchmarks/serve_client.py SIDE CLIENTS SECONDS
 
 SIDE is a JSON object with `port`, `path`, `headers`, `bodies` (a pickled list), `pids` of the service and
-`answering` (the processes that listen). Warms up for a quarter of the time, and prints the figures as JSON.
+`answering` (the processes that listen). Warms up for a quarter of the time, and prints the measurements as JSON.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Connection(asyncio.Protocol):
 
 
 async def run(side: dict, bodies: list[bytes], clients: int, seconds: float) -> dict[str, float]:
-    """Run the clients and return their figures."""
+    """Run the clients and return their measurements."""
     lines = [f"POST {side['path']} HTTP/1.1", "Host: localhost", *map(": ".join, side["headers"].items())]
     head = "\r\n".join([*lines, "Content-Length: "]).encode()
     requests = [b"%b%d\r\n\r\n%b" % (head, len(body), body) for body in bodies]
@@ -94,7 +94,7 @@ def read_cpu_s(pids: list[int]) -> dict[int, float]:
 
 
 def main() -> None:
-    """Read the command line and the bodies, run the clients, and print their figures as JSON."""
+    """Read the command line and the bodies, run the clients, and print their measurements as JSON."""
     side, clients, seconds = json.loads(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     bodies = pickle.loads(Path(side["bodies"]).read_bytes())
     for length in (seconds / 4, seconds):

@@ -176,7 +176,7 @@ def check_scores(sides: dict[str, dict[str, Any]], expected: np.ndarray) -> None
 
 
 def measure_round(sides: dict[str, dict[str, Any]], number: int, seconds: float) -> dict[str, dict[str, dict]]:
-    """Send requests to each side in turn, in odd rounds in reverse, and return side → clients → figures."""
+    """Send requests to each side in turn, in odd rounds in reverse, and return side → clients → measurements."""
     figures: dict[str, dict[str, dict]] = {side: {} for side in sides}
     for clients in CLIENTS:
         for side in list(sides)[:: -1 if number % 2 else 1]:
@@ -185,7 +185,7 @@ def measure_round(sides: dict[str, dict[str, Any]], number: int, seconds: float)
 
 
 def measure(side: dict[str, Any], clients: int, seconds: float) -> dict[str, float]:
-    """Send a side's requests with serve_client.py, and return the figures."""
+    """Send a side's requests with serve_client.py, and return the measurements."""
     spec = json.dumps(side | _find_processes(side["port"]))
     words = [sys.executable, str(HERE / "serve_client.py"), spec, str(clients), str(seconds)]
     return json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True, timeout=START_S).stdout)

@@ -7,7 +7,7 @@ The data has the shape of Criteo: 13 dense columns, and 26 sparse features with 
 sides are limit, by_hand and ray_recipe (benchmarks/step_sides.py), and `raytrec train` with its defaults,
 except that it reads 0.06 GiB ahead. With the default of half a GiB, it would read everything before the
 measured steps. For the same reason, the folder is read eight times as one epoch. Each side is a separate
-command, and the sides take turns for each model and number of workers. The best round of each figure is reported,
+command, and the sides take turns for each model and number of workers. The best round of each measurement is reported,
 because other load can only slow a side down. Each run warms up for 60 steps and measures --steps steps, about
 twenty seconds, so that one-time work, such as opening MLflow's database, has little weight:
 
@@ -54,7 +54,7 @@ TICK_S, MEMORY_S = 0.2, 1.0  # seconds between two samples of CPU time, and of m
 
 @dataclass
 class Measured:
-    """Figures of one run of a side, as described in the module docstring."""
+    """Measurements of one run of a side, as described in the module docstring."""
 
     samples_per_s: float
     cpu_us_per_row: float
@@ -92,7 +92,7 @@ def times_of(side: str, settings: Settings, folder: Path) -> dict[int, float]:
 
 
 def run(side: str, settings: Settings, folder: Path, steps: int) -> Measured:
-    """Run a side once, and return its figures.
+    """Run a side once, and return its measurements.
 
     Raises:
         RuntimeError: The side failed or took longer than LONGEST_S.

@@ -1,4 +1,4 @@
-"""Figures, tables and plot of `benchmarks/step.py`."""
+"""Measurements, tables and plot of `benchmarks/step.py`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def summarize(title: str, runs: dict[str, dict[str, list[Any]]]) -> dict[str, An
 
     Args:
         title: Title, which states sizes and rounds.
-        runs: Case → side → figures of each round.
+        runs: Case → side → measurements of each round.
 
     Returns:
-        Each figure as side → case → best round. `rounds` is case → side → rows/s of each round. `ratios`
+        Each measurement as side → case → best round. `rounds` is case → side → rows/s of each round. `ratios`
         contains the lowest ratios of rows/s over all cases, and `cpu_ratio` is the highest ratio of CPU time.
         `by_case` contains the ratios of every case.
     """

@@ -91,7 +91,7 @@ def is_mixed(result: dict[str, Any], expected: Scores) -> bool:
 
 
 def measure(port: int, uris: list[str], expected: Scores) -> dict[str, float]:
-    """Send requests without swaps, then with swaps, and return the figures of this turn."""
+    """Send requests without swaps, then with swaps, and return the measurements of this turn."""
     words, times = [sys.executable, __file__, "client", str(port)], []
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
         client.stdout.readline()  # the client has imported its modules

@@ -35,7 +35,7 @@ USERS, TOPICS, DIM = 500, 20, 4
 ITEMS_PER_H, HALF_LIFE_H = 100, 2  # new items per hour, hours after which an item's traffic has halved
 OLDEST_H, DRIFT_H = 8, 12  # age of the oldest item at the start, decay time of the vectors' autocorrelation, in hours
 BIAS, SCALE, APPEAL = -1.5, 0.7, 1.0  # mean logit, weight of the dot product, weight of the appeal
-WINDOW, SHIFT = STEPS_PER_H // 6, STEPS_PER_H // 24  # steps of a window of the figure (10 min) and between windows
+WINDOW, SHIFT = STEPS_PER_H // 6, STEPS_PER_H // 24  # steps of a window of the plot (10 min) and between windows
 MODEL = {"name": "dcn", "cross_layers": 2, "top_mlp": [64, 32]}
 OPTIM = {"embeddings": {"name": "adagrad", "lr": 0.2}, "dense": {"lr": 0.002}}
 TRUE = "true probabilities"
@@ -144,7 +144,7 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Number of streams and models.")] = 5,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the table, and write results, figure and docs."""
+    """Print the table, and write results, plot and docs."""
     warm_up, served, seeds = (5, 10, 1) if smallest else (WARM_UP_H * STEPS_PER_H, SERVED_H * STEPS_PER_H, seeds)
     with tempfile.TemporaryDirectory() as folder:
         join_group(0, 1, f"{folder}/store")

@@ -23,7 +23,7 @@ equal         yes if all losses equal those of the first kernel, bit for bit
 Short memory: a table of --short-gib GiB is trained by several variants in turns of 16 new steps, with lookups by
 a power law with exponent 1.05 (tiers_short.py). A cgroup limits memory, including the pages of files, to the
 size of the process without the table plus a quarter of the table. This requires the right to create memory
-cgroups (v1). On other machines, memory is not limited and no figures are stored.
+cgroups (v1). On other machines, memory is not limited and no measurements are stored.
 
 A table larger than memory: --gib 30 --steps 32 --kernels fused_mmap --turns 0 --short-gib 0, with twice as
 much free space in --folder. Short memory alone: --kernels "".

@@ -105,7 +105,7 @@ def power_law(uniform: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def run_short(folder: str, gib: float, warm_up: int, turns: int) -> dict[str, Any]:
-    """Train all sides in turns of BATCHES new batches, and return their figures.
+    """Train all sides in turns of BATCHES new batches, and return their measurements.
 
     Args:
         folder: Folder for the tables' files.

@@ -183,7 +183,7 @@ def main(
 
 
 def show(seconds: dict[str, list[float]], title: str) -> dict[str, dict[str, float]]:
-    """Print the table, and return the figures of each side."""
+    """Print the table, and return the measurements of each side."""
     results, rows = {}, []
     for name, of_side in seconds.items():
         # By default, checks run in one turn out of five, so means are compared instead of medians.

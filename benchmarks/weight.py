@@ -73,7 +73,7 @@ def lines_of_code(text: str) -> int:
 
 
 def weigh(tree: Path) -> dict[str, int]:
-    """Return the value of each figure for a checkout of the repository."""
+    """Return the size of each part of a checkout of the repository."""
     texts = {path: path.read_text() for path in sorted((tree / "raytrec").rglob("*.py"))}
     code = {path: lines_of_code(text) for path, text in texts.items()}
     packages = Counter(path.parent for path in texts)

@@ -174,7 +174,7 @@ def convert(
 
 
 def report(run: RunFolder, out: str | None = None):
-    """Rebuild a run's report.html and its figures from the run folder.
+    """Rebuild a run's report.html and its plots from the run folder.
 
     Options:
         out: Folder to write to; default: RUN.

@@ -111,7 +111,7 @@ class JobRun(Run):
             self.error = RunError("the job failed", where=self.job, expected=expected)
 
     def _command(self, name: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-        """Run a command as another job, and return its figures."""
+        """Run a command as another job, and return its metrics."""
         words = ["python", "-m", "raytrec", name, self.folder]
         options = {key: value for key, value in options.items() if value is not None}
         for override in to_override_texts(options.pop("overrides", None)):

@@ -27,7 +27,7 @@ def display(name: str) -> NotebookDisplay | TerminalDisplay:
 
 
 class NotebookDisplay:
-    """Cell outputs with the progress, figures and curves of a run, redrawn while the run trains."""
+    """Cell outputs with the progress, metrics and curves of a run, redrawn while the run trains."""
 
     def __init__(self, name: str):
         self._name, self._drawn_at, self._drawn = name, 0.0, (0, 0)
@@ -97,7 +97,7 @@ class Page:
 
 
 def render_progress(name: str, run: Run) -> str:
-    """Return a progress bar, and the run's figures, result or error below the bar, as HTML."""
+    """Return a progress bar, and the run's metrics, result or error below the bar, as HTML."""
     progress = run.get_last_progress()
     share = 100 * progress["step"] / progress["total"] if progress["total"] else 0
     colour = COLOURS.get(run.state, "#0072b2")

@@ -233,7 +233,7 @@ class Driver:
             return None
 
     def command(self, name: str, run: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-        """Call raytrec.evaluate, predict or index with a run, and return the figures."""
+        """Call raytrec.evaluate, predict or index with a run, and return the metrics."""
         import raytrec
 
         call = {"evaluate": raytrec.evaluate, "predict": raytrec.predict, "index": raytrec.index}[name]

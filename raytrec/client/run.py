@@ -84,7 +84,7 @@ class Run:
 
     Attributes:
         state: starting, running, finished, stopped (its state is saved), failed, interrupted (driver died).
-        history: Figures that have been read so far.
+        history: Metrics that have been read so far.
         log: Lines for people, each with its line break.
         error: Error of a failed run.
         poll_s: Seconds between two queries.
@@ -97,7 +97,7 @@ class Run:
     def __init__(self) -> None:
         self.state, self.history, self.log = "starting", History(), list[str]()
         self.error: RaytrecError | None = None
-        self._first: tuple[float, int] | None = None  # time and step when figures were first read
+        self._first: tuple[float, int] | None = None  # time and step when metrics were first read
 
     @property
     def folder(self) -> str:
@@ -118,7 +118,7 @@ class Run:
         raise NotImplementedError
 
     def _command(self, name: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-        """Run evaluate, predict or index on the cluster, and return its figures. `places` maps options to paths."""
+        """Run evaluate, predict or index on the cluster, and return its metrics. `places` maps options to paths."""
         raise NotImplementedError
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
@@ -143,9 +143,9 @@ class Run:
         }
 
     def metrics(self) -> dict[str, dict[str, list]]:
-        """Return the figures so far: "train" (step, rows_per_s, metrics) and "eval" (step, metrics).
+        """Return the metrics so far: "train" (step, rows_per_s, metrics) and "eval" (step, metrics).
 
-        `pandas.DataFrame(run.metrics()["train"])` creates a table. A job provides only the figures in its log.
+        `pandas.DataFrame(run.metrics()["train"])` creates a table. A job provides only the metrics in its log.
         """
         self._poll()
         series: dict[str, dict[str, list]] = {}
@@ -284,7 +284,7 @@ class Run:
         return self.state
 
     def _remaining_s(self) -> float | None:
-        """Return the seconds until the last step, at the speed since the first figures; None if unknown."""
+        """Return the seconds until the last step, at the speed since the first metrics; None if unknown."""
         step, total = self.history.step, self.history.total_steps
         if self.state != "running" or self._first is None or not total or step <= self._first[1]:
             return None

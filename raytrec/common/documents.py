@@ -107,7 +107,7 @@ def from_line(file: str, values: Mapping[str, Any]) -> Message:
     """Return the message that a line of a run folder's file contains.
 
     Fields that the line omits (Message.LEFT_OUT) keep their defaults. Fields have their declared types, and
-    figures that are not numbers become None.
+    metrics that are not numbers become None.
 
     Args:
         file: Name of the file, which determines the message class of some lines.
@@ -147,7 +147,7 @@ def _to_number(value: Any) -> float | None:
 
 
 def _clean_table_figures(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of a table's shards, with None for invalid values; three figures are not numbers."""
+    """Return the metrics of a table's shards, with None for invalid values; three metrics are not numbers."""
     figures: dict[str, Any] = {key: _to_number(value) for key, value in values.items()}
     if isinstance(device := values.get("device"), str):
         figures["device"] = device

@@ -27,7 +27,7 @@ UnixTime = Annotated[float, Field(strict=True, ge=0, lt=1e11)]  # seconds since 
 PROFILED = "profiled"  # Event: the profile of a run has been written
 ENDED_EARLY = "ended early"  # Event: early stopping has ended training
 FLATTENED = {"flat": True}  # metadata of a mapping whose items are written like fields of the message
-MAX_RECORDED_RANKS = 64  # maximum number of ranks whose lines are recorded; figures do not show more
+MAX_RECORDED_RANKS = 64  # maximum number of ranks whose lines are recorded; plots do not show more
 
 
 def select_recorded_ranks(world: int) -> list[int]:
@@ -134,7 +134,7 @@ class Start(RunEvent):
     Attributes:
         total: Number of training steps in the whole run, of which `step` are already complete.
         plan: Description of each table (embeddings.sharding.describe_plan), written to plan.json.
-        metrics: Descriptions of training and evaluation figures (metrics.selection.describe_metrics).
+        metrics: Descriptions of training and evaluation metrics (metrics.selection.describe_metrics).
     """
 
     KIND, LEFT_OUT = "start", ("plan",)
@@ -188,7 +188,7 @@ class Event(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Message):
-    """Figures at a step, which are a line in metrics.jsonl.
+    """Metrics at a step, written as a line in metrics.jsonl.
 
     Attributes:
         figures: Values by name. An undefined value is None in the file; in a new message, it can be NaN.
@@ -200,20 +200,20 @@ class Measured(Message):
     figures: Figures = field(default_factory=dict, metadata=FLATTENED)
 
     def figure(self, name: str) -> float:
-        """Return a figure, or NaN if it is undefined."""
+        """Return a metric, or NaN if it is undefined."""
         return parse_number(self.figures.get(name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Measured):
-    """Figures of training since the previous Train message."""
+    """Metrics of training since the previous Train message."""
 
     KIND = "train"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(Measured):
-    """Figures of an evaluation during training.
+    """Metrics of an evaluation during training.
 
     Attributes:
         curves: Points of each curve (worker.evaluate); None if no curves were computed.
@@ -225,14 +225,14 @@ class Eval(Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class Final(Eval):
-    """Figures of the evaluation after training, on data.test if it is set."""
+    """Metrics of the evaluation after training, on data.test if it is set."""
 
     KIND = "final"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Measured):
-    """Figures in result.json, under names of the form section.name.
+    """Metrics in result.json, under names of the form section.name.
 
     Attributes:
         unsaved: Parts of the error that prevented saving the trained model; None if the model is saved.
@@ -244,7 +244,7 @@ class Result(Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class Compared(Measured):
-    """Errors found by `raytrec check`, as figures."""
+    """Errors found by `raytrec check`, as metrics."""
 
     KIND = "compared"
 
@@ -278,7 +278,7 @@ class RankLine(Message):
         phases_s: Seconds spent in each of PHASES.
         first_s: Part of phases_s spent in the group's first step, which includes setup; {} in later lines.
         system: Sample taken by worker.process.SystemMonitor.
-        tables: Figures of this rank's shards by table (worker.statistics).
+        tables: Metrics of this rank's shards by table (worker.statistics).
     """
 
     KIND, FILE = "rank", RANKS
@@ -300,5 +300,5 @@ class RankLine(Message):
         return self.phases_s.get(phase, 0.0)
 
     def added(self, figure: str) -> float:
-        """Return the sum of a figure over all tables of the rank."""
+        """Return the sum of a metric over all tables of the rank."""
         return sum(entry.get(figure) or 0.0 for entry in self.tables.values())

@@ -198,7 +198,7 @@ class TrackingSection(Section):
     """Steps between records of table statistics, phase times and load of every rank; also recorded at the
     end; null: never."""
     report: bool = True
-    """Write figures and report.html at the end of the run."""
+    """Write plots and report.html at the end of the run."""
 
 
 # YAML reads a plain `off` as false.

@@ -55,7 +55,7 @@ class CheckResult:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Return figures by name; check.NAME.error and check.NAME.absolute are the worst errors of a check."""
+        """Return metrics by name; check.NAME.error and check.NAME.absolute are the worst errors of a check."""
         figures = {
             "passed": self.passed,
             "comparisons": len(self.findings),

@@ -35,7 +35,7 @@ class RunConsole:
         self._name = to_plain_text(name)
         self._last_plain, self._total = 0.0, 0
         self._figures = read_metric_displays()  # replaced when training starts
-        self._begin: tuple[float, int] | None = None  # time and step of the first figures
+        self._begin: tuple[float, int] | None = None  # time and step of the first metrics
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", style="bold", markup=False),
@@ -70,7 +70,7 @@ class RunConsole:
     def start(
         self, total: int, step: int = 0, workers: int = 0, metrics: list[dict[str, Any]] | None = None, **_: Any
     ) -> None:
-        """Show that training begins at a step; `metrics` describes the figures (selection.MetricDisplay)."""
+        """Show that training begins at a step; `metrics` describes the metrics (selection.MetricDisplay)."""
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
         self._total, self._begin, self._figures = total, None, read_metric_displays({"metrics": metrics})
         self._write_message("start", {"total": total, "step": step, "workers": workers, "metrics": metrics or []})
@@ -115,7 +115,7 @@ class RunConsole:
             self._write_message(lines.FOLDER, {lines.FOLDER: folder})
 
     def train(self, step: int, rows_per_s: float | None, **values: Any) -> None:
-        """Show the progress and the figures of training."""
+        """Show the progress and the metrics of training."""
         figures = lines.named((each for each in self._figures if each.sums and each.is_directed), values)
         text = lines.progress(step, self._total, rows_per_s, figures)
         self._progress.update(self._task, completed=step, figures=text)
@@ -125,7 +125,7 @@ class RunConsole:
             self._write_message("train", {"step": step, "rows_per_s": rows_per_s, **values})
 
     def eval(self, step: int, curves: Any = None, slices: Any = None, **values: Any) -> None:
-        """Show the figures of an evaluation."""
+        """Show the metrics of an evaluation."""
         text = lines.evaluation(step, lines.named(self._figures, values))
         if self._console.is_terminal:
             self._progress.print(f"{self._name}  {to_plain_text(text)}")
@@ -133,7 +133,7 @@ class RunConsole:
         self._write_message("eval", {"step": step, **values})
 
     def _estimate_remaining_s(self, step: int) -> float | None:
-        """Return the seconds until the last step, at the speed since the first figures; None if unknown."""
+        """Return the seconds until the last step, at the speed since the first metrics; None if unknown."""
         now = monotonic()
         began, first = self._begin = self._begin or (now, step)
         return (now - began) / (step - first) * (self._total - step) if step > first else None
@@ -161,18 +161,18 @@ class RunConsole:
 
 @dataclass(frozen=True)
 class Result:
-    """Figures of a command and next steps, displayed as a table in notebooks.
+    """Metrics of a command and next steps, displayed as a table in notebooks.
 
     Attributes:
-        metrics: Figures by name; `name` is the title of the table. For a run, the content of result.json:
+        metrics: Metrics by name; `name` is the title of the table. For a run, the content of result.json:
             eval.NAME of each metric (eval.TASK.NAME with several tasks), metrics (labels of the metrics, and
-            whether lower or higher values are better), eval.rows, train.rows, bound.by and further figures on
+            whether lower or higher values are better), eval.rows, train.rows, bound.by and further metrics on
             the use of time (report.findings), train.steps, train.samples_per_s, train.checks_passed,
             train.checks_failed, world_size, seconds, name, mlflow_run_id (None without MLflow), and code, the
             user's code in the run as module:name, if any.
         path: Run folder, checkpoint of an evaluation, or folder that the command has written.
         next_steps: Lines that name files and commands.
-        pairs: Rows of the table; default: the figures of a run.
+        pairs: Rows of the table; default: the metrics of a run.
     """
 
     metrics: dict[str, Any]
@@ -192,7 +192,7 @@ class Result:
 
 
 def print_summary(summary: Result) -> None:
-    """Print a table of the figures to stdout, and then slice tables, the use of time and the next steps."""
+    """Print a table of the metrics to stdout, and then slice tables, the use of time and the next steps."""
     console, table = open_console(), Table(show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right")

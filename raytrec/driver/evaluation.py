@@ -150,7 +150,7 @@ def evaluate(
         allow_code: True if the configuration in `place` may name code (raytrec/config/trust.py).
 
     Returns:
-        Result: eval.* figures, world_size and seconds.
+        Result: eval.* metrics, world_size and seconds.
 
     Raises:
         RunError: There is no checkpoint in `place`.

@@ -101,7 +101,7 @@ def run_group(
     restarts: bool = False,
     on_poll: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Run a function on a Ray Train worker group, and return the figures reported by rank 0.
+    """Run a function on a Ray Train worker group, and return the metrics reported by rank 0.
 
     Args:
         worker: Function that each rank runs, such as worker.loop.train_worker.

@@ -40,7 +40,7 @@ class Watch:
         saved: Function called with each message about a checkpoint; None: no function.
 
     Attributes:
-        result: Figures of rank 0; None until the group has ended successfully.
+        result: Metrics of rank 0; None until the group has ended successfully.
         unsaved: Error that prevented the trained model from being saved; None if it was saved.
         stopped_at: Step at which the run was stopped; None if it was not stopped.
         ended_early_at: Step at which evaluations ended training (train.early_stopping); None if they did not.
@@ -156,7 +156,7 @@ class Record:
         """Write result.json, which marks a run as finished, if the trained model has been saved.
 
         Args:
-            metrics: Figures of the run.
+            metrics: Metrics of the run.
             unsaved: Error that prevented the model from being saved; None if it was saved.
 
         Returns:

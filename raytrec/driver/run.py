@@ -46,7 +46,7 @@ class Unfinished(RunError):
     The run can be resumed. The error is also raised if the MLflow store of the run could not be opened.
 
     Attributes:
-        result: Figures of the run.
+        result: Metrics of the run.
     """
 
     result: Result | None = None
@@ -71,7 +71,7 @@ def train(
         allow_code: True if a config from a URI or `start_from` may name code (raytrec/config/trust.py).
 
     Returns:
-        Result: Figures of the final evaluation (data.test, else data.valid) and of training.
+        Result: Metrics of the final evaluation (data.test, else data.valid) and of training.
 
     Raises:
         ConfigError, SchemaError, DataError: The input is invalid; raised before or during training.

@@ -54,10 +54,10 @@ class Predictions(Result):
     """Result of `predict`.
 
     Attributes:
-        metrics: Figures of the whole folder: predict.rows, predict.files, predict.skipped_rows,
+        metrics: Metrics of the whole folder: predict.rows, predict.files, predict.skipped_rows,
             predict.skipped_files, predict.ids (number of ids of tables that clamp or hash ids into range),
             predict.changed_ids (number of clamped or hashed ids) and changed (feature → number of clamped or
-            hashed ids). Figures of this call: predict.rows_per_s (None if all files were complete),
+            hashed ids). Metrics of this call: predict.rows_per_s (None if all files were complete),
             world_size and seconds. Also name and checkpoint.
         columns: Columns of the output files, in order.
     """
@@ -221,7 +221,7 @@ def _predict_missing(
     dataset: Dataset,
     tasks: Sequence[Task],
 ) -> dict[str, Any]:
-    """Predict the files that are not complete yet, and return the figures of this call."""
+    """Predict the files that are not complete yet, and return the metrics of this call."""
     config, complete = saved.config, target.find_finished(task, names)
     kinds = [pa.float32() if each.outputs == 1 else pa.list_(pa.float32()) for each in tasks]
     kinds = [pa.list_(pa.float32())] if task.manifest.vectors else kinds
@@ -250,7 +250,7 @@ def _predict_missing(
 
 
 def _compute_figures(target: PredictionFolder, task: PredictionTask, dataset: Dataset) -> dict[str, Any]:
-    """Return the figures of the whole folder.
+    """Return the metrics of the whole folder.
 
     Raises:
         RunError: A file is missing, although all workers have succeeded.

@@ -34,7 +34,7 @@ class RenderedFigure(NamedTuple):
 
 
 def pictures(folder: str | Path) -> list[Path]:
-    """Write the figures with data to FOLDER/pictures/ as PNG, and return their paths."""
+    """Write the plots with data to FOLDER/pictures/ as PNG, and return their paths."""
     from raytrec.report.figures import GALLERY
     from raytrec.report.figures.style import save_png
 
@@ -48,7 +48,7 @@ def pictures(folder: str | Path) -> list[Path]:
 
 
 def build(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list[Path]]:
-    """Write report.html, and its figures as SVG files in pictures/.
+    """Write report.html, and its plots as SVG files in pictures/.
 
     The page is self-contained and supports file://, light and dark mode, and any width. A section without
     data states the reason.
@@ -58,7 +58,7 @@ def build(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list
         out: Output folder; default: the run folder.
 
     Returns:
-        Path of the page, and paths of the figures.
+        Path of the page, and paths of the plots.
 
     Raises:
         RunError: A file cannot be written.
@@ -68,7 +68,7 @@ def build(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list
 
 
 def draw(run: RunFolder) -> list[RenderedFigure]:
-    """Draw all figures of the gallery."""
+    """Draw all plots of the gallery."""
     from raytrec.report.figures import GALLERY
     from raytrec.report.figures.style import to_svg
 
@@ -112,9 +112,9 @@ def write_report(run: RunFolder, drawn: list[RenderedFigure], target: Path) -> t
 
 
 class BackgroundRenderer:
-    """Thread that draws the figures of an ending run while its workers and Ray shut down.
+    """Thread that draws the plots of an ending run while its workers and Ray shut down.
 
-    No figure shows the result, because it does not exist yet.
+    No plot shows the result, because it does not exist yet.
 
     Attributes:
         folder: Run folder.
@@ -137,7 +137,7 @@ class BackgroundRenderer:
         self._confirmed = self._sizes is not None and self._file_sizes() == self._sizes
 
     def write(self) -> tuple[Path, list[Path]]:
-        """Write report.html and pictures/ as `build` does; redraw the figures if files have changed."""
+        """Write report.html and pictures/ as `build` does; redraw the plots if files have changed."""
         if self._thread.ident is not None:
             self._thread.join()
         run, drawn = RunFolder.read(self.folder), self._drawn if self._confirmed else None
@@ -155,7 +155,7 @@ class BackgroundRenderer:
 
 
 def _group_by_section(drawn: list[RenderedFigure]) -> dict[str, list[dict[str, Any]]]:
-    """Return a mapping from section to its figures; figures without data have the reason instead."""
+    """Return a mapping from section to its plots; plots without data have the reason instead."""
     from markupsafe import Markup
 
     sections: dict[str, list[dict[str, Any]]] = {}

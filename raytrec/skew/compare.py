@@ -35,8 +35,8 @@ class ColumnDifference:
         measure: Name of the measure, such as nulls.
         psi: Population stability index (`psi`).
         chance: Value that psi exceeds by chance once in a thousand comparisons of equal distributions.
-        log: Name → figure of the log.
-        training: Name → figure of the training data.
+        log: Name → value of the log.
+        training: Name → value of the training data.
     """
 
     column: str
@@ -93,7 +93,7 @@ class Skew:
     def _tabulate_columns(self, rows: str) -> Table:
         """Return a table of all measures that differ and of the largest psi of each other column."""
         table = Table("", "column", "measure", "psi", "log", "training", title_justify="left")
-        for column in table.columns:  # narrow terminals wrap names and figures
+        for column in table.columns:  # narrow terminals wrap names and values
             column.no_wrap, column.overflow = column.header in ("", "psi"), "fold"
         table.title = to_plain_text(f"{rows}, compared with {self.metrics['data_rows']:,} rows of training")
         listed: set[str] = set()

@@ -204,7 +204,7 @@ class Search:
     def metrics(self) -> dict[str, Any]:
         """Return the search as JSON values: name, folder, metric (key, better), best and trials.
 
-        `best` is the record of the best trial with its figures and the path of its configuration.
+        `best` is the record of the best trial with its metrics and the path of its configuration.
         """
         best = self.best
         return {

@@ -55,7 +55,7 @@ def evaluate(
         items: Stream of the items (eval.retrieval) among which each row's item is ranked; None: no ranking.
 
     Returns:
-        Figures and curves. The figures are the same on every rank: rows, skipped_rows (data.on_error), and
+        Metrics and curves. The metrics are the same on every rank: rows, skipped_rows (data.on_error), and
         each metric (None or NaN if undefined) with its counts. With `items`, they include retrieval.METRIC
         and its counts; with eval.slices, they include slices: task → column → Slices.figures. The curves are
         only returned on rank 0: key of the curve → its points and the key of its metric; None if there are
@@ -161,7 +161,7 @@ def evaluate_shrunk(
         items: Stream of the items (eval.retrieval); see `evaluate`.
 
     Returns:
-        Figures and curves as returned by `evaluate`, and the best factor.
+        Metrics and curves as returned by `evaluate`, and the best factor.
     """
     weight: Any = step.head.model.shrunk
     figure, original, results = selection.best(None), weight.detach().clone(), []

@@ -51,7 +51,7 @@ def freeze_gc() -> None:
 class SystemMonitor:
     """Monitor of the load of this process, its host and its GPU.
 
-    Figures that cannot be read are None; no error is raised.
+    Metrics that cannot be read are None; no error is raised.
 
     Args:
         device: Device of the rank, such as 'cpu' or 'cuda:0', as text or torch.device. On CUDA, a thread
@@ -65,7 +65,7 @@ class SystemMonitor:
         self.sample()  # start of the interval for the next sample's averages
 
     def sample(self) -> dict[str, float | None]:
-        """Return current figures and averages since the last call.
+        """Return current metrics and averages since the last call.
 
         Returns:
             cpu_percent (100 is one core, all threads of this process), rss_bytes (of this process),

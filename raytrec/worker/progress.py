@@ -73,9 +73,9 @@ class Progress:
         nan_steps: Number of steps skipped because their loss was not finite (train.on_nan: skip).
         window: Sums for the metrics since the end of the last window.
         clock: Stopwatch that measures the training time and counts the rows processed in it.
-        reported: Figures of the most recent window whose sums have been read.
-        evaluation: Step and figures of the last evaluation during training (train.eval_every_steps).
-        early_stopping: Best figure so far, its step, and the number of evaluations since that step.
+        reported: Metrics of the most recent window whose sums have been read.
+        evaluation: Step and metrics of the last evaluation during training (train.eval_every_steps).
+        early_stopping: Best value of the metric so far, its step, and the number of evaluations since that step.
         deep_share: Factor by which the deep part was scaled at the end, chosen on held-out rows
             (worker.evaluate.evaluate_shrunk); None if the deep part was not scaled.
     """
@@ -111,7 +111,7 @@ class Progress:
         self.clock.step(rows)
 
     def result(self) -> dict[str, Any]:
-        """Return the training figures for result.json."""
+        """Return the training metrics for result.json."""
         return {
             "train.rows": self.trained,
             "train.skipped_rows": self.rows - self.trained,
@@ -220,7 +220,7 @@ def broadcast_figure(figure: MetricDisplay, figures: Mapping[str, Any], device: 
 class EarlyStopping:
     """Rule that ends training on all ranks when a metric has not improved for several evaluations.
 
-    An undefined figure does not count as an improvement. The history is stored in `progress` and thus in
+    An undefined value does not count as an improvement. The history is stored in `progress` and thus in
     every checkpoint, so a resumed run ends at the same step as an uninterrupted one.
 
     Args:
@@ -252,7 +252,7 @@ class EarlyStopping:
     def after_evaluation(self) -> None:
         """Update the history with the evaluation of this step.
 
-        This is a collective operation: every rank must call it. All ranks use the figure of rank 0, so that they make
+        This is a collective operation: every rank must call it. All ranks use the value of rank 0, so that they make
         the same decision.
         """
         if self._figure is None:
@@ -260,14 +260,14 @@ class EarlyStopping:
         value = broadcast_figure(self._figure, self._progress.evaluation, self._device)
         history = self._progress.early_stopping
         best = history.get("best")
-        # Comparisons with NaN are false, so an undefined figure is never an improvement.
+        # Comparisons with NaN are false, so an undefined value is never an improvement.
         if self._figure.loss(value) < (float("inf") if best is None else self._figure.loss(best)):
             history |= {"best": value, "step": self._progress.step, "since": 0}
         else:
             history["since"] = history.get("since", 0) + 1
 
     def report(self, context: WorkerContext) -> None:
-        """Report an early end of training, if any, and the training figures since the last report."""
+        """Report an early end of training, if any, and the training metrics since the last report."""
         if self._figure is None or not self.over:
             return
         step = self._progress.step

@@ -1,6 +1,6 @@
 """Statistics of a rank's shards: load, use and norms, computed on the shards' device from samples.
 
-Counts cover every step. Norms are computed from a strided sample of rows, which differs each time. Figures of
+Counts cover every step. Norms are computed from a strided sample of rows, which differs each time. Statistics of
 distinct ids and updates refer to one probed step.
 """
 
@@ -47,7 +47,7 @@ class ProbedRows:
 
 
 class Statistics:
-    """Collector of figures for each table of which this rank has a shard.
+    """Collector of statistics for each table of which this rank has a shard.
 
     The taps must be enabled before a probed step, and `collect` must be called after this step.
 
@@ -55,8 +55,8 @@ class Statistics:
         schema: Schema of the data.
         tables: Tables as returned by embeddings.tables.tables(model, optimizer).
         taps: Taps on the same model.
-        of_ids: Function that returns figures of managed ids, such as ManagedBatches.collect_figures; a
-            collective.
+        of_ids: Function that returns statistics of managed ids, such as ManagedBatches.collect_figures; every rank
+            must call it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Statistics:
 
     @torch.no_grad()
     def collect(self) -> dict[str, dict[str, Any]]:
-        """Return each table's figures since the last call (see docs/monitoring.md), and end the probe."""
+        """Return each table's statistics since the last call (see docs/monitoring.md), and end the probe."""
         (lookups, hits), ids = self._count_lookups(), self._of_ids()
         probed = {id(p.lookup): p.lookup for p in self._probed.values()}
         self._parts = {i: lookup.gradients() for i, lookup in probed.items()}
@@ -144,7 +144,7 @@ class Statistics:
         return figures
 
     def _compute_norms(self, shard: Shard, state: dict, table: Table) -> dict[str, Any]:
-        """Return the figures computed from a sample of rows."""
+        """Return the statistics computed from a sample of rows."""
         rows = shard.values.shape[0]
         if not rows:
             return {"max_abs": torch.zeros((), device=shard.values.device)}
@@ -279,7 +279,7 @@ def _get_ids(features: KeyedJaggedTensor, key: int) -> torch.Tensor:
 
 
 def _to_numbers(tables: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the figures with tensors replaced by numbers, using a single copy from the device."""
+    """Return the statistics with tensors replaced by numbers, using a single copy from the device."""
     tensors = [v for figures in tables.values() for v in figures.values() if isinstance(v, torch.Tensor)]
     numbers = iter(read_flat_values([tensor.double() for tensor in tensors]))
 

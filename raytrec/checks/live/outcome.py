@@ -34,8 +34,8 @@ class Position:
         batch_step: Step of this rank's last batch, counted from 0; None if unknown.
         expected_rows: Number of rows over all ranks in the batches trained since the taps were created; None
             if rows may be skipped.
-        figures: Figures of the last training window, the same on all ranks; may be empty.
-        ratios: Key of each figure that should be 1 → key of the figure that counts its positives.
+        figures: Metrics of the last training window, the same on all ranks; may be empty.
+        ratios: Key of each metric that should be 1 → key of the metric that counts its positives.
         about: Plain values that must be the same on all ranks; empty except at the start.
     """
 

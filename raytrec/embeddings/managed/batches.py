@@ -238,7 +238,7 @@ class ManagedBatches:
         return replace(batch, sparse=self._replace_ids(batch.sparse, rows), new_rows={})
 
     def collect_figures(self) -> dict[str, dict[str, float]]:
-        """Return each managed table's figures over all ranks since the last call (docs/monitoring.md)."""
+        """Return each managed table's counts over all ranks since the last call (docs/monitoring.md)."""
         sums = []
         for table, part in self.maps.items():
             ages, previous = part.sample_ages(self.steps), self._previous_counts.get(table, {})

@@ -94,7 +94,7 @@ class RowMap:
         return (step - last.long()).clamp(min=0)
 
     def audit(self) -> MapAudit:
-        """Return the figures needed to check that the map from ids to rows is one to one over all ranks."""
+        """Return the counts needed to check that the map from ids to rows is one to one over all ranks."""
         maps, table, peers = self._maps, self._table, self._maps.peers
         free, entries = maps.free[table], maps.rows.entries(table)
         rows, (owners, _) = entries.fields["row"].long(), find_key_owners(entries.keys, peers.world)
@@ -151,7 +151,7 @@ class MapAudit:
 
     @property
     def free(self) -> tuple[int, int, int]:
-        """Figures of the free rows (left, left_hash_sum, unused), which must be the same on all ranks."""
+        """Counts of the free rows (left, left_hash_sum, unused), which must be the same on all ranks."""
         return self.left, self.left_hash_sum, self.unused
 
 

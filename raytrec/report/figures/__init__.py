@@ -13,13 +13,13 @@ from raytrec.tracking.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class GalleryEntry:
-    """Figure in a report, and the function that draws it.
+    """Plot in a report, and the function that draws it.
 
     Attributes:
         name: Name of the file, without a suffix.
-        section: Section of the report that shows the figure.
+        section: Section of the report that shows the plot.
         label: Description for screen readers.
-        draw: Function that draws the figure of a run, or returns None without data.
+        draw: Function that draws the plot of a run, or returns None without data.
         missing: Reason shown if there is no data.
     """
 

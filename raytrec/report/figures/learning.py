@@ -91,10 +91,10 @@ def roc(run: History) -> Figure | None:
 
 @style.styled
 def draw_overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
-    """Draw a figure with a line per run for each metric that should be low or high.
+    """Draw a plot with a line per run for each metric that should be low or high.
 
-    Training and evaluations have separate figures. Diamonds mark final evaluations, which may use other data.
-    Metrics with fewer than two points have no figure.
+    Training and evaluations have separate plots. Diamonds mark final evaluations, which may use other data.
+    Metrics with fewer than two points have no plot.
     """
     metrics = {each.key: each.label for run in runs for each in _select_distinct_metrics(run) if each.is_directed}
     titles = {

@@ -1,6 +1,6 @@
 """Common style of all plots, and conversion of plots to PNG and SVG, without pyplot and its global state.
 
-Figures are legible on a page 360 pixels wide, and fit side by side on a wide page.
+Plots are legible on a page 360 pixels wide, and fit side by side on a wide page.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def styled(draw: Callable) -> Callable:
 
 
 def new_figure(title: str, height: float, rows: int = 1, columns: int = 1, **options) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a title above its axes, and a list of the axes row by row.
+    """Return a plot with a title above its axes, and a list of the axes row by row.
 
     Args:
         title: Title, which summarizes the content.
@@ -115,7 +115,7 @@ def new_figure(title: str, height: float, rows: int = 1, columns: int = 1, **opt
 
 
 def new_grid(title: str, count: int, height: float, row_height: float, label: str) -> tuple[Figure, list[Axes]]:
-    """Return a figure with panels over steps, in two columns with shared axes, and a list of the panels.
+    """Return a plot with panels over steps, in two columns with shared axes, and a list of the panels.
 
     Args:
         title: Title, which summarizes the content.
@@ -139,7 +139,7 @@ def new_grid(title: str, count: int, height: float, row_height: float, label: st
 
 @styled
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure to a PNG file with a white background."""
+    """Write a plot to a PNG file with a white background."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # the font may lack the script of a name
         figure.savefig(path, format="png", dpi=200)
@@ -147,12 +147,12 @@ def save_png(figure: Figure, path: Path) -> None:
 
 @styled
 def to_svg(figure: Figure, label: str) -> str:
-    """Return a figure as an <svg> element for a page that defines the variables in THEME.
+    """Return a plot as an <svg> element for a page that defines the variables in THEME.
 
     `label` describes the content for screen readers and must be unique on the page.
     """
     text = io.StringIO()
-    # Ids of reused elements are hashes; the salt makes them unique to this figure.
+    # Ids of reused elements are hashes; the salt makes them unique to this plot.
     with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": label}):
         warnings.filterwarnings("ignore", "Glyph .* missing")
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -97,7 +97,7 @@ def _build_matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]
 def _draw(
     cells: np.ndarray, names: list[str], ranks: list[int], title: str, kind: FuncFormatter, norm: Normalize
 ) -> tuple[Figure, Axes]:
-    """Draw a map of cells below bars of the ranks' totals; return the figure and the axes of the bars."""
+    """Draw a map of cells below bars of the ranks' totals; return the plot and the axes of the bars."""
     height = 0.16 * len(names)
     ratios = 0.6, 0.3 + height
     figure, (bars, grid) = style.new_figure(title, 2.0 + height, 2, sharex=True, height_ratios=ratios)
