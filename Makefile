@@ -1,64 +1,70 @@
-# make train   everything from nothing to a trained, evaluated model on 2 CPU workers
-# make test    installs what it needs and runs the tests
-# make test-fast  those that need neither Ray nor several processes: under 90 s
-# make test-all  every test that there is: those of make test, test-survive, mutations, parity, golden, cluster-test
-# make smoke   the smallest form of every target here, one after the other
-# make test-next  the tests of upstream's parts with the newer torch, TorchRec, FBGEMM, MLflow and pyarrow of
-#              requirements/next.txt, in .venv-next (7 GB)
-# make mutations  2,000 broken configurations, schemas, run folders and checkpoints: each ends in a message
-# make parity  the sharded run against one process, in every combination; writes benchmarks/results/parity.json
-# make golden  the first 50 losses of every example configuration against the committed ones, bit for bit
-# make chaos   a run on several nodes with at least 20 faults, and what faults cost; writes benchmarks/results/
-# make cluster-test  every way to run on a cluster, from a notebook and in an image, for real
-# make test-survive  the slower tests of whole runs, most of which disturb them
-# make weight   lines of code, files, keys, words and lines of tests; make map: the list of modules in
-#              ARCHITECTURE.md
-# make bench   how fast training is, against the loop you would write by hand
-# make bench-growth, make overhead, make curves, make bench-ingest, make bench-checkpoint, make bench-watching
-#              what the figures of docs/benchmarks.md come from
-# make bench-scale  the control plane with up to 1,024 simulated ranks and 1,000 tables (docs/scaling.md)
-# make bench-metrics  what metrics of evaluations take of a rank's memory, at 100,000 to 10,000,000 rows
-# make bench-tiers  what tables in memory and in files take of memory, and how fast they train (docs/sharding.md)
-# make bench-sequences  what a step over sequences costs as they get longer
-# make bench-requests  what rows that are requests with candidates save, against a row for each
-# make bench-precision  what fp16 tables and quantized collectives cost in AUC
-# make bench-ids  what managed ids cost, against a table without them
-# make bench-ids-resume  distinct ids through few rows, resumed by other numbers of workers: what is equal
-# make bench-ids-quality DATA=DIR  AUC on MovieLens-1M with managed ids, against hashing and a vocabulary
-# make quality DATA=DIR  every model on public data in DIR, with 5 seeds each (docs/quality.md)
-# make quality-smoke  every row of it for three steps, on made-up data
-# make bench-export  what the export of a table of 30 GiB takes, and how fast its rows are looked up
-# make bench-host  what the host does for a step: kernels that it would launch, milliseconds of Python
-# make bench-serve  how fast raytrec serves, next to other services of the same model
-# make bench-table-shards  lookups in tables apart from the replicas, next to tables in process
-# make bench-online  CPU time of deltas during training, and time from a step until a service answers with it
-# make soak-online  100,000 requests to a service that follows a run, while ranks, replicas and table shards are killed
-# make bench-sync  the AUC that a served model loses if it is synchronized with training only at intervals
-# make bench-swap  how long requests take while a service loads another export
-# make soak-serve  200,000 requests to a service through swaps, damaged exports and killed replicas
-# make bench-plan  memory and time that raytrec plan predicts, against measured ones
-# make bench-start  how long a run takes to start, and to train again when a worker has been killed
-# make gpu-check, make bench-gpu  whether a machine's GPU does what raytrec promises, and how fast (docs/gpu.md)
-# make gpu-lease  tests and measurements on a GPU that is available for 30 minutes, the most valuable ones first
-# The newest of these that runs and has venv; PYTHON=… is another one. Looked for only where one is needed.
+# make train              install raytrec, generate data, train and evaluate a model on 2 CPU workers
+# make test               run all tests except those of the targets below
+# make test-fast          run the tests that need neither Ray nor several processes (under 90 s)
+# make test-all           run every test: test, test-survive, mutations, parity, golden, cluster-test
+# make smoke              run the smallest form of every target in this file
+# make test-next          test the versions in requirements/next.txt, in .venv-next (7 GB)
+# make mutations          test the messages for 2,000 invalid configurations, schemas, run folders and checkpoints
+# make parity             compare sharded runs with one process in every combination
+# make golden             compare the first 50 losses of every example configuration with recorded losses
+# make chaos              run on several nodes with at least 20 faults, and measure the cost of faults
+# make cluster-test       test clusters, notebooks and images
+# make test-survive       run the slow tests of whole runs, most of them with faults
+# make soak-serve         send 200,000 requests to a service during swaps, damaged exports and killed replicas
+# make soak-online        send 100,000 requests to a service that follows a run, while processes are killed
+# make gpu-check          test raytrec on the GPU of this machine
+# make gpu-lease          run tests and measurements on a GPU that is available for 30 minutes, by priority
+# make lint               check formatting, import order, language, commits and types
+# make weight             count lines of code, files, configuration keys, words and lines of tests
+# make map                update the list of modules in docs/map.md
+#
+# Benchmarks; each writes benchmarks/results/ and the tables of a page:
+#
+# make bench              training speed compared with hand-written loops
+# make bench-checkpoint, bench-growth, bench-ingest, bench-watching, curves, overhead
+#                         tables and plots of docs/benchmarks.md
+# make bench-export       export of a table of 30 GiB, and lookups in the export
+# make bench-gpu          speed of a GPU (docs/gpu.md)
+# make bench-host         kernel launches and Python time of a step
+# make bench-ids          cost of managed ids compared with a static table
+# make bench-ids-quality DATA=DIR
+#                         AUC on MovieLens-1M with managed ids, hashing and a vocabulary
+# make bench-ids-resume   distinct ids in few rows, resumed with other numbers of workers
+# make bench-metrics      memory of evaluation metrics for 100,000 to 10,000,000 rows
+# make bench-online       CPU time of deltas during training, and delay until a service has loaded them
+# make bench-plan         predicted memory and step time compared with measurements
+# make bench-precision    AUC with fp16 tables and quantized collectives
+# make bench-requests     requests with candidates compared with one row per candidate
+# make bench-scale        control plane with up to 1,024 simulated ranks and 1,000 tables (docs/scaling.md)
+# make bench-sequences    step time by sequence length
+# make bench-serve        serving speed compared with other services of the same model
+# make bench-start        start time of a run, and restart time after a worker is killed
+# make bench-swap         request latency while a service loads another export
+# make bench-sync         AUC lost by a served model that is synchronized only at intervals
+# make bench-table-shards lookups in table shards compared with tables in process
+# make bench-tiers        memory and speed of tables in memory and in files (docs/sharding.md)
+# make quality DATA=DIR   every model on public data in DIR, with 5 seeds each (docs/quality.md)
+# make quality-smoke      every row of docs/quality.md for three steps, on synthetic data
+
+# Newest Python with venv, unless PYTHON is set. Evaluated only by targets that need Python.
 PYTHONS := python3.13 python3.12 python3.11
 PYTHON ?= $(or $(shell for python in $(PYTHONS); do \
 	$$python -c 'import ensurepip, venv' 2>/dev/null && echo $$python && break; done), \
 	$(error found no Python 3.11 to 3.13 with venv: install one (Debian, Ubuntu: python3.12 and python3.12-venv), \
 	or name it: make PYTHON=/path/to/python3))
 BIN := .venv/bin
-# What .venv was installed for stays its device: packages for another one would break it.
+# Device for which .venv was installed. It cannot change, because packages for two devices conflict.
 INSTALLED := $(patsubst .venv/installed-%,%,$(wildcard .venv/installed-*))
 DEVICE ?= $(or $(firstword $(INSTALLED)),cpu)
 ifneq ($(filter-out clean,$(or $(MAKECMDGOALS),train)),)
 ifneq ($(filter-out $(DEVICE),$(INSTALLED)),)
-$(error .venv is for $(INSTALLED), and DEVICE=$(DEVICE) is asked for: leave DEVICE out, or run `make clean` first)
+$(error .venv is for $(INSTALLED), and DEVICE is $(DEVICE): leave DEVICE out, or run `make clean` first)
 endif
 endif
 ROWS ?= 300000
-# The folder with ml-100k, ml-1m, toys and adult.
+# Folder with ml-100k, ml-1m, toys and adult.
 DATA ?= .
-# Tests that run at the same time; those that share the Ray cluster run one after the other.
+# Number of test processes. Tests that share the Ray cluster run one after another.
 AT_ONCE ?= 2
 
 .PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-sync bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check gpu-lease bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-resume bench-ids-quality weight map
@@ -72,7 +78,7 @@ test: install
 test-fast: install
 	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup --no-loadscope-reorder -m "not processes and not parity and not survive and not cluster and not mutations"
 
-# Losses are held against those of the older pair, bit for bit or to 1e-4 over 10 steps (tests/golden).
+# Losses are compared with those of the pinned versions, bit for bit or within 1e-4 over 10 steps (tests/golden).
 test-next: .venv-next/installed
 	.venv-next/bin/pytest tests/compat
 	.venv-next/bin/pytest tests/golden -m "parity or not parity"
@@ -243,8 +249,8 @@ install: .venv/installed-$(DEVICE)
 data/synthetic/schema.yaml: | install
 	$(BIN)/raytrec prepare synthetic --out data/synthetic --rows $(ROWS)
 
-# The commands stand in the heads of the files, too. uv must be installed. Resolved for Python 3.11, the files
-# have to do for the newer ones: the last command names what has no wheel or would be missing.
+# Requires uv. Each file states its command in its header. The files are resolved for Python 3.11. The last command
+# checks that they are complete for newer versions of Python, and names packages without a wheel.
 lock:
 	cd requirements && uv pip compile cpu.in --excludes cpu.excludes --python-version 3.11 -o cpu.txt
 	cd requirements && uv pip compile cuda.in --python-version 3.11 -o cuda.txt
@@ -258,7 +264,7 @@ lock:
 	cd requirements && for file in *.txt; do for python in 3.11 3.12 3.13 3.14; do \
 		pins=$$(uv pip compile -q --no-header --no-annotate --only-binary :all: --python-version $$python $$file \
 			$$(ls $${file%.txt}.excludes 2>/dev/null | sed 's/^/--excludes /')) \
-		&& ! echo "$$pins" | grep -vxFf $$file || { echo "$$file does not do for Python $$python"; exit 1; }; \
+		&& ! echo "$$pins" | grep -vxFf $$file || { echo "$$file is not complete for Python $$python"; exit 1; }; \
 	done; done
 
 clean:
