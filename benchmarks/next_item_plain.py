@@ -1,4 +1,4 @@
-"""SASRec and HSTU written by hand in plain torch, without raytrec, for one process and padded rows.
+"""Hand-written SASRec and HSTU in plain torch, without raytrec, for one process and padded rows.
 
 This independent implementation has the layers, loss, dropout and optimizer of raytrec/models/next_item.py.
 Rows are padded to the longest row of the batch, oldest id first, so causal attention needs no other mask.

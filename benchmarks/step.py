@@ -1,4 +1,4 @@
-"""Training speed of raytrec compared with loops written by hand.
+"""Training speed of raytrec compared with hand-written loops.
 
     raytrec prepare synthetic --out data/step --rows 1000000 --multi-hot 8
     python benchmarks/step.py [data/step/train] [--rounds 3] [--steps 240] [--models dlrm] [--workers 1,2]

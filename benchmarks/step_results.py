@@ -121,7 +121,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     @styled
     def made() -> Any:
-        figure, panels = new_figure(f"Training against loops written by hand: {results['title']}", 4.6, rows=2)
+        figure, panels = new_figure(f"Training compared with hand-written loops: {results['title']}", 4.6, rows=2)
         cases = list(results["by_case"])
         for axes, name, label in zip(panels, FIGURES[:2], ("rows/s", "CPU-µs per row"), strict=False):
             for place, (side, values) in enumerate(results[name].items()):

@@ -1,4 +1,4 @@
-"""Trainers with which `benchmarks/step.py` compares raytrec, each written by hand.
+"""Hand-written trainers with which `benchmarks/step.py` compares raytrec.
 
     python benchmarks/step_sides.py limit|by_hand|ray_recipe SETTINGS.json
 

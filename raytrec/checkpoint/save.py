@@ -72,8 +72,8 @@ class CheckpointWriter:
         root: Folder of all checkpoints: a local path or a URI (s3:// or gs://).
         config: Section `checkpoint` of the configuration: number of checkpoints to keep, and whether training
             continues during a save.
-        confirm: Function called on rank 0 before a checkpoint is committed and before old ones are removed;
-            it raises RunError if these ranks no longer own the run.
+        confirm: Function called on rank 0 before a checkpoint is committed and before old ones are removed. Raises
+            RunError if these ranks no longer own the run.
         unbounded: Names of tensors that may contain infinity (LogicalState.unbounded).
         best: Metric that determines which checkpoints are best (checkpoint.keep_best).
         rows: Snapshot that preserves the table rows that training changes during a save; None: whole tables

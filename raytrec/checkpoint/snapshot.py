@@ -202,8 +202,8 @@ class _ShardSnapshot:
 class HostStateBuffer:
     """Buffer of exactly the size of one copy of the state, reused by every save.
 
-    Copies from a GPU run at full speed only into page-locked memory. torch's pinned memory could take twice the
-    size, because it is allocated in powers of two, and would never be released.
+    Copies from a GPU run at full speed only into page-locked memory. torch allocates pinned memory in powers of two,
+    which could double the size, and never releases it.
 
     Attributes:
         note: Remark about the last copy for the user; None if there is none.

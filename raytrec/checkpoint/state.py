@@ -8,8 +8,8 @@
     dense/FQN/ema          average of the parameter over steps (train.ema)
     dense/ema/count        number of steps in these averages (0-dim)
 
-TorchRec's own keys depend on the plan, so its state dicts can be loaded only under the same plan (TorchRec
-issue #2394: the keys of a data-parallel table's state differ from those of a row-wise table's state).
+TorchRec's keys depend on the plan, so its state dicts can be loaded only under the same plan. For example, the state
+of data-parallel and of row-wise tables has different keys (TorchRec issue #2394).
 """
 
 from __future__ import annotations

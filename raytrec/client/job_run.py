@@ -59,7 +59,7 @@ class JobApi(Jobs):
 
 
 class JobRun(Run):
-    """Run of a raytrec job, read from its log, which contains JSON lines among lines for people (progress_log.py).
+    """Run of a raytrec job, read from its log, which contains JSON lines among lines for users (progress_log.py).
 
     Args:
         jobs: Jobs of the cluster.

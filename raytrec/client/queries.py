@@ -77,7 +77,7 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
 
 
 def file(run: str, name: str) -> bytes:
-    """Return one of the files that a run writes for people.
+    """Return one of the files that a run writes for users.
 
     Raises:
         RunError: The name is not one of FILES; or the file is missing or too large.

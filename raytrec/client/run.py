@@ -85,7 +85,7 @@ class Run:
     Attributes:
         state: starting, running, finished, stopped (its state is saved), failed, interrupted (driver died).
         history: Metrics that have been read so far.
-        log: Lines for people, each with its line break.
+        log: Lines for users, each with its line break.
         error: Error of a failed run.
         poll_s: Seconds between two queries.
         job: Id of the run's job; None with ray://.

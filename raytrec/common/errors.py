@@ -1,8 +1,8 @@
 """Errors for users, in four parts: what, where, expected, do.
 
 Errors of these classes have causes that a user can fix; the command line prints them without a traceback. They
-are sent between Ray processes, so pickling preserves all their parts. They reach terminals, logs and files that
-other people read, so passwords in addresses are hidden.
+are sent between Ray processes, so pickling preserves all their parts. They reach terminals, logs and files that other
+users read, so passwords in addresses are hidden.
 """
 
 import re
@@ -203,7 +203,7 @@ def get_first_line(error: BaseException) -> str:
 
 @contextmanager
 def convert_os_errors(what: str, kind: type[RaytrecError] = RunError, **parts: str) -> Iterator[None]:
-    """Convert an OSError raised in the block to an error for people, which states `what` and the reason.
+    """Convert an OSError raised in the block to an error for users, which states `what` and the reason.
 
     Args:
         what: Sentence before the reason.

@@ -63,8 +63,8 @@ class OutputFolder:
         """Open a stream to a file that appears after the block, and does not appear after an error.
 
         A file on disk is first written under another name. An object appears when its stream is closed. After an
-        error, the stream is closed only when the interpreter frees it; the footer of a Parquet file then
-        has fewer rows than its metadata states.
+        error, the stream is closed only when the interpreter frees it. The footer of a Parquet file then has fewer
+        rows than its metadata states.
 
         Args:
             name: Name of the file.

@@ -44,7 +44,7 @@ RETRY_DELAYS_S = (0.2, 1.0, 3.0)
 
 
 class UnreadableError(ValueError):
-    """Error for text that is not valid or exceeds a limit; the message is one line for people."""
+    """Error for text that is not valid or exceeds a limit; the message is one line for users."""
 
 
 def open_regular(path: str | Path) -> FileIO:

@@ -1,7 +1,7 @@
 """Redact secrets in addresses, settings and texts.
 
-No dependency redacts arbitrary text. urllib.parse, urllib3 and SQLAlchemy parse an address, and split a password
-that contains @, /, ? or #, so part of the password would remain visible.
+No dependency redacts arbitrary text. urllib.parse, urllib3 and SQLAlchemy parse addresses, but split passwords that
+contain @, /, ? or #. Part of the password would remain visible.
 """
 
 from __future__ import annotations

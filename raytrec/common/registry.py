@@ -114,7 +114,7 @@ def list_modules(package: str) -> list[str]:
 
 
 def find_code(path: str, kind: str, where: str, folder: str | None = None) -> Any:
-    """Import the object named by `module:name`, with errors for people.
+    """Import the object named by `module:name`, with errors for users.
 
     Args:
         path: `module:name`.

@@ -140,7 +140,7 @@ def make_absolute(uri: str, root: str | None = None) -> str:
 
 
 def quote_for_shell(place: str | Path) -> str:
-    """Quote a path as a single shell word, for commands that people copy."""
+    """Quote a path as a single shell word, for commands that users copy."""
     return shlex.quote(str(place))
 
 

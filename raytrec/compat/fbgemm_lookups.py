@@ -83,8 +83,8 @@ def map_table(weight: nn.Parameter, state: Mapping[str, str], name: str = "") ->
     Args:
         weight: Weights of the table.
         state: FBGEMM's name of an optimizer state → granularity of the state, "value" or "row".
-        name: Name of the table if some of its rows may also be in memory; the table then shares its lookup with
-            no other table. "": all rows are only in the file.
+        name: Name of the table if some of its rows may also be in memory. The table then has a separate lookup. "":
+            all rows are only in the file.
     """
     (settings,) = private(weight, "_optimizer_kwargs", "torch")
     settings[MAPPED] = (name, *state.items())

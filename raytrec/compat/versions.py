@@ -41,9 +41,8 @@ def find_wrong_versions() -> RunError | None:
     Packages that are not installed are ignored, because a driver needs only some.
 
     Returns:
-        None if all versions are supported, otherwise an error. The error names unsupported versions and the
-            nearest supported pair, two builds of FBGEMM in one folder, or a build of FBGEMM for a different
-            CUDA version than torch's.
+        None if all versions are supported, otherwise an error. It reports unsupported versions with the nearest
+        supported pair, two builds of FBGEMM in one folder, or builds of FBGEMM and torch for different CUDA versions.
     """
     versions = {
         name: version for name in (*SUPPORTED_VERSIONS, *PAIRED_PACKAGES) if (version := get_installed_version(name))

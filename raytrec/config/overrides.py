@@ -54,8 +54,8 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
         sections: Names of all sections.
 
     Raises:
-        ConfigError: The text is not an override, its value is not valid YAML, or its key names a missing
-            section or task, or a part of a value that is not a section.
+        ConfigError: The text is not an override, its value is not valid YAML, or its key names a section, task or part
+            that does not exist.
     """
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")

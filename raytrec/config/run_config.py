@@ -148,8 +148,8 @@ def load_config(
         source: Path of a YAML file (local, s3:// or gs://), or the values of a configuration.
         overrides: `section.key=value` strings, whose values are YAML (`train.epochs=3`, `model={name: mf}`),
             or a mapping of such keys (overrides.py).
-        elsewhere: Origin of values that may not be the user's own (trust.py); default: for a file, the result
-            of `find_origin`, which treats every URI as such an origin.
+        elsewhere: Origin of values that another user may have written (trust.py). Default for a file: the result of
+            `find_origin`, which treats every URI as such an origin.
         allow_code: Allow values from elsewhere to name code and servers.
 
     Raises:
@@ -191,7 +191,7 @@ def _read(uri: str) -> dict:
 
 
 def _format_mistakes(error: ValidationError, values: dict) -> str:
-    """Return one line per invalid key; a section is left out if one of its keys is invalid."""
+    """Return one line per invalid key; a section is omitted if one of its keys is invalid."""
     listed = [dict(mistake) for mistake in error.errors()[:MAX_MISTAKES]]
     places: dict[tuple[str, ...], list[dict]] = {}
     for mistake in listed:

@@ -1,9 +1,9 @@
 """Detect code and servers in configurations that other users may have written.
 
-A configuration can name code that its run imports (`module:name`), a cluster with which the run exchanges
-pickles and Ray's token, and servers that receive the user's credentials. All are accepted in a configuration
-that the user wrote. Configurations from a URI, a checkpoint, or the folder of a run or search may be another
-user's. Code and servers in these configurations are refused without --allow-code.
+A configuration can name code that its run imports (`module:name`) and servers that receive the user's credentials. It
+can also name a cluster with which the run exchanges pickles and Ray's token. All are accepted in a configuration that
+the user wrote. Configurations from a URI, a checkpoint, or the folder of a run or search may be another user's. Code
+and servers in these configurations are refused without --allow-code.
 
 Configurations in the user's own run and search folders carry a mark: a MAC of the file. Its key is in the
 home folder, where only this user can read it. The mark moves with the folder, and becomes invalid if another

@@ -89,7 +89,7 @@ class Dataset:
         empty_tasks: Task → reason, for tasks that use no row according to the footers.
         constant_labels: Label → value, for labels with a single value according to the footers.
         log_odds: Initial bias of each logit column (train.initial_bias); (): biases are not changed.
-        listing: Files found in the folders, and reasons why other files are left out.
+        listing: Files found in the folders, and reasons why other files are skipped.
     """
 
     uri: str

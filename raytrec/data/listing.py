@@ -60,7 +60,7 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
     """List the Parquet files of folders, in the given order of folders and by path within each folder.
 
     A file is read if its name ends with .parquet (in upper or lower case) or if it begins and ends with
-    Parquet's magic bytes. Hidden files and folders are left out: names that begin with `.`, or with `_` if
+    Parquet's magic bytes. Hidden files and folders are skipped: names that begin with `.`, or with `_` if
     they contain no `=`.
 
     Args:

@@ -262,8 +262,8 @@ class ResolvedReadPlan:
     def no_id(self) -> int:
         """Return the value that marks a missing id.
 
-        With managed ids, -1 is a valid id, so the smallest int64 marks a missing id; a managed id with this
-        value is replaced by the next larger integer.
+        With managed ids, -1 is a valid id, so the smallest int64 marks a missing id. A managed id with this value is
+        replaced by the next larger integer.
         """
         return NO_MANAGED_ID if self.schema.managed else -1
 

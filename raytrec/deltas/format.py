@@ -12,8 +12,8 @@ are Arrow IPC files; their schema metadata names the operation and the version o
     ids     rows of managed ids: all listed rows lose their id, then each non-null id gets its row
     dense   new values of all dense weights
 
-When a run returns to an earlier checkpoint, its next delta also contains the rows and ids that the deltas since then
-have changed, as they are in the checkpoint. If these deltas are not known, it contains all rows and ids.
+When a run returns to an earlier checkpoint, its next delta also contains the rows and ids that later deltas have
+changed. Their values are those of the checkpoint. If these deltas are not known, it contains all rows and ids.
 """
 
 from __future__ import annotations

@@ -231,8 +231,8 @@ def check_all_reduce(nodes: ThisHost) -> Diagnoses:
 def find_smallest_failing_group(group: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> Sequence[int]:
     """Return a node, a pair or, if neither fails by itself, a larger part of a group that fails.
 
-    Two binary searches find the shortest failing prefix of the group, and then the shortest prefix that fails
-    together with the last node of the first one.
+    A binary search finds the shortest failing prefix of the group. A second one finds the shortest prefix that fails
+    together with the last node of the first prefix.
 
     Args:
         group: Nodes that fail together.

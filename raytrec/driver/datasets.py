@@ -268,7 +268,7 @@ def check_usable_rows(dataset: Dataset, *, to_train: bool = False) -> None:
 
 
 def show_file_counts(console: RunConsole, datasets: Mapping[str, Dataset]) -> None:
-    """Show how many files of each dataset are read, and why others are left out."""
+    """Show how many files of each dataset are read, and why others are skipped."""
     for name, dataset in datasets.items():
         if dataset.listing.files:  # held-out rows are in files of another dataset
             console.note(f"{name}: {dataset.listing}")

@@ -20,7 +20,7 @@ class FailureKind(IntEnum):
     """Kind of a failure; a kind with a smaller value explains kinds with larger values."""
 
     RESTART = 0  # a requested restart
-    RAYTREC_ERROR = 1  # an error for people, which would recur
+    RAYTREC_ERROR = 1  # an error for users, which would recur
     NODE = 2  # the node is lost
     DEATH = 3  # the process has ended
     ERROR = 4  # an exception of the rank itself

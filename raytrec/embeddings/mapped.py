@@ -115,10 +115,10 @@ class HotRowCache:
     """In-memory cache of a shard's frequently used rows, whose values in the file can be out of date.
 
     The lookups of the run determine the cached rows. A row that has been looked up in ADMISSION_SIGHTINGS
-    steps gets a slot in memory. If all slots are taken, the row replaces one that has not been looked up since
-    the clock hand last passed (CLOCK, the replacement policy of page caches). A page cache keeps a page of
-    4 KiB for each of the rows scattered over a file. HotRowCache keeps only the row, which is written back
-    when it is replaced or the cache is flushed.
+    steps gets a slot in memory. If all slots are taken, the row replaces a row without lookups since the clock hand
+    last passed (CLOCK, the replacement policy of page caches). A page cache keeps a page of 4 KiB for each of the rows
+    scattered over a file. HotRowCache keeps only the row, which is written back when it is replaced or the cache is
+    flushed.
 
     Args:
         whole: Weights of the lookup, [rows + slots, columns], and its optimizer state, of the same shape or

@@ -1,8 +1,7 @@
 """Counts, probes and row gradients of the values that pass through lookups.
 
-At every step, ids are counted where batches come in (sent) and where tables are looked up (received). At a
-probed step, the ids, the pooled embeddings and the gradients of both lookups and dense inputs are also kept
-until the next probed step.
+At every step, ids are counted where batches come in (sent) and where tables are looked up (received). At a probed
+step, ids, pooled embeddings and the gradients of lookups and dense inputs are also kept until the next probed step.
 
 A row's gradient is Σ over the bags that contain the row of w × the bag's gradient (w = 1 if unweighted). In a
 lookup that returns one vector per id, every id is such a bag. FBGEMM's kernels apply this gradient in

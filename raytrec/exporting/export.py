@@ -85,8 +85,8 @@ def export(
         undefined). With MLflow, also mlflow_model, the model's URI.
 
     Raises:
-        RunError: There is no checkpoint, the scores of the exported model differ from the run's, the run is
-            not in MLflow, or another process is writing to `out`.
+        RunError: There is no checkpoint, exported scores differ from the run's, the run is not in MLflow, or another
+            process is writing to `out`.
         ConfigError: `out` contains other files, the model cannot be exported, or `embed` is set without
             `mlflow` or with an `out` that is not local.
         DataError: The data does not fit the schema.

@@ -51,10 +51,10 @@ def count_distinct(hashes: np.ndarray) -> int:
 class HotIds:
     """Counters of frequent ids, by the method of Misra and Gries (1982).
 
-    With more than MAX_ID_COUNTERS ids, the largest count outside the MAX_ID_COUNTERS most frequent ids is
-    subtracted from all counts, and ids without a remaining count are removed. `counts` adds the subtracted
-    amount again. Counts are exact for ids that were always kept, such as the most frequent ids. After n
-    lookups, the subtracted amount is at most n ÷ MAX_ID_COUNTERS.
+    With more than MAX_ID_COUNTERS ids, the largest count outside the MAX_ID_COUNTERS most frequent ids is subtracted
+    from all counts. Ids without a remaining count are removed. `counts` adds the subtracted amount again. Counts are
+    exact for ids that were always kept, such as the most frequent ids. After n lookups, the subtracted amount is at
+    most n ÷ MAX_ID_COUNTERS.
     """
 
     def __init__(self) -> None:

@@ -21,8 +21,8 @@ Some models return additional columns:
 
 A model whose section sets `retrieves` has two more methods with the arguments of forward. `query` returns
 float32 [B, D] (or [B, outputs, D], of which retrieval uses the last output), and `item` returns [B, D]. Each
-reads only the features in the section's `tower_members`. Dot products of the vectors rank the items of a
-query in the same order as the scores, so item vectors can be stored in an index (docs/retrieval.md).
+reads only the features in the section's `tower_members`. Dot products of the vectors rank the items of a query in the
+order of the scores. Item vectors can therefore be stored in an index (docs/retrieval.md).
 
 A model is independent of tables and ranks: `embeddings.pooling.PooledEmbeddings` looks up and pools the
 embeddings (recommender.py). Each row is computed from that row alone (no batch norm), so the distribution of

@@ -162,8 +162,8 @@ def load_index(folder: str) -> Index:
     """Load an index written by `raytrec index`.
 
     Args:
-        folder: Folder of the index; local, s3:// or gs://. The files contain only data, but faiss does not
-            parse its file safely, so open a folder with a faiss index only if you trust it.
+        folder: Folder of the index; local, s3:// or gs://. The files contain only data, but faiss does not parse its
+            file safely. Open a folder with a faiss index only if you trust it.
 
     Raises:
         RunError: The folder contains no index, or a damaged one.

@@ -44,8 +44,8 @@ def list_matrix_columns(columns: pa.Schema, dense: Collection[str]) -> dict[str,
 def read_matrix(table: pa.Table, name: str, columns: Sequence[str]) -> pa.Array | None:
     """Return the values of a matrix, row after row.
 
-    The result is None if the table has no column of this name, or has one of the matrix's columns; the matrix
-    is then an additional column, which is ignored.
+    The result is None if the table has no column of this name, or has one of the matrix's columns. In the second case,
+    the matrix is an additional column, which is ignored.
 
     Raises:
         DataError: A row does not have one value for each column.

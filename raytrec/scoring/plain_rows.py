@@ -31,8 +31,8 @@ class PlainRowReader:
         reader: Reader of all rows of the program.
 
     Raises:
-        ValueError: The model's rows are never plain: columns are transformed, weighted or neither integers
-            nor floats, a row is a request with candidates, or there are no columns.
+        ValueError: The model's rows are never plain: columns are transformed, weighted or of other types, a row is a
+            request with candidates, or there are no columns.
         ImportError: msgspec is not installed.
     """
 

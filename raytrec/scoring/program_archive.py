@@ -71,8 +71,8 @@ _loaded: WeakValueDictionary[tuple, torch.fx.GraphModule] = WeakValueDictionary(
 def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
     """Load a program written by `raytrec export`.
 
-    If a program in memory differs only in its weights, as after another training of the same model, the new
-    program shares the code of that program. This reduces the load time, during which the GIL is held, to about 1 %.
+    If a program in memory differs only in its weights, as after retraining, the new program shares its code. This
+    reduces the load time, during which the GIL is held, to about 1 %.
 
     Args:
         file: File of the program.

@@ -3,8 +3,8 @@
 A promotion has two phases. All replicas load the new export next to the old one and compare checksums and
 golden rows. When all have loaded the export, all serve it. If one replica fails, no replica changes.
 
-A command states the desired state, not a change, so a replica may miss commands, for example while it loads
-an export and another version is promoted, or when the coordinator is restarted.
+A command states the desired state, not a change, so a replica may miss commands. This happens while it loads an export
+and another version is promoted, or when the coordinator is restarted.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class Coordinator:
 
         Args:
             uri: URI of the export; None: remove the challenger, or promote the previous export if there is none.
-            share: Share of requests of the challenger, in (0, 1]; None: all requests with `shadow`, else the export
-                becomes the current one and there is no challenger.
+            share: Share of requests of the challenger, in (0, 1]. None: all requests with `shadow`; otherwise the
+                export is promoted without a challenger.
             shadow: True for a challenger in shadow mode.
 
         Returns:

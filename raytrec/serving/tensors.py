@@ -114,9 +114,9 @@ def _from_bytes(data: bytes, kind: pa.DataType) -> np.ndarray | pa.Array:
 def to_table(tensors: Mapping[str, Tensor], columns: pa.Schema) -> pa.Table:
     """Return rows with a column for each tensor that has the name of a column or of a matrix.
 
-    A tensor [B], or [B, 1] unless the model's column has lists, becomes a column of values, and a tensor
-    [B, L] a column of lists. With a tensor NAME.lengths, integers [B], the tensor NAME contains the values of
-    lists of these lengths, [N].
+    A tensor [B] becomes a column of values, as does [B, 1] unless the model's column has lists. A tensor [B, L]
+    becomes a column of lists. With a tensor NAME.lengths, integers [B], the tensor NAME contains the values of lists
+    of these lengths, [N].
 
     Raises:
         DataError: The numbers of rows differ, or lengths do not match the values.

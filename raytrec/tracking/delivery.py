@@ -224,7 +224,7 @@ def follow(folder: Path, config: RunConfig) -> None:
     """Deliver a run during training until standard input ends (`raytrec track RUN --follow`).
 
     The last line of standard input is the final status of the run; if it is missing, the driver has died.
-    JSON lines are written to standard output: {"note": message for people}, {"run_id": …}, {"refused": parts
+    JSON lines are written to standard output: {"note": message for users}, {"run_id": …}, {"refused": parts
     of the error if the store cannot be opened}, and at the end {"missing": message or null}.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process ends with its driver, which may still have to save

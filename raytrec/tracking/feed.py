@@ -1,9 +1,8 @@
 """Read the lines of a run folder that have not been delivered to MLflow, by byte offset.
 
 The offsets are stored in mlflow.json in the run folder. The file is replaced after every write to the store.
-If a driver dies between the two writes, the next driver sends the same records again. This is harmless,
-because the time of a metric is the time of its line, and a store keeps one metric per name, step, time and
-value.
+If a driver dies between the two writes, the next driver sends the same records again. This is harmless: the time of a
+metric is the time of its line, and a store keeps one metric per name, step, time and value.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ LOAD_KEYS = ("lookups", "lookup_bytes")  # table statistics that are summed over
 class Restarts:
     """Detector of the first line of each worker group.
 
-    A line belongs to a new group if its attempt differs from that of the previous line, or if its interval
-    begins before the end of the rank's previous interval. The run then went back to the beginning of this
+    A line belongs to a new group if its attempt differs from the previous line's attempt. The same holds if its
+    interval begins before the end of the rank's previous interval. The run then went back to the beginning of this
     interval, and all later steps are trained again, possibly by fewer ranks.
     """
 

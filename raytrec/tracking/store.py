@@ -107,9 +107,8 @@ class Store:
 
         The method does nothing if tracking.parent_run is not set.
 
-        Runs that start at the same time may each create a parent. Therefore the delivery calls this method
-        again at the end of the run, which then joins the oldest parent and deletes the younger parent that it
-        created.
+        Runs that start at the same time may each create a parent. Therefore the delivery calls this method again at
+        the end of the run. The run then joins the oldest parent, and deletes the younger parent that it created.
         """
         if not self._parent:
             return

@@ -248,8 +248,8 @@ class Runner:
 def allocate_environments(configs: list[RunConfig], at_once: int | None) -> list[dict[str, str]]:
     """Return environment variables for each trial that can run concurrently.
 
-    On this machine, each trial starts its own Ray instance, and on GPUs its variables select its own GPUs, so there
-    may be fewer than `at_once`. On a cluster, there are no variables, and a trial waits until all of its workers fit.
+    On this machine, each trial starts its own Ray instance. On GPUs, its variables select its own GPUs, so there may
+    be fewer than `at_once`. On a cluster, there are no variables, and a trial waits until all of its workers fit.
 
     Args:
         configs: Configurations of the trials.

@@ -28,7 +28,7 @@ class StoredState:
         served: State of a replica, which defines tables, precisions and programs (`describe_state`).
 
     Attributes:
-        parts: Part → name → type and shape, as in the state of a replica. Tables that are not served are left out.
+        parts: Part → name → type and shape, as in the state of a replica. Tables that are not served are omitted.
     """
 
     def __init__(self, folder: str, index: dict[str, Any], served: dict[str, Any]):

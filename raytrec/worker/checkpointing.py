@@ -212,8 +212,8 @@ class CheckpointManager:
     def _collect_save(self) -> Saved | None:
         """Wait for the last save, and report and return its outcome.
 
-        Nothing is reported to Ray Train, because its own record on the same storage would end the run if the
-        storage is full (ray 2.60.0, CheckpointManager). raytrec does not use checkpoints of Ray Train.
+        Nothing is reported to Ray Train: its record on the same storage would end the run if the storage is full (ray
+        2.60.0, CheckpointManager). raytrec does not use checkpoints of Ray Train.
         """
         saved = self._saver.collect_outcome()
         if saved is None:

@@ -102,7 +102,7 @@ def evaluate(
 class HostRowCollector:
     """Collector that moves the rows of one task to host memory, because GPU memory is needed for tables.
 
-    Rows with weight 0 are left out. Copies from the device are read a few batches later, so the device never
+    Rows with weight 0 are skipped. Copies from the device are read a few batches later, so the device never
     waits for the host.
 
     Args:

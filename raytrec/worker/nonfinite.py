@@ -28,8 +28,8 @@ TASK_WEIGHTS_COLUMN = "task_weights"  # column with the factors of each row
 class AsyncHostCopy:
     """Asynchronous copy of a tensor's current values to host memory.
 
-    On CPU, the tensor itself is used. On a GPU, the values are copied to pinned memory after all work that is
-    already queued on the current stream; work queued later does not delay the copy.
+    On CPU, the tensor itself is used. On a GPU, the values are copied to pinned memory after all work that is already
+    queued on the current stream. Work queued later does not delay the copy.
 
     Args:
         values: Tensor of any shape and dtype; on CPU, it must not be modified before it has been read.
@@ -113,9 +113,8 @@ class LossMonitor:
 class SkipNonfiniteOptimizer(OptimizerWrapper):
     """Optimizer that skips steps whose loss is not finite on some rank; weights and state stay unchanged.
 
-    Tables that are updated in backward get zero gradients, which change nothing with SGD and Adagrad; with
-    fused Adam (on GPUs), their momentum is still updated. (A zero loss would not suffice, because 0 × NaN is
-    NaN in backward.)
+    Tables that are updated in backward get zero gradients, which change nothing with SGD and Adagrad. With fused Adam
+    (on GPUs), their momentum is still updated. (A zero loss would not suffice, because 0 × NaN is NaN in backward.)
 
     Even on GPUs, the host decides whether to step. With a zero gradient, Adam would still count the step, on
     which its bias corrections depend, and decay its momentum (torch 2.13.0, optim/adam.py).

@@ -1,9 +1,8 @@
 """parity: embeddings and gradients equal those of a single process.
 
 Before a step, a few bags of its batch are pooled in plain torch. Their rows are located only through the map
-of shards. The result is compared with the inputs of the dense layers. After the step, the gradient of these
-rows is computed from its definition over the batches of all ranks, and compared with the gradient that
-reached the kernels.
+of shards. The result is compared with the inputs of the dense layers. After the step, the gradient of these rows is
+computed from its definition over the batches of all ranks. It is compared with the gradient that reached the kernels.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ MIN_MAGNITUDE = 1e-30  # smallest divisor of an error; smaller numbers lose prec
 class Parity(Check):
     """Check that compares a step with the result of a single process.
 
-    The error of a bag or row is relative to the sum of the magnitudes of its terms; otherwise rounding would
-    seem large when terms cancel. Measured errors are at most 5e-7, whereas a wrong divisor, row or factor causes
-    errors of 0.1 or more. If plan.qcomms rounds values sent between ranks, a bound on the effect of this
-    rounding (embeddings/sharding.py) is added to the limit of 1e-5.
+    The error of a bag or row is relative to the sum of the magnitudes of its terms. Otherwise, rounding would seem
+    large when terms cancel. Measured errors are at most 5e-7, whereas a wrong divisor, row or factor causes errors of
+    0.1 or more. If plan.qcomms rounds values sent between ranks, a bound on the effect of this rounding
+    (embeddings/sharding.py) is added to the limit of 1e-5.
     """
 
     moments = frozenset({STEP})

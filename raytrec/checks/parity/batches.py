@@ -87,8 +87,8 @@ def make_random_batches(
         count: Number of batches.
         seed: Seed for the random values.
         tasks: Tasks, which determine labels: the lowest or highest accepted value (0 or 1 if any number is
-            accepted), or any class. If tasks mask or weight rows, about a third of the rows have weight 0 in
-            each task, and the others have weights in (0, 2). If tasks group rows, each group has a few rows.
+            accepted), or any class. If tasks mask or weight rows, about a third of the rows have weight 0 in each
+            task. The other rows have weights in (0, 2). If tasks group rows, each group has a few rows.
     """
     ranges, classes = label_ranges(tasks, schema), whole_labels(tasks)
     bounds_L = [ranges[label] or (0.0, 1.0) for label in schema.labels]

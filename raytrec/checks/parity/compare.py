@@ -190,8 +190,8 @@ def _compare_steps(
     """Compare weights and optimizer state after all steps, with the optimizers of the configuration.
 
     If a table is fp16, every step is compared, and the worst step counts. After each comparison, the
-    reference copies the sharded run's weights. Without this copy, two correct runs whose gradients differ in
-    the last bit could round a weight to different neighbors, and later steps would amplify this difference.
+    reference copies the sharded run's weights. Without this copy, two correct runs whose gradients differ in the last
+    bit could round a weight to different neighbors. Later steps would amplify this difference.
     """
     config = config.model_copy(deep=True)
     config.optim.schedule = config.optim.schedule.resolve_decay_steps(len(choices))

@@ -1,8 +1,8 @@
 """The `model` section: one class per model. Keys that the model does not read are rejected.
 
-A new built-in model needs a section in the file of its family, registered with the path of the model class,
-and a file in raytrec/models. A user-defined model needs only a class, set as model.name: module:Class. Torch
-is not imported, because the driver reads these sections.
+A new built-in model needs a file in raytrec/models, and a section in the file of its family, registered with the path
+of the model class. A user-defined model needs only a class, set as model.name: module:Class. Torch is not imported,
+because the driver reads these sections.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ class ModelSection(Section):
         path: Class of the model as module:Class; only workers import the module.
         gives_vectors: True if the model can also return query and item vectors; None if unknown until the model
             is built.
-        retrieves: True if the model defines methods `query` and `item`. The dot products of their vectors
-            rank the items of a query as the model's scores do, and each vector depends only on the features
-            of its tower (`tower_members`).
+        retrieves: True if the model defines methods `query` and `item`. The dot products of their vectors rank the
+            items of a query as the model's scores do. Each vector depends only on the features of its tower
+            (`tower_members`).
         own_loss_of_last: True if the model's own loss, if any, refers to the score in its last output column.
     """
 

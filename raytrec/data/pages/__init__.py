@@ -1,9 +1,8 @@
 """Read rows from the middle of a large row group. Does not import torch.
 
 pyarrow always reads a row group from its first row. However, columns are stored as pages of about ten
-thousand rows, and each page can be decoded separately (with the column's dictionary, if any). This module
-walks the page headers to find the pages that contain the requested rows, and passes pyarrow a file in which
-these pages come first.
+thousand rows, and each page can be decoded separately (with the column's dictionary, if any). This module walks the
+page headers to find the pages with the requested rows. It passes pyarrow a file in which these pages come first.
 """
 
 from __future__ import annotations

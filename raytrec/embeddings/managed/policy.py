@@ -61,8 +61,8 @@ def compute_admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: 
 def count_rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
     """Return the number of ids that lose their rows at a step with too few free rows.
 
-    With lru, the missing rows are freed, plus some in advance. With lfu, only 1/64 of the rows (at least one)
-    are freed per step; otherwise, a batch with many new ids would take rows from frequent ids.
+    With lru, the missing rows are freed, plus some in advance. With lfu, only 1/64 of the rows (at least one) are
+    freed per step. Otherwise, a batch with many new ids would take rows from frequent ids.
 
     Args:
         eviction: Eviction policy.

@@ -17,8 +17,8 @@ PAGE_BYTES = 4096
 def find_shards(rows_N: np.ndarray, row_bytes: int, shards: int) -> np.ndarray:
     """Return the shard of each row of a stack: int64 [N] → int64 [N].
 
-    Blocks of rows that fill whole pages are distributed by a hash, so that a shard reads only its own pages of the
-    mapped files, and frequent rows, which are often neighbors, are distributed evenly.
+    Blocks of rows that fill whole pages are distributed by a hash. A shard therefore reads only its own pages of the
+    mapped files. Frequent rows, which are often neighbors, are distributed evenly.
     """
     return mix(rows_N // (PAGE_BYTES // gcd(PAGE_BYTES, row_bytes))) % shards
 

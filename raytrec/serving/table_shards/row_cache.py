@@ -18,8 +18,8 @@ def mix(numbers: np.ndarray) -> np.ndarray:
 class RowCache:
     """Cache of rows of one stack, with one place per row. All methods are thread-safe.
 
-    A row takes its place when it is missed for the second time in a row of misses on this place, unless the row in the
-    place has been found since the last attempt.
+    A row is inserted when it is missed twice without another miss on its place in between. It is not inserted if the
+    row in this place has been found since the last attempt.
 
     Args:
         rows: Number of rows of the stack.
