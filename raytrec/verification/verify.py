@@ -129,7 +129,7 @@ def _check_states(replicas: Sequence[ReplicaConnection], step: int, service: str
     states = [each.state for each in replicas]
     models = [[state[key] for key in ("step", "rows", "dense")] for state in states]
     if any(model != models[0] for model in models):
-        raise ServiceChangedError(f"the replicas serve with {', '.join(state['version'] for state in states)}")
+        raise ServiceChangedError(f"the replicas serve {', '.join(state['version'] for state in states)}")
     if (served := models[0][0]) != step:
         what = f"the service serves step {served}, but the checkpoint contains step {step}"
         do = f"pass RUN/{served}, or repeat the command when the service has reached step {step}"
