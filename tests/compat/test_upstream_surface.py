@@ -45,6 +45,7 @@ NAMES = [
     "torch.cuda:_is_in_bad_fork",
     "torch.distributed.rendezvous:TCPStore",
     "torch.utils.cpp_extension:TORCH_LIB_PATH",
+    "torch._inductor.config:compile_threads",
     "torchrec.distributed.train_pipeline.runtime_forwards:BaseForward",
 ]
 HTTP = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
@@ -159,6 +160,14 @@ SOURCES = {
     # torchrec_pipeline.py
     "torchrec.distributed.embedding_sharding:FusedKJTListSplitsAwaitable.__init__": ["t_list = _safe_tolist(t)"],
     "torchrec.distributed.dist_data:_check_int_overflow": ["if not values:"],
+    "torchrec.distributed.dist_data:SplitsAllToAllAwaitable._wait_impl": [
+        "input_list = _safe_tolist_2d(self._input_tensor.view(self.num_workers, -1).T)"
+    ],
+    "torchrec.distributed.train_pipeline.runtime_forwards:KJTAllToAllForward.__call__": [
+        "torch.tensor([input_stride] * self._pg.size(), device=device)",
+        "return KJTSplitsAllToAllMeta(\n                pg=self._pg,\n                _input=input,",
+    ],
+    "torchrec.distributed.train_pipeline.runtime_forwards:KJTAllToAllForward.__init__": ["self._splits_cumsum"],
     # torchrec_.py
     "torchrec.distributed.dist_data:KJTAllToAllTensorsAwaitable._wait_impl": [".wait()"],
     "torchrec.optim.keyed:OptimizerWrapper": ["self._optimizer"],
