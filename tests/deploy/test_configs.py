@@ -88,6 +88,13 @@ def test_criteo_configs_fit_the_gpus_of_their_clusters(name, hosts, sizes):
             assert len({rank // 8 for rank in entry.ranks}) == 1, "within a machine"
 
 
+def test_workers_and_readers_of_criteo_jobs_fit_hosts_with_32_cpus():
+    from raytrec.driver.nodes import build_worker_bundle
+
+    for path in JOBS.glob("criteo_1tb_*.yaml"):
+        assert 8 * build_worker_bundle(load_config(path), "cuda")["CPU"] <= 32, path.name
+
+
 def test_plan_reports_device_and_host_memory(tmp_path, capsys):
     from raytrec.driver.preflight import plan
     from raytrec.planning.plan_report import print_plans
