@@ -45,7 +45,6 @@ NAMES = [
     "torch.cuda:_is_in_bad_fork",
     "torch.distributed.rendezvous:TCPStore",
     "torch.utils.cpp_extension:TORCH_LIB_PATH",
-    "torch._inductor.config:compile_threads",
     "torchrec.distributed.train_pipeline.runtime_forwards:BaseForward",
 ]
 HTTP = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
@@ -260,6 +259,10 @@ SOURCES = {
 }
 # File, by package → expected file names, environment variables and error texts.
 TEXTS = {
+    "torch/_inductor/config.py": [
+        '"TORCHINDUCTOR_COMPILE_THREADS" in os.environ',
+        "compile_threads: int | None = None if is_fbcode() else decide_compile_threads()",
+    ],
     "ray/train/v2/_internal/constants.py": [
         '"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"',
         '"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"',
