@@ -1,6 +1,6 @@
 """AUC with a doubled global batch, by learning rate, on synthetic rows with Criteo's columns, on one CPU.
 
-    python benchmarks/batch_size.py [--rows 400000] [--rounds 5]
+    python benchmarks/batch_size.py [--rows 400000] [--rounds 3]
 
 A model in the form of DLRM-DCNv2, with the optimizers of jobs/criteo_1tb_8xa100.yaml (Adagrad for tables and dense
 layers), is trained once on rows whose labels follow a random factorization machine. The reference has BATCH rows per
@@ -100,7 +100,7 @@ def grid(found: Figures) -> Grid:
 
 def main(
     rows: Annotated[int, typer.Option(min=1024, help="Number of training rows.")] = 400_000,
-    rounds: harness.Rounds = 5,
+    rounds: harness.Rounds = 3,
     smallest: harness.Smallest = False,
 ) -> None:
     """Train all variants in each round, print the table and write it into docs/benchmarks.md."""

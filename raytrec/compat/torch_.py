@@ -89,7 +89,8 @@ def limit_compile_processes(count: int) -> None:
 
     TorchRec imports the settings of torch's compiler, which then ignores TORCHINDUCTOR_COMPILE_THREADS.
     """
-    import_module("torch._inductor.config").compile_threads = count
+    config: Any = import_module("torch._inductor.config")
+    config.compile_threads = count
 
 
 _enter = record_function.__enter__
