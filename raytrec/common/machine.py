@@ -12,6 +12,7 @@ import runpy
 import shutil
 import sysconfig
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -165,6 +166,22 @@ def find_needed_recovery(device: str) -> str | None:
         return _RECOVERY_ACTIONS.get(names.get(field.value.uiVal, "")) if is_valid else None
 
     return _query_nvml(ask)
+
+
+def bind_to_gpu_node(device: str) -> None:
+    """Restrict all threads of this process to the CPUs of the NUMA node of a torch device's GPU.
+
+    Nothing changes if these CPUs are unknown, or if the process may use none of them.
+    """
+
+    def ask(nvml: Any) -> set[int]:
+        words = nvml.nvmlDeviceGetCpuAffinity(get_cuda_handle(device), -(-(os.cpu_count() or 1) // 64))
+        return {64 * number + bit for number, word in enumerate(words) for bit in range(64) if word >> bit & 1}
+
+    if cpus := (_query_nvml(ask) or set()) & os.sched_getaffinity(0):
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):  # the thread has ended
+                os.sched_setaffinity(int(thread), cpus)
 
 
 def get_installed_version(package: str) -> str | None:

@@ -84,6 +84,15 @@ def skip_unprofiled_records() -> None:
     record_function.__enter__ = _enter_if_profiled
 
 
+def limit_compile_processes(count: int) -> None:
+    """Set the number of processes with which torch compiles kernels.
+
+    TorchRec imports the settings of torch's compiler, which then ignores TORCHINDUCTOR_COMPILE_THREADS.
+    """
+    config: Any = import_module("torch._inductor.config")
+    config.compile_threads = count
+
+
 _enter = record_function.__enter__
 
 

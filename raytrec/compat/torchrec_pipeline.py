@@ -12,10 +12,15 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torchrec.distributed import embedding_sharding
-from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
+from torchrec.distributed.dist_data import SplitsAllToAllAwaitable
+from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
+from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist, utils
+from torchrec.distributed.train_pipeline.runtime_forwards import KJTAllToAllForward
 from torchrec.distributed.train_pipeline.utils import _wait_for_batch
 
+from raytrec.common.collectives import to_device_tensor
 from raytrec.compat.fbgemm import find_fused_lookup
 from raytrec.compat.torch_ import call_after_nodes
 from raytrec.compat.torchrec_ import iterate_sharded_kernels
@@ -26,9 +31,44 @@ else:
     Pipeline = object
 
 
-# Before exchanging sizes, TorchRec reads values from the device for a check that is disabled. The host would wait
-# for this in every step, once per feature and sharding type.
+class _PinnedSizesForward(KJTAllToAllForward):
+    """Start of an exchange of ids, which copies this rank's sizes to the device from page-locked memory.
+
+    TorchRec copies them from pageable memory, one tensor per sharding type and column of sizes, and the host waits
+    for each copy.
+    """
+
+    def __call__(self, input: Any) -> KJTSplitsAllToAllMeta:
+        sizes, device, starts = input.dist_splits(self._splits), input.device(), self._splits_cumsum
+        rank, strides = dist.get_rank(self._pg), [[input.stride()] * self._pg.size()]
+        columns = sizes if input.variable_stride_per_key() else sizes + strides
+        return KJTSplitsAllToAllMeta(
+            pg=self._pg,
+            _input=input,
+            splits=self._splits,
+            splits_tensors=list(to_device_tensor(columns, device).unbind()),
+            input_splits=sizes,
+            input_tensors=input.dist_tensors(),
+            labels=input.dist_labels(),
+            keys=input.keys()[starts[rank] : starts[rank + 1]],
+            device=device,
+            stagger=self._stagger,
+        )
+
+
+def _receive_splits(self: SplitsAllToAllAwaitable, receive: Any = SplitsAllToAllAwaitable._wait_impl) -> Any:
+    """Return the received sizes; the sent sizes, which TorchRec also reads for a check, are replaced by zeros."""
+    sent, self._input_tensor = self._input_tensor, torch.zeros(len(self._input_tensor), dtype=torch.int64)
+    splits = receive(self)
+    del sent  # the exchange has ended
+    return splits
+
+
+# To check sizes before and after their exchange, TorchRec reads them from the device. The host would wait for this
+# in every step, once per feature and sharding type.
 embedding_sharding._safe_tolist = lambda tensor: []
+SplitsAllToAllAwaitable._wait_impl = _receive_splits
+utils.KJTAllToAllForward = _PinnedSizesForward
 
 
 class TimedMixin(Pipeline):

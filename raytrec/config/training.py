@@ -31,6 +31,8 @@ class ScalingSection(Section):
     """auto: cuda if Ray has GPUs and the CUDA packages are installed, else cpu."""
     cpus_per_worker: SmallCount = 1
     """CPUs that Ray reserves for each worker."""
+    bind_cpus: bool = True
+    """Run GPU workers only on the CPUs of their GPU's NUMA node. Readers use all CPUs."""
     address: Annotated[str | None, Mark.COMMON] = None
     """Ray cluster to join ('auto' or HOST:PORT); default: the cluster of a Ray job, else a local cluster on
     loopback that ends with the run."""

@@ -198,6 +198,12 @@ def sort_within_tables(tables: torch.Tensor, keys: torch.Tensor) -> tuple[torch.
     return torch.cat([sorted_keys for sorted_keys, _ in parts]), torch.cat(orders)
 
 
+def split_by_mask(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices at which a mask, bool [n], is True, and the others; the host waits once for a GPU."""
+    chosen = mask.nonzero().squeeze(1)
+    return chosen, torch.nonzero_static(~mask, size=len(mask) - len(chosen)).squeeze(1)
+
+
 def select_by_table(values_T: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Return the value of each entry's table, [n], or [1] (which broadcasts) if there is only one table.
 

@@ -100,8 +100,11 @@ class FullRanking:
         rows, items, seen = self._peers.stack(counts).T.tolist()
         if not sum(rows):
             return
-        concat = self._peers.concatenate
-        right, lengths = concat(torch.stack([queries.right, queries.lengths], 1), rows).unbind(1)
+        sizes = [size for n, i, s in zip(rows, items, seen, strict=True) for size in (n, n, i, s)]  # of each rank
+        concat = self._peers.concatenate  # on GPUs, the host waits for each exchange of host tensors
+        arrays = torch.cat([queries.right, queries.lengths, queries.items, queries.seen])
+        pieces = concat(arrays, [sum(sizes[k : k + 4]) for k in range(0, len(sizes), 4)]).split(sizes)
+        right, lengths, item_keys, seen_keys = (torch.cat(pieces[k::4]) for k in range(4))
         order = right.argsort(descending=True, stable=True)  # queries with the most right items come first
         slots = torch.empty_like(order)
         slots[order] = torch.arange(len(order))
@@ -109,8 +112,8 @@ class FullRanking:
         host_parts = (
             order,
             right[order],
-            torch.stack([slots.repeat_interleave(right), number, concat(queries.items, items)]).flatten(),
-            torch.stack([slots.repeat_interleave(lengths), concat(queries.seen, seen)]).flatten(),
+            torch.stack([slots.repeat_interleave(right), number, item_keys]).flatten(),
+            torch.stack([slots.repeat_interleave(lengths), seen_keys]).flatten(),
         )
         sizes = [len(part) for part in host_parts]
         order, right_Q, right_3P, seen_2S = torch.cat(host_parts).to(self._items.keys.device).split(sizes)

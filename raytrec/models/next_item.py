@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from math import log
+from typing import Any
 
 import torch
 from torch import nn
@@ -235,7 +236,7 @@ class HSTU(NextItem):
 
     @torch.compiler.disable
     def _buckets(self, history: Sequence, packed: PackedSequences) -> list[torch.Tensor]:
-        """Return the bucket of the time between every two items for each group, int64 [b, T, T]."""
+        """Return the bucket of the time between every two items for each group, int32 [b, T, T]."""
         assert history.side_features is not None
         times_BL1 = history.side_features[:, :, self.time].unsqueeze(2)
         groups = [group_bT1.squeeze(2) for group_bT1 in packed.to_chronological(packed.pack(times_BL1))]
@@ -243,8 +244,27 @@ class HSTU(NextItem):
 
 
 def choose_time_bucket(between: torch.Tensor) -> torch.Tensor:
-    """Return buckets of time differences in seconds or a numeric column's unit: float [...] → int64 [...]."""
-    return (between.clamp(min=1).log() / LOG_BUCKET_RATIO).long().clamp(max=NUM_TIME_BUCKETS - 1)
+    """Return buckets of time differences in seconds or a numeric column's unit: float [...] → int32 [...]."""
+    return (between.clamp(min=1).log() / LOG_BUCKET_RATIO).int().clamp(max=NUM_TIME_BUCKETS - 1)
+
+
+class _BucketLookup(torch.autograd.Function):
+    """Lookup of a vector's values by bucket, [K], int32 [b, T, T] → [b, T, T], for GPUs.
+
+    The backward pass of torch's embedding sorts all b · T² buckets. Instead, the gradients of each row of T buckets
+    are added by bucket, then the sums of all rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values_K: torch.Tensor, buckets_bTT: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(buckets_bTT)
+        ctx.count = len(values_K)
+        return values_K.index_select(0, buckets_bTT.flatten()).view(buckets_bTT.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_bTT: torch.Tensor) -> tuple[torch.Tensor, None]:
+        rows_RT = ctx.saved_tensors[0].flatten(0, 1).long()
+        return grad_bTT.new_zeros(len(rows_RT), ctx.count).scatter_add_(1, rows_RT, grad_bTT.flatten(0, 1)).sum(0), None
 
 
 class Layer(nn.Module):
@@ -294,5 +314,8 @@ class Layer(nn.Module):
         bias_1TT = self.distances[back_TT].unsqueeze(0)
         if self.times is None or buckets_bTT is None:
             return bias_1TT
-        of_times_bTT = embedding(buckets_bTT, self.times.unsqueeze(1)).squeeze(3)
+        if buckets_bTT.is_cuda:
+            of_times_bTT = _BucketLookup.apply(self.times, buckets_bTT)
+        else:
+            of_times_bTT = embedding(buckets_bTT, self.times.unsqueeze(1)).squeeze(3)
         return (bias_1TT + of_times_bTT).repeat_interleave(self.heads, 0)

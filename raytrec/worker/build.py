@@ -78,7 +78,7 @@ def build_step(
             expected="True (the default of TorchRec), which raytrec's loss requires",
             do="remove this call, or pass True",
         )
-    prepare_process(config.train)
+    prepare_process(config.train, bool(schema.managed))
     world = dist.get_world_size()
     model = build_unsharded(config, schema, device, world, objective)
     optimizers = resolve_optimizers(config, schema)

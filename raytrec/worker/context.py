@@ -8,6 +8,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from raytrec.common.machine import bind_to_gpu_node
 from raytrec.common.messages import Message, Phase, Warn, compute_heartbeat_interval
 from raytrec.common.storage import join_uri
 from raytrec.compat.versions import require_versions
@@ -82,13 +83,15 @@ class WorkerContext:
         from raytrec.worker.process import prepare_process
         from raytrec.worker.rendezvous import read_chosen_network
 
-        prepare_process(task.config.train)
+        prepare_process(task.config.train, bool(task.schema.managed))
         if task.folder not in sys.path:
             sys.path.append(task.folder)
         ray_context = ray.train.get_context()
         device = ray.train.torch.get_device()
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            if task.config.scaling.bind_cpus:
+                bind_to_gpu_node(str(device))
         # With a GPU, the number of threads is Ray's OMP_NUM_THREADS. Ranks forked after the import of torch
         # would ignore this variable, so the number is set here.
         on_gpu, cpus = device.type == "cuda", task.config.scaling.cpus_per_worker

@@ -12,25 +12,38 @@ from typing import Any
 import psutil
 
 from raytrec.common.machine import get_cuda_handle
-from raytrec.compat.torch_ import skip_unprofiled_records
+from raytrec.compat.torch_ import limit_compile_processes, skip_unprofiled_records
 from raytrec.config.training import TrainSection
 
 GPU_POLL_INTERVAL_S = 1.0
 # Variables that cuBLAS and NCCL read at initialization. Without the first, torch (2.13.0) issues a warning
 # about cuBLAS. torch itself sets the second for process groups created in deterministic mode.
 DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
+# The exchange of managed ids has its own NCCL communicator. Without this variable (NCCL 2.26 or newer), kernels of
+# two communicators can wait for each other. With it, NCCL runs them in the order of the host's calls, which is the
+# same on all ranks if a single thread makes all calls. A launch takes about 4 µs longer.
+MANAGED_ENV = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+MAX_COMPILE_PROCESSES = 32  # torch's limit
 
 
-def prepare_process(train: TrainSection) -> None:
-    """Skip unprofiled records in torch and, with train.deterministic, set variables for cuBLAS and NCCL.
+def prepare_process(train: TrainSection, has_managed_ids: bool = False) -> None:
+    """Skip unprofiled records in torch, limit its compile processes, and set variables for cuBLAS and NCCL.
 
     Call before the first collective on a GPU, because the libraries read these environment variables at
     initialization. Variables that are already set in the environment are kept.
+
+    Args:
+        train: Configuration section with `compile` and `deterministic`.
+        has_managed_ids: True if a table of the run has managed ids.
     """
     skip_unprofiled_records()
-    if train.deterministic:
-        for name, value in DETERMINISTIC_ENV.items():
-            os.environ.setdefault(name, value)
+    variables = (DETERMINISTIC_ENV if train.deterministic else {}) | (MANAGED_ENV if has_managed_ids else {})
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    if train.compile and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        # Each rank starts its own compile processes, for the same kernels. Readers need the other half of the CPUs.
+        share = (os.cpu_count() or 1) // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        limit_compile_processes(max(1, min(share, len(os.sched_getaffinity(0)), MAX_COMPILE_PROCESSES)))
 
 
 def freeze_gc() -> None:

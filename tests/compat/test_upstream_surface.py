@@ -159,6 +159,14 @@ SOURCES = {
     # torchrec_pipeline.py
     "torchrec.distributed.embedding_sharding:FusedKJTListSplitsAwaitable.__init__": ["t_list = _safe_tolist(t)"],
     "torchrec.distributed.dist_data:_check_int_overflow": ["if not values:"],
+    "torchrec.distributed.dist_data:SplitsAllToAllAwaitable._wait_impl": [
+        "input_list = _safe_tolist_2d(self._input_tensor.view(self.num_workers, -1).T)"
+    ],
+    "torchrec.distributed.train_pipeline.runtime_forwards:KJTAllToAllForward.__call__": [
+        "torch.tensor([input_stride] * self._pg.size(), device=device)",
+        "return KJTSplitsAllToAllMeta(\n                pg=self._pg,\n                _input=input,",
+    ],
+    "torchrec.distributed.train_pipeline.runtime_forwards:KJTAllToAllForward.__init__": ["self._splits_cumsum"],
     # torchrec_.py
     "torchrec.distributed.dist_data:KJTAllToAllTensorsAwaitable._wait_impl": [".wait()"],
     "torchrec.optim.keyed:OptimizerWrapper": ["self._optimizer"],
@@ -251,6 +259,10 @@ SOURCES = {
 }
 # File, by package → expected file names, environment variables and error texts.
 TEXTS = {
+    "torch/_inductor/config.py": [
+        '"TORCHINDUCTOR_COMPILE_THREADS" in os.environ',
+        "compile_threads: int | None = None if is_fbcode() else decide_compile_threads()",
+    ],
     "ray/train/v2/_internal/constants.py": [
         '"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"',
         '"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"',

@@ -67,7 +67,7 @@ def test_job_configs_load_and_build_their_models(name):
     assert sum(p.numel() for p in build_model(schema_for(name), config.model).parameters()) > 0
 
 
-@pytest.mark.parametrize("name,hosts", [("criteo_1tb_8xa100", 1), ("criteo_1tb_2x8xh100", 2)])
+@pytest.mark.parametrize("name,hosts", [("criteo_1tb_8xa100", 1), ("criteo_1tb_8xh100", 1), ("criteo_1tb_2x8xh100", 2)])
 @pytest.mark.parametrize("sizes", [MLPERF_ROWS, [10_000_000] * 26], ids=["MLPerf", "hashed"])
 def test_criteo_configs_fit_the_gpus_of_their_clusters(name, hosts, sizes):
     from dry import PlannedMemory
@@ -86,6 +86,13 @@ def test_criteo_configs_fit_the_gpus_of_their_clusters(name, hosts, sizes):
         assert entry.compute_kernel == "fused" and set(entry.ranks) <= set(range(world))
         if entry.sharding_type == "table_row_wise":
             assert len({rank // 8 for rank in entry.ranks}) == 1, "within a machine"
+
+
+def test_workers_and_readers_of_criteo_jobs_fit_hosts_with_32_cpus():
+    from raytrec.driver.nodes import build_worker_bundle
+
+    for path in JOBS.glob("criteo_1tb_*.yaml"):
+        assert 8 * build_worker_bundle(load_config(path), "cuda")["CPU"] <= 32, path.name
 
 
 def test_plan_reports_device_and_host_memory(tmp_path, capsys):

@@ -12,7 +12,7 @@ from golden.losses import EXAMPLES, HERE, ROOT, WORKERS, describe_environment, r
 from ranks import run_on_ranks  # noqa: F401 (these tests start processes)
 
 # `make golden` compares all; `make test` runs each once, on 1 or 2 workers, without the largest models.
-LARGE_EXAMPLES = ("criteo_1tb_8xa100", "criteo_1tb_2x8xh100")
+LARGE_EXAMPLES = ("criteo_1tb_8xa100", "criteo_1tb_8xh100", "criteo_1tb_2x8xh100")
 COMPARED_STEPS, SAME = 10, 1e-4  # for other processors and libraries
 
 

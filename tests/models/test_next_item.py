@@ -19,9 +19,11 @@ from made import (
     weights,
 )
 from made import make as make_model
+from operators import OperatorCounter
 from standin import use_stand_in_gpu
 from torch.nn.functional import layer_norm, silu
 
+from raytrec.models.next_item import Layer
 from raytrec.models.parts import packed_sequences
 from raytrec.models.parts.packed_sequences import PackedSequences
 
@@ -90,6 +92,10 @@ def compute_hstu_states(model, past_TD, heads, positions, times):
     return x
 
 
+def make_timed_schema():
+    return make_items_schema(history=SPARSE["history"] | {"side_features": ["price", "at"]})
+
+
 @pytest.mark.parametrize(
     "name,kind,keys",
     [
@@ -102,9 +108,8 @@ def compute_hstu_states(model, past_TD, heads, positions, times):
     ],
 )
 def test_next_item_models_match_their_equations(name, kind, keys):
-    of, timed = make_items_schema(), "time" in keys
-    if timed:
-        of = make_items_schema(history=SPARSE["history"] | {"side_features": ["price", "at"]})
+    timed = "time" in keys
+    of = make_timed_schema() if timed else make_items_schema()
     model = make(name, of=of, loss=kind, **keys)
     times = torch.tensor([[1e9, 9.99e8, 9.98e8, 5e8, 0.0]] * ROWS, dtype=torch.float64)
     dense, found = inputs(of, side_features=torch.stack([times * 0, times], 2) if timed else None)
@@ -184,3 +189,22 @@ def test_gpus_process_fewer_groups_of_rows_with_fewer_kernels():
     with use_stand_in_gpu():
         groups = len(PackedSequences(present.cuda(), lengths).group_masks)
     assert (groups, len(PackedSequences(present, lengths).group_masks)) == (2, 8)
+
+
+def test_time_buckets_on_gpu_have_the_gradients_of_an_embedding_without_a_sort():
+    draw = torch.Generator().manual_seed(0)
+    buckets = torch.randint(0, 7, (3, 5, 5), generator=draw, dtype=torch.int32)
+    factors, gradients = torch.randn(3, 5, 5, generator=draw), []
+    for device in ("cpu", "cuda"):
+        with use_stand_in_gpu() as gpu, OperatorCounter() as counter:
+            layer = Layer(8, make("hstu", time="at", of=make_timed_schema()).config).to(device)
+            with torch.no_grad():
+                layer.times.copy_(torch.arange(128.0).to(device))
+            gpu.waits.clear()
+            bias = layer._bias(5, buckets.to(device))
+            (bias * factors.to(device)).sum().backward()
+            gradients.append(layer.times.grad.cpu())
+            assert not any(wait.ours for wait in gpu.waits)
+        assert counter.calls["aten::embedding_dense_backward"] == (device == "cpu")
+    expected = torch.zeros(128).index_add(0, buckets.flatten(), factors.flatten())
+    torch.testing.assert_close(gradients, [expected] * 2)

@@ -174,6 +174,40 @@ def test_deterministic_keeps_user_environment_variables(monkeypatch):
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8" and os.environ["NCCL_ALGO"] == "Tree"
 
 
+def test_managed_ids_order_the_launches_of_their_communicator(monkeypatch):
+    from raytrec.config.training import TrainSection
+    from raytrec.worker.process import prepare_process
+
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    prepare_process(TrainSection(), has_managed_ids=True)
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "0", "the user's value must be kept"
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+    prepare_process(TrainSection())
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in os.environ, "it costs time in each launch"
+    prepare_process(TrainSection(), has_managed_ids=True)
+    assert os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
+
+
+@pytest.mark.parametrize(("ranks", "cpus", "usable", "processes"), [(8, 96, 48, 6), (1, 96, 96, 32), (8, 8, 4, 1)])
+def test_ranks_of_a_host_share_the_compile_processes(monkeypatch, ranks, cpus, usable, processes):
+    import torch._inductor.config as inductor
+
+    from raytrec.config.training import TrainSection
+    from raytrec.worker.process import prepare_process
+
+    monkeypatch.setattr(inductor, "compile_threads", inductor.compile_threads)
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(usable)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    prepare_process(TrainSection(compile=True))
+    assert inductor.compile_threads == processes
+    inductor.compile_threads = 77
+    prepare_process(TrainSection())
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "77")
+    prepare_process(TrainSection(compile=True))
+    assert inductor.compile_threads == 77, "the user's value, and the value without train.compile, must be kept"
+
+
 def collect_parity_precisions(rank, world):
     """Return the matmul precision of the sharded models that the parity check builds."""
     from raytrec.checks.parity.compare import compare

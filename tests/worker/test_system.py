@@ -1,11 +1,16 @@
 """System metrics of the current process, and run tags from a real Ray cluster."""
 
+import os
 import time
+from contextlib import suppress
 from mmap import PAGESIZE, mmap
+from threading import Event, Thread
 
 import psutil
+import pynvml
 import pytest
 
+from raytrec.common.machine import bind_to_gpu_node
 from raytrec.tracking.mlflow_records import collect_run_tags, system_metrics
 from raytrec.worker.process import SystemMonitor
 
@@ -21,8 +26,6 @@ KEYS = {
 
 
 def has_gpu():
-    import pynvml
-
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -54,6 +57,30 @@ def test_sample_covers_this_process_since_the_last_call():
     assert idle["host_memory_percent"] == pytest.approx(psutil.virtual_memory().percent, abs=15)
     assert idle["network_sent_bytes_per_s"] >= 0 and idle["network_received_bytes_per_s"] >= 0
     assert idle["gpu_percent"] is idle["gpu_memory_bytes"] is None
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_all_threads_are_bound_to_the_cpus_of_the_gpus_node(monkeypatch):
+    before, stop = os.sched_getaffinity(0), Event()
+    gpu_cpus = {70, max(before)}  # CPU 70 does not exist, or is another CPU of the node
+    words = [sum(1 << cpu % 64 for cpu in gpu_cpus if cpu // 64 == number) for number in range(2)]
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCpuAffinity", lambda gpu, count: words if gpu == 3 else [0, 0])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    thread = Thread(target=stop.wait)
+    thread.start()
+    try:
+        bind_to_gpu_node("cuda:1")
+        assert os.sched_getaffinity(0) == before, "a node without usable CPUs must change nothing"
+        bind_to_gpu_node("cuda:3")
+        assert os.sched_getaffinity(thread.native_id) == os.sched_getaffinity(0) == gpu_cpus & before
+    finally:
+        stop.set()
+        for native_id in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(native_id), before)
 
 
 def test_network_rates_match_host_counters(monkeypatch):

@@ -21,7 +21,7 @@ from itertools import accumulate
 import torch
 
 from raytrec.common.collectives import to_device_tensor
-from raytrec.embeddings.hashing import NO_KEY, find_key_owners, select_by_table
+from raytrec.embeddings.hashing import NO_KEY, find_key_owners, select_by_table, split_by_mask
 
 BUCKET_SLOTS = 8  # slots per bucket
 INITIAL_LOAD_FACTOR = 0.6  # share of slots filled when a map contains the expected number of entries
@@ -179,7 +179,7 @@ class KeyMap:
             free_M8 = self._keys.index_select(0, bucket_M) == NO_KEY
             taken_M8 = free_M8 & (free_M8.cumsum(1) == nth_M.unsqueeze(1) + 1)
             column_M = _find_column(taken_M8)
-            placed, pending = (column_M >= 0).nonzero().squeeze(1), (column_M < 0).nonzero().squeeze(1)
+            placed, pending = split_by_mask(column_M >= 0)
             new_slots, new_places = bucket_M[placed] * BUCKET_SLOTS + column_M[placed], place_M[placed]
             slots.index_copy_(0, new_places, new_slots)
             self._keys.view(-1).index_copy_(0, new_slots, keys[new_places])

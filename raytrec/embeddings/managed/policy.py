@@ -132,10 +132,9 @@ def find_lowest_keys(
     exhausted = [table for table, (count, of_ranks) in enumerate(requests) if count >= sum(of_ranks)]
     for table in exhausted:
         lows[table] = highs[table] = 0
-    thresholds, tie_counts = _find_thresholds(tables, scores, counts, lows, highs, peers)
-    for table in exhausted:
-        thresholds[table] = 2**63 - 1
-    limits_T, tie_counts_T = to_device_tensor([thresholds, tie_counts], device)
+    threshold_T, tie_counts_T = _find_thresholds(tables, scores, counts, lows, highs, peers)
+    is_exhausted_T = to_device_tensor([table in exhausted for table in range(len(counts))], device).bool()
+    limits_T = threshold_T.masked_fill(is_exhausted_T, 2**63 - 1)
     limits = select_by_table(limits_T, tables)
     chosen = scores < limits
     ties = (scores == limits).nonzero().squeeze(1)
@@ -150,8 +149,10 @@ def find_lowest_keys(
 
 def _find_thresholds(
     tables: torch.Tensor, scores: torch.Tensor, counts: list[int], lows: list[int], highs: list[int], peers: Peers
-) -> tuple[list[int], list[int]]:
-    """Return each table's score of the last key to take, and the number of keys with this score to take.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each table's score of the last key to take, and the number of keys with this score to take, int64 [T].
+
+    The host never waits for a GPU: a table whose threshold is found before those of other tables keeps it.
 
     Args:
         tables: Table number of each key, int64 [n], ascending.
@@ -161,27 +162,28 @@ def _find_thresholds(
         highs: Highest score of each table on all ranks.
         peers: Ranks that share the keys.
     """
-    counts, lows, highs, device = list(counts), list(lows), list(highs), scores.device
-    while any(low < high for low, high in zip(lows, highs, strict=True)):
-        widths = ((high - low).bit_length() for low, high in zip(lows, highs, strict=True))
+    device, all_bins = scores.device, len(counts) << HISTOGRAM_BITS
+    low_T, count_T = to_device_tensor([lows, counts], device).unbind()
+    starts_T = torch.arange(len(counts), device=device) << HISTOGRAM_BITS
+    widths = [(high - low).bit_length() for low, high in zip(lows, highs, strict=True)]
+    while any(widths):
         # If the threshold is known, the bins of the scores are irrelevant but must be within range.
         shifts = [max(0, width - HISTOGRAM_BITS) if width else 62 for width in widths]
-        low_T, shift_T, count_T = to_device_tensor([lows, shifts, counts], device)
-        starts_T = torch.arange(len(counts), device=device) << HISTOGRAM_BITS
-        bins = ((scores - select_by_table(low_T, tables)) >> select_by_table(shift_T, tables)) + select_by_table(
-            starts_T, tables
-        )
+        widths = [max(0, width - HISTOGRAM_BITS) for width in widths]
+        shift_T = to_device_tensor(shifts, device)
+        bins = (scores - select_by_table(low_T, tables)) >> select_by_table(shift_T, tables)
+        is_inside = None if device.type == "cpu" else (bins >= 0).logical_and_(bins < 1 << HISTOGRAM_BITS)
+        bins = bins + select_by_table(starts_T, tables)
+        if is_inside is not None:
+            bins = bins.where(is_inside, all_bins)
         # torch.bincount would make the host wait for the GPU.
-        zeros = torch.zeros(len(counts) << HISTOGRAM_BITS, dtype=torch.int64, device=device)
-        histogram = peers.sum(zeros.index_add_(0, bins, torch.ones_like(bins))).view(len(counts), -1)
+        zeros = torch.zeros(all_bins + 1, dtype=torch.int64, device=device)
+        histogram = peers.sum(zeros.index_add_(0, bins, torch.ones_like(bins)))[:-1].view(len(counts), -1)
         cumulative = histogram.cumsum(1)
         crossing = torch.searchsorted(cumulative, count_T.unsqueeze(1)).clamp_(max=2**HISTOGRAM_BITS - 1)
-        below = (cumulative - histogram).gather(1, crossing)
-        inside = (bins == select_by_table(crossing.squeeze(1) + starts_T, tables)).nonzero().squeeze(1)
-        tables, scores = tables[inside], scores[inside]
-        for table, (place, lower) in enumerate(torch.cat([crossing, below], 1).tolist()):
-            if lows[table] < highs[table]:
-                counts[table] -= lower
-                lows[table] += place << shifts[table]
-                highs[table] = min(highs[table], lows[table] + (1 << shifts[table]) - 1)
-    return lows, counts
+        count_T = count_T - (cumulative - histogram).gather(1, crossing).squeeze(1)
+        low_T = low_T + (crossing.squeeze(1) << shift_T)
+        if is_inside is None:  # on a GPU, the host would wait
+            kept = (bins == select_by_table(crossing.squeeze(1) + starts_T, tables)).nonzero().squeeze(1)
+            tables, scores = tables[kept], scores[kept]
+    return low_T, count_T

@@ -15,6 +15,7 @@ from raytrec.embeddings.hashing import (
     count_tables,
     select_by_table,
     sort_within_tables,
+    split_by_mask,
 )
 from raytrec.embeddings.managed.key_map import FreeRows, KeyEntries, KeyMap
 from raytrec.embeddings.managed.policy import (
@@ -128,7 +129,7 @@ class RowMaps:
     def _count_ids(self, step: int, ids: DistinctKeys) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Count ids, and return their rows (-1: none) and the indices and sightings of candidates for a row."""
         slots = self.rows.find(ids.tables, ids.keys)
-        mapped, candidates = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
+        mapped, candidates = split_by_mask(slots >= 0)
         counts = ids.counts.index_select(0, mapped)
         previous = _record_sightings(self.rows, slots.index_select(0, mapped), counts, step)
         rows = torch.full_like(ids.keys, -1).index_copy_(0, mapped, previous.fields["row"].long())
@@ -145,7 +146,7 @@ class RowMaps:
         """Count ids that have no row, and return each id's number of sightings, including this step."""
         tables, keys, counts = ids.tables[which], ids.keys[which], ids.counts[which]
         slots = self.waiting.find(tables, keys)
-        present, absent = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
+        present, absent = split_by_mask(slots >= 0)
         previous = _record_sightings(self.waiting, slots[present], counts[present], step)
         new = KeyEntries(keys, {"sightings": counts, "last": torch.full_like(keys, step)})[absent]
         tables = tables[absent]
