@@ -16,9 +16,9 @@ class BayesianPersonalizedRanking(BatchLoss):
 
     s is the row's score, and s' is the score of the other row. The mean is weighted by the weights of the
     other rows. If there are none, the loss is 0. Rows of the global batch with the same value of the task's
-    `group` form a group; without `group`, the global batch is one group. Rows in different batches are not
-    compared. Source: Rendle et al. 2009, arXiv:1205.2618. Predictions are scores of which only the order is
-    meaningful.
+    `group` form a group; without `group`, the global batch is one group. If rows are requests, the candidates
+    of a request form a group. Rows in different batches are not compared. Source: Rendle et al. 2009,
+    arXiv:1205.2618. Predictions are scores of which only the order is meaningful.
     """
 
     metrics = ("auc",)
@@ -38,8 +38,66 @@ class BayesianPersonalizedRanking(BatchLoss):
         return (pairs_BN * weights_BN).sum(1) / total_B.masked_fill(total_B == 0, 1)
 
 
+class _Softmax(BatchLoss):
+    """Base class of losses −y · ln of the softmax of score ÷ temperature at the row's own place."""
+
+    label_range = (0.0, 1.0)
+    metrics = ("auc",)
+    predicts = "score"
+
+    def __init__(self, temperature: float = 1.0, learn_temperature: bool = False):
+        self.temperature = check_in_range("temperature", temperature, 0.0, 1e6, exclusive=True)
+        if not isinstance(learn_temperature, bool):
+            raise ValueError(f"learn_temperature is {learn_temperature!r}, not true or false")
+        self.learns_temperature = learn_temperature
+
+    def _of_scores(
+        self, scores_BN: torch.Tensor, batch: Rows, rows: slice, allowed_BN: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the losses of some rows from their scores for all rows: float32 [rows].
+
+        The softmax is over the row itself, and the rows that have a weight > 0 and are allowed (None: all rows).
+        """
+        import torch
+
+        scores_BN, places_N = scores_BN / self.temperature, torch.arange(len(batch.labels), device=scores_BN.device)
+        valid_BN, places_B1 = (batch.weights > 0).unsqueeze(0), places_N[rows].unsqueeze(1)
+        if batch.counts is not None:
+            scores_BN = scores_BN - batch.counts.clamp(min=1).to(scores_BN.dtype).log()
+        valid_BN = (valid_BN if allowed_BN is None else valid_BN & allowed_BN) | (places_B1 == places_N)
+        target_B = scores_BN.gather(1, places_B1).squeeze(1)
+        return batch.labels[rows] * (scores_BN.masked_fill(~valid_BN, float("-inf")).logsumexp(1) - target_B)
+
+
+@loss("listwise_softmax")
+class ListwiseSoftmax(_Softmax):
+    """Listwise softmax loss (InfoNCE), −y · ln of the softmax of score ÷ temperature over the row's group.
+
+    The softmax is over the rows of the group with a weight > 0, and the row itself. Rows of the global batch with
+    the same value of the task's `group` form a group; without `group`, the global batch is one group. If rows are
+    requests, the candidates of a request form a group. Rows with label 0 have no loss, but are negatives for
+    other rows. Sources: Cao et al. 2007, https://doi.org/10.1145/1273496.1273513 (top-one ListNet); van den Oord
+    et al. 2018, arXiv:1807.03748. Predictions are scores of which only the order is meaningful.
+
+    Args:
+        temperature: Divisor of scores, > 0.
+        learn_temperature: True to train the temperature, starting from `temperature`.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    by = "group"
+
+    def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:
+        """Return the listwise softmax losses of some rows of a global batch: float32 [rows]."""
+        same_BN = None if batch.keys is None else batch.keys[rows].unsqueeze(1) == batch.keys
+        scores_BN = batch.logits.expand(len(batch.labels[rows]), -1)
+        return self._of_scores(scores_BN, batch, rows, same_BN)
+
+
 @loss("in_batch_softmax")
-class InBatchSoftmax(BatchLoss):
+class InBatchSoftmax(_Softmax):
     """In-batch softmax loss, −y · ln of the softmax of ⟨query, item⟩ ÷ temperature at the row's item.
 
     The softmax is over the items of all rows of the global batch with a weight > 0. Rows with label 0 have no
@@ -52,20 +110,15 @@ class InBatchSoftmax(BatchLoss):
 
     Args:
         temperature: Divisor of scores, > 0.
+        learn_temperature: True to train the temperature, starting from `temperature`.
 
     Raises:
-        ValueError: `temperature` is out of range.
+        ValueError: An option is out of range.
     """
 
-    label_range = (0.0, 1.0)
-    metrics = ("auc",)
-    predicts = "score"
     reads_vectors = True
     by = "item"
     reads_counts = True
-
-    def __init__(self, temperature: float = 1.0):
-        self.temperature = check_in_range("temperature", temperature, 0.0, 1e6, exclusive=True)
 
     def scores(self, vectors_BV: torch.Tensor) -> torch.Tensor:
         """Return ⟨query, item⟩ of each row: float32 [B, 2·D] → [B]."""
@@ -74,17 +127,6 @@ class InBatchSoftmax(BatchLoss):
 
     def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:
         """Return the in-batch softmax losses of some rows of a global batch: float32 [rows]."""
-        import torch
-
         query_ND, item_ND = batch.logits.chunk(2, dim=1)
-        scores_BN = query_ND[rows] @ item_ND.T / self.temperature
-        if batch.counts is not None:
-            scores_BN = scores_BN - batch.counts.clamp(min=1).to(scores_BN.dtype).log()
-        places_N = torch.arange(len(batch.labels), device=scores_BN.device)
-        places_B1 = places_N[rows].unsqueeze(1)
-        valid_BN = (batch.weights > 0).unsqueeze(0)
-        if batch.keys is not None:
-            valid_BN = valid_BN & (batch.keys[rows].unsqueeze(1) != batch.keys)
-        valid_BN = valid_BN | (places_B1 == places_N)
-        target_B = scores_BN.gather(1, places_B1).squeeze(1)
-        return batch.labels[rows] * (scores_BN.masked_fill(~valid_BN, float("-inf")).logsumexp(1) - target_B)
+        other_BN = None if batch.keys is None else batch.keys[rows].unsqueeze(1) != batch.keys
+        return self._of_scores(query_ND[rows] @ item_ND.T, batch, rows, other_BN)
