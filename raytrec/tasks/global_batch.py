@@ -20,9 +20,9 @@ from raytrec.tasks.losses import BatchLoss, Rows
 # Number of row pairs compared at a time. Each float32 tensor takes 64 MiB, or 256 MiB on a GPU, where each
 # piece requires a few dozen kernel launches.
 MAX_PAIRS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
-# Requests are compared in blocks with at least two requests, if they have at most this number of candidates. In
-# larger blocks, most pairs belong to different requests; smaller blocks require more kernel launches.
-MAX_BLOCK_ROWS = {"cpu": 1 << 8, "cuda": 1 << 12}
+# Number of candidates of consecutive requests that are compared at once. In larger blocks, more pairs belong to
+# different requests; smaller blocks require more kernel launches.
+MAX_BLOCK_ROWS = {"cpu": 1 << 9, "cuda": 1 << 12}
 
 
 def compute_batch_loss(
@@ -48,10 +48,12 @@ def compute_batch_loss(
     batch, first = (rank_rows, 0) if is_local else (_gather_rows(rank_rows, peers), peers.rank * count)
     logits = batch.logits.detach().requires_grad_(gradient)
     batch, losses, grads = batch._replace(logits=logits), [factors_B[:0]], torch.zeros_like(logits, requires_grad=False)
-    blocks = [(0, len(logits))] if candidate_counts is None else _split_requests(candidate_counts, MAX_BLOCK_ROWS[kind])
+    is_whole = candidate_counts is None or loss.is_linear
+    blocks = [(0, len(logits))] if is_whole else _split_requests(candidate_counts, MAX_BLOCK_ROWS[kind])
     for begin, end in blocks:
         compared = Rows(*(None if column is None else column[begin:end] for column in batch))
-        size, stop = max(1, MAX_PAIRS_AT_ONCE[kind] // max(1, end - begin)), min(first + count, end)
+        size = max(1, count if loss.is_linear else MAX_PAIRS_AT_ONCE[kind] // max(1, end - begin))
+        stop = min(first + count, end)
         for start in range(max(first, begin), stop, size):
             rows = slice(start, min(start + size, stop))
             losses_B = loss.of_batch(compared, slice(rows.start - begin, rows.stop - begin))

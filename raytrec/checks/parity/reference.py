@@ -243,4 +243,6 @@ def measure_max_row_gradients(reference: Reference, batch: GlobalBatch, paramete
         grads = torch.autograd.grad(of_row, parameters, slopes[row : row + 1], allow_unused=True)
         sizes = [0.0 if g is None else float(g.abs().max()) for g in grads]
         largest = [max(pair) for pair in zip(largest, sizes, strict=True)]
-    return largest
+    # The gradient of the logarithm of a temperature is a sum of such products over rows.
+    products, temperatures = float((slopes * logits.detach()).abs().max()), getattr(reference.model, TEMPERATURES, None)
+    return [products if p is temperatures else size for p, size in zip(parameters, largest, strict=True)]

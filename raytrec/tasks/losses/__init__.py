@@ -106,11 +106,14 @@ class BatchLoss(Loss):
             are requests, losses with `by` group compare only candidates of the same request.
         needs_column: True if the task must set that key.
         reads_counts: True if the loss reads the frequency of each row's item (the task's item_frequency).
+        is_linear: True if `of_batch` takes time and memory proportional to the number of rows; otherwise, some rows at
+            a time are compared.
     """
 
     by: Literal["group", "item"] | None = None
     needs_column: bool = False
     reads_counts: bool = False
+    is_linear: bool = False
 
     @abstractmethod
     def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:

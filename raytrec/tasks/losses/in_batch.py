@@ -27,19 +27,25 @@ class BayesianPersonalizedRanking(BatchLoss):
 
     def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:
         """Return the ranking losses of some rows of a global batch: float32 [rows]."""
+        import torch
         from torch.nn.functional import softplus
 
-        lower_BN = batch.labels[rows].unsqueeze(1) > batch.labels.unsqueeze(0)
+        places_B = torch.arange(len(batch.labels), device=batch.labels.device)[rows]
+        if places_B.is_cpu:  # rows with the lowest label have no loss; to omit them on a GPU, the host would wait
+            compared_B = batch.labels[rows] > batch.labels.min()
+            places_B = places_B[compared_B]
+        lower_BN = batch.labels[places_B].unsqueeze(1) > batch.labels.unsqueeze(0)
         if batch.keys is not None:
-            lower_BN = lower_BN & (batch.keys[rows].unsqueeze(1) == batch.keys.unsqueeze(0))
+            lower_BN = lower_BN & (batch.keys[places_B].unsqueeze(1) == batch.keys.unsqueeze(0))
         weights_BN = lower_BN * batch.weights
-        pairs_BN = softplus(batch.logits.unsqueeze(0) - batch.logits[rows].unsqueeze(1))
+        pairs_BN = softplus(batch.logits.unsqueeze(0) - batch.logits[places_B].unsqueeze(1))
         total_B = weights_BN.sum(1)
-        return (pairs_BN * weights_BN).sum(1) / total_B.masked_fill(total_B == 0, 1)
+        losses_B = (pairs_BN * weights_BN).sum(1) / total_B.masked_fill(total_B == 0, 1)
+        return losses_B.new_zeros(len(compared_B)).masked_scatter(compared_B, losses_B) if places_B.is_cpu else losses_B
 
 
 class _Softmax(BatchLoss):
-    """Base class of losses −y · ln of the softmax of score ÷ temperature at the row's own place."""
+    """Base class for losses −y · ln of the softmax of score ÷ temperature."""
 
     label_range = (0.0, 1.0)
     metrics = ("auc",)
@@ -51,33 +57,16 @@ class _Softmax(BatchLoss):
             raise ValueError(f"learn_temperature is {learn_temperature!r}, not true or false")
         self.learns_temperature = learn_temperature
 
-    def _of_scores(
-        self, scores_BN: torch.Tensor, batch: Rows, rows: slice, allowed_BN: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the losses of some rows from their scores for all rows: float32 [rows].
-
-        The softmax is over the row itself, and the rows that have a weight > 0 and are allowed (None: all rows).
-        """
-        import torch
-
-        scores_BN, places_N = scores_BN / self.temperature, torch.arange(len(batch.labels), device=scores_BN.device)
-        valid_BN, places_B1 = (batch.weights > 0).unsqueeze(0), places_N[rows].unsqueeze(1)
-        if batch.counts is not None:
-            scores_BN = scores_BN - batch.counts.clamp(min=1).to(scores_BN.dtype).log()
-        valid_BN = (valid_BN if allowed_BN is None else valid_BN & allowed_BN) | (places_B1 == places_N)
-        target_B = scores_BN.gather(1, places_B1).squeeze(1)
-        return batch.labels[rows] * (scores_BN.masked_fill(~valid_BN, float("-inf")).logsumexp(1) - target_B)
-
 
 @loss("listwise_softmax")
 class ListwiseSoftmax(_Softmax):
     """Listwise softmax loss (InfoNCE), −y · ln of the softmax of score ÷ temperature over the row's group.
 
-    The softmax is over the rows of the group with a weight > 0, and the row itself. Rows of the global batch with
-    the same value of the task's `group` form a group; without `group`, the global batch is one group. If rows are
-    requests, the candidates of a request form a group. Rows with label 0 have no loss, but are negatives for
-    other rows. Sources: Cao et al. 2007, https://doi.org/10.1145/1273496.1273513 (top-one ListNet); van den Oord
-    et al. 2018, arXiv:1807.03748. Predictions are scores of which only the order is meaningful.
+    The softmax is over the rows of the group with a weight > 0. Rows of the global batch with the same value of
+    the task's `group` form a group; without `group`, the global batch is one group. If rows are requests, the
+    candidates of a request form a group. Rows with label 0 have no loss, but are negatives for other rows.
+    Sources: Cao et al. 2007, https://doi.org/10.1145/1273496.1273513 (top-one ListNet); van den Oord et al. 2018,
+    arXiv:1807.03748. Predictions are scores of which only the order is meaningful.
 
     Args:
         temperature: Divisor of scores, > 0.
@@ -88,12 +77,22 @@ class ListwiseSoftmax(_Softmax):
     """
 
     by = "group"
+    is_linear = True
 
     def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:
         """Return the listwise softmax losses of some rows of a global batch: float32 [rows]."""
-        same_BN = None if batch.keys is None else batch.keys[rows].unsqueeze(1) == batch.keys
-        scores_BN = batch.logits.expand(len(batch.labels[rows]), -1)
-        return self._of_scores(scores_BN, batch, rows, same_BN)
+        import torch
+
+        scores_N, ignored_N = batch.logits / self.temperature, batch.weights <= 0
+        keys_N = torch.zeros_like(batch.labels) if batch.keys is None else batch.keys
+        group_N = torch.searchsorted(keys_N.sort().values, keys_N)
+        valid_N = scores_N.masked_fill(ignored_N, float("-inf"))
+        highest_G = torch.full_like(valid_N, float("-inf")).scatter_reduce(0, group_N, valid_N.detach(), "amax")
+        highest_N = highest_G.masked_fill(highest_G == float("-inf"), 0)[group_N]
+        # Each sum of exponentials contains exp(0), unless all rows of the group are ignored.
+        sums_G = torch.zeros_like(scores_N).index_add(0, group_N, (valid_N - highest_N).exp()).clamp(min=1)
+        losses_N = batch.labels * (sums_G.log()[group_N] + highest_N - scores_N)
+        return losses_N.masked_fill(ignored_N, 0)[rows]
 
 
 @loss("in_batch_softmax")
@@ -127,6 +126,17 @@ class InBatchSoftmax(_Softmax):
 
     def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:
         """Return the in-batch softmax losses of some rows of a global batch: float32 [rows]."""
+        import torch
+
         query_ND, item_ND = batch.logits.chunk(2, dim=1)
-        other_BN = None if batch.keys is None else batch.keys[rows].unsqueeze(1) != batch.keys
-        return self._of_scores(query_ND[rows] @ item_ND.T, batch, rows, other_BN)
+        scores_BN = query_ND[rows] @ item_ND.T / self.temperature
+        if batch.counts is not None:
+            scores_BN = scores_BN - batch.counts.clamp(min=1).to(scores_BN.dtype).log()
+        places_N = torch.arange(len(batch.labels), device=scores_BN.device)
+        places_B1 = places_N[rows].unsqueeze(1)
+        valid_BN = (batch.weights > 0).unsqueeze(0)
+        if batch.keys is not None:
+            valid_BN = valid_BN & (batch.keys[rows].unsqueeze(1) != batch.keys)
+        valid_BN = valid_BN | (places_B1 == places_N)
+        target_B = scores_BN.gather(1, places_B1).squeeze(1)
+        return batch.labels[rows] * (scores_BN.masked_fill(~valid_BN, float("-inf")).logsumexp(1) - target_B)
