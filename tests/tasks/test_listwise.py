@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
 from small import batch_of_labels, make_objective
+from standin import use_stand_in_gpu
 
 from raytrec.common.errors import ConfigError
 from raytrec.data.batch import Batch
@@ -71,11 +72,12 @@ def run_requests(rank, world, task, blocks):
         return *compute_rank_loss(rank, world, task), gathers.call_count
 
 
-def compute_rank_loss(rank, world, task):
+def compute_rank_loss(rank, world, task, device="cpu"):
+    """Return this rank's loss, and its gradients for logits and log temperature."""
     first, last = SPLITS[world][rank : rank + 2]
     starts = [0, *torch.tensor(COUNTS).cumsum(0).tolist()]
     rows = slice(starts[first], starts[last])
-    logits = make_logits(4 if task["loss"] == "in_batch_softmax" else 1)[rows].clone().requires_grad_()
+    logits = make_logits(4 if task["loss"] == "in_batch_softmax" else 1)[rows].to(device).requires_grad_()
     longest = max(b - a for a, b in zip(SPLITS[world], SPLITS[world][1:], strict=False))
     batch = Batch(
         None,
@@ -87,11 +89,11 @@ def compute_rank_loss(rank, world, task):
         keys=torch.arange(longest).unsqueeze(1) if "group" in task else None,
         requests=torch.arange(last - first).repeat_interleave(torch.tensor(COUNTS[first:last])),
     )
-    log_temperatures = torch.full((1,), -0.3, requires_grad=True)
+    log_temperatures = torch.full((1,), -0.3, device=device, requires_grad=True)
+    batch = batch.to(torch.device(device))
     value = total(make_objective([task], world=world).losses(logits, batch, None, log_temperatures))
-    value.backward()
-    scale = log_temperatures.grad
-    return value.item(), logits.grad, torch.zeros(1) if scale is None else scale
+    grad, scale = torch.autograd.grad(value, [logits, log_temperatures], allow_unused=True)
+    return value.detach(), grad, torch.zeros(1) if scale is None else scale
 
 
 TASKS = {
@@ -114,9 +116,19 @@ def test_candidates_are_compared_like_a_loop_by_hand(name, world, blocks):
     scale = torch.zeros(1) if log_temperature.grad is None or name.startswith("bpr") else log_temperature.grad
     values, grads, scales, gathers = zip(*parts, strict=True)
     assert set(gathers) == {int(name == "in_batch_softmax" and world > 1)}
-    assert sum(values) / world == pytest.approx(expected.item(), rel=1e-6)
+    assert sum(values).item() / world == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(torch.cat(grads) / world, logits.grad, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(sum(scales) / world, scale, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["bpr", "listwise_softmax"])
+def test_gpus_compare_candidates_without_waits(name):
+    expected = compute_rank_loss(0, 1, TASKS[name])
+    with use_stand_in_gpu() as gpu:
+        found = compute_rank_loss(0, 1, TASKS[name], "cuda")
+        assert not [wait for wait in gpu.waits if any("raytrec/tasks" in caller for caller in wait.callers)]
+        for value, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(value.cpu(), other)
 
 
 def test_listwise_softmax_matches_its_formula():
