@@ -59,8 +59,8 @@ class TaskSection(Section):
     """Share of negatives that down-sampling of the data has kept. Predictions p become p ÷ (p + (1 - p) ÷
     share) before metrics are computed (bce and focal)."""
     group: Column | None = None
-    """Column of data.reserve_columns: rows with equal values are ranked against each other (bpr, group
-    metrics)."""
+    """Column of data.reserve_columns: rows with equal values are ranked against each other (bpr,
+    listwise_softmax, group metrics). If rows are requests, the losses ignore it."""
     item: Column | None = None
     """Column of data.reserve_columns that identifies the item of a row (in_batch_softmax, coverage)."""
     item_frequency: Column | None = None

@@ -68,6 +68,8 @@ class Batch(Pipelineable):
         lengths: Lengths of `sparse`, int32 [sparse features · B], always on the host so that sizes can be
             computed without waiting for the device. Default: the lengths of `sparse` if `sparse` is on the
             host, else None.
+        candidate_counts: Number of candidates of each row, int64 [B], always on the host. Default: computed from
+            `requests`.
     """
 
     dense: torch.Tensor
@@ -85,8 +87,11 @@ class Batch(Pipelineable):
     lengths: torch.Tensor | None = None
     requests: torch.Tensor | None = None
     dense_of_candidates: torch.Tensor | None = None
+    candidate_counts: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.candidate_counts is None and self.requests is not None:
+            self.candidate_counts = torch.bincount(self.requests, minlength=len(self.weights)).cpu()
         if self.lengths is None and self.sparse is not None and self.sparse.device().type == "cpu":
             self.lengths = self.sparse.lengths()
 

@@ -112,12 +112,14 @@ def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -
         "model.negatives": config.model.own_loss,
         "eval.retrieval": config.eval.retrieval is not None,
     }
-    refused |= {f"tasks[{i}].loss": isinstance(task.loss, BatchLoss) for i, task in enumerate(tasks)}
+    for i, task in enumerate(tasks):  # items are columns of requests, not of candidates
+        is_by_item = isinstance(task.loss, BatchLoss) and task.loss.by == "item"
+        refused |= {f"tasks[{i}].{key}": is_by_item and getattr(task, key) for key in ("item", "item_frequency")}
     if schema.candidates and (keys := [key for key, used in refused.items() if used]):
         raise ConfigError(
             f"{keys[0]} does not support rows that are requests with candidates (schema.yaml, candidates)",
             where=keys[0],
-            expected="a loss of single examples, such as bce; no negatives, lookup_l2 or eval.retrieval",
+            expected="no negatives, lookup_l2 or eval.retrieval, and no item or item_frequency in in_batch_softmax",
             do="remove the setting, or write one row per candidate and remove candidates from schema.yaml",
         )
 

@@ -2,14 +2,17 @@
 
 Each rank computes the losses of its rows from the logits of all ranks, and their gradient for all logits. The
 gradients are summed over ranks, and each rank keeps the gradients of its rows. Therefore, values and
-gradients are the same as in one process that holds the whole batch.
+gradients are the same as in one process that holds the whole batch. Losses within requests need no exchange,
+because all candidates of a request are on one rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from raytrec.common.collectives import Peers
 from raytrec.tasks.losses import BatchLoss, Rows
@@ -17,40 +20,78 @@ from raytrec.tasks.losses import BatchLoss, Rows
 # Number of row pairs compared at a time. Each float32 tensor takes 64 MiB, or 256 MiB on a GPU, where each
 # piece requires a few dozen kernel launches.
 MAX_PAIRS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
+# Number of candidates of consecutive requests that are compared at once. In larger blocks, more pairs belong to
+# different requests; smaller blocks require more kernel launches.
+MAX_BLOCK_ROWS = {"cpu": 1 << 9, "cuda": 1 << 12}
 
 
-def compute_batch_loss(loss: BatchLoss, rank_rows: Rows, factors_B: torch.Tensor, world: int) -> torch.Tensor:
+def compute_batch_loss(
+    loss: BatchLoss, rank_rows: Rows, factors_B: torch.Tensor, world: int, candidate_counts: Iterable[int] | None = None
+) -> torch.Tensor:
     """Return this rank's part of a loss that compares rows of the global batch.
 
     This is a collective operation: every rank must call it.
 
     Args:
         loss: Loss of the task.
-        rank_rows: Rows of this rank, including padding; every rank has the same number of rows.
+        rank_rows: Rows of this rank, including padding; every rank has the same number of rows, unless
+            `candidate_counts` is given.
         factors_B: Factors of these rows' losses, float32 [B].
         world: Number of ranks.
+        candidate_counts: Number of rows of each request, to compare only rows of the same request; `rank_rows.keys`
+            are then requests. None: rows of the global batch are compared.
 
     Returns:
         Float32 scalar. If gradients are enabled, its gradient for `rank_rows.logits` is the gradient of the
         sum over the global batch.
     """
-    count, gradient, peers = len(rank_rows.labels), torch.is_grad_enabled(), Peers(alone=world == 1)
-    batch, first = (_gather_rows(rank_rows, peers), peers.rank * count) if world > 1 else (rank_rows, 0)
+    is_local, gradient = world == 1 or candidate_counts is not None, torch.is_grad_enabled()
+    count, kind, peers = len(rank_rows.labels), rank_rows.logits.device.type, Peers(alone=is_local)
+    batch, first = (rank_rows, 0) if is_local else (_gather_rows(rank_rows, peers), peers.rank * count)
     logits = batch.logits.detach().requires_grad_(gradient)
-    batch, size = (batch._replace(logits=logits), max(1, MAX_PAIRS_AT_ONCE[logits.device.type] // len(batch.labels)))
-    losses, grads = [], torch.zeros_like(logits, requires_grad=False)
-    for start in range(0, count, size):
-        stop = min(start + size, count)
-        losses_B = loss.of_batch(batch, slice(first + start, first + stop)) * factors_B[start:stop]
-        if gradient:
-            grads += torch.autograd.grad(losses_B.sum(), logits)[0]
-        losses.append(losses_B.detach())
+    batch, losses, grads = batch._replace(logits=logits), [factors_B[:0]], torch.zeros_like(logits, requires_grad=False)
+    is_whole = candidate_counts is None or loss.is_linear
+    blocks = [(0, len(logits))] if is_whole else _split_requests(candidate_counts, MAX_BLOCK_ROWS[kind])
+    for begin, end in blocks:
+        compared = Rows(*(None if column is None else column[begin:end] for column in batch))
+        size = max(1, count if loss.is_linear else MAX_PAIRS_AT_ONCE[kind] // max(1, end - begin))
+        stop = min(first + count, end)
+        for start in range(max(first, begin), stop, size):
+            rows = slice(start, min(start + size, stop))
+            losses_B = loss.of_batch(compared, slice(rows.start - begin, rows.stop - begin))
+            losses_B = losses_B * factors_B[rows.start - first : rows.stop - first]
+            if gradient:
+                grads += torch.autograd.grad(losses_B.sum(), logits)[0]
+            losses.append(losses_B.detach())
     value = torch.cat(losses).sum()
     if not gradient:
         return value
     return _PrecomputedGradient.apply(
         rank_rows.logits, value, peers.reduce_scatter_sum(grads.view(peers.world, *rank_rows.logits.shape))
     )
+
+
+def equalize_rows(rows: Rows, factors_B: torch.Tensor, world: int) -> tuple[Rows, torch.Tensor]:
+    """Return rows and factors, padded with weight 0 to the largest number of rows of a rank, at least 1.
+
+    This is a collective operation: every rank must call it. The host waits for the number of rows of all ranks.
+    """
+    missing = int(Peers(alone=world == 1).max_number(max(1, len(factors_B)))) - len(factors_B)
+    columns = (None if x is None else pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) for x in (*rows, factors_B))
+    *padded, factors_B = columns
+    return Rows(*padded), factors_B
+
+
+def _split_requests(counts: Iterable[int], max_rows: int) -> Iterator[tuple[int, int]]:
+    """Yield the (first, end) rows of blocks of whole requests, with at most `max_rows` rows if possible."""
+    begin = end = 0
+    for count in counts:
+        if end > begin and end + count > begin + max_rows:
+            yield begin, end
+            begin = end
+        end += count
+    if end > begin:
+        yield begin, end
 
 
 def _gather_rows(rows: Rows, peers: Peers) -> Rows:

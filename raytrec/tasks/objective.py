@@ -22,17 +22,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
-from raytrec.tasks.global_batch import compute_batch_loss
+from raytrec.tasks.global_batch import compute_batch_loss, equalize_rows
 from raytrec.tasks.losses import BatchLoss, Rows
 from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 from raytrec.tasks.task import Task, check_model_learns, key_columns, resolve_tasks
 
+TEMPERATURES = "loss_log_temperatures"  # parameter of the model that `add_temperatures` adds
 MODEL_LOSS_KEY = ""  # key, in place of a task name, of lookup_l2's loss and of a model's loss that no task uses
 
 
@@ -49,6 +51,13 @@ def rank_loss(
         weight: Factor of the task.
     """
     return (losses_B * weights_B).sum() * (weight * world / rows)
+
+
+def add_temperatures(model: nn.Module, tasks: Sequence[Task]) -> None:
+    """Add the logarithms of the temperatures that losses learn to a dense model, if any, as one parameter."""
+    if count := sum(task.loss.learns_temperature for task in tasks):
+        device = next((p.device for p in model.parameters()), None)
+        model.register_parameter(TEMPERATURES, nn.Parameter(torch.zeros(count, device=device)))
 
 
 class Objective:
@@ -95,7 +104,11 @@ class Objective:
         return cls(tasks, world, keys, config.model.own_loss, config.model.l2_factors(schema))
 
     def losses(
-        self, logits: torch.Tensor, batch: Batch, looked_up: Mapping[str, torch.Tensor] | None = None
+        self,
+        logits: torch.Tensor,
+        batch: Batch,
+        looked_up: Mapping[str, torch.Tensor] | None = None,
+        log_temperatures: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return a mapping from task to the task's part of the scalar (`total`) on which a rank calls backward.
 
@@ -109,6 +122,8 @@ class Objective:
             batch: Batch of this rank.
             looked_up: Feature → vectors, float32 [B, dim] or [B, L, dim] (PooledEmbeddings), to penalize by
                 lookup_l2; None: no vectors are penalized.
+            log_temperatures: Logarithms of the temperatures that losses learn, in the order of their tasks
+                (`add_temperatures`), float32 [n]; None: all temperatures are 1.
 
         Raises:
             ConfigError: The number of the output's columns does not match the tasks.
@@ -120,13 +135,22 @@ class Objective:
 
         weights = self._weights(batch)
         examples = batch.global_rows if batch.requests is None else self._count_examples(batch.labels)
+        scales = iter(() if log_temperatures is None else (-log_temperatures).unbind())
         for task, task_logits, weights_B in zip(self.tasks, self._split_logits(logits), weights, strict=True):
+            if task.loss.learns_temperature and (scale := next(scales, None)) is not None:
+                # A score of vectors is a product of two logits.
+                task_logits = task_logits * (scale / 2 if task.loss.reads_vectors else scale).exp()
             labels_B = batch.labels[:, task.column]
             factors_B = task.factors(labels_B, weights_B)
             if isinstance(task.loss, BatchLoss):
                 key = self._select_keys(getattr(task, task.loss.by) if task.loss.by else None, batch.keys)
                 rows = Rows(task_logits, labels_B, weights_B, key, self._select_keys(task.item_frequency, batch.keys))
-                losses = compute_batch_loss(task.loss, rows, factors_B, self.world)
+                counts = None
+                if batch.requests is not None and task.loss.by == "group":
+                    rows, counts = rows._replace(keys=batch.requests), batch.candidate_counts.tolist()
+                elif batch.requests is not None:
+                    rows, factors_B = equalize_rows(rows, factors_B, self.world)
+                losses = compute_batch_loss(task.loss, rows, factors_B, self.world, counts)
                 factors_B = losses.new_ones(())
             else:
                 losses = task.loss.of_rows(task_logits, labels_B)
@@ -249,7 +273,11 @@ class ScoringObjective(Objective):
     """Objective for predictions only, without labels or losses. No method is a collective operation."""
 
     def losses(
-        self, logits: torch.Tensor, batch: Batch, looked_up: Mapping[str, torch.Tensor] | None = None
+        self,
+        logits: torch.Tensor,
+        batch: Batch,
+        looked_up: Mapping[str, torch.Tensor] | None = None,
+        log_temperatures: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return a loss of 0 for the first task."""
         return {self.tasks[0].name: logits.new_zeros(())}

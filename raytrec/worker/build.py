@@ -34,7 +34,7 @@ from raytrec.models.recommender import build_recommender, checkpoint_activations
 from raytrec.planning.memory import compute_rank_parts, exclude_training_memory, list_planned_tables
 from raytrec.planning.plan import make_plan
 from raytrec.planning.step_cost import estimate_hot_rows
-from raytrec.tasks.objective import Objective
+from raytrec.tasks.objective import Objective, add_temperatures
 from raytrec.tasks.task import count_logits, needs_vectors
 from raytrec.worker.loop import make_train_order
 from raytrec.worker.nonfinite import SkipNonfiniteOptimizer
@@ -152,6 +152,7 @@ def build_unsharded(
     task_objective = objective.of(config, schema, world)
     columns, vectors = count_logits(task_objective.tasks), needs_vectors(task_objective.tasks)
     recommender = build_recommender(config, schema, device, sum(columns.values()), vectors, columns)
+    add_temperatures(recommender.model, task_objective.tasks)
     if world > 1:
         share_negatives_across_ranks(recommender.model, Peers(device))
     ranks_items = config.eval.retrieval is not None and objective is Objective

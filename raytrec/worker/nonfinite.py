@@ -228,5 +228,5 @@ def _values(batch: Batch, values: torch.Tensor) -> list:
     """
     if batch.requests is None:
         return list(values[batch.weights > 0].numpy())
-    of_rows = values.split(torch.bincount(batch.requests, minlength=len(batch.weights)).tolist())
+    of_rows = values.split(batch.candidate_counts.tolist())
     return [list(row.numpy()) for row, is_real in zip(of_rows, batch.weights > 0, strict=True) if is_real]

@@ -28,7 +28,7 @@ from raytrec.embeddings.managed.batches import ManagedBatches
 from raytrec.embeddings.managed.row_map import RowMap
 from raytrec.embeddings.optim import find_dense_average
 from raytrec.models.recommender import Recommender
-from raytrec.tasks.objective import Objective, total
+from raytrec.tasks.objective import TEMPERATURES, Objective, total
 from raytrec.tasks.outputs import StepOutputs
 from raytrec.worker.step_timing import PhaseTimer, time_lookups
 
@@ -81,7 +81,8 @@ class Head(nn.Module):
             zero = vectors.new_zeros(())
             return zero, StepOutputs({}, batch.weights, zero, vectors=vectors)
         logits = self.call(self.model, batch, pooled)
-        losses = self._objective.losses(logits, batch, pooled if self.training else None)
+        temperatures = getattr(self.model, TEMPERATURES, None)
+        losses = self._objective.losses(logits, batch, pooled if self.training else None, temperatures)
         loss = total(losses)
         outputs = self._objective.outputs(loss, logits, batch, losses if self.training else None)
         if self._query_vectors and not self.training:

@@ -21,6 +21,10 @@ from raytrec.exporting.export import export
 from raytrec.prediction.predict import predict
 from raytrec.scoring.load import load as load_export
 
+TASKS = [
+    {"name": "click"},
+    {"name": "list", "loss": "listwise_softmax", "options": {"learn_temperature": True}, "weight": 0.5},
+]
 MODEL = {"name": "din", "target": "item", "max_length": 5, "attention_mlp": [4], "top_mlp": [8]}
 TOWERS = {"name": "mf", "user": "user", "item": "item"}
 SHORT_INTERVALS = {"checks__every_steps": 2, "tracking__every_steps": 2, "checkpoint__every_steps": 5}
@@ -42,7 +46,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(folder, ray_cluster, tmp_path_factory):
     values = parquet.config_values(folder, tmp_path_factory.mktemp("run") / "run", data__global_batch_size=32)
-    values |= {"model": MODEL}
+    values |= {"model": MODEL, "tasks": TASKS}
     for key, value in SHORT_INTERVALS.items():
         section, _, name = key.partition("__")
         values.setdefault(section, {})[name] = value
@@ -64,6 +68,7 @@ def test_request_run_resumed_mid_epoch_matches_the_original(run, tmp_path, worke
     shutil.rmtree(checkpoints.newest_checkpoint(other))
     driver.train(None, [f"scaling.num_workers={workers}"], resume=other)
     one, new = (checkpoints.read_tensors(checkpoints.newest_checkpoint(place)) for place in (run.path, other))
+    assert one["dense/head.model.loss_log_temperatures/value"].abs() > 1e-5
     for name, values in one.items():
         torch.testing.assert_close(new[name], values, rtol=0, atol=1e-5 if workers == 1 else 0)
 
@@ -76,11 +81,12 @@ def test_predict_and_export_accept_one_candidate_per_row(run, folder, tmp_path):
     rows = pq.read_table(flat).drop(["y"])
     scores = load_export(tmp_path / "export").predict(rows)
     assert len(out) == rows.num_rows
-    assert np.allclose(out["score"].to_numpy(), np.asarray(scores["score"]), atol=1e-6)
+    for name in ("score_click", "score_list"):
+        assert np.allclose(out[name].to_numpy(), np.asarray(scores[name]), atol=1e-6)
     figures = evaluate(run.path, str(folder / "test"), workers=1).metrics
-    label, score = (out[name].to_numpy().astype(np.float64) for name in ("y", "score"))
+    label, score = (out[name].to_numpy().astype(np.float64) for name in ("y", "score_click"))
     loss = -np.mean(label * np.log(score) + (1 - label) * np.log(1 - score))
-    assert figures["eval.logloss"] == pytest.approx(loss, abs=1e-6) and figures["eval.rows"] == 103
+    assert figures["eval.click.logloss"] == pytest.approx(loss, abs=1e-6) and figures["eval.rows"] == 103
     for command in (predict, export):
         with pytest.raises(DataError, match="contains lists of candidates"):
             command(run.path, **{"data": str(folder / "test"), "out": str(tmp_path / "other")})
@@ -90,7 +96,7 @@ def test_predict_and_export_accept_one_candidate_per_row(run, folder, tmp_path):
     "key,changes",
     [
         ("model.lookup_l2", {"model": {"name": "dlrm", "lookup_l2": {"user": 0.1}}}),
-        ("tasks[0].loss", {"tasks": [{"loss": "bpr", "group": "g"}]}),
+        ("tasks[0].item", {"model": TOWERS, "tasks": [{"loss": "in_batch_softmax", "item": "g"}]}),
         ("eval.retrieval", {"model": TOWERS, "eval": {"retrieval": {"items": "x", "item": "item"}}}),
         ("train.compile=graphs", {"train": {"compile": "graphs"}}),
     ],

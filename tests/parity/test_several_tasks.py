@@ -17,6 +17,7 @@ from raytrec.config.schema import Schema
 
 PLACES = [(1, 1), (2, 1), (3, 1)]
 MASKED = {"sample_weight": "w", "mask": "shown"}
+LISTWISE = {"loss": "listwise_softmax", "options": {"temperature": 0.5, "learn_temperature": True}}
 CLASSES = {"loss": "cross_entropy", "options": {"classes": 4}}
 TASKS = {
     "two, masked and weighted": [
@@ -35,11 +36,23 @@ TASKS = {
     "classes and a number": [{"label": "y", **CLASSES}, {"label": "z", "loss": "mse"}],
     "bpr": [{"loss": "bpr"}],
     "bpr in groups": [{"loss": "bpr", "group": "user", **MASKED}],
+    "listwise softmax": [{**LISTWISE}],
+    "listwise softmax in groups": [{**LISTWISE, "group": "user", "positive_weight": 2.0, **MASKED}],
+    "listwise softmax, bpr and bce": [
+        {"label": "y", **LISTWISE, "group": "user"},
+        {"name": "pairs", "loss": "bpr", "group": "user"},
+        {"name": "also", **LISTWISE, "group": "film", "nulls": "skip"},
+        {"label": "z"},
+    ],
     "bpr and bce": [{"label": "y", "loss": "bpr", "group": "user", "weight": 0.5}, {"label": "z"}],
 }
 VECTOR_TASKS = {
     "softmax": [{"loss": "in_batch_softmax"}],
     "softmax by items": [{"loss": "in_batch_softmax", "options": {"temperature": 0.5}, "item": "film", **MASKED}],
+    "softmax with a learned temperature": [
+        {"name": "near", "loss": "in_batch_softmax", "options": {"learn_temperature": True}, "item": "film"},
+        {"label": "z", **LISTWISE, "group": "user"},
+    ],
     "softmax and bce": [
         {"name": "near", "loss": "in_batch_softmax", "item": "film"},
         {"label": "z", "positive_weight": 2.0},
@@ -87,6 +100,8 @@ SELECTED_CASES = [
     make_task_case("two, masked and weighted", (2, 1), recomputed=True, max_grad_norm=0.05),
     make_task_case("classes and a number", (2, 1), model="two_tower", balance="empty"),
     make_task_case("bpr in groups", (2, 1), recomputed=True, balance="unequal"),
+    make_task_case("listwise softmax, bpr and bce", (2, 1), balance="empty"),
+    make_task_case("softmax with a learned temperature", (2, 1), balance="unequal"),
     make_task_case("softmax and bce", (2, 1), recomputed=True, balance="empty", sharding="table_wise"),
 ]
 

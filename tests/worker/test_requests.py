@@ -15,6 +15,19 @@ TASKS = [
     {"label": "y", "metrics": ["auc", "logloss"]},
     {"label": "y", "name": "seen", "mask": "shown", "sample_weight": "w"},
 ]
+GROUP_TASKS = [  # the group is the request, which rows of single candidates name
+    {"label": "y", "name": "pairs", "loss": "bpr", "group": "row"},
+    {
+        "label": "y",
+        "name": "list",
+        "loss": "listwise_softmax",
+        "options": {"learn_temperature": True},
+        "group": "row",
+        "mask": "shown",
+        "sample_weight": "w",
+    },
+]
+VECTOR_TASKS = [{"loss": "in_batch_softmax", "options": {"learn_temperature": True}}]
 TOWERS = {"query": ["user", "age", "hour", "history", "tags"], "item": ["item", "price", "shop"]}
 MODELS = {
     "two_tower": {"name": "two_tower", "towers": TOWERS, "tower_mlp": [6, 4]},
@@ -106,6 +119,15 @@ def test_requests_train_like_repeated_rows(name, world):
     assert losses == pytest.approx(their_losses, abs=1e-6)
     assert figures.pop("rows") == ROWS * STEPS and their_figures.pop("rows") != ROWS * STEPS
     assert figures == pytest.approx(their_figures, abs=1e-6)
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.survive), 3])
+@pytest.mark.parametrize("name,tasks", [("dlrm", GROUP_TASKS), ("mf", VECTOR_TASKS)], ids=["in requests", "in batches"])
+def test_losses_that_compare_candidates_train_like_repeated_rows(name, tasks, world):
+    ours, theirs = (run_on_ranks(world, run, name, form, tasks, "sgd")[0] for form in ("requests", "repeated"))
+    assert small.max_weight_difference(ours[1], theirs[1]) <= 1e-6
+    assert small.max_weight_difference({"": ours[1]["loss_log_temperatures"]}, {"": torch.zeros(1)}) > 1e-5
+    assert ours[2] == pytest.approx(theirs[2], abs=1e-6)
 
 
 @pytest.mark.parametrize(

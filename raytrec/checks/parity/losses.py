@@ -7,7 +7,7 @@ only the summation over rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,11 @@ from raytrec.tasks.task import Task, key_columns
 
 
 def compute_loss(
-    tasks: Sequence[Task], logits: torch.Tensor, batch: GlobalBatch, own_loss: bool = False
+    tasks: Sequence[Task],
+    logits: torch.Tensor,
+    batch: GlobalBatch,
+    own_loss: bool = False,
+    temperatures: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Return the loss of a global batch.
 
@@ -29,14 +33,18 @@ def compute_loss(
         logits: Output of the model, [B] or [B, columns].
         batch: The global batch.
         own_loss: True if the column after the tasks' columns is a loss computed by the model.
+        temperatures: Temperature of each task whose loss learns one.
     """
-    total, first = logits.new_zeros(()), 0
+    total, first, temperatures = logits.new_zeros(()), 0, iter(temperatures)
     columns = logits if logits.dim() == 2 else logits.unsqueeze(1)
     task_columns = sum(task.outputs for task in tasks if not task.loss.reads_vectors)
     for index, task in enumerate(tasks):
         outputs = columns[:, task_columns + own_loss :]
         if not task.loss.reads_vectors:
             outputs, first = columns[:, first : first + task.outputs], first + task.outputs
+        if task.loss.learns_temperature:
+            scores = outputs.shape[1] // 2 if task.loss.reads_vectors else outputs.shape[1]
+            outputs = torch.cat([outputs[:, :scores] / next(temperatures), outputs[:, scores:]], 1)
         labels, weights = batch.labels[:, task.column], _select_weights(batch, index)
         group_column = getattr(task.loss, "by", None)
         keys = _select_keys(batch, tasks, getattr(task, group_column) if group_column else None)
@@ -119,15 +127,21 @@ def _bpr(_: Any, logits: torch.Tensor, labels: torch.Tensor, weights, keys, coun
 
 def _in_batch_softmax(loss_fn: Any, pairs: torch.Tensor, labels: torch.Tensor, weights, keys, counts, i: int):
     query, item = pairs[i, : pairs.shape[1] // 2], pairs[:, pairs.shape[1] // 2 :]
-    is_candidate = weights > 0
-    if keys is not None:
-        is_candidate = is_candidate & (keys != keys[i])
+    scores = item @ query / loss_fn.temperature
+    if counts is not None:
+        scores = scores - torch.tensor([max(int(n), 1) for n in counts]).log()
+    return _cross_entropy(scores, labels, weights > 0 if keys is None else (weights > 0) & (keys != keys[i]), i)
+
+
+def _listwise_softmax(loss_fn: Any, logits: torch.Tensor, labels: torch.Tensor, weights, keys, counts, i: int):
+    scores = logits[:, 0] / loss_fn.temperature
+    return _cross_entropy(scores, labels, weights > 0 if keys is None else (weights > 0) & (keys == keys[i]), i)
+
+
+def _cross_entropy(scores: torch.Tensor, labels: torch.Tensor, is_candidate: torch.Tensor, i: int) -> torch.Tensor:
     is_candidate[i] = True
     candidates = is_candidate.nonzero().squeeze(1)
-    scores = item[candidates] @ query / loss_fn.temperature
-    if counts is not None:
-        scores = scores - torch.tensor([max(int(n), 1) for n in counts[candidates]]).log()
-    return labels[i] * nn.CrossEntropyLoss()(scores.unsqueeze(0), (candidates == i).nonzero().squeeze(1))
+    return labels[i] * nn.CrossEntropyLoss()(scores[candidates].unsqueeze(0), (candidates == i).nonzero().squeeze(1))
 
 
 ROW_LOSSES: dict[str, Callable] = {
@@ -139,4 +153,8 @@ ROW_LOSSES: dict[str, Callable] = {
     "focal": _focal,
     "from_model": lambda _, x, y: torch.zeros_like(x),  # _compute_model_loss adds the model's own loss
 }
-BATCH_LOSSES: dict[str, Callable] = {"bpr": _bpr, "in_batch_softmax": _in_batch_softmax}
+BATCH_LOSSES: dict[str, Callable] = {
+    "bpr": _bpr,
+    "in_batch_softmax": _in_batch_softmax,
+    "listwise_softmax": _listwise_softmax,
+}

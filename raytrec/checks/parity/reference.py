@@ -19,7 +19,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.models.inputs import IDS, Sequence
-from raytrec.tasks.objective import Objective
+from raytrec.tasks.objective import TEMPERATURES, Objective
 from raytrec.tasks.task import resolve_tasks
 
 KINKED_ACTIVATIONS = (nn.ReLU, nn.PReLU, nn.LeakyReLU)
@@ -117,7 +117,8 @@ class Reference(nn.Module):
 
     def loss(self, logits: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
         """Return the loss of a global batch, including the L2 regularization of looked-up rows."""
-        loss = compute_loss(self.objective.tasks, logits, batch, own_loss=self.objective.own_loss)
+        temperatures = getattr(self.model, TEMPERATURES, logits.new_zeros(0)).exp()
+        loss = compute_loss(self.objective.tasks, logits, batch, self.objective.own_loss, temperatures)
         for feature, factor in self.objective.l2_factors.items():
             ids, bag, _ = batch.bags[feature]
             is_recent = count_later_ids(bag) < self.sequences.get(feature, len(ids) + 1)
@@ -242,4 +243,6 @@ def measure_max_row_gradients(reference: Reference, batch: GlobalBatch, paramete
         grads = torch.autograd.grad(of_row, parameters, slopes[row : row + 1], allow_unused=True)
         sizes = [0.0 if g is None else float(g.abs().max()) for g in grads]
         largest = [max(pair) for pair in zip(largest, sizes, strict=True)]
-    return largest
+    # The gradient of the logarithm of a temperature is a sum of such products over rows.
+    products, temperatures = float((slopes * logits.detach()).abs().max()), getattr(reference.model, TEMPERATURES, None)
+    return [products if p is temperatures else size for p, size in zip(parameters, largest, strict=True)]

@@ -23,7 +23,7 @@ from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.embeddings.hashing import compute_initial_values
 from raytrec.embeddings.tables import tables
 from raytrec.models import build_model
-from raytrec.tasks.objective import Objective
+from raytrec.tasks.objective import Objective, add_temperatures
 from raytrec.tasks.task import count_logits, needs_vectors
 
 
@@ -126,6 +126,7 @@ class ShardedRun:
         columns, vectors = count_logits(objective.tasks), needs_vectors(objective.tasks)
         section = copy.deepcopy(self.config.model)
         model = build_model(self.schema, section, sum(columns.values()), vectors, columns)
+        add_temperatures(model, objective.tasks)
         _disable_dropout(model)
         tables = {t: self._read[t] for t in self.schema.tables}
         with_ids = section.reads_ids(self.schema)

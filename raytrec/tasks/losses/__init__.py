@@ -42,6 +42,8 @@ class Loss(ABC):
         outputs: Number of logits per row: the number of classes, or 1.
         reads_vectors: True if the loss takes the vectors of query and item instead of logits; see `scores`.
         from_model: True if the task minimizes the loss that the model computes for the task's rows.
+        learns_temperature: True to divide the logits by a learned temperature in the loss, but not in metrics and
+            predictions. The logarithm of the temperature is a dense parameter that is initially 0.
     """
 
     label_range: tuple[float, float] | None = None
@@ -52,6 +54,7 @@ class Loss(ABC):
     outputs: int = 1
     reads_vectors: bool = False
     from_model: bool = False
+    learns_temperature: bool = False
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits for metrics, computed from the model's output for this task; default: the output.
@@ -99,14 +102,18 @@ class BatchLoss(Loss):
     """Loss that compares rows of the global batch across ranks.
 
     Attributes:
-        by: Task key, group or item, that names the column by which rows are grouped; None: no grouping.
+        by: Task key, group or item, that names the column by which rows are grouped; None: no grouping. If rows
+            are requests, losses with `by` group compare only candidates of the same request.
         needs_column: True if the task must set that key.
         reads_counts: True if the loss reads the frequency of each row's item (the task's item_frequency).
+        is_linear: True if `of_batch` takes time and memory proportional to the number of rows; otherwise, some rows at
+            a time are compared.
     """
 
     by: Literal["group", "item"] | None = None
     needs_column: bool = False
     reads_counts: bool = False
+    is_linear: bool = False
 
     @abstractmethod
     def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:

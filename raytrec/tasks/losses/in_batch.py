@@ -16,9 +16,9 @@ class BayesianPersonalizedRanking(BatchLoss):
 
     s is the row's score, and s' is the score of the other row. The mean is weighted by the weights of the
     other rows. If there are none, the loss is 0. Rows of the global batch with the same value of the task's
-    `group` form a group; without `group`, the global batch is one group. Rows in different batches are not
-    compared. Source: Rendle et al. 2009, arXiv:1205.2618. Predictions are scores of which only the order is
-    meaningful.
+    `group` form a group; without `group`, the global batch is one group. If rows are requests, the candidates
+    of a request form a group. Rows in different batches are not compared. Source: Rendle et al. 2009,
+    arXiv:1205.2618. Predictions are scores of which only the order is meaningful.
     """
 
     metrics = ("auc",)
@@ -27,19 +27,76 @@ class BayesianPersonalizedRanking(BatchLoss):
 
     def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:
         """Return the ranking losses of some rows of a global batch: float32 [rows]."""
+        import torch
         from torch.nn.functional import softplus
 
-        lower_BN = batch.labels[rows].unsqueeze(1) > batch.labels.unsqueeze(0)
+        places_B = torch.arange(len(batch.labels), device=batch.labels.device)[rows]
+        if places_B.is_cpu:  # rows with the lowest label have no loss; to omit them on a GPU, the host would wait
+            compared_B = batch.labels[rows] > batch.labels.min()
+            places_B = places_B[compared_B]
+        lower_BN = batch.labels[places_B].unsqueeze(1) > batch.labels.unsqueeze(0)
         if batch.keys is not None:
-            lower_BN = lower_BN & (batch.keys[rows].unsqueeze(1) == batch.keys.unsqueeze(0))
+            lower_BN = lower_BN & (batch.keys[places_B].unsqueeze(1) == batch.keys.unsqueeze(0))
         weights_BN = lower_BN * batch.weights
-        pairs_BN = softplus(batch.logits.unsqueeze(0) - batch.logits[rows].unsqueeze(1))
+        pairs_BN = softplus(batch.logits.unsqueeze(0) - batch.logits[places_B].unsqueeze(1))
         total_B = weights_BN.sum(1)
-        return (pairs_BN * weights_BN).sum(1) / total_B.masked_fill(total_B == 0, 1)
+        losses_B = (pairs_BN * weights_BN).sum(1) / total_B.masked_fill(total_B == 0, 1)
+        return losses_B.new_zeros(len(compared_B)).masked_scatter(compared_B, losses_B) if places_B.is_cpu else losses_B
+
+
+class _Softmax(BatchLoss):
+    """Base class for losses −y · ln of the softmax of score ÷ temperature."""
+
+    label_range = (0.0, 1.0)
+    metrics = ("auc",)
+    predicts = "score"
+
+    def __init__(self, temperature: float = 1.0, learn_temperature: bool = False):
+        self.temperature = check_in_range("temperature", temperature, 0.0, 1e6, exclusive=True)
+        if not isinstance(learn_temperature, bool):
+            raise ValueError(f"learn_temperature is {learn_temperature!r}, not true or false")
+        self.learns_temperature = learn_temperature
+
+
+@loss("listwise_softmax")
+class ListwiseSoftmax(_Softmax):
+    """Listwise softmax loss (InfoNCE), −y · ln of the softmax of score ÷ temperature over the row's group.
+
+    The softmax is over the rows of the group with a weight > 0. Rows of the global batch with the same value of
+    the task's `group` form a group; without `group`, the global batch is one group. If rows are requests, the
+    candidates of a request form a group. Rows with label 0 have no loss, but are negatives for other rows.
+    Sources: Cao et al. 2007, https://doi.org/10.1145/1273496.1273513 (top-one ListNet); van den Oord et al. 2018,
+    arXiv:1807.03748. Predictions are scores of which only the order is meaningful.
+
+    Args:
+        temperature: Divisor of scores, > 0.
+        learn_temperature: True to train the temperature, starting from `temperature`.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    by = "group"
+    is_linear = True
+
+    def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:
+        """Return the listwise softmax losses of some rows of a global batch: float32 [rows]."""
+        import torch
+
+        scores_N, ignored_N = batch.logits / self.temperature, batch.weights <= 0
+        keys_N = torch.zeros_like(batch.labels) if batch.keys is None else batch.keys
+        group_N = torch.searchsorted(keys_N.sort().values, keys_N)
+        valid_N = scores_N.masked_fill(ignored_N, float("-inf"))
+        highest_G = torch.full_like(valid_N, float("-inf")).scatter_reduce(0, group_N, valid_N.detach(), "amax")
+        highest_N = highest_G.masked_fill(highest_G == float("-inf"), 0)[group_N]
+        # Each sum of exponentials contains exp(0), unless all rows of the group are ignored.
+        sums_G = torch.zeros_like(scores_N).index_add(0, group_N, (valid_N - highest_N).exp()).clamp(min=1)
+        losses_N = batch.labels * (sums_G.log()[group_N] + highest_N - scores_N)
+        return losses_N.masked_fill(ignored_N, 0)[rows]
 
 
 @loss("in_batch_softmax")
-class InBatchSoftmax(BatchLoss):
+class InBatchSoftmax(_Softmax):
     """In-batch softmax loss, −y · ln of the softmax of ⟨query, item⟩ ÷ temperature at the row's item.
 
     The softmax is over the items of all rows of the global batch with a weight > 0. Rows with label 0 have no
@@ -52,20 +109,15 @@ class InBatchSoftmax(BatchLoss):
 
     Args:
         temperature: Divisor of scores, > 0.
+        learn_temperature: True to train the temperature, starting from `temperature`.
 
     Raises:
-        ValueError: `temperature` is out of range.
+        ValueError: An option is out of range.
     """
 
-    label_range = (0.0, 1.0)
-    metrics = ("auc",)
-    predicts = "score"
     reads_vectors = True
     by = "item"
     reads_counts = True
-
-    def __init__(self, temperature: float = 1.0):
-        self.temperature = check_in_range("temperature", temperature, 0.0, 1e6, exclusive=True)
 
     def scores(self, vectors_BV: torch.Tensor) -> torch.Tensor:
         """Return ⟨query, item⟩ of each row: float32 [B, 2·D] → [B]."""
