@@ -89,7 +89,7 @@ class HstuRank(nn.Module):
         packed = pack_ids(history.present, history.lengths)
         context_ND = self._embed_context(dense_of_requests, inputs)
         events_ND = self._embed_events(dense_of_requests, inputs, packed)
-        layout = TokenLayout(packed, len(history.present), len(self.context_layers), 1 + self.interleave, requests)
+        layout = TokenLayout(packed, history.present.shape[0], len(self.context_layers), 1 + self.interleave, requests)
         users_ND = self.input_dropout(torch.cat([*context_ND, events_ND]))
         items_NE = torch.cat([inputs[feature] for feature in self.targets.values()], dim=1)
         candidates_ND = self.item_encoder(items_NE) + self.candidate
@@ -171,7 +171,7 @@ class Actions(nn.Module):
         parts = []
         for (place, is_mask), values_A in zip(self.columns, self.buffers(), strict=True):
             value_N1 = side_features_Nn[:, place, None]
-            parts.append((value_N1.long() & values_A) > 0 if is_mask else value_N1 >= values_A)
+            parts.append(torch.bitwise_and(value_N1.long(), values_A) > 0 if is_mask else value_N1 >= values_A)
         return self.encoder(torch.cat(parts, dim=1).float())
 
 
@@ -202,7 +202,7 @@ class TokenLayout:
     def group_users(self, users_NE: torch.Tensor) -> list[torch.Tensor]:
         """Return the tokens of each group of rows in chronological order, [b, C + kT, E]; 0 for absent events."""
         count = self._shape[0] * self._shape[1]
-        context_NE, events_NE = users_NE.split([count, len(users_NE) - count])
+        context_NE, events_NE = users_NE.split([count, users_NE.shape[0] - count])
         groups = self._packed.to_chronological(events_NE.unflatten(0, (-1, self._per_event)).flatten(1))
         if self._is_padded:
             masks = self._packed.group_masks

@@ -74,7 +74,7 @@ CASES = {
     ),
     "hstu_rank": (
         make_parallel_schema("bits", "at"),
-        {"candidate": ["b"], "actions": {"bits": 3}, "time": "at", "request_time": "a", "dim": 8, "heads": 2}
+        {"candidate": ["b"], "actions": {"bits": 3}, "time": "at", "request_time": "a", "dim": 16, "heads": 2}
         | {"max_length": 3, "encoder": 6, "tower_mlp": [4], "dropout": 0.0},
         THREE_TASKS,
     ),
