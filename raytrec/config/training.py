@@ -145,9 +145,10 @@ class TrainSection(Section):
     million rows of data.train, for tasks that learn log-odds and models with a single last layer."""
     max_steps: PositiveInt | None = None
     """Maximum number of steps; null: no limit."""
-    eval_every_steps: Annotated[PositiveInt | Literal["auto"] | None, FREE, Mark.COMMON] = None
+    eval_every_steps: Annotated[PositiveInt | Literal["auto", "next_folder"] | None, FREE, Mark.COMMON] = None
     """Steps between evaluations on data.valid (else data.test); the end of training is always evaluated.
-    auto: ten evaluations in total."""
+    auto: ten evaluations in total. next_folder: evaluate on each folder of data.train, such as a day, just
+    before training on its first row; requires data.shuffle: none."""
     early_stopping: EarlyStoppingSection | None = None
     """End training when an evaluation metric stops improving: metric, patience, restore_best; null: never."""
     log_every_steps: Annotated[PositiveInt, FREE] = 20

@@ -170,5 +170,9 @@ class _MonitoredStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
+    def narrow(self, dataset: Dataset) -> _MonitoredStream:
+        """Return a stream of a part of the dataset."""
+        return _MonitoredStream(replace(self.stream, dataset=dataset), self.heartbeat)
+
     def batches(self):
         return self.heartbeat.count_batches(self.stream.batches(), "evaluate")
