@@ -159,7 +159,7 @@ class DienSection(TargetedSection):
             )
 
 
-def _check_heads(heads: int, width: int, what: str) -> None:
+def check_heads(heads: int, width: int, what: str) -> None:
     """Check that a width is a multiple of the number of attention heads; errors begin with the clause `what`.
 
     Raises:
@@ -195,7 +195,7 @@ class BstSection(TargetedSection):
         self.check_dims(schema)
         for sequence in self.targets(schema):
             dim = schema.get_feature_dim(sequence)
-            _check_heads(self.heads, dim, f"the vectors of {sequence} have dim {dim}")
+            check_heads(self.heads, dim, f"the vectors of {sequence} have dim {dim}")
 
 
 class NextItemSection(SampledSection):
@@ -249,7 +249,7 @@ class NextItemSection(SampledSection):
         """
         what = f"the dim of table {schema.sparse[self.item].table}" if width is None else "model.width"
         width = width or schema.get_feature_dim(self.item)
-        _check_heads(self.heads, width, f"{what} is {width}")
+        check_heads(self.heads, width, f"{what} is {width}")
 
 
 @model("sasrec", "raytrec.models.next_item:SASRec")
