@@ -31,6 +31,8 @@ from raytrec_datasets.yambda.events import FINISHED_PERCENT, LIKE, LISTEN, Event
 from raytrec_datasets.yambda.synthetic import write_source
 
 from raytrec.common.errors import ConfigError
+from raytrec.common.storage import make_relative
+from raytrec.config.overrides import to_override_texts
 from raytrec.config.schema import Schema
 
 FINISHED, LIKED, SKIPPED = 1, 2, 4  # values of history_action
@@ -92,7 +94,10 @@ def write(
             output.finish(schema, counts, days=rows.days, events=len(events), **facts)
     best = output.facts().get("best_auc")
     lines = [] if best is None else [f"AUC of the planted preferences on test, listen_plus: {best:.4f}"]
-    output.summary("dlrm_v4", [f"data.schema={output.folder}/schema.yaml"], lines)
+    settings = [f"data.schema={make_relative(output.folder)}/schema.yaml"]
+    if candidates > 1:
+        settings += to_override_texts({"model.candidate": [name for name in CROSSES if name not in OF_REQUEST]})
+    output.summary("dlrm_v4", settings, lines)
 
 
 def _write_days(folder: Path, rows: Requests, first_day: int) -> dict[str, int]:
@@ -128,7 +133,8 @@ def make_schema(table_rows: dict[str, int], candidates: int, dim: int) -> Schema
         sparse[name] = {"table": table, "pooling": "sequence"} | (sides if name == "history" else {})
     lists = [*LABELS, *(name for name in table_rows if name not in OF_REQUEST)] if candidates > 1 else []
     tables = {name: {"rows": rows, "dim": dim} for name, rows in table_rows.items()}
-    return Schema.parse({"labels": LABELS, "sparse": sparse, "tables": tables, "candidates": lists}, "yambda")
+    values = {"labels": LABELS, "dense": ["time"], "sparse": sparse, "tables": tables, "candidates": lists}
+    return Schema.parse(values, "yambda")
 
 
 class Requests:
