@@ -139,6 +139,7 @@ class Side:
         least_s: Minimum duration of a step in seconds; None if unknown.
         source: Batches of the case `ingest`, so that another variant can read from the same iterator; None for
             other cases.
+        step: Step that counts its operations; None for other models.
     """
 
     name: str
@@ -146,16 +147,26 @@ class Side:
     rows: int
     least_s: float | None
     source: Iterator[Batch] | None = None
+    step: Step | None = None
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a side: median milliseconds per step, rows/s, minimum milliseconds, minimum ÷ median."""
+    """Figures of a side.
+
+    Attributes:
+        ms: Median milliseconds per step.
+        rows_per_s: Rows per second.
+        least_ms: Minimum milliseconds per step; None if unknown.
+        share: Minimum ÷ median.
+        tflops_per_s: 10¹² operations of matrix products per second; None if they are not counted.
+    """
 
     ms: float
     rows_per_s: float
     least_ms: float | None
     share: float | None
+    tflops_per_s: float | None = None
 
 
 def measure(sides: list[Side], device: torch.device, rounds: int, turn_s: float) -> dict[str, Figures]:
@@ -169,7 +180,9 @@ def measure(sides: list[Side], device: torch.device, rounds: int, turn_s: float)
     seconds, out = take_turns(turns, rounds), {}
     for side in sides:
         cost, least = median(seconds[side.name]), side.least_s
-        out[side.name] = Figures(cost * 1e3, side.rows / cost, least and least * 1e3, least and least / cost)
+        flops = side.step and side.step.flops
+        rates = least and least * 1e3, least and least / cost, flops and flops / cost / 1e12
+        out[side.name] = Figures(cost * 1e3, side.rows / cost, *rates)
     return out
 
 
@@ -380,7 +393,8 @@ def kinds_of_steps(size: Size, batch: int, device: torch.device) -> list[Side]:
         layers = {"name": name, "max_length": length, "max_negatives": length, **NEXT_ITEM}
         config = config_of(replace(size, layers=layers), rows, matmul="tf32")
         step, _ = build_step(config, items_schema(size.step_rows, dim), device)
-        sides.append(Side(f"{name}, {rows} rows of up to {length} ids", _steps_of(step, sequences), rows, None))
+        title = f"{name}, {rows} rows of up to {length} ids"
+        sides.append(Side(title, _steps_of(step, sequences), rows, None, step=step))
     return sides
 
 
@@ -542,9 +556,10 @@ def show(results: dict[str, dict[str, Figures]], peaks: Peaks | None, name: str)
         for side, f in sides.items():
             least = f"{f.least_ms:.2f}" if f.least_ms else "?"
             share = f"{f.share:.0%}" if f.share else "?"
-            rows.append([case, side, f"{f.ms:.2f}", f"{f.rows_per_s:,.0f}", least, share])
+            rate = f"{f.tflops_per_s:.3g}" if f.tflops_per_s else ""
+            rows.append([case, side, f"{f.ms:.2f}", f"{f.rows_per_s:,.0f}", rate, least, share])
         sections.add(len(rows) - 1)
-    header = ("case", "side", "ms/step", "rows/s", "minimum ms", "minimum ÷ ms")
+    header = ("case", "side", "ms/step", "rows/s", "TFLOP/s", "minimum ms", "minimum ÷ ms")
     Grid(header, rows, f"{name}: compared with {limits}", 2, sections).show(130)
 
 

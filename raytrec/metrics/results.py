@@ -26,6 +26,8 @@ RESULT_TITLES = {  # values listed after the metrics: key → title, format, BRI
     "train.steps": ("steps", "{:,}", ""),
     "train.ended": ("training ended", "{}", ""),
     "train.samples_per_s": ("rows/s in training", "{:,.0f}", BRIEF),
+    "train.flops_per_s": ("FLOP/s of matrix products in training", "{:.3g}", BRIEF),
+    "train.mfu": ("share of the GPUs' peak FLOP/s (MFU)", "{:.1%}", BRIEF),
     "train.checks_passed": ("checks passed", "{:,}", IF_NONZERO),
     "train.checks_failed": ("checks failed", "{:,}", IF_NONZERO),
     "world_size": ("workers", "{}", ""),

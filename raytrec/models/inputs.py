@@ -108,10 +108,12 @@ class RequestInputs(NamedTuple):
     Attributes:
         example_requests: Request of each example, int64 [N].
         dense: Dense columns of the requests, float32 [R, dense columns]; candidate columns are 0.
+        max_examples: Maximum number of examples of a request, at least 1.
     """
 
     example_requests: torch.Tensor
     dense: torch.Tensor
+    max_examples: int
 
 
 class RequestExpander:
@@ -126,7 +128,7 @@ class RequestExpander:
     def __init__(self, schema: Schema, encoded: Collection[str] = ()):
         columns = schema.select_candidate_names(schema.dense)
         self._columns = [schema.dense.index(name) for name in columns]
-        self._candidates = schema.select_candidate_names(schema.sparse)
+        self._candidates, self._keys = schema.select_candidate_names(schema.sparse), list(schema.sparse)
         self._fixed = {*self._candidates, *encoded}
         self._encodes = bool(encoded)
 
@@ -157,7 +159,9 @@ class RequestExpander:
                 parts = of._replace(lengths=None if requests_N.is_cuda else of.lengths)
                 rows[name] = Sequence(*(None if x is None else x.index_select(0, requests_N) for x in parts))
         if self._encodes:
-            rows[REQUESTS] = RequestInputs(requests_N, batch.dense)
+            lengths = batch.sparse.lengths() if batch.lengths is None else batch.lengths
+            lengths_B = lengths.view(len(self._keys), -1)[self._keys.index(self._candidates[0])]
+            rows[REQUESTS] = RequestInputs(requests_N, batch.dense, max(int(lengths_B.max()), 1))
         return dense_Nn, rows
 
 

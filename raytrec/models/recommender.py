@@ -135,10 +135,8 @@ def build_recommender(
 
 
 def _find_request_features(model: ModelSection, schema: Schema) -> set[str]:
-    """Return the query features to encode once per request; empty if any of them belongs to candidates."""
-    if not model.retrieves or isinstance(model, PythonSection):
-        return set()
-    members = model.tower_members(schema)["query"]
+    """Return the features to encode once per request; empty if any of them belongs to candidates."""
+    members = set() if isinstance(model, PythonSection) else model.request_members(schema)
     return set() if schema.select_candidate_names(members) else members & {*schema.sparse}
 
 

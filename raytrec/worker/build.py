@@ -21,6 +21,7 @@ from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.compat.fbgemm import CACHE_SETTINGS, pad_empty_shards
 from raytrec.compat.fbgemm_lookups import substitute_torchrec_kernels, use_custom_lookups
+from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.constraints import CACHING_KERNEL, MMAP_KERNEL, resolve_optimizers
@@ -125,7 +126,8 @@ def build_step(
     if schema.managed:
         sharded_tables = LogicalState(sharded, optimizer).tables
         managed = ManagedBatches(sharded, sharded_tables, schema, config.run.seed, device)
-    return Step(sharded, optimizer, device, config, steps, cache is not None, managed), plan
+    counts_flops = bool(resolve_features(schema, config.model).sequences) and not config.train.compile
+    return Step(sharded, optimizer, device, config, steps, cache is not None, managed, counts_flops), plan
 
 
 class _SingleRankWrapper(DataParallelWrapper):

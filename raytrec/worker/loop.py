@@ -30,6 +30,7 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.worker.observers import make_observers
     from raytrec.worker.process import freeze_gc
     from raytrec.worker.progress import EarlyStopping, Progress, RankRun
+    from raytrec.worker.step_timing import compute_flop_rates
 
     context = WorkerContext.enter(task)
     config, order = task.config, make_train_order(task.config)
@@ -118,6 +119,8 @@ def train_worker(task: WorkerTask) -> None:
         observers.close()
 
     result = progress.result() | stopping.result() | {"world_size": context.world}
+    rows = min(order.batch_rows, train.dataset.rows)
+    result |= compute_flop_rates(step.flops, rows, progress.clock.rows_per_s, context.device, config.train.matmul)
     if test:
         context.enter_phase("evaluating", "evaluate")
         figures, curves = evaluate(step, test, context.device, selection, items)

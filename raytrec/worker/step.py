@@ -30,7 +30,7 @@ from raytrec.embeddings.optim import find_dense_average
 from raytrec.models.recommender import Recommender
 from raytrec.tasks.objective import Objective, total
 from raytrec.tasks.outputs import StepOutputs
-from raytrec.worker.step_timing import PhaseTimer, time_lookups
+from raytrec.worker.step_timing import FlopCounter, PhaseTimer, time_lookups
 
 
 class LossModel(nn.Module):
@@ -106,6 +106,7 @@ class Step:
         steps: Number of steps in the whole run; 0 if nothing is trained.
         prefetch: True if any table in the plan has a GPU cache; see `_pipeline`.
         managed: Maps of managed ids; None if no table has managed ids.
+        counts_flops: True to count the operations of a step.
 
     Attributes:
         trained: Number of steps for which the model has been trained. Learning rates depend only on this
@@ -113,6 +114,8 @@ class Step:
         drain_every: Number of steps between drains of the pipeline (only with managed ids); None: no regular
             drains.
         phases: Training time by phase; measured if tracking.every_steps is set.
+        flops: Floating-point operations of this rank's matrix products in the second step; None until then, and
+            if `counts_flops` is False.
     """
 
     def __init__(
@@ -124,7 +127,9 @@ class Step:
         steps: int = 0,
         prefetch: bool = False,
         managed: ManagedBatches | None = None,
+        counts_flops: bool = False,
     ):
+        self.flops, self._counts_flops = None, counts_flops
         self.drain_every: int | None = None
         self._draining = False
         self.model, self.optimizer, self._device, self.managed = model, optimizer, device, managed
@@ -154,11 +159,15 @@ class Step:
         """Train on the next `steps` batches and yield the outputs of each step."""
         self.model.train()
         self.phases.resume()
-        batches, end = islice(batches, steps), self.trained + steps
+        batches, first, end = islice(batches, steps), self.trained, self.trained + steps
         segment = self._segment(batches)
         while True:
             self._prepare_step()
-            if (outputs := self._run_pipeline_step(segment)) is not None:
+            is_counted = self._counts_flops and self.flops is None and self.trained == first + 1
+            with FlopCounter() if is_counted else nullcontext() as counter:
+                outputs = self._run_pipeline_step(segment)
+            if outputs is not None:
+                self.flops = counter.flops if counter else self.flops
                 self.trained += 1
                 yield outputs
             elif self._draining and self.trained < end:

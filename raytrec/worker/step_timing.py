@@ -12,8 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrec.common.messages import PHASES
+from torch.utils.flop_counter import flop_registry
 
+from raytrec.common.collectives import Peers
+from raytrec.common.messages import PHASES
+from raytrec.compat.torch_ import EveryOperator, describe_operator
+from raytrec.planning.machines import find_gpu
+
+# torch's attention on CPU has the products of the attention on GPUs, but no entry in flop_registry.
+CPU_ATTENTION = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}"): getattr(
+        torch.ops.aten, f"_scaled_dot_product_flash_attention{end}"
+    )
+    for end in ("", "_backward")
+}
 MAX_PENDING_INTERVALS = 500  # maximum number of CUDA intervals kept before finished ones are read
 
 
@@ -169,3 +181,46 @@ def _find_last_node(node: torch.autograd.graph.Node) -> torch.autograd.graph.Nod
             break
         node = following[0]
     return node
+
+
+def compute_flop_rates(
+    flops: int | None, rows: int, rows_per_s: float | None, device: torch.device, precision: str
+) -> dict[str, float]:
+    """Return train.flops_per_s and, on known GPUs, train.mfu of all ranks; a collective.
+
+    Args:
+        flops: Operations of this rank in a step with `rows` rows over all ranks; None if they were not counted.
+        rows: See `flops`.
+        rows_per_s: Training speed of all ranks; None: unknown.
+        device: Device of the rank.
+        precision: Precision of matrix products (train.matmul).
+    """
+    if flops is None or rows_per_s is None:
+        return {}
+    peers = Peers(device)
+    total = peers.sum(torch.tensor(float(flops), dtype=torch.float64)).item() / rows * rows_per_s
+    rates = {"train.flops_per_s": total}
+    gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return rates | ({"train.mfu": total / peers.world / getattr(gpu, precision) / 1e12} if gpu else {})
+
+
+class FlopCounter(EveryOperator):
+    """Context manager that counts the floating-point operations of matrix products in its block.
+
+    A multiplication and an addition count as two. Padding, masked products and recomputed products count like all
+    others. Lookups, elementwise operations and compiled layers do not count.
+
+    Attributes:
+        flops: Number of operations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        _, operator, _ = describe_operator(func)
+        if (count := flop_registry.get(CPU_ATTENTION.get(operator, operator))) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out

@@ -38,6 +38,14 @@ def make_negatives_schema(*side_features):
     return Schema.parse(values, "case")
 
 
+def make_parallel_schema(*side_features):
+    """Return SCHEMA with friends as the history of user, and tags as the history of topic."""
+    values = make_sequence_schema("friends", "tags").model_dump()
+    values["sparse"]["friends"]["side_features"] = side_features
+    values["sparse"]["topic"] = {"table": "tag"}
+    return Schema.parse(values, "case")
+
+
 PAIR = {"user": "tags", "item": "user", "negatives": "drawn", "max_negatives": 3}
 NEXT_ITEM = {"history": "friends", "item": "user", "max_length": 3, "negatives": "drawn", "max_negatives": 4}
 MODEL_LOSS = [{"label": "y"}, {"name": "own", "label": "z", "loss": "from_model"}]
@@ -63,6 +71,12 @@ CASES = {
         make_negatives_schema(),
         {"max_length": 3, "negatives": "drawn", "auxiliary_weight": 0.5, "top_mlp": [6]},
         TWO_TASKS,
+    ),
+    "hstu_rank": (
+        make_parallel_schema("bits", "at"),
+        {"candidate": ["b"], "actions": {"bits": 3}, "time": "at", "request_time": "a", "dim": 8, "heads": 2}
+        | {"max_length": 3, "encoder": 6, "tower_mlp": [4], "dropout": 0.0},
+        THREE_TASKS,
     ),
     "bst": (make_sequence_schema("friends"), {"max_length": 3, "feedforward": 5, "top_mlp": [6]}, TWO_TASKS),
     "wide_deep": (

@@ -23,6 +23,7 @@ MODELS = {
     "din": {"name": "din", "target": "item", "max_length": 5, "attention_mlp": [4], "top_mlp": [6]},
     "bst": {"name": "bst", "target": "item", "max_length": 5, "heads": 2, "feedforward": 8, "top_mlp": [6]},
     "sasrec": {"name": "sasrec", "history": "history", "item": "item", "max_length": 5, "dropout": 0.0},
+    "hstu_rank": {"name": "hstu_rank", "max_length": 5, "candidate": ["price", "shop"], "dim": 8, "dropout": 0.0},
     "mf": {"name": "mf", "user": "user", "item": "item"},
 }
 

@@ -97,6 +97,10 @@ class ModelSection(Section):
         """
         raise NotImplementedError(self.name)
 
+    def request_members(self, schema: Schema) -> set[str]:
+        """Return the features and dense columns that the model encodes once per request with candidates."""
+        return self.tower_members(schema)["query"] if self.retrieves else set()
+
     def check(self, schema: Schema) -> None:
         """Check that the model can be built for a schema.
 

@@ -95,7 +95,7 @@ class PackedSequences:
         return values.index_select(0, self._by_length).split(self._size)
 
     def from_groups(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return per-row values from groups, [b] each → [B]; the inverse of `to_groups`."""
+        """Return per-row values from groups, [b, …] each → [B, …]; the inverse of `to_groups`."""
         values_B = torch.cat(groups)
         return torch.empty_like(values_B).index_copy(0, self._by_length, values_B)
 
@@ -104,8 +104,7 @@ class PaddedSequences(PackedSequences):
     """Variant of PackedSequences that keeps the padding (N = B · L), for torch.export.
 
     Values at positions without an id are finite and do not affect the values of other ids. There is a single
-    group of all rows, padded to L ids. `to_groups` and `from_groups` are for training only. For arguments and
-    attributes, see PackedSequences.
+    group of all rows, padded to L ids. For arguments and attributes, see PackedSequences.
     """
 
     def __init__(self, present: torch.Tensor):
@@ -131,6 +130,14 @@ class PaddedSequences(PackedSequences):
     def from_chronological(self, groups: list[torch.Tensor]) -> torch.Tensor:
         """Return the values of all ids: [B, L, D] → [N, D]; the inverse of `to_chronological`."""
         return reverse_sequences(groups[0], self._lengths_B).flatten(0, 1)
+
+    def to_groups(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return per-row values as a single group, unchanged."""
+        return (values,)
+
+    def from_groups(self, groups: list[torch.Tensor]) -> torch.Tensor:
+        """Return the per-row values of the single group, unchanged."""
+        return groups[0]
 
 
 def reverse_sequences(values_BLx: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,309 @@
+"""DLRM-HSTU: ranking of a request's candidates within the sequence of the user's items and actions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import pi
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding, linear, silu
+
+from raytrec.config.models.base import find_side_feature
+from raytrec.config.models.hstu_rank import HstuRankSection
+from raytrec.config.schema import Schema
+from raytrec.models.inputs import REQUESTS, RequestInputs
+from raytrec.models.multitask import TaskTowers
+from raytrec.models.next_item import NUM_TIME_BUCKETS, choose_time_bucket
+from raytrec.models.parts.layers import ConcatInputs, Dropout, get_embedding_dim, mlp
+from raytrec.models.parts.packed_sequences import PackedSequences, PaddedSequences, pack_ids
+
+PERIODS_S = (86_400.0, 604_800.0)  # day and week
+NORM_EPS = 1e-6
+
+
+class HstuRank(nn.Module):
+    """Hierarchical sequential transduction units over context, history and candidates, with a tower for each task.
+
+    Zhai et al. 2024, arXiv:2402.17152, with the layers of the authors' DLRM-HSTU and of MLPerf's DLRMv4. The
+    tokens of a request are, in this order:
+
+        context     W_f e + b_f for each feature f of the request, and one token for all its dense columns
+        history     E_item(items) + p + s for each event, oldest first. With actions a, E_action(a) + p' + s
+                    follows or, without `interleave`, E_action(a) is added
+        candidates  E_item(items) + c
+
+    E are MLPs, and p, p', s and c are learned vectors: p and p' for the number of more recent events, s for
+    one of 128 logarithmic buckets of the time since the event. A token attends to itself and to earlier
+    tokens, but not to other candidates. A candidate's score thus depends on no other candidate, and the other
+    tokens of a request are computed once for all candidates.
+
+    An item MLP computes a vector from all columns of the candidate. The towers read its product with the last
+    layer's output for the candidate, after layer norm. With `request_time`, this output is first combined with
+    hour and weekday.
+
+    Args:
+        schema: Schema with at least one sequence; each sequence has the dim of its target.
+        config: Names of the columns, and sizes.
+        tasks: Task → number of its logit columns.
+
+    Raises:
+        ConfigError: There is no sequence, a target or a column does not exist, or the heads do not divide the
+            width.
+    """
+
+    def __init__(self, schema: Schema, config: HstuRankSection, tasks: Mapping[str, int]):
+        super().__init__()
+        config.check(schema)
+        self.targets, self.history, self.tasks = config.targets(schema), config.history(schema), len(tasks)
+        members, dim = config.request_members(schema), config.dim
+        columns = [i for i, name in enumerate(schema.dense) if name in members and name != config.request_time]
+        self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
+        self.context = [f for f in schema.sparse if f in members and f not in self.targets]
+        widths = [get_embedding_dim(schema, f) for f in self.context] + [len(columns)] * bool(columns)
+        self.context_layers = nn.ModuleList(nn.Linear(width, dim) for width in widths)
+        self.item_encoder = make_encoder(sum(get_embedding_dim(schema, f) for f in self.targets), config)
+        self.actions = Actions(schema, config) if config.actions else None
+        self.interleave = config.interleave and self.actions is not None
+        self.positions = nn.Parameter(torch.randn(config.max_length, (1 + self.interleave) * dim) * 0.02)
+        self.candidate = nn.Parameter(torch.randn(dim) * 0.02)
+        self.time, self.times = None, None
+        if config.time is not None:
+            self.time = find_side_feature(schema, self.history, config.time, "model.time")
+            self.times = nn.Parameter(torch.randn(NUM_TIME_BUCKETS, dim) * 0.02)
+        self.request_time = None if config.request_time is None else schema.dense.index(config.request_time)
+        self.input_dropout = Dropout(config.input_dropout)
+        tokens = len(widths) + (1 + self.interleave) * config.max_length + 1
+        self.layers = nn.ModuleList(Layer(config, tokens, i == config.blocks - 1) for i in range(config.blocks))
+        self.register_buffer("periods_s", torch.tensor(PERIODS_S, dtype=torch.float64), persistent=False)
+        self.clock = None if self.request_time is None else nn.Linear(dim + 2 * len(PERIODS_S), dim)
+        self.norm = nn.LayerNorm(dim)
+        self.candidate_inputs = ConcatInputs(schema, config.candidate_members(schema))
+        self.candidate_encoder = make_encoder(self.candidate_inputs.width, config)
+        self.towers = TaskTowers(dim, config.tower_mlp, tasks, config.dropout)
+
+    def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
+        """Return the logits of all tasks in order, float32 [B, columns]; [B] if there is a single column."""
+        requests, history = inputs.get(REQUESTS), inputs[self.history]
+        dense_of_requests = dense if requests is None else requests.dense
+        packed = pack_ids(history.present, history.lengths)
+        context_ND = self._embed_context(dense_of_requests, inputs)
+        events_ND = self._embed_events(dense_of_requests, inputs, packed)
+        layout = TokenLayout(packed, len(history.present), len(self.context_layers), 1 + self.interleave, requests)
+        users_ND = self.input_dropout(torch.cat([*context_ND, events_ND]))
+        items_NE = torch.cat([inputs[feature] for feature in self.targets.values()], dim=1)
+        candidates_ND = self.item_encoder(items_NE) + self.candidate
+        for layer in self.layers:
+            users_ND, candidates_ND = layer(users_ND, candidates_ND, layout)
+        states_ND = self.norm(self._add_clock(candidates_ND, dense))
+        states_ND = states_ND * self.candidate_encoder(self.candidate_inputs(dense, inputs))
+        return self.towers([states_ND] * self.tasks)
+
+    def _embed_context(self, dense: torch.Tensor, inputs: dict) -> list[torch.Tensor]:
+        """Return the tokens of the context, float32 [R · C, D], or [] without a context."""
+        values = [inputs[feature] for feature in self.context]
+        values += [dense.index_select(1, self.columns)] * bool(len(self.columns))
+        tokens = [layer(value) for layer, value in zip(self.context_layers, values, strict=True)]
+        return [torch.stack(tokens, dim=1).flatten(0, 1)] if tokens else []
+
+    def _embed_events(self, dense: torch.Tensor, inputs: dict, packed: PackedSequences) -> torch.Tensor:
+        """Return the tokens of the history, float32 [events · tokens per event, D]."""
+        history = inputs[self.history]
+        items_NE = torch.cat([packed.pack(inputs[feature].vectors) for feature in self.targets], dim=1)
+        tokens_NkD = self.item_encoder(items_NE).unsqueeze(1)
+        if self.actions is not None:
+            actions_N1D = self.actions(packed.pack(history.side_features)).unsqueeze(1)
+            tokens_NkD = torch.cat([tokens_NkD, actions_N1D], 1) if self.interleave else tokens_NkD + actions_N1D
+        tokens_NkD = tokens_NkD + embedding(packed.recency, self.positions).unflatten(1, tokens_NkD.shape[1:])
+        if self.times is not None:
+            times_RL = history.side_features[:, :, self.time]
+            now_R1 = times_RL[:, :1] if self.request_time is None else dense[:, self.request_time, None].double()
+            buckets_N1 = packed.pack(choose_time_bucket(now_R1 - times_RL).unsqueeze(2))
+            tokens_NkD = tokens_NkD + embedding(buckets_N1, self.times)
+        return tokens_NkD.flatten(0, 1)
+
+    def _add_clock(self, states_ND: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        """Return the states, combined with hour and weekday of the request if `request_time` is set."""
+        if self.clock is None:
+            return states_ND
+        turns_N2 = dense[:, self.request_time, None].double() / self.periods_s
+        angles_N2 = ((turns_N2 - turns_N2.floor()) * 2 * pi).float()
+        return self.clock(torch.cat([states_ND, angles_N2.cos(), angles_N2.sin()], dim=1))
+
+
+class SwishNorm(nn.Module):
+    """Activation x · σ(N x) with layer norm N: [N, width] → [N, width]."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x_NW: torch.Tensor) -> torch.Tensor:
+        """Return the gated values, [N, width]."""
+        return x_NW * self.norm(x_NW).sigmoid()
+
+
+def make_encoder(inputs: int, config: HstuRankSection) -> nn.Sequential:
+    """Return an MLP with layer norm that maps vectors to tokens: [N, inputs] → [N, D]."""
+    hidden = mlp([inputs, config.encoder], activation=SwishNorm)
+    return nn.Sequential(*hidden, nn.Linear(config.encoder, config.dim), nn.LayerNorm(config.dim))
+
+
+class Actions(nn.Module):
+    """Encoder of the actions of events: side features, float64 [N, n] → float32 [N, D].
+
+    Each action has a value of 0 or 1, and its weights in the first layer are its embedding.
+    """
+
+    def __init__(self, schema: Schema, config: HstuRankSection):
+        super().__init__()
+        history, self.columns = config.history(schema), []
+        for column, actions in config.actions.items():
+            is_mask = isinstance(actions, int)
+            values = [2**bit for bit in range(actions)] if isinstance(actions, int) else actions
+            values_A = torch.tensor(values, dtype=torch.int64 if is_mask else torch.float64)
+            self.register_buffer(f"values_{len(self.columns)}", values_A, persistent=False)
+            self.columns.append((find_side_feature(schema, history, column, f"model.actions.{column}"), is_mask))
+        self.encoder = make_encoder(sum(len(values_A) for values_A in self.buffers()), config)
+
+    def forward(self, side_features_Nn: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of the actions, float32 [N, D]."""
+        parts = []
+        for (place, is_mask), values_A in zip(self.columns, self.buffers(), strict=True):
+            value_N1 = side_features_Nn[:, place, None]
+            parts.append((value_N1.long() & values_A) > 0 if is_mask else value_N1 >= values_A)
+        return self.encoder(torch.cat(parts, dim=1).float())
+
+
+class TokenLayout:
+    """Positions of the tokens of a batch, and conversions between layouts.
+
+    Tokens of users are packed: those of the context [R · C, …], then those of the history [N · k, …].
+
+    Args:
+        packed: Positions of the events.
+        rows: R, the number of requests, or of rows.
+        context: C, the number of context tokens of a request.
+        per_event: k, the number of tokens of an event.
+        requests: Requests of the candidates; None: each row has one candidate.
+    """
+
+    def __init__(
+        self, packed: PackedSequences, rows: int, context: int, per_event: int, requests: RequestInputs | None
+    ):
+        self._packed, self._shape, self._per_event = packed, (rows, context), per_event
+        self._is_padded, self._places_N, self._most = isinstance(packed, PaddedSequences), None, 1
+        if requests is not None:
+            requests_N, self._most = requests.example_requests, requests.max_examples
+            places_N, places_R = (torch.arange(n, device=requests_N.device) for n in (len(requests_N), rows))
+            starts_R = torch.searchsorted(requests_N, places_R)
+            self._places_N = requests_N * self._most + places_N - starts_R[requests_N]
+
+    def group_users(self, users_NE: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tokens of each group of rows in chronological order, [b, C + kT, E]; 0 for absent events."""
+        count = self._shape[0] * self._shape[1]
+        context_NE, events_NE = users_NE.split([count, len(users_NE) - count])
+        groups = self._packed.to_chronological(events_NE.unflatten(0, (-1, self._per_event)).flatten(1))
+        if self._is_padded:
+            masks = self._packed.group_masks
+            groups = [group_bTE * mask_bT.unsqueeze(2) for group_bTE, mask_bT in zip(groups, masks, strict=True)]
+        events = [group_bTE.unflatten(2, (self._per_event, -1)).flatten(1, 2) for group_bTE in groups]
+        if not self._shape[1]:
+            return events
+        context = self._packed.to_groups(context_NE.unflatten(0, self._shape))
+        return [torch.cat(pair, dim=1) for pair in zip(context, events, strict=True)]
+
+    def ungroup_users(self, groups: list[torch.Tensor]) -> torch.Tensor:
+        """Return packed tokens, [N, E]; the inverse of `group_users`."""
+        _, count = self._shape
+        events = [group_bTE[:, count:].unflatten(1, (-1, self._per_event)).flatten(2) for group_bTE in groups]
+        events_NE = self._packed.from_chronological(events).unflatten(1, (self._per_event, -1)).flatten(0, 1)
+        if not count:
+            return events_NE
+        context_RCE = self._packed.from_groups([group_bTE[:, :count] for group_bTE in groups])
+        return torch.cat([context_RCE.flatten(0, 1), events_NE])
+
+    def group_candidates(self, candidates_NE: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the candidates of each group of rows, [b, M, E], padded with 0."""
+        if self._places_N is not None:
+            padded_NE = candidates_NE.new_zeros(self._shape[0] * self._most, candidates_NE.shape[1])
+            candidates_NE = padded_NE.index_copy(0, self._places_N, candidates_NE)
+        return self._packed.to_groups(candidates_NE.unflatten(0, (-1, self._most)))
+
+    def ungroup_candidates(self, groups: list[torch.Tensor]) -> torch.Tensor:
+        """Return the candidates without padding, [N, E]; the inverse of `group_candidates`."""
+        candidates_NE = self._packed.from_groups(groups).flatten(0, 1)
+        return candidates_NE if self._places_N is None else candidates_NE.index_select(0, self._places_N)
+
+
+class Layer(nn.Module):
+    """Hierarchical sequential transduction unit for tokens of users and of candidates.
+
+    Each head computes, with layer norms N and N′ and dropout d:
+
+        k, v, q, u = W₁ N x + b
+        a_ij = silu(⟨q_i, k_j⟩ ÷ √width of a head) ÷ maximum number of tokens   if token i attends to j, else 0
+        r_i = Σ_j a_ij v_j
+        x ← x + W₂ d(silu(u), r, silu(u) ⊙ N′ r)
+
+    The last layer returns tokens of users unchanged, because only those of candidates are read.
+    """
+
+    def __init__(self, config: HstuRankSection, tokens: int, last: bool):
+        super().__init__()
+        self.heads, self.width, self.tokens, self.last = config.heads, config.width or config.dim, tokens, last
+        self.norm, self.read_norm = nn.LayerNorm(config.dim, NORM_EPS), nn.LayerNorm(self.width, NORM_EPS)
+        self.inputs = nn.Linear(config.dim, 4 * self.width)
+        self.output = nn.Linear(3 * self.width, config.dim, bias=False)
+        self.dropout = Dropout(config.dropout)
+        for layer in (self.inputs, self.output):
+            nn.init.xavier_uniform_(layer.weight)
+        nn.init.zeros_(self.inputs.bias)
+
+    def forward(
+        self, users_ND: torch.Tensor, candidates_ND: torch.Tensor, layout: TokenLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output of the layer for users and candidates, float [N, D] each."""
+        parts, others = (2 if self.last else 4) * self.width, 3 * self.width
+        users_NE = linear(self.norm(users_ND), self.inputs.weight[:parts], self.inputs.bias[:parts])
+        candidates_NE = self.inputs(self.norm(candidates_ND))
+        reads = self._attend(users_NE[:, :others], candidates_NE[:, :others], layout)
+        candidates_ND = candidates_ND + self._combine(candidates_NE[:, others:], reads[-1])
+        return users_ND if self.last else users_ND + self._combine(users_NE[:, others:], reads[0]), candidates_ND
+
+    def _combine(self, gate_NW: torch.Tensor, read_NW: torch.Tensor) -> torch.Tensor:
+        gate_NW = silu(gate_NW)
+        return self.output(self.dropout(torch.cat([gate_NW, read_NW, gate_NW * self.read_norm(read_NW)], dim=1)))
+
+    @torch.compiler.disable
+    def _attend(self, users_NE: torch.Tensor, candidates_NE: torch.Tensor, layout: TokenLayout) -> list[torch.Tensor]:
+        """Return Σ_j a_ij v_j for users, unless this is the last layer, and candidates: [N, width] each."""
+        of_users, of_candidates = [], []
+        key_NHd, value_NHd, query_NHd = self._split_heads(candidates_NE)
+        groups = layout.group_users(users_NE), layout.group_candidates(query_NHd.flatten(1))
+        for users_bTE, queries_bMW in zip(*groups, strict=True):
+            key_bTHd, value_bTHd, *query = self._split_heads(users_bTE)
+            if query:
+                of_users.append(self._read(query[0], key_bTHd, value_bTHd, is_causal=True))
+            (queries_bMHd,) = self._split_heads(queries_bMW)
+            of_candidates.append(self._read(queries_bMHd, key_bTHd, value_bTHd))
+        own_NH1 = silu((query_NHd * key_NHd).sum(2, keepdim=True) * self.scale) / self.tokens
+        read_NW = layout.ungroup_candidates(of_candidates) + (own_NH1 * value_NHd).flatten(1)
+        return [layout.ungroup_users(of_users), read_NW] if of_users else [read_NW]
+
+    def _split_heads(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return keys, values etc. by head: [..., n · width] → n × [..., heads, width ÷ heads]."""
+        return values.unflatten(-1, (-1, self.heads, self.width // self.heads)).unbind(-3)
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of the dot products of queries and keys."""
+        return (self.width / self.heads) ** -0.5
+
+    def _read(
+        self, query_bQHd: torch.Tensor, key_bTHd: torch.Tensor, value_bTHd: torch.Tensor, is_causal: bool = False
+    ) -> torch.Tensor:
+        """Return Σ_j a_ij v_j for each query, [b, Q, width]. The second operands may have b = 1."""
+        weights_bHQT = silu(torch.einsum("bqhd,bthd->bhqt", query_bQHd * self.scale, key_bTHd)) / self.tokens
+        weights_bHQT = weights_bHQT.tril() if is_causal else weights_bHQT
+        return torch.einsum("bhqt,bthd->bqhd", weights_bHQT, value_bTHd).flatten(2)
