@@ -199,7 +199,9 @@ class Requests:
         keys = ids | {"hour": time // 3600 % 24, "is_organic": events.organic[targets]}
         keys["hour"] = np.repeat(keys["hour"][firsts], lengths)
         labels = {"listen_plus": (self._action[targets] == FINISHED).astype(np.int8), "liked": self._liked[targets]}
-        crosses = {name: _hash([keys[part] for part in parts], self.table_rows[name]) for name, (parts, _) in CROSSES.items()}
+        crosses = {
+            name: _hash([keys[part] for part in parts], self.table_rows[name]) for name, (parts, _) in CROSSES.items()
+        }
         columns: dict[str, pa.Array] = {}
         for name, values in (labels | ids | crosses).items():
             if self._candidates == 1 or name in OF_REQUEST:

@@ -63,7 +63,9 @@ class DenseOptim(Section):
     @property
     def settings(self) -> dict[str, Any]:
         """Return the keyword arguments of the optimizer in torch.optim besides lr and weight_decay."""
-        return ({} if self.name == "sgd" else {"eps": self.eps}) | ({"betas": self.betas} if self.name == "adam" else {})
+        return ({} if self.name == "sgd" else {"eps": self.eps}) | (
+            {"betas": self.betas} if self.name == "adam" else {}
+        )
 
 
 class Schedule(Section):

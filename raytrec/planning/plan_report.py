@@ -97,7 +97,7 @@ def print_plans(plans: Plans) -> None:
         skewed = find_skewed_tables(plans.schema, each.cluster.world)
         for name, load in skewed.items():
             text = f"{each.name}: table {name} is skewed: with row_wise, the rank of its most frequent id looks up"
-            console.print(f"{text} {load:.1f} × the mean", soft_wrap=True, markup=False)
+            console.print(f"{text} {load:.1f} × the mean; column_wise spreads them", soft_wrap=True, markup=False)
         for line in _describe_problems(each):
             console.print(line, soft_wrap=True, markup=False)
     if plans.chosen:
