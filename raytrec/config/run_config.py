@@ -117,8 +117,8 @@ class RunConfig(Section):
             and not (self.data.valid or self.data.holdout or (stopping and stopping.restore_best))
         ):
             raise ValueError(
-                "train.eval_every_steps=next_folder requires data.shuffle=none, data.test and train.epochs=1; it excludes "
-                "data.valid, data.holdout and train.early_stopping.restore_best"
+                "train.eval_every_steps=next_folder requires data.shuffle=none, data.test and train.epochs=1, and "
+                "excludes data.valid, data.holdout and train.early_stopping.restore_best"
             )
         if self.train.eval_every_steps and not evaluated:
             raise ValueError("train.eval_every_steps needs one of data.valid, data.holdout and data.test")

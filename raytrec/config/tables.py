@@ -63,9 +63,8 @@ class DenseOptim(Section):
     @property
     def settings(self) -> dict[str, Any]:
         """Return the keyword arguments of the optimizer in torch.optim besides lr and weight_decay."""
-        return ({} if self.name == "sgd" else {"eps": self.eps}) | (
-            {"betas": self.betas} if self.name == "adam" else {}
-        )
+        names = {"sgd": (), "adagrad": ("eps",), "adam": ("eps", "betas")}[self.name]
+        return {name: getattr(self, name) for name in names}
 
 
 class Schedule(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raytrec.common.messages import Message, Phase, Warn, compute_heartbeat_interval

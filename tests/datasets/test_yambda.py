@@ -101,16 +101,12 @@ def list_expected_rows(source, events, candidates):
         if kind == "listen":
             day, item = event["timestamp"] // 86400, event["item_id"]
             later = [e for e in events[number + 1 :] if (e["uid"], e["item_id"]) == (user, item)][:1]
-            liked = bool(
-                later and later[0]["event_type"] == "like" and later[0]["timestamp"] - event["timestamp"] <= 1800
-            )
+            likes = [e for e in later if e["event_type"] == "like" and e["timestamp"] - event["timestamp"] <= 1800]
             last = rows[-1] if rows else None
             joins = last and (last["uid"], last["day"]) == (user, day) and event["timestamp"] - last["end"] <= 1800
             if not joins or len(last["item_id"]) == candidates:
-                history = sorted(
-                    i for a in (1, 2, 4) for i in [i for i, e in past if e["action"] == a][-HISTORY // 3 :]
-                )
-                read = [dict(past)[i] for i in history]
+                kinds = [[i for i, e in past if e["action"] == a] for a in (1, 2, 4)]
+                read = [dict(past)[i] for i in sorted(i for kind in kinds for i in kind[-HISTORY // 3 :])]
                 last = {"uid": user, "day": day, "time": event["timestamp"], "listen_plus": [], "liked": []}
                 last |= {"item_id": [], "artist_id": [], "history": [(e["item"], e["action"], e["time"]) for e in read]}
                 rows.append(last)
@@ -118,7 +114,7 @@ def list_expected_rows(source, events, candidates):
             last["item_id"].append(item)
             last["artist_id"].append(maps["artist"][item])
             last["listen_plus"].append(int(action == 1))
-            last["liked"].append(int(liked))
+            last["liked"].append(len(likes))
         past.append((number, {"item": event["item_id"], "action": action, "time": event["timestamp"]}))
     return rows
 

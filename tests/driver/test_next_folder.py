@@ -27,6 +27,8 @@ SMALL = {
     "model.blocks": 1,
     "model.encoder": 8,
     "model.tower_mlp": [8],
+    "model.input_dropout": 0.0,  # dropout depends on the rank
+    "model.dropout": 0.0,
     "tasks": [{"label": "listen_plus"}, {"label": "liked"}],
     "optim.dense.lr": 0.01,
     "optim.embeddings.lr": 0.05,
