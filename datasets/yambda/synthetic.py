@@ -3,8 +3,8 @@
 A user's taste z and an artist's style v are Gaussian vectors. From day to day, z moves by
 z' = RHO · z + sqrt(1 − RHO²) · noise. A listen is finished with probability sigmoid(BIAS + STRENGTH · z·w), where w
 is the item's vector: mostly its artist's. Only recent events of a user therefore predict the next one.
-Proportions are those of Yambda 50m: 93 items and 15.5 listens a day per user, 7 items per artist, 3 per album,
-61 % finished listens, and likes after 3 % of them.
+Proportions are those of Yambda 50m: 93 items per user in 300 days, 15.5 listens a day, 7 items per artist, 3 per
+album, 61 % finished listens, and likes after 3 % of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from raytrec_datasets.yambda.events import TYPES
 
-ITEMS_PER_USER, LISTENS_PER_DAY, ITEMS_PER_ARTIST, ITEMS_PER_ALBUM = 93, 15.5, 7, 3
+ITEMS_PER_USER_DAY, LISTENS_PER_DAY, ITEMS_PER_ARTIST, ITEMS_PER_ALBUM = 93 / 300, 15.5, 7, 3
 LIKED, OTHER = 0.03, (0.003, 0.006, 0.001)  # likes per finished listen; dislikes, unlikes, undislikes per listen
 STYLES, RHO, STRENGTH, BIAS = 4, 0.9, 1.0, 0.6
 DAY_S, TRACK_S, STEP_S, UNSET = 86_400, 200, 5, -1
@@ -28,7 +28,7 @@ def write_source(folder: Path, size: str, users: int, days: int, seed: int) -> f
     The AUC is that of the last day's listens.
     """
     rng = np.random.default_rng(seed)
-    items = ITEMS_PER_USER * users
+    items = max(ITEMS_PER_ARTIST, round(ITEMS_PER_USER_DAY * users * days))
     artist, album = (1 + rng.permutation(items) // per for per in (ITEMS_PER_ARTIST, ITEMS_PER_ALBUM))
     style = rng.normal(size=(artist.max() + 1, STYLES))[artist] + 0.5 * rng.normal(size=(items, STYLES))
     style /= np.sqrt(1.25)
