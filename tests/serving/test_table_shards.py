@@ -3,7 +3,10 @@
 import json
 import os
 import random
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic, sleep
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,7 +33,7 @@ from raytrec.serving.app import Service
 from raytrec.serving.loaded_exports import LoadedExports
 from raytrec.serving.table_shards import lookups, pooling
 from raytrec.serving.table_shards import shard as shard_module
-from raytrec.serving.table_shards.connection import TableState
+from raytrec.serving.table_shards.connection import FAILURES, ShardConnection, TableState
 from raytrec.serving.table_shards.loaded_tables import load_tables
 from raytrec.serving.table_shards.messages import StackRequest, decode_key, decode_request, encode_request
 from raytrec.serving.table_shards.pooling import ShardedStack
@@ -172,6 +175,20 @@ def test_hanging_shard_delays_requests_by_the_timeout_only(exports):
         assert http.ask("/predict", body)[0] == 503 and not hanging.is_set()
         hanging.set()
         wait_for(lambda: http.ask("/predict", body)[0] == 200, "the shard", 60)
+
+
+def test_silent_port_delays_no_request():
+    """A port that accepts connections and never responds fails `connect`, which no request waits for."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        location = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
+        connection = ShardConnection(0, lambda state, timeout_s: (location, "token"), TableState("x", "v", "fp32"))
+        connecting = ThreadPoolExecutor(1).submit(connection.connect, connection.state, 60.0)
+        sleep(0.1)
+        began = monotonic()
+        assert connection.send(b"", began + 60) is None and monotonic() < began + 1
+        with pytest.raises(FAILURES):
+            connecting.result(15)
+        assert connection.is_away
 
 
 def test_late_answer_fails_only_its_request(exports, caplog):

@@ -23,6 +23,7 @@ from raytrec.serving.table_shards.messages import MAX_VALUE_BYTES, OutdatedState
 _log = logging.getLogger(__name__)
 RETRY_INTERVAL_S = 0.2  # interval of attempts to reach a shard that is away
 REFUSAL_INTERVAL_S = 5.0  # the same if the shard answers that it cannot load the tables
+CONNECT_TIMEOUT_S = 2.0  # timeout of a connection to the port of a shard; that of gRPC is 20 s
 RECONNECT_TIMEOUT_S = 1800.0  # timeout of such an attempt, in which the shard may load tables
 DEADLINE_TICK_S = 0.005  # interval at which deadlines are checked while there are requests
 MAX_LATE = 3  # requests without an answer, one after another, after which a shard is away
@@ -170,10 +171,15 @@ class ShardConnection:
             if self._client is not None and self._address == address:
                 return
         tls, limits = read_tls_files(), [("grpc.max_receive_message_length", MAX_VALUE_BYTES + 1024)]
+        limits.append(("grpc.min_reconnect_backoff_ms", int(CONNECT_TIMEOUT_S * 1000)))
         client = flight.FlightClient(address[0], tls_root_certs=tls and tls[2], generic_options=limits)
+        first = Exchange(client, address[1])  # here, because requests must not wait for the connection
         with self._lock:
             idle, self._idle = self._idle, []
-            if not self._is_closed:
+            if self._is_closed:
+                idle.append(first)
+            else:
+                self._idle = [first]
                 self._client, self._address, self._late, self._is_reconnecting = client, address, 0, False
                 self.refusal = None
         for exchange in idle:
@@ -224,7 +230,8 @@ class ShardConnection:
             options = _make_options(self._address[1], timeout=READ_TIMEOUT_S)
             return b"".join(each.body for each in client.do_action(flight.Action(READ_ACTION, body), options))
         except FAILURES as error:
-            what = f"table shard {self.number} is away: {get_first_line(error)}"
+            _log.warning("stored rows of table shard %s cannot be read: %s", self.number, get_first_line(error))
+            what = f"table shard {self.number} is unavailable, or does not have the state of the replica"
             raise UnavailableError(what, where="the service", do="retry") from None
 
     def close(self) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import Lock
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from raytrec.deltas.chain import Position, read_next
 from raytrec.scoring.load import check_files, copy_to_disk, list_table_names, select_files, unlink_files
 from raytrec.scoring.manifest import Manifest, read_manifest
 from raytrec.scoring.table_files import open_tables
-from raytrec.scoring.table_rows import RowStack, StackedTable, encode_changes
+from raytrec.scoring.table_rows import RowChanges, RowStack, StackedTable, encode_changes
 from raytrec.serving.table_shards.connection import TableState
 from raytrec.serving.table_shards.messages import MAX_STATES, StackRequest, decode_request
 from raytrec.serving.table_shards.pooling import find_shards
@@ -102,10 +102,9 @@ class LoadedTables:
         changes = read_row_changes(self.folder, following, self._manifest.data_schema)
         with refuse_unusable(self.folder, following):
             own, replaced = dict[RowStack, StoredRows](), dict[RowStack, StoredRows]()
-            for stack, (all_rows, all_stored) in encode_changes(self._tables, changes).items():
-                places = self._find_own(stack, all_rows)
-                rows, order = all_rows[places].sort()
-                own[stack] = rows, all_stored[places[order]]
+            for stack, (unsorted_rows, stored) in encode_changes(self._tables, self._select_own(changes)).items():
+                rows, order = unsorted_rows.sort()
+                own[stack] = rows, stored[order]
                 stack.prepare_writing(rows)
                 replaced[stack] = rows, stack.read_rows(rows)
         # Lookups of earlier states, which read the replaced rows last, do not notice that rows are being changed.
@@ -114,6 +113,13 @@ class LoadedTables:
         for stack, each in own.items():
             stack.write(*each)
         self._states, self._position = (*earlier, _State(self._name(following.version), replaced)), following
+
+    def _select_own(self, changes: Mapping[str, RowChanges]) -> dict[str, RowChanges]:
+        own = dict[str, RowChanges]()
+        for name, each in changes.items():
+            places = self._find_own(cast(RowStack, self._tables[name].stack), each.rows + self._tables[name].first_row)
+            own[name] = RowChanges(each.rows[places], each.values[places])
+        return own
 
     def _find_own(self, stack: RowStack, rows_N: torch.Tensor) -> torch.Tensor:
         """Return the places of the shard's rows among rows: int64 [N] → int64 [n]."""
