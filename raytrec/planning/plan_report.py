@@ -94,8 +94,7 @@ def print_plans(plans: Plans) -> None:
     if any(each.time for each in estimates):
         console.print(_format_time(plans, estimates))
     for each in estimates:
-        skewed = find_skewed_tables(plans.schema, each.cluster.world)
-        for name, load in skewed.items():
+        for name, load in find_skewed_tables(plans.schema, each.cluster.world).items():
             text = f"{each.name}: table {name} is skewed: with row_wise, the rank of its most frequent id looks up"
             console.print(f"{text} {load:.1f} × the mean; column_wise spreads them", soft_wrap=True, markup=False)
         for line in _describe_problems(each):

@@ -76,6 +76,8 @@ def test_all_layouts_have_the_same_events(source, tmp_path, layout):
     expected, actual = read_events(source, "50m"), read_events(tmp_path, "50m")
     keys = [sorted(zip(e.user, e.time, e.item, e.kind, e.played, e.organic, strict=True)) for e in (expected, actual)]
     assert keys[0] == keys[1]
+    places = list(zip(actual.user, actual.time, strict=True))
+    assert places == sorted(places)
     for name in ("artist", "album", "users", "items"):
         assert (getattr(expected, name) == getattr(actual, name)).all()
 

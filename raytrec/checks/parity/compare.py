@@ -205,9 +205,8 @@ def _compare_steps(
         for group, rate in rates:
             group["lr"] = rate * config.optim.schedule.compute_factor(number - 1)
         if single:
-            limit, clip_tables = config.train.max_grad_norm, config.train.clip_tables
-            used = list(optimizers.values())
-            reference.train(single, ahead[-1:], used, max_grad_norm=limit, clip_tables=clip_tables)
+            clip = config.train.max_grad_norm, config.train.clip_tables
+            reference.train(single, ahead[-1:], list(optimizers.values()), *clip)
         if not every_step and number < len(choices):
             continue
         run.train(ahead)

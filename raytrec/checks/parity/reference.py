@@ -176,7 +176,6 @@ def train(
     reference: Reference,
     batches: Iterable[GlobalBatch],
     optimizers: list[torch.optim.Optimizer],
-    *,
     max_grad_norm: float | None = None,
     clip_tables: bool = True,
 ) -> list[torch.Tensor]:
