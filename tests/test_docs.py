@@ -23,7 +23,15 @@ TOP_LEVEL_PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG
 PAGES = [*TOP_LEVEL_PAGES, *(f"docs/{page.name}" for page in sorted((REPO / "docs").glob("*.md")))]
 CHANGELOG = "CHANGELOG.md"  # also mentions removed keys, commands and files
 # Dotted names that look like configuration keys but are run results or Python attributes.
-NOT_CONFIG_KEYS = {"train.skipped_rows", "train.rows_per_s", "train.ended", "run.rows", "run.report"}
+NOT_CONFIG_KEYS = {
+    "train.skipped_rows",
+    "train.rows_per_s",
+    "train.ended",
+    "train.flops_per_s",
+    "train.mfu",
+    "run.rows",
+    "run.report",
+}
 FILE_SUFFIXES = {
     "json",
     "jsonl",

@@ -110,6 +110,16 @@ class RunConfig(Section):
         if self.eval.retrieval and not (self.data.valid or self.data.test):
             raise ValueError("eval.retrieval is set, but neither data.valid nor data.test is set")
         evaluated = self.data.valid or self.data.test or self.data.holdout
+        if self.train.eval_every_steps == "next_folder" and not (
+            self.data.shuffle == "none"
+            and self.data.test
+            and self.train.epochs == 1
+            and not (self.data.valid or self.data.holdout or (stopping and stopping.restore_best))
+        ):
+            raise ValueError(
+                "train.eval_every_steps=next_folder requires data.shuffle=none, data.test and train.epochs=1, and "
+                "excludes data.valid, data.holdout and train.early_stopping.restore_best"
+            )
         if self.train.eval_every_steps and not evaluated:
             raise ValueError("train.eval_every_steps needs one of data.valid, data.holdout and data.test")
         return self

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from raytrec.common.registry import list_modules
-from raytrec.config.base import Mark, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from raytrec.config.base import Mark, NonNegativeFloat, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
 
 if TYPE_CHECKING:
     Optimizer = str
@@ -43,6 +43,9 @@ class TableOptim(Section):
     """See optim.embeddings.weight_decay."""
 
 
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+
+
 class DenseOptim(Section):
     """Optimizer of the dense layers."""
 
@@ -52,8 +55,16 @@ class DenseOptim(Section):
     """Learning rate."""
     eps: PositiveFloat = 1e-8
     """Number added to the root of the second moment (ignored by sgd)."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay of adam's averages of the gradients and of their squares."""
     weight_decay: NonNegativeFloat = 0.0
     """Factor of the L2 penalty."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the keyword arguments of the optimizer in torch.optim besides lr and weight_decay."""
+        names = {"sgd": (), "adagrad": ("eps",), "adam": ("eps", "betas")}[self.name]
+        return {name: getattr(self, name) for name in names}
 
 
 class Schedule(Section):

@@ -110,8 +110,10 @@ class EarlyStoppingSection(Section):
 
     metric: str | None = None
     """Metric that is compared; same values and default as checkpoint.best_metric."""
-    patience: PositiveInt = 3
-    """Number of consecutive evaluations without a new best value after which training ends."""
+    patience: PositiveInt | None = 3
+    """Number of consecutive evaluations without a new best value after which training ends; null: no limit."""
+    target: Number | None = None
+    """Value of the metric at which training ends; null: no target."""
     restore_best: bool = False
     """Load the weights of the best evaluation at the end. Requires checkpoint.keep_best."""
 
@@ -147,11 +149,12 @@ class TrainSection(Section):
     million rows of data.train, for tasks that learn log-odds and models with a single last layer."""
     max_steps: PositiveInt | None = None
     """Maximum number of steps; null: no limit."""
-    eval_every_steps: Annotated[PositiveInt | Literal["auto"] | None, FREE, Mark.COMMON] = None
+    eval_every_steps: Annotated[PositiveInt | Literal["auto", "next_folder"] | None, FREE, Mark.COMMON] = None
     """Steps between evaluations on data.valid (else data.test); the end of training is always evaluated.
-    auto: ten evaluations in total."""
+    auto: ten evaluations in total. next_folder: evaluate on each folder of data.train, such as a day, just
+    before training on its first row; requires data.shuffle: none."""
     early_stopping: EarlyStoppingSection | None = None
-    """End training when an evaluation metric stops improving: metric, patience, restore_best; null: never."""
+    """End training when an evaluation metric reaches a target or stops improving; null: never."""
     log_every_steps: Annotated[PositiveInt, FREE] = 20
     """Steps between reports of loss and speed."""
     activation_checkpointing: Annotated[bool, FREE] = False
@@ -159,6 +162,9 @@ class TrainSection(Section):
     them. Uses less memory and more time; results are the same. Cannot be combined with train.compile."""
     max_grad_norm: PositiveFloat | None = None
     """Maximum L2 norm of the whole gradient, including tables; null: no clipping."""
+    clip_tables: bool = True
+    """Include tables in train.max_grad_norm. false: only the gradient of the dense layers is measured and
+    clipped."""
     ema: Number | None = Field(None, gt=0, lt=1)
     """Decay of an exponential moving average of the dense weights over steps, such as 0.999. Evaluations use
     the average, and checkpoints contain both. Tables are not averaged. null: no average."""

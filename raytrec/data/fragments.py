@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 
 import numpy as np
 import pyarrow as pa
@@ -117,6 +118,23 @@ class Dataset:
 
         held_out = replace(part(is_held_out=True), suspect_groups=(), left_out=(), listing=Listing())
         return (part(is_held_out=False), held_out) if held_out.groups else (self, None)
+
+    def split_after_first_folder(self, batch_rows: int) -> dict[int, Dataset]:
+        """Return the rows of each folder but the first, by the last step that trains none of them.
+
+        The rows are trained in file order. Folders that begin in the same global batch form one dataset.
+
+        Args:
+            batch_rows: Number of rows in a global batch.
+        """
+        steps: dict[int, list[RowGroup]] = {}
+        first = 0
+        for _, members in groupby(self.groups, lambda group: group.path.rpartition("/")[0]):
+            groups = list(members)
+            steps.setdefault(first // batch_rows, []).extend(groups)
+            first += sum(group.rows for group in groups)
+        steps.pop(0)
+        return {step: replace(self, groups=tuple(groups)) for step, groups in steps.items()}
 
     @cached_property
     def rows(self) -> int:

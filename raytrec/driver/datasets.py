@@ -180,6 +180,8 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
         for name in ("train", "valid", "test")
         if (places := getattr(data, name))
     }
+    if config.train.eval_every_steps == "next_folder":
+        datasets["valid"] = open_dataset(config, schema, data.train, "data.train", held_out=True)
     if data.holdout and not data.valid:
         datasets |= hold_out(datasets["train"], data.holdout)
         if "valid" in datasets and (config.eval.slices or config.eval.retrieval):

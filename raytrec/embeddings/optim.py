@@ -30,6 +30,8 @@ from raytrec.embeddings.taps import sum_squared_row_gradients
 
 
 def _make_settings(config: EmbeddingOptim | DenseOptim) -> dict:
+    if isinstance(config, DenseOptim):
+        return {"lr": config.lr} | config.settings
     return {"lr": config.lr} | {key: getattr(config, key) for key in find_optimizer(config.name).settings}
 
 
@@ -157,22 +159,25 @@ class GlobalNormClip(OptimizerWrapper):
         optimizer: Optimizer of all weights (`combine_optimizers`).
         model: DistributedModelParallel, whose lookups are cut from now on while gradients are recorded.
         max_norm: Maximum L2 norm of the gradient.
+        with_tables: False to measure and scale only the gradient of the dense layers.
 
     Attributes:
         last_norm: L2 norm of the last gradient before scaling, a float64 scalar on the device; None before
             the first step.
     """
 
-    def __init__(self, optimizer: KeyedOptimizer, model: DistributedModelParallel, max_norm: float):
+    def __init__(
+        self, optimizer: KeyedOptimizer, model: DistributedModelParallel, max_norm: float, with_tables: bool = True
+    ):
         super().__init__(optimizer)
         self.max_norm = max_norm
         self.last_norm: torch.Tensor | None = None
         self._device = model.device
         self._cuts: list[_LookupCut] = []
         # Every rank holds a copy of dense parameters and data-parallel tables, with the same gradient.
-        copies = {name for name, table in tables(model).items() if table.weight.replicated}
+        copies = {name for name, table in tables(model).items() if with_tables and table.weight.replicated}
         self._replicated = [p for name, p in model.named_parameters() if find_table_name(name) in {None, *copies}]
-        for kernel in iterate_sharded_kernels(model):
+        for kernel in iterate_sharded_kernels(model) if with_tables else ():
             kernel.register_forward_hook(self._cut)
 
     def zero_grad(self, set_to_none: bool = False) -> None:

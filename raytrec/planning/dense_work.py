@@ -133,9 +133,10 @@ def count_dense_layers(
 ) -> DenseWork:
     """Count the work of the dense layers and losses, forward and backward, for the batch of one rank.
 
-    Autocast, and models that read values (e.g. the lengths of sequences), cannot run on the meta device. Such
-    layers run on CPU with two small numbers of rows, and the counts are extrapolated linearly. The counts for
-    more than MAX_META_ROWS rows are also extrapolated. Losses that compare rows of a global batch are counted
+    Autocast, and models that read values, cannot run on the meta device. Such layers run on CPU with two small
+    numbers of rows, and the counts are extrapolated linearly. The counts for more than MAX_META_ROWS rows are
+    also extrapolated. Models that read sequences run without autocast, with sequences of mean length if the
+    schema has statistics. Losses that compare rows of a global batch are counted
     for the rows of this rank alone. Extrapolation underestimates losses that compare all pairs of rows.
 
     Args:
@@ -152,13 +153,17 @@ def count_dense_layers(
 
     silence_tracing()
     features, tasks = resolve_features(schema, config.model), resolve_tasks(config.tasks, schema)
+    read = {name: statistics for name, statistics in schema.statistics.items() if name in features.sequences}
+    lengths = {name: min(round(each.mean_length), features.sequences[name]) for name, each in read.items()}
+    if features.sequences and config.train.matmul == "bf16":
+        config = config.with_overrides(["train.matmul=fp32"])
 
     def count(device: str, rows: int) -> tuple[DenseWork, int]:
         """Return the work, and the bytes of tensors that are live between forward and backward."""
         counter = OperatorCounter()
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             head = build(config, schema, torch.device("cpu")).head.to(device)
-            (global_batch,) = make_random_batches(schema, rows, 1, seed=0, tasks=tasks)
+            (global_batch,) = make_random_batches(schema, rows, 1, 0, tasks, lengths)
             local_batch = make_local_batch(global_batch, schema, [0, rows], 0, features)
             batch = local_batch.to(torch.device(device))
             batch.lengths = local_batch.lengths

@@ -17,6 +17,7 @@ from raytrec.planning.dry_run import ClusterEstimate, compute_hourly_price
 from raytrec.planning.machines import DEFAULT_DISK_GIB
 from raytrec.planning.memory import GIB, TIERS, compute_rank_parts
 
+MIN_SKEW = 1.25  # times the mean load, from which a table counts as skewed
 TIER_NAMES = {"device": "GPU", "host": "host", "disk": "disk"}
 
 
@@ -71,6 +72,7 @@ class Plans:
             "lacks": [asdict(lack) for lack in estimate.lacks],
             "remedies": estimate.remedies,
             "tables": [asdict(table) for table in estimate.tables],
+            "skewed": find_skewed_tables(self.schema, cluster.world),
             "memory": memory,
             "time": asdict(estimate.time) if estimate.time else None,
             "price_per_hour": compute_hourly_price(estimate, self.prices),
@@ -92,6 +94,9 @@ def print_plans(plans: Plans) -> None:
     if any(each.time for each in estimates):
         console.print(_format_time(plans, estimates))
     for each in estimates:
+        for name, load in find_skewed_tables(plans.schema, each.cluster.world).items():
+            text = f"{each.name}: table {name} is skewed: with row_wise, the rank of its most frequent id looks up"
+            console.print(f"{text} {load:.1f} × the mean; column_wise spreads them", soft_wrap=True, markup=False)
         for line in _describe_problems(each):
             console.print(line, soft_wrap=True, markup=False)
     if plans.chosen:
@@ -100,6 +105,24 @@ def print_plans(plans: Plans) -> None:
         if cheapest:
             price = compute_hourly_price(cheapest, plans.prices)
             console.print(f"cheapest: {cheapest.cluster.name}, {price:,.2f} per hour", soft_wrap=True)
+
+
+def find_skewed_tables(schema: Schema, world: int) -> dict[str, float]:
+    """Return the lookups of the busiest rank, in multiples of the mean, for tables that row_wise would skew.
+
+    The busiest rank is that of the table's most frequent id (`statistics.*.hottest`); all other ids are assumed
+    to be spread evenly.
+
+    Args:
+        schema: Schema with statistics.
+        world: Number of ranks.
+    """
+    loads: dict[str, float] = {}
+    for name, statistics in schema.statistics.items():
+        load = 1 + (statistics.hottest[0] if statistics.hottest else 0.0) * (world - 1)
+        table = schema.sparse[name].table
+        loads[table] = max(load, loads.get(table, 0.0))
+    return {table: load for table, load in loads.items() if load >= MIN_SKEW}
 
 
 def _format_tables(plans: Plans, estimate: ClusterEstimate) -> Table:

@@ -117,7 +117,7 @@ def build_step(
         fill_tables(sharded, config.run.seed)
     optimizer = combine_optimizers(sharded, optimizers, config.optim.dense)
     if config.train.max_grad_norm:
-        optimizer = GlobalNormClip(optimizer, sharded, config.train.max_grad_norm)
+        optimizer = GlobalNormClip(optimizer, sharded, config.train.max_grad_norm, config.train.clip_tables)
     if config.train.ema:
         optimizer = DenseAverage(optimizer, sharded, config.train.ema)
     if config.train.on_nan == "skip":

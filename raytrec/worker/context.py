@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raytrec.common.machine import bind_to_gpu_node
@@ -172,6 +172,10 @@ class _MonitoredStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+    def narrow(self, dataset: Dataset) -> _MonitoredStream:
+        """Return a stream of a part of the dataset."""
+        return _MonitoredStream(replace(self.stream, dataset=dataset), self.heartbeat)
 
     def batches(self):
         return self.heartbeat.count_batches(self.stream.batches(), "evaluate")

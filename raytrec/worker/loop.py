@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 from raytrec.common import messages
 from raytrec.config.run_config import RunConfig
@@ -50,7 +51,11 @@ def train_worker(task: WorkerTask) -> None:
     stopping = EarlyStopping(config.train.early_stopping, progress, context.device)
     epochs = train.epochs(resolve_epochs(config, train.dataset.rows), progress.step)
     batches = RecentBatches(context.heartbeat.count_batches(epochs), progress.step)
-    shrinks = "valid" in task.datasets and can_shrink(step)
+    folders: dict[int, Any] = {}
+    if config.train.eval_every_steps == "next_folder":
+        parts = valid.dataset.split_after_first_folder(order.batch_rows)
+        folders = {first: valid.narrow(part) for first, part in parts.items()}
+    shrinks = "valid" in task.datasets and not folders and can_shrink(step)
     evaluate_valid = evaluate_shrunk if shrinks else evaluate
     run = RankRun(context, step, plan, state, progress, batches, total)
     observers = make_observers(run)
@@ -66,7 +71,8 @@ def train_worker(task: WorkerTask) -> None:
     )
     try:
         observers.begin()
-        for pause in list_pauses(total, resolve_evaluation_interval(config, total), progress.step):
+        pauses = list_pauses(total, resolve_evaluation_interval(config, total), progress.step)
+        for pause in sorted({*pauses, *(first for first in folders if progress.step <= first < total)}):
             if stopping.over:
                 break
             progress.clock.resume()
@@ -82,7 +88,8 @@ def train_worker(task: WorkerTask) -> None:
             progress.clock.pause(context.device)
             progress.report(context, wait=True)
             if (progress.step < total or stopping.restores) and not progress.evaluated:
-                figures, curves, *_ = evaluate_valid(step, valid, context.device, selection, items)
+                held_out = folders.get(progress.step, valid)
+                figures, curves, *_ = evaluate_valid(step, held_out, context.device, selection, items)
                 progress.evaluation = {"step": progress.step, **figures}
                 stopping.after_evaluation()
                 context.report(messages.Eval(step=progress.step, figures=figures, curves=curves))
@@ -202,9 +209,9 @@ def count_total_steps(config: RunConfig, rows: int) -> int:
 
 
 def resolve_evaluation_interval(config: RunConfig, total: int) -> int | None:
-    """Return the number of steps between evaluations (train.eval_every_steps); None: no evaluations."""
+    """Return the number of steps between evaluations (train.eval_every_steps); None: no interval."""
     every = config.train.eval_every_steps
-    return -(-total // 10) if every == "auto" else every
+    return -(-total // 10) if every == "auto" else None if every == "next_folder" else every
 
 
 def list_pauses(total: int, every: int | None, start: int = 0) -> list[int]:

@@ -218,7 +218,7 @@ def broadcast_figure(figure: MetricDisplay, figures: Mapping[str, Any], device: 
 
 
 class EarlyStopping:
-    """Rule that ends training on all ranks when a metric has not improved for several evaluations.
+    """Rule that ends training on all ranks when a metric reaches a target or no longer improves.
 
     An undefined value does not count as an improvement. The history is stored in `progress` and thus in
     every checkpoint, so a resumed run ends at the same step as an uninterrupted one.
@@ -237,7 +237,7 @@ class EarlyStopping:
         self._figure: MetricDisplay | None = None
         self.restores = section is not None and section.restore_best
         if section:
-            self._patience = section.patience
+            self._patience, self._target = section.patience or float("inf"), section.target
             self._figure = progress.window.selection.best(section.metric, STOPPING_METRIC_KEY)
 
     def best_step(self) -> int | None:
@@ -247,7 +247,15 @@ class EarlyStopping:
     @property
     def over(self) -> bool:
         """Return True if training must end now."""
-        return self._figure is not None and self._progress.early_stopping.get("since", 0) >= self._patience
+        history = self._progress.early_stopping
+        return self._figure is not None and (self._is_reached or history.get("since", 0) >= self._patience)
+
+    @property
+    def _is_reached(self) -> bool:
+        best, figure = self._progress.early_stopping.get("best"), self._figure
+        if figure is None or best is None or self._target is None:
+            return False
+        return figure.loss(best) <= figure.loss(self._target)
 
     def after_evaluation(self) -> None:
         """Update the history with the evaluation of this step.
@@ -285,6 +293,8 @@ class EarlyStopping:
 
     def _describe_end(self, figure: MetricDisplay) -> str:
         history = self._progress.early_stopping
+        if self._is_reached:
+            return f"{figure.key} reached {figure.text(history['best'])} at step {history['step']}"
         count = f"{history['since']} evaluation{'s' * (history['since'] > 1)}"
         if history.get("best") is None:
             return f"{figure.key} was undefined in {count}"

@@ -87,6 +87,14 @@ def test_early_stopping_states_its_reason():
     assert nan == [(2, "auc was undefined in 2 evaluations")]
 
 
+def test_training_ends_at_the_target():
+    section = {"metric": "auc", "patience": None, "target": 0.75}
+    answers = run_on_ranks(2, run_until_stop, [0.7, 0.6, math.nan, 0.65, 0.76, 0.9], section)
+    assert answers == [(5, "auc reached 0.7600 at step 50")] * 2
+    assert run_on_ranks(1, run_until_stop, [0.7, 0.74], section) == [(None, "after all steps")]
+    assert run_on_ranks(1, run_until_stop, [0.8, 0.9], {"metric": "ne", "target": 0.8})[0][0] == 1
+
+
 def test_invalid_early_stopping_is_rejected():
     from raytrec.metrics.selection import Selection
 

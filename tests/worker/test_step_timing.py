@@ -12,7 +12,7 @@ from standin.clock import SimulatedClock
 from raytrec.worker import progress
 from raytrec.worker import step_timing as module
 from raytrec.worker.progress import Stopwatch
-from raytrec.worker.step_timing import PhaseTimer
+from raytrec.worker.step_timing import FlopCounter, PhaseTimer, compute_flop_rates
 
 GPU = torch.device("cuda", 0)
 
@@ -177,3 +177,46 @@ def test_dense_all_reduce_wait_counts_as_collectives():
     waiting, slow = run_on_ranks(2, measure_phases, slow_down_dense_backward, "data_parallel")
     assert waiting["collectives"] > 0.8 * STEPS * PAUSE_S > waiting["backward"]
     assert slow["backward"] > 0.9 * STEPS * PAUSE_S > slow["collectives"]
+
+
+def test_products_of_layers_and_attention_are_counted():
+    layer, x = torch.nn.Linear(8, 6), torch.randn(2, 3, 5, 8, requires_grad=True)
+    with FlopCounter() as counter:
+        layer(x).sum().backward()
+    assert counter.flops == 3 * 2 * (2 * 3 * 5) * 8 * 6
+    with FlopCounter() as counter:
+        torch.nn.functional.scaled_dot_product_attention(x, x, x).sum().backward()
+    assert counter.flops == (2 + 5) * 2 * (2 * 3) * 5 * 5 * 8  # forward 2 products; backward 5, one of them repeated
+
+
+def test_flop_rates_add_up_ranks_and_are_compared_with_the_peak(monkeypatch):
+    assert compute_flop_rates(None, 10, 5.0, torch.device("cpu"), "fp32") == {}
+    assert compute_flop_rates(40, 10, 5.0, torch.device("cpu"), "fp32") == {"train.flops_per_s": 20.0}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda place: "NVIDIA H100 80GB HBM3")
+    rates = compute_flop_rates(989e12, 10, 5.0, GPU, "bf16")
+    assert rates == {"train.flops_per_s": 989e12 / 2, "train.mfu": pytest.approx(0.5)}
+
+
+def count_step_flops(rank, world, schema, model):
+    from raytrec.config.features import resolve_features
+
+    config = small.make_small_config(world, {"sharding_type": "row_wise"}, model=model)
+    step = small.build_step_on_rank(config, schema)
+    features = resolve_features(schema, config.model)
+    _, local = small.make_batches(3, rank, world, schema=schema, features=features)
+    small.train_step(step, local[:1])
+    before = step.flops
+    small.train_step(step, local)
+    return before, step.flops
+
+
+def test_second_step_of_sequence_models_is_counted():
+    sparse = {
+        name: spec | {"pooling": "sequence"} if "pooling" in spec else spec
+        for name, spec in small.SMALL_SCHEMA_PARTS["sparse"].items()
+    }
+    schema = small.make_small_schema(sparse=sparse)
+    model = {"name": "sequence", "max_length": 3, "target": "user", "top_mlp": [6]}
+    (before, flops), _ = run_on_ranks(2, count_step_flops, schema, model)
+    assert before is None and flops > 0
+    assert run_on_ranks(1, count_step_flops, small.SCHEMA, None)[0][1] is None

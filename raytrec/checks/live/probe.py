@@ -203,7 +203,8 @@ class Parity(Check):
             if table.weight.replicated:
                 # Gradient averaged by DistributedDataParallel; or, if clipping scales it, the kernels' input.
                 average = None if table.parameter is None else table.parameter.grad
-                is_sum = average is None or self.run.config.train.max_grad_norm
+                train = self.run.config.train
+                is_sum = average is None or (train.max_grad_norm and train.clip_tables)
                 actual[name] = actual[name] / world if is_sum else average[rows[name]].float()
             # Each rank's loss is `world` times its part of the global loss (tasks/objective.py).
             error, row, column = find_largest_error(actual[name], expected[name] / world, size[name] / world)

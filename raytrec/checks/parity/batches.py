@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 
 import torch
 from torch.nn.functional import pad
@@ -74,7 +75,12 @@ class GlobalBatch:
 
 
 def make_random_batches(
-    schema: Schema, rows: int, count: int, seed: int, tasks: Sequence[Task] = ()
+    schema: Schema,
+    rows: int,
+    count: int,
+    seed: int,
+    tasks: Sequence[Task] = (),
+    lengths: Mapping[str, int] = MappingProxyType({}),
 ) -> list[GlobalBatch]:
     """Return `count` random batches of `rows` rows each.
 
@@ -89,6 +95,7 @@ def make_random_batches(
         tasks: Tasks, which determine labels: the lowest or highest accepted value (0 or 1 if any number is
             accepted), or any class. If tasks mask or weight rows, about a third of the rows have weight 0 in each
             task. The other rows have weights in (0, 2). If tasks group rows, each group has a few rows.
+        lengths: Feature → number of ids in each of its bags, for features whose bags have a fixed length.
     """
     ranges, classes = label_ranges(tasks, schema), whole_labels(tasks)
     bounds_L = [ranges[label] or (0.0, 1.0) for label in schema.labels]
@@ -100,12 +107,13 @@ def make_random_batches(
     for _ in range(count):
         bags = {}
         for feature, spec in schema.sparse.items():
-            lengths = torch.randint(0, 5, (rows,), generator=g)
+            low, high = (lengths[feature],) * 2 if feature in lengths else (0, 4)
+            lengths_B = torch.randint(low, high + 1, (rows,), generator=g)
             own_rows = schema.tables[spec.table].own_rows
-            ids = torch.randint(0, own_rows, (int(lengths.sum()),), generator=g)
+            ids = torch.randint(0, own_rows, (int(lengths_B.sum()),), generator=g)
             ids[:1], ids[1:2] = own_rows - 1, 0
             weights = torch.rand(len(ids), generator=g) * 2 if spec.weights else torch.ones(len(ids))
-            bags[feature] = ids, torch.arange(rows).repeat_interleave(lengths), weights
+            bags[feature] = ids, torch.arange(rows).repeat_interleave(lengths_B), weights
         side_features = {  # times within the first hour of 2026, in seconds
             name: START_OF_2026_S + 3600 * torch.rand(len(bags[name][0]), width, generator=g, dtype=torch.float64)
             for name, width in widths.items()

@@ -210,7 +210,8 @@ def _compare_steps(
         for group, rate in rates:
             group["lr"] = rate * config.optim.schedule.compute_factor(number - 1)
         if single:
-            reference.train(single, ahead[-1:], list(optimizers.values()), max_grad_norm=config.train.max_grad_norm)
+            clip = config.train.max_grad_norm, config.train.clip_tables
+            reference.train(single, ahead[-1:], list(optimizers.values()), *clip)
         if not every_step and number < len(choices):
             continue
         run.train(ahead)
@@ -235,9 +236,8 @@ def _compare_steps(
 def _make_optimizers(run: ShardedRun, single: Reference) -> dict[str, torch.optim.Optimizer]:
     """Return the reference's optimizers: table → its optimizer, and '' → the dense parameters' optimizer."""
     sections, dense = resolve_optimizers(run.config, run.schema), run.config.optim.dense
-    eps = {} if dense.name == "sgd" else {"eps": dense.eps}
     make = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[dense.name]
-    out = {"": make(single.model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, **eps)}
+    out = {"": make(single.model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, **dense.settings)}
     for name, kernel in run.kernels.items():
         e, fused = sections[name], kernel != "dense"
         table = single.tables[name]

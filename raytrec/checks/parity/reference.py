@@ -177,8 +177,8 @@ def train(
     reference: Reference,
     batches: Iterable[GlobalBatch],
     optimizers: list[torch.optim.Optimizer],
-    *,
     max_grad_norm: float | None = None,
+    clip_tables: bool = True,
 ) -> list[torch.Tensor]:
     """Train on whole batches in a plain loop, and return the logits of each batch.
 
@@ -187,6 +187,7 @@ def train(
         batches: Global batches.
         optimizers: Optimizers of the parameters.
         max_grad_norm: Limit for torch.nn.utils.clip_grad_norm_ over all parameters; None: no clipping.
+        clip_tables: False to clip only the parameters of the dense model.
     """
     logits_of_batches = []
     for batch in batches:
@@ -196,7 +197,7 @@ def train(
         for p in reference.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if max_grad_norm:
-            nn.utils.clip_grad_norm_(reference.parameters(), max_grad_norm)
+            nn.utils.clip_grad_norm_((reference if clip_tables else reference.model).parameters(), max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
         reference.round_tables()

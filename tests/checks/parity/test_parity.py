@@ -5,7 +5,7 @@ import torch
 from ranks import run_on_ranks
 from small import SCHEMA, SMALL_SCHEMA_PARTS, make_small_config, make_small_schema
 
-from raytrec.config.tables import QCommsSection, Schedule
+from raytrec.config.tables import DenseOptim, QCommsSection, Schedule
 
 
 def compare_steps(rank, world, settings, device="cpu", steps=2, build=None, schema=SCHEMA):
@@ -84,6 +84,14 @@ def test_parity_follows_learning_rate_schedules(sharding, schedule):
     settings = make_small_config(2, {"sharding_type": sharding}, "sgd")
     settings.optim.schedule = schedule
     found = run_on_ranks(2, compare_steps, settings, "cpu", 12)[0]
+    assert len(found) > 10 and not find_failures(found)
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
+def test_parity_holds_if_only_dense_gradients_are_clipped(sharding):
+    settings = make_small_config(2, {"sharding_type": sharding}, max_grad_norm=0.01, clip_tables=False)
+    settings.optim.dense = DenseOptim(name="adam", lr=0.01, betas=(0.5, 0.9))
+    found = run_on_ranks(2, compare_steps, settings)[0]
     assert len(found) > 10 and not find_failures(found)
 
 

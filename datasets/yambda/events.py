@@ -1,0 +1,123 @@
+"""Events of Yambda, read from its public layout of Parquet files.
+
+flat/SIZE/ has one row per event, sorted by user and time: uid, timestamp (seconds, in steps of 5), item_id,
+is_organic and, for listens, played_ratio_pct and track_length_seconds. sequential/SIZE/ has one row per user with
+lists of the same values. Both contain multi_event.parquet with event_type, or one file for each type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from raytrec.common.errors import DataError
+
+TYPES = ("listen", "like", "dislike", "unlike", "undislike")
+LISTEN, LIKE = 0, 1
+FINISHED_PERCENT = 50  # a listen counts as finished from this share of the track on
+COLUMNS = ("uid", "timestamp", "item_id", "is_organic")
+RENAMED = {"item_ids": "item_id", "timestamps": "timestamp", "event_types": "event_type"}  # sequential layouts
+
+
+@dataclass(frozen=True)
+class Events:
+    """Events of all users, sorted by user, then by time; ids are consecutive from 0.
+
+    Attributes:
+        user: User of each event, int32 [n].
+        time: Seconds since the start of the log, int32 [n].
+        item: Item of each event, int32 [n].
+        kind: Index in TYPES, int8 [n].
+        played: Share of the track that was played, in percent; 0 for other events; int32 [n].
+        organic: 1 if the user chose the item, 0 if it was recommended; int8 [n].
+        artist: Artist of each item, 0 if unknown; int32 [items].
+        album: Album of each item, 0 if unknown; int32 [items].
+        users: Key of each user in the source.
+        items: Key of each item in the source.
+    """
+
+    user: np.ndarray
+    time: np.ndarray
+    item: np.ndarray
+    kind: np.ndarray
+    played: np.ndarray
+    organic: np.ndarray
+    artist: np.ndarray
+    album: np.ndarray
+    users: np.ndarray
+    items: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.user)
+
+
+def read_events(source: Path, size: str) -> Events:
+    """Read all events and the artists and albums of their items.
+
+    An item with several artists or albums has the last of them.
+
+    Raises:
+        DataError: The folder does not have Yambda's layout.
+    """
+    folder = next((path for name in ("flat", "sequential") if (path := source / name / size).is_dir()), None)
+    mapping = {name: source / f"{name}_item_mapping.parquet" for name in ("artist", "album")}
+    paths = [folder / "multi_event.parquet"] if folder else []
+    if folder and not paths[0].exists():
+        paths = [path for kind in TYPES if (path := folder / f"{kind}s.parquet").exists()]
+    if not paths or not all(path.exists() for path in mapping.values()):
+        raise DataError(
+            "the source does not have Yambda's layout",
+            where=str(source),
+            expected=f"flat/{size}/ or sequential/{size}/ with multi_event.parquet or listens.parquet, …, and "
+            + " and ".join(path.name for path in mapping.values()),
+            do="pass the folder into which yandex/yambda was downloaded as --source, and its --size",
+        )
+    table = pa.concat_tables([_read(path) for path in paths])
+    if len(paths) > 1:
+        table = table.sort_by([("uid", "ascending"), ("timestamp", "ascending")])
+    columns = {name: table[name].to_numpy() for name in table.column_names}
+    users, user = np.unique(columns["uid"], return_inverse=True)
+    items, item = np.unique(columns["item_id"], return_inverse=True)
+    numbers = {"time": columns["timestamp"], "kind": columns["kind"], "played": columns["played"]}
+    kinds = {"kind": np.int8, "organic": np.int8}
+    values = {"user": user, "item": item, "organic": columns["is_organic"], **numbers}
+    values |= {name: _read_mapping(path, name, items) for name, path in mapping.items()}
+    typed = {name: value.astype(kinds.get(name, np.int32)) for name, value in values.items()}
+    return Events(users=users, items=items, **{f.name: typed[f.name] for f in fields(Events) if f.name in typed})
+
+
+def _read(path: Path) -> pa.Table:
+    """Return the events of a file with the columns COLUMNS, kind and played."""
+    file = pq.ParquetFile(path)
+    table = file.read()
+    table = table.rename_columns([RENAMED.get(name, name) for name in table.column_names])
+    lists = [name for name in table.column_names if pa.types.is_list(table[name].type)]
+    if lists:
+        users = table["uid"].combine_chunks().take(pc.list_parent_indices(table[lists[0]].combine_chunks()))
+        table = pa.table({"uid": users} | {name: pc.list_flatten(table[name]) for name in lists})
+    if missing := [name for name in COLUMNS if name not in table.column_names]:
+        raise DataError(f"column {missing[0]} is missing", where=str(path), expected=", ".join(COLUMNS))
+    if "event_type" in table.column_names:
+        kind = pc.index_in(table["event_type"].cast(pa.string()), pa.array(TYPES))
+    else:
+        kind = pa.array(np.full(len(table), TYPES.index(path.stem.removesuffix("s")), np.int32))
+    zero = pa.array(np.zeros(len(table), np.uint16))
+    played = table["played_ratio_pct"].fill_null(0) if "played_ratio_pct" in table.column_names else zero
+    columns = {name: table[name] for name in COLUMNS}
+    return pa.table(columns | {"kind": kind, "played": pc.cast(played, pa.int32())})
+
+
+def _read_mapping(path: Path, name: str, items: np.ndarray) -> np.ndarray:
+    """Return the consecutive number of each item's artist or album, from 1; 0 if unknown."""
+    table = pq.read_table(path)
+    keys, values = table["item_id"].to_numpy(), table[f"{name}_id"].to_numpy()
+    at = np.minimum(np.searchsorted(items, keys), len(items) - 1)
+    known = items[at] == keys
+    result = np.zeros(len(items), np.int32)
+    result[at[known]] = np.unique(values[known], return_inverse=True)[1] + 1
+    return result
