@@ -43,7 +43,8 @@ class PEPNet(nn.Module):
         self.domain_gate = make_gate("domain", width) if members["domain"] else None
         self.gates = nn.ModuleList(make_gate("personal", size * len(tasks)) for size in config.tower_mlp)
         self.layers = nn.ModuleList(
-            nn.ModuleList(mlp([*sizes], config.dropout) for _ in tasks) for sizes in pairwise([width, *config.tower_mlp])
+            nn.ModuleList(mlp([*sizes], config.dropout) for _ in tasks)
+            for sizes in pairwise([width, *config.tower_mlp])
         )
         self.towers = TaskTowers(config.tower_mlp[-1], [], tasks, config.dropout)
 

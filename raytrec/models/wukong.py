@@ -67,8 +67,8 @@ class InteractionLayer(nn.Module):
 
     def forward(self, vectors_BFD: torch.Tensor) -> torch.Tensor:
         """Return the vectors of the layer, float [B, n_F + n_L, D]."""
-        projected_BDK, compressed_BDL, residual_BDM = self.linear(vectors_BFD.mT).split(self.sizes, dim=2)
+        projected_BDK, compressed_BDL, residual_BDM = self.linear(vectors_BFD.transpose(1, 2)).split(self.sizes, dim=2)
         interactions_BP = self.interaction_norm((vectors_BFD @ projected_BDK).flatten(1))
         machine_BMD = self.last(self.hidden(interactions_BP)).unflatten(1, (-1, vectors_BFD.shape[2]))
-        residual = residual_BDM.mT if self.sizes[2] else vectors_BFD
-        return self.norm(torch.cat([machine_BMD, compressed_BDL.mT], dim=1) + residual)
+        residual = residual_BDM.transpose(1, 2) if self.sizes[2] else vectors_BFD
+        return self.norm(torch.cat([machine_BMD, compressed_BDL.transpose(1, 2)], dim=1) + residual)
