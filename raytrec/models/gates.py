@@ -59,18 +59,28 @@ class Gate(nn.Module):
         members: Features and dense columns of the context; if empty, a learned vector takes their place.
         sizes: Hidden sizes of the MLP.
         width: Number of weights.
+        more: Width of the additional input of `forward`.
     """
 
-    def __init__(self, schema: Schema, members: set[str], sizes: list[int], width: int):
+    def __init__(self, schema: Schema, members: set[str], sizes: list[int], width: int, more: int = 0):
         super().__init__()
         self.context = ConcatInputs(schema, members) if members else None
         inputs = self.context.width if self.context is not None else (sizes or [width])[0]
         self.vector = nn.Parameter(torch.zeros(1, inputs)) if self.context is None else None
-        self.hidden, self.last = mlp_and_linear([inputs, *sizes], width)
+        self.hidden, self.last = mlp_and_linear([inputs + more, *sizes], width)
 
-    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the weight of each input, float32 [B, width]; [1, width] without members."""
+    def forward(
+        self, dense: torch.Tensor, pooled: dict[str, torch.Tensor], more_BM: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the weight of each input, float32 [B, width]; [1, width] without members.
+
+        Args:
+            dense: Dense columns, float32 [B, n].
+            pooled: Feature → its embeddings.
+            more_BM: Additional input of the MLP, after the context.
+        """
         context = self.vector if self.context is None else self.context(dense, pooled)
+        context = context if more_BM is None else torch.cat([context, more_BM], dim=1)
         return 2 * self.last(self.hidden(context)).sigmoid()
 
 

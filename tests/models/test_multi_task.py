@@ -11,6 +11,7 @@ KEYS = {
     "mmoe": {"experts": 3, **SMALL},
     "ple": SMALL,
     "dbmtl": {"bottom_mlp": [6], "tower_mlp": [5], "relation_mlp": [4]},
+    "pepnet": {"domain": ["tags"], "personal": ["user"], "tower_mlp": [6]},
     "esmm": {"click": "clicked", "conversion": "bought", "tower_mlp": [6]},
 }
 ANY_TASK_COUNT = [name for name in KEYS if name != "esmm"]  # models that support any number of tasks

@@ -19,6 +19,8 @@ KEYS = {
     "ple": {"expert_mlp": [6]},
     "esmm": {"click": "y", "conversion": "z"},
     "dbmtl": {"relation_mlp": [6]},
+    "wukong": {"bottom_mlp": [6], "fmb_mlp": [6], "top_mlp": [6]},
+    "pepnet": {"domain": ["tags"], "personal": ["user", "item"], "tower_mlp": [6]},
 }
 TASKS = {"y": 1, "z": 1}
 # Models whose outputs share all layers except the last.

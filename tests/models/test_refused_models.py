@@ -37,6 +37,9 @@ def make_schema_with_dims(*dims):
         ("xdeepfm", make_schema_with_dims(8, 4, 8), {}, "dims 4, 8"),
         ("xdeepfm", make_schema_with_dims(4, 4, 4), {"outputs": 5}, r"(?s)table user has dim 4.*a dim of 8 or more"),
         ("masknet", make_schema_with_dims(8, 4, 8), {}, "dims 4, 8"),
+        ("wukong", make_schema_with_dims(8, 4, 8), {}, "dims 4, 8"),
+        ("pepnet", schema(), {"personal": ["usr"]}, "did you mean 'user'"),
+        ("pepnet", schema(), {"personal": ["user"], "domain": ["tag"]}, r"(?s)did you mean 'tags'.*model\.domain"),
         ("final_mlp", schema(), {"gate1": ["usr"]}, "did you mean 'user'"),
         ("final_mlp", schema(), {"gating": False, "gate2": ["item"]}, "gating is false"),
         (

@@ -92,6 +92,12 @@ CASES = {
         {"mlp1": [6, 4], "mlp2": [8], "gate1": ["a", "user"], "gate_mlp": [5], "heads": 2},
         TWO_TASKS,
     ),
+    "wukong": (
+        SCHEMA,
+        {"bottom_mlp": [6], "fmb_vectors": 3, "lcb_vectors": 2, "rank": 3, "fmb_mlp": [6], "top_mlp": [4]},
+        TWO_TASKS,
+    ),
+    "pepnet": (SCHEMA, {"domain": ["b", "tags"], "personal": ["user"], "gate_mlp": [5], "tower_mlp": [6]}, THREE_TASKS),
     "shared_bottom": (SCHEMA, {"bottom_mlp": [6], "tower_mlp": [4]}, THREE_TASKS),
     "mmoe": (SCHEMA, {"experts": 3, "expert_mlp": [6], "tower_mlp": [4]}, THREE_TASKS),
     "ple": (SCHEMA, {"expert_mlp": [6], "tower_mlp": [4]}, THREE_TASKS),

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from raytrec.common.errors import ConfigError, make_unknown_word_error
 from raytrec.config.base import SmallCount
-from raytrec.config.models.base import Dropout, ModelSection, Sizes, model
+from raytrec.config.models.base import Dropout, ModelSection, Sizes, match_names, model
 from raytrec.config.schema import Schema
 
 
@@ -158,3 +158,35 @@ class DBMTLSection(ModelSection):
                 )
             ordered |= {name: remaining.pop(name) for name in ready}
         return ordered
+
+
+@model("pepnet", "raytrec.models.pepnet:PEPNet")
+class PEPNetSection(ModelSection):
+    """A tower per task, whose inputs and hidden units are scaled by gates of each row's domain and person."""
+
+    name: Literal["pepnet"]
+    domain: list[str] = Field([])
+    """Sparse features and dense columns (or patterns) of the domain, such as the page, from which the
+    weights of all inputs are computed. []: inputs are not weighted."""
+    personal: Annotated[list[str], Field(min_length=1)]
+    """Sparse features and dense columns (or patterns), such as ids of user, item and author, from which the
+    weights of the towers' hidden units are computed."""
+    gate_mlp: Sizes = Field([64])
+    """Hidden sizes of the networks that compute weights."""
+    tower_mlp: Annotated[Sizes, Field(min_length=1)] = Field([128, 64])
+    """Hidden sizes of each task's tower."""
+    dropout: Dropout = 0.0
+    """Dropout in the towers during training."""
+
+    def check(self, schema: Schema) -> None:
+        """Check that the patterns match features or dense columns."""
+        self.members(schema)
+
+    def members(self, schema: Schema) -> dict[str, set[str]]:
+        """Return the features and columns of the keys domain and personal.
+
+        Raises:
+            ConfigError: A pattern matches nothing.
+        """
+        names = [*schema.dense, *schema.sparse]
+        return {key: match_names(getattr(self, key), names, f"model.{key}") for key in ("domain", "personal")}

@@ -235,3 +235,26 @@ class MaskNetSection(OneDimSection):
     """Hidden sizes of the MLP from the blocks to the logit; [] gives the paper's serial model."""
     dropout: Dropout = 0.0
     """Dropout in the top MLP during training."""
+
+
+@model("wukong", "raytrec.models.wukong:Wukong")
+class WukongSection(OneDimSection):
+    """Stacked factorization machines over the vectors of all features (models/wukong.py)."""
+
+    name: Literal["wukong"]
+    bottom_mlp: Sizes = Field([128])
+    """Hidden sizes of the MLP from the dense columns to their vector."""
+    layers: Annotated[SmallCount, Field(le=1000)] = 2
+    """Number of interaction layers; layer i models interactions of up to 2^i features."""
+    fmb_vectors: Size = 8
+    """Number of vectors that a layer's factorization machine block returns."""
+    lcb_vectors: Size = 8
+    """Number of vectors that a layer's linear compress block returns."""
+    rank: Size = 8
+    """Number of columns of the projection of a layer's dot products."""
+    fmb_mlp: Sizes = Field([128])
+    """Hidden sizes of the MLP in a factorization machine block."""
+    top_mlp: Sizes = Field([128, 64])
+    """Hidden sizes of the MLP from the last layer to the logit."""
+    dropout: Dropout = 0.0
+    """Dropout in the top MLP and the blocks' MLPs during training."""
