@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
 from torch.utils.flop_counter import flop_registry
 
 from raytrec.common.collectives import Peers
