@@ -239,6 +239,7 @@ class ProgramModule(nn.Module):
         return (self.model(by_entry["dense", ""], found),)
 
 
+@pytest.mark.survive  # exporting takes seconds
 def test_exported_history_is_encoded_once_per_user():
     keys = ALL | {"candidate": [], "max_length": 20}
     model, of = make_ranker(**keys)
