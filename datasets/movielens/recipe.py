@@ -104,8 +104,9 @@ class Ratings:
     """Ratings with vocabularies, splits and histories.
 
     Ids are positions in sorted vocabularies, from 1; 0 is unknown. A history contains the user's last
-    `history` liked items in train with a timestamp strictly before the row's own. Neither the row's own label
-    nor any label in valid or test is ever an input.
+    `history` liked items in train with a timestamp strictly before the row's own. `rated` contains all rated
+    items instead, with their ratings (`rated_values`) and timestamps (`rated_times`). Neither the row's own
+    label nor any label in valid or test is ever an input.
     """
 
     def __init__(self, data: MovieLens, split: str, seed: int, history: int):
@@ -124,7 +125,7 @@ class Ratings:
         self._bags = _bags(self._items["genres"], self._genres)
         self._of_item = np.concatenate([[0], _index(self._years, self._items["year"])])
         self._of_user = self._user_attributes()
-        self._index_likes()
+        self._likes, self._rated = self._index_train(self._rating >= LIKED), self._index_train(self._rating > 0)
 
     def __len__(self) -> int:
         return len(self._rating)
@@ -141,27 +142,27 @@ class Ratings:
             out[name] = np.concatenate([[0], codes + 1])
         return out
 
-    def _index_likes(self) -> None:
-        """Sort the liked items of train by user and time."""
-        liked = np.flatnonzero((self._rating >= LIKED) & (self._split == 0))
-        order = np.lexsort((self._item[liked], self._time[liked], self._user[liked]))
-        liked = liked[order]
+    def _index_train(self, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return keys and indices of the ratings of train in a mask, sorted by user and time."""
+        kept = np.flatnonzero(kept & (self._split == 0))
+        kept = kept[np.lexsort((self._item[kept], self._time[kept], self._user[kept]))]
         # User and time share one sort key, with the user in the high bits and the time in the low bits.
-        self._like_keys = (self._user[liked] << TIME_BITS) + self._time[liked]
-        self._like_items = self._item[liked]
+        return (self._user[kept] << TIME_BITS) + self._time[kept], kept
 
-    def histories(self, rows: np.ndarray) -> pa.ListArray:
-        """Return the liked items strictly before each rating, oldest first: list<int64> [len(rows)]."""
-        first = np.searchsorted(self._like_keys, self._user[rows] << TIME_BITS)
-        end = np.searchsorted(self._like_keys, (self._user[rows] << TIME_BITS) + self._time[rows], side="left")
+    def histories(self, rows: np.ndarray, index: tuple[np.ndarray, np.ndarray], *values: np.ndarray) -> list:
+        """Return values of the indexed ratings strictly before each rating, oldest first, one list array each."""
+        keys, ratings = index
+        first = np.searchsorted(keys, self._user[rows] << TIME_BITS)
+        end = np.searchsorted(keys, (self._user[rows] << TIME_BITS) + self._time[rows], side="left")
         start = np.maximum(first, end - self._history)
-        return slices(self._like_items, start, end - start)
+        return [slices(value[ratings], start, end - start) for value in values]
 
     def table(self, rows: np.ndarray) -> pa.Table:
         """Return ratings as rows of the dataset."""
         user, item, when = self._user[rows], self._item[rows], self._time[rows]
         lengths, genres = self._bags
         starts = np.cumsum(lengths) - lengths
+        rated = self.histories(rows, self._rated, self._item, self._rating, self._time)
         columns = {
             "label": (self._rating[rows] >= LIKED).astype(np.int8),
             "user_id": user,
@@ -171,7 +172,8 @@ class Ratings:
             "genres": slices(genres, starts[item], lengths[item]),
             "hour": when // 3600 % 24,
             "weekday": (when // 86400 + 3) % 7,  # 1970-01-01 was a Thursday; 0 is Monday
-            "history": self.histories(rows),
+            "history": self.histories(rows, self._likes, self._item)[0],
+            **dict(zip(("rated", "rated_values", "rated_times"), rated, strict=True)),
             "rating": self._rating[rows],
             "timestamp": when,
         }

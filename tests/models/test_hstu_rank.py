@@ -18,11 +18,17 @@ from made import (
     make,
     weights,
 )
+from torch import nn
 from torch.nn.functional import layer_norm, silu
+from torch.utils.flop_counter import FlopCounterMode
 
 from raytrec.common.errors import ConfigError
+from raytrec.config.features import resolve_features
+from raytrec.config.models import SECTIONS
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import REQUESTS, RequestInputs, Sequence
+from raytrec.scoring.manifest import list_inputs
+from raytrec.scoring.single_rows import make_example_input, rewrite_for_single_rows
 
 SPARSE = {
     "user": {"table": "user"},
@@ -172,6 +178,10 @@ def test_hstu_rank_accepts_empty_histories():
     assert_no_nan(model, *make_inputs(of, lengths=(0, 0)))
 
 
+def select_rows(x, places_N):
+    return Sequence(*(p if p is None else p[places_N] for p in x)) if isinstance(x, Sequence) else x[places_N]
+
+
 def make_requests(of, candidates=COUNTS):
     """Return dense columns and inputs of requests with several candidates, and of rows with one candidate each."""
     dense, found = make_inputs(of)
@@ -181,8 +191,7 @@ def make_requests(of, candidates=COUNTS):
     items = {name: torch.randn(len(requests_N), of.get_feature_dim(name)) for name in ("item", "shop")}
     dense_of_requests = dense * torch.tensor([1.0, 0.0, 1.0])  # columns of candidates are 0
     requests = RequestInputs(requests_N, dense_of_requests, max(candidates))
-    rows = {name: Sequence(*(p if p is None else p[requests_N] for p in x)) if isinstance(x, Sequence) else x[requests_N]
-            for name, x in found.items()}  # fmt: skip
+    rows = {name: select_rows(x, requests_N) for name, x in found.items()}
     return (dense_Nn, found | items | {REQUESTS: requests}), (dense_Nn, rows | items)
 
 
@@ -213,6 +222,47 @@ def test_history_is_encoded_once_per_request():
     model.layers[0].norm.register_forward_hook(lambda _, given, __: counts.append(len(given[0])))
     model(dense, found)
     assert counts == [3 * ROWS + 2 * sum(LENGTHS), sum(COUNTS)]
+
+
+class ProgramModule(nn.Module):
+    """Model whose inputs are tensors, as in an export."""
+
+    def __init__(self, model, entries):
+        super().__init__()
+        self.model, self.entries = model, entries
+
+    def forward(self, *tensors):
+        by_entry = {(entry.kind, entry.feature): t for entry, t in zip(self.entries, tensors, strict=True)}
+        found = {name: t for (kind, name), t in by_entry.items() if kind == "bag"}
+        for name in ("history", "shops"):
+            found[name] = Sequence(*(by_entry.get((kind, name)) for kind in ("vectors", "present", "side_features")))
+        return (self.model(by_entry["dense", ""], found),)
+
+
+@pytest.mark.survive  # exporting takes seconds
+def test_exported_history_is_encoded_once_per_user():
+    keys = ALL | {"candidate": [], "max_length": 20}
+    model, of = make_ranker(**keys)
+    section = SECTIONS["hstu_rank"].model_validate({"name": "hstu_rank"} | keys)
+    entries = list_inputs(resolve_features(of, section))
+    shapes, examples = {0: torch.export.Dim("rows", min=1)}, tuple(make_example_input(each, 3) for each in entries)
+    module = ProgramModule(model.eval(), entries)
+    with torch.no_grad():
+        program = torch.export.export(module, examples, dynamic_shapes=(tuple(shapes for _ in entries),), strict=False)
+    program = program.module(check_guards=False)
+    once = {place for place, each in enumerate(entries) if each.feature not in ("item", "shop")}
+    rewritten, flops = rewrite_for_single_rows(program, entries, once), []
+    for users_B in (torch.zeros(40, dtype=torch.long), torch.arange(40) // 20):
+        users = int(users_B[-1]) + 1
+        few = [make_example_input(each, users if place in once else 40) for place, each in enumerate(entries)]
+        whole = [t[users_B] if place in once else t for place, t in enumerate(few)]
+        for call in (lambda whole=whole: program.forward(*whole), lambda f=few, u=users_B: rewritten(*f, u)):
+            with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+                scores = call()[0]
+            flops.append((counter.get_total_flops(), scores))
+        (whole_flops, expected), (once_flops, actual) = flops[-2:]
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+        assert once_flops < whole_flops / 8
 
 
 @pytest.mark.parametrize("place, reason", [(0, "time"), (1, "a bit"), (2, "a threshold")])

@@ -24,7 +24,7 @@ class HstuRankSection(TargetedSection):
     candidate: list[str] = Field(default_factory=list)
     """Features and dense columns (or patterns) of candidates in addition to the targets. All others, except
     sequences, are the context of the request."""
-    actions: dict[str, SmallCount | list[Number]] = Field(default_factory=dict)
+    actions: dict[str, Annotated[SmallCount, Field(le=52)] | list[Number]] = Field(default_factory=dict)
     """Side features of the first sequence that describe the user's actions: {COLUMN: n} for a bit mask of n
     actions, or {COLUMN: [2, 4]} for numbers, with one action per threshold that the number reaches."""
     interleave: bool = True
