@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from harness import Grid
 from next_item_plain import PlainStep, padded
-from rank_group import Ranks, compare, rig, run_script, trainer
+from rank_group import Ranks, Rig, compare, rig, run_script, trainer
 
 SIDES = {"plain": True, "raytrec": False}
 PIECES = 4  # number of batches, on which the steps train repeatedly
@@ -59,15 +59,21 @@ CASES = {
 SMALLEST = {("hstu", "MovieLens-1M"): ML1M | {"rows": 4}}
 
 
-def lengths_of(shape: dict[str, Any]) -> np.ndarray:
+def lengths_of(shape: dict[str, Any], seed: int = 0) -> np.ndarray:
     """Return the lengths of the rows' histories, drawn from a long-tailed distribution and clipped."""
-    drawn = np.random.default_rng(0).lognormal(np.log(shape["median"]), shape["spread"], shape["rows"])
+    drawn = np.random.default_rng(seed).lognormal(np.log(shape["median"]), shape["spread"], shape["rows"])
     return np.clip(drawn, shape["shortest"], shape["length"]).astype(int)
 
 
-def rows_of(shape: dict[str, Any], seed: int) -> tuple[np.ndarray, ...]:
-    """Return (offsets, ids, own items, negatives) of a global batch; the number of ids is always the same."""
-    lengths = np.random.default_rng(seed).permutation(lengths_of(shape))
+def rows_of(shape: dict[str, Any], seed: int, lengths: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
+    """Return (offsets, ids, own items, negatives) of a global batch.
+
+    Args:
+        shape: Shape of the data.
+        seed: Seed of the batch.
+        lengths: Lengths of the histories; None: the same lengths for each seed, in random order.
+    """
+    lengths = np.random.default_rng(seed).permutation(lengths_of(shape)) if lengths is None else lengths
     rng = np.random.default_rng(seed)
     offsets = np.cumsum([0, *lengths])
     # As in MovieLens, a few items make up most of the ids.
@@ -78,6 +84,13 @@ def rows_of(shape: dict[str, Any], seed: int) -> tuple[np.ndarray, ...]:
 
 def build_raytrec(shape: dict[str, Any], rank: int, world: int) -> tuple[Any, Iterator[Any]]:
     """Return raytrec's step and the batches for this rank."""
+    rank_rig = rig_of(shape, world)
+    pieces = [piece_of(rank_rig, shape, rows_of(shape, seed), rank, world) for seed in range(PIECES)]
+    return rank_rig.step, rank_rig.repeat(pieces)
+
+
+def rig_of(shape: dict[str, Any], world: int) -> Rig:
+    """Return raytrec's model of a shape on this rank."""
     sequence = {"table": "item", "pooling": "sequence"}
     schema = {
         "sparse": {"item": {"table": "item"}, "history": sequence, "negatives": sequence},
@@ -97,15 +110,16 @@ def build_raytrec(shape: dict[str, Any], rank: int, world: int) -> tuple[Any, It
     tasks = [{"loss": "from_model", "metrics": []}]
     optim = {"embeddings": {"name": "adam", "lr": 1e-3}, "dense": {"lr": 1e-3}}
     lists = ["history", "negatives"]
-    rank_rig = rig(schema, model, world, shape["rows"], lists, tasks=tasks, optim=optim)
+    return rig(schema, model, world, shape["rows"], lists, tasks=tasks, optim=optim)
+
+
+def piece_of(rank_rig: Rig, shape: dict[str, Any], rows: tuple[np.ndarray, ...], rank: int, world: int) -> Any:
+    """Return this rank's rows of a global batch."""
+    offsets, ids, own, negatives = rows
+    starts = np.arange(len(own) + 1, dtype=np.int32) * shape["negatives"]
+    bags = [(offsets.astype(np.int32), ids, None), (starts, negatives.ravel(), None)]
     rank_rows = slice(rank * shape["rows"] // world, (rank + 1) * shape["rows"] // world)
-    pieces = []
-    for seed in range(PIECES):
-        offsets, ids, own, negatives = rows_of(shape, seed)
-        starts = np.arange(len(own) + 1, dtype=np.int32) * shape["negatives"]
-        bags = [(offsets.astype(np.int32), ids, None), (starts, negatives.ravel(), None)]
-        pieces.append(rank_rig.piece([np.ones(len(own), np.float32)], [own], bags)[rank_rows])
-    return rank_rig.step, rank_rig.repeat(pieces)
+    return rank_rig.piece([np.ones(len(own), np.float32)], [own], bags)[rank_rows]
 
 
 def build_plain(shape: dict[str, Any]) -> tuple[Any, Iterator[Any]]:

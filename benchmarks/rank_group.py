@@ -243,12 +243,14 @@ class Rig:
     Attributes:
         step: Training step (worker.step.Step).
         form: Resolved read plan of the rows.
+        features: Features of the run.
         collate: Function that makes a batch from pieces of rows.
         rows: Number of rows in the global batch.
     """
 
     step: Any
     form: Any
+    features: Any
     collate: Any
     rows: int
 
@@ -308,7 +310,8 @@ def rig(
     config = RunConfig.model_validate(values | sections)
     form = ResolvedReadPlan(ReadPlan(parsed), lists=frozenset(lists) & set(parsed.sparse))
     step, _ = build_step(config, parsed, torch.device("cpu"))
-    return Rig(step, form, Collator(form, resolve_features(parsed, config.model)), rows)
+    features = resolve_features(parsed, config.model)
+    return Rig(step, form, features, Collator(form, features), rows)
 
 
 def time_steps(step: Any, batches: Iterator[Any], steps: int) -> tuple[float, float]:

@@ -1,8 +1,9 @@
 """Cost of a step over sequences as their length grows, and cost of next-item models.
 
-    python benchmarks/sequences.py [--only lengths,models] [--lengths 10,50,100,200,500] [--workers 1,2]
+    python benchmarks/sequences.py [--only lengths,models,balance] [--lengths 10,50,100,200,500] [--workers 1,2]
 
-`lengths` compares sequences that are read id by id with the mean of all ids. `models` is next_item.py.
+`lengths` compares sequences that are read id by id with the mean of all ids. `models` is next_item.py, and `balance`
+is level_lengths.py.
 
 Id by id, TorchRec's EmbeddingCollection returns the vector of each id, up to a maximum number of ids. The
 mean is pooled by TorchRec's EmbeddingBagCollection, and ranks exchange only sums. Both sides train on 512
@@ -22,6 +23,7 @@ from contextlib import ExitStack
 from typing import Annotated, Any
 
 import harness
+import level_lengths
 import next_item
 import numpy as np
 import torch
@@ -116,8 +118,9 @@ def draw(points: list[dict[str, Any]]) -> None:
 
 
 def document(results: dict[str, Any]) -> str:
-    """Return the table of models for docs/benchmarks.md, or "" if no models have been measured."""
-    return next_item.table_of(results["models"]) if results.get("models") else ""
+    """Return the tables for docs/benchmarks.md of the parts that have been measured."""
+    parts = {"models": next_item.table_of, "balance": level_lengths.table_of}
+    return "\n\n".join(table_of(results[part]) for part, table_of in parts.items() if results.get(part))
 
 
 def measure_lengths(worlds: list[int], lengths: list[int], rounds: int) -> list[dict[str, Any]]:
@@ -152,7 +155,7 @@ def measure_models(worlds: list[int], cases: dict[tuple[str, str], dict], rounds
 
 
 def main(
-    only: harness.Only = "lengths,models",
+    only: harness.Only = "lengths,models,balance",
     lengths: Annotated[str, typer.Option(help="Maximum numbers of ids read.")] = LENGTHS,
     workers: harness.Workers = "1,2",
     rounds: harness.Rounds = 5,
@@ -168,7 +171,9 @@ def main(
     if "models" in harness.split(only):
         cases = next_item.SMALLEST if smallest else next_item.CASES
         results["models"] = measure_models(worlds, cases, rounds)
-        print(document(results))
+    if "balance" in harness.split(only):
+        results["balance"] = level_lengths.measure(2, rounds, **level_lengths.SMALLEST if smallest else {})
+    print(document(results))
     if whole:
         results = harness.load("sequences") | results
         harness.publish("sequences", results, document(results))

@@ -125,6 +125,10 @@ class DataSection(Section):
     on_error: Literal["fail", "skip"] = "fail"
     """Treatment of rows that cannot be read or violate the schema: fail, or skip the rows. Skipped rows
     contribute no loss, are counted (train.skipped_rows), and are listed in skipped.jsonl."""
+    balance: Annotated[Literal["none", "length", "squared_length"], FREE] = "none"
+    """Assignment of a global batch's rows to workers. none: each worker trains on the rows that it reads. length:
+    workers exchange rows so that their sums of row lengths are level; a row's length is the number of ids in
+    its lists, up to the model's max_length. squared_length: level sums of squared lengths, for attention."""
     drop_last: bool = False
     """Skip the last, smaller batch of each epoch."""
     readers: Annotated[SmallCount, FREE] = 1

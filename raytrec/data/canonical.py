@@ -254,9 +254,9 @@ def make_empty_rows(form: ResolvedReadPlan, rows: int) -> pa.Table:
     )
 
 
-def shuffle_rows(table: pa.Table, rng: np.random.Generator) -> pa.Table:
-    """Return the rows of a canonical table in random order."""
-    order, columns = rng.permutation(table.num_rows), {}
+def take_rows(table: pa.Table, order: np.ndarray) -> pa.Table:
+    """Return the rows of a canonical table at the positions `order`, int64 [n]."""
+    columns = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         array = to_plain_array(column)
         if pa.types.is_fixed_size_list(array.type):  # np.take on whole rows is three times as fast as Arrow

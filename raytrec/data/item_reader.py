@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from raytrec.common.errors import DataError
 from raytrec.common.memory import retain_freed_memory, trim_memory
-from raytrec.data.canonical import canonical, make_empty_rows, shuffle_rows
+from raytrec.data.canonical import canonical, make_empty_rows, take_rows
 from raytrec.data.column_conversion import Place
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import LaneItem, Part
@@ -110,7 +110,7 @@ def finish_item(
         pieces.append(_finish_group(Place(path, group, 0), parts, table, form, faults or ReadErrorPolicy(), draw))
     table = pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces)
     if item.seed is not None:
-        table = shuffle_rows(table, np.random.default_rng(item.seed))
+        table = take_rows(table, np.random.default_rng(item.seed).permutation(table.num_rows))
     return table.slice(item.skip) if item.skip else table
 
 

@@ -30,6 +30,7 @@ class Chunk:
         present: True for rows that are not skipped, bool [n]; None: no row is skipped.
         reserved: Reserved columns, with the prefix removed from their names; None: there are no reserved
             columns.
+        batch: Record batch that the arrays view; None: the arrays were not read from files.
     """
 
     matrices: dict[str, np.ndarray]
@@ -38,6 +39,7 @@ class Chunk:
     offsets: np.ndarray
     present: np.ndarray | None
     reserved: pa.RecordBatch | None = None
+    batch: pa.RecordBatch | None = None
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Chunk:
@@ -59,7 +61,7 @@ class Chunk:
         lists = {name: i for i, name in enumerate(arrays)}
         values = [array.values.to_numpy() for array in arrays.values()]
         reserved_batch = pa.RecordBatch.from_pydict(reserved) if reserved else None
-        return cls(matrices, lists, values, offsets, present, reserved_batch)
+        return cls(matrices, lists, values, offsets, present, reserved_batch, batch)
 
 
 @dataclass(slots=True)
@@ -85,6 +87,10 @@ class Rows:
     def matrix(self, name: str) -> np.ndarray:
         """Return the slice's rows of a matrix, [rows, columns]."""
         return self.chunk.matrices[name][self.first : self.last]
+
+    def to_batch(self) -> pa.RecordBatch:
+        """Return the slice's rows in canonical form."""
+        return self.chunk.batch.slice(self.first, self.last - self.first)
 
     def reserved(self) -> pa.RecordBatch:
         """Return the slice's rows of the reserved columns."""

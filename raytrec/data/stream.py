@@ -25,6 +25,7 @@ from raytrec.data.fragments import Dataset
 from raytrec.data.item_reader import read_items
 from raytrec.data.order import LaneItem
 from raytrec.data.pages.decode import ReadErrorPolicy
+from raytrec.data.row_exchange import RowExchange
 from raytrec.data.row_slices import LaneQueues
 
 NODE_POLL_INTERVAL_S = 10.0  # the list of nodes is refreshed at this interval
@@ -54,6 +55,8 @@ class Stream:
             computation.
         features: Features of the run; see Collator.
         train: True if batches are used for training; only then are full-vocabulary features filled.
+        exchange: Exchange of each batch's rows between ranks (data.balance); None: ranks train on the rows that
+            they read.
     """
 
     dataset: Dataset
@@ -69,6 +72,7 @@ class Stream:
     pin_memory: bool = False
     features: Features | None = None
     train: bool = False
+    exchange: RowExchange | None = None
 
     @property
     def may_skip(self) -> bool:
@@ -135,6 +139,8 @@ class Stream:
             # it must hold all ids as well.
             padded = self.order.padded_rows(rows, 0 if fill else step, self.world)
             global_rows = self.order.global_rows(rows, step)
+            if self.exchange:
+                pieces = self.exchange.exchange(pieces, padded, epoch, reading.is_closed)
             yield collate(pieces, padded, global_rows, epoch * self.order.steps(rows) + step)
 
     def _tables(self, items: list[LaneItem]) -> Iterator[pa.Table]:
@@ -210,6 +216,10 @@ class PrefetchIterator:
             self.close()
             raise StopIteration if batch is None else get_root_cause(batch)
         return batch
+
+    def is_closed(self) -> bool:
+        """Return True if the iterator has been closed."""
+        return self._stop.is_set()
 
     def close(self) -> None:
         """Stop the thread and drop the batches that it has prepared."""

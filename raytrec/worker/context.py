@@ -117,11 +117,16 @@ class WorkerContext:
             name: Name of the dataset.
             order: Order of the rows; see data.stream.Stream.
         """
+        from raytrec.data.row_exchange import RowExchange
         from raytrec.data.stream import Stream
 
         if name not in self.task.datasets:
             return None
-        data = self.task.config.data
+        data, exchange = self.task.config.data, None
+        features = resolve_features(self.task.schema, self.task.config.model)
+        if name == "train" and self.world > 1 and data.balance != "none":
+            exchange = RowExchange(data.balance, self.task.datasets[name].form, features)
+            self.heartbeat.watch_exchange(lambda: exchange.is_waiting)
         # Skipped rows are recorded in the run folder; an evaluation of a checkpoint has no run folder.
         skipped = join_uri(self.task.config.run.dir, SKIPPED_ROWS_FILE) if "train" in self.task.datasets else None
         stream = Stream(
@@ -134,8 +139,9 @@ class WorkerContext:
             faults=ReadErrorPolicy(data.on_error == "skip", skipped),
             buffer_bytes=int(data.buffer_gib * 2**30),
             pin_memory=self.device.type == "cuda",
-            features=resolve_features(self.task.schema, self.task.config.model),
+            features=features,
             train=name == "train",
+            exchange=exchange,
         )
         return stream if name == "train" else _MonitoredStream(stream, self.heartbeat)
 

@@ -45,6 +45,7 @@ class Heartbeat:
         self.command, self.phase, self._ticks, self._step = Command.GO, "start", 0, 0
         self._has_stepped = False  # False until the end of the first step, which may take long
         self._unfinished: Callable[[], tuple[int, str] | None] = lambda: None
+        self._is_exchanging: Callable[[], bool] = lambda: False
         # Ray Train runs the worker function in this thread, which is not the main thread.
         self._watched = get_ident()
         self._over = Event()
@@ -60,6 +61,14 @@ class Heartbeat:
                 another thread.
         """
         self._unfinished = unfinished
+
+    def watch_exchange(self, is_exchanging: Callable[[], bool]) -> None:
+        """Report this rank as waiting for other ranks while its next batch is in an exchange of rows.
+
+        Args:
+            is_exchanging: Function that returns True in an exchange; called from another thread.
+        """
+        self._is_exchanging = is_exchanging
 
     def watch_compiler(self) -> None:
         """Report the phase "start" whenever torch compiles, because compilation may take as long as a start."""
@@ -128,6 +137,7 @@ class Heartbeat:
             ticks, where, waiting, unfinished = self._ticks, "", False, None
             if ticks == last_ticks:
                 (where, waiting), unfinished = _locate_thread(self._watched), self._unfinished()
+                waiting |= self.phase == "data" and self._is_exchanging()
             last_ticks = ticks
             try:
                 beat = self.send(where, waiting, unfinished)

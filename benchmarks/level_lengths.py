@@ -1,0 +1,122 @@
+"""HSTU with and without `data.balance`, on lengths with a long tail: a part of `benchmarks/sequences.py`.
+
+Lengths of histories are log-normal with a mean of 200 and a 99th percentile of 2,000. Each side trains on the same
+global batches. Rows are exchanged and collated in a thread, as in a run.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import next_item
+from harness import Grid, median_ratio, take_turns
+from rank_group import Answer, Ranks, run_script
+
+SIDES = {"none": "as read", "length": "level lengths", "squared_length": "level squared lengths"}  # data.balance
+HEADER = (
+    "data.balance",
+    "rows/s",
+    "÷ none",
+    "share of time that a rank waits",
+    "largest ÷ mean sum of squared lengths",
+)
+SHAPE = next_item.ML1M | {
+    "model": "hstu",
+    "rows": 128,
+    "length": 2048,
+    "median": 72.0,
+    "spread": 1.429,
+    "shortest": 1,
+    "negatives": 16,
+    "dropout": 0.0,
+}
+BATCHES = 8  # number of global batches, on which the steps train repeatedly
+SMALLEST = {"rows": 4, "steps": 2}
+PREFETCH = 4  # as in data.stream.Stream
+WAITS = ("collectives", "input_exchange")  # phases in which a rank waits for other ranks
+
+
+def side(rank: int, world: int) -> Answer:
+    """Return the function that answers requests on one rank.
+
+    A request with `balance` and `rows` builds the model. A request with `steps` trains, and the answer is
+    [seconds, seconds of waiting for other ranks, sum of the squared lengths of this rank's rows in each step].
+    """
+    from raytrec.data.row_exchange import RowExchange
+    from raytrec.data.stream import PrefetchIterator
+
+    current: list[Any] = []
+
+    def answer(steps: int = 0, balance: str = "none", rows: int = 0) -> Any:
+        if rows:
+            shape = SHAPE | {"rows": rows}
+            rig = next_item.rig_of(shape, world)
+            exchange = RowExchange(balance, rig.form, rig.features) if balance != "none" else None
+            batches = [next_item.rows_of(shape, seed, next_item.lengths_of(shape, seed)) for seed in range(BATCHES)]
+            pieces = [next_item.piece_of(rig, shape, batch, rank, world) for batch in batches]
+
+            def make(reading: PrefetchIterator) -> Any:
+                number = 0
+                while True:
+                    part = [pieces[number % BATCHES]]
+                    if exchange:
+                        part = exchange.exchange(part, rows // world, 0, reading.is_closed)
+                    yield rig.collate(part, rows // world, rows, number)
+                    number += 1
+
+            current[:] = rig.step, PrefetchIterator(make, PREFETCH)
+            return None
+        step, batches = current
+        costs: list[int] = []
+
+        def counted() -> Any:
+            for batch in batches:
+                lengths = batch.sparse["history"].lengths().long()
+                costs.append(int((lengths**2).sum()))
+                yield batch
+
+        step.phases.take()
+        began = perf_counter()
+        for _ in step.train(counted(), steps):
+            pass
+        seconds, phases = perf_counter() - began, step.phases.take()
+        return seconds, sum(phases[name] for name in WAITS), costs
+
+    return answer
+
+
+def measure(world: int, rounds: int, rows: int = SHAPE["rows"], steps: int = BATCHES) -> dict[str, dict[str, float]]:
+    """Return each side's rows/s, speed relative to `none`, waits, and imbalance."""
+    with ExitStack() as stack:
+        sides = {balance: Ranks("level_lengths.py", world, stack) for balance in SIDES}
+        for balance, ranks in sides.items():
+            ranks.ask(balance=balance, rows=rows)
+        turns = take_turns({name: lambda name=name: sides[name].ask(steps=steps) for name in sides}, rounds, warm_up=1)
+    slowest = {name: [max(s for s, *_ in ranks) for ranks in of_side] for name, of_side in turns.items()}
+    return {
+        name: {
+            "rows_per_s": rows * steps / min(slowest[name]),
+            "speed_up": median_ratio(slowest["none"], slowest[name]),
+            "wait_share": median(sum(w for _, w, _ in ranks) / sum(s for s, *_ in ranks) for ranks in of_side),
+            "imbalance": median(
+                max(step) * world / sum(step) for step in zip(*(c for *_, c in of_side[0]), strict=True)
+            ),
+        }
+        for name, of_side in turns.items()
+    }
+
+
+def table_of(figures: dict[str, dict[str, float]]) -> str:
+    """Return the table for docs/benchmarks.md."""
+    rows = [
+        [name, f"{f['rows_per_s']:,.0f}", f"{f['speed_up']:.2f} ×", f"{f['wait_share']:.0%}", f"{f['imbalance']:.2f}"]
+        for name, f in figures.items()
+    ]
+    return Grid(HEADER, rows).markdown()
+
+
+if __name__ == "__main__":
+    run_script(lambda: None, side)
