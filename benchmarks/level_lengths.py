@@ -15,17 +15,11 @@ import next_item
 from harness import Grid, median_ratio, take_turns
 from rank_group import Answer, Ranks, run_script
 
-SIDES = {"none": "as read", "length": "level lengths", "squared_length": "level squared lengths"}  # data.balance
-HEADER = (
-    "data.balance",
-    "rows/s",
-    "÷ none",
-    "share of time that a rank waits",
-    "largest ÷ mean sum of squared lengths",
-)
+SIDES = ("none", "length", "squared_length")  # values of data.balance
+HEADER = ("data.balance", "rows/s", "÷ none", "share of time that ranks wait", "Σ length², largest ÷ mean")
 SHAPE = next_item.ML1M | {
     "model": "hstu",
-    "rows": 128,
+    "rows": 64,
     "length": 2048,
     "median": 72.0,
     "spread": 1.429,
@@ -42,8 +36,9 @@ WAITS = ("collectives", "input_exchange")  # phases in which a rank waits for ot
 def side(rank: int, world: int) -> Answer:
     """Return the function that answers requests on one rank.
 
-    A request with `balance` and `rows` builds the model. A request with `steps` trains, and the answer is
-    [seconds, seconds of waiting for other ranks, sum of the squared lengths of this rank's rows in each step].
+    A request with `balance` and `rows` builds the model and is answered with true. A request with `steps` trains.
+    Its answer is [seconds, seconds of waiting for other ranks, sum of the squared lengths of this rank's rows in
+    each step].
     """
     from raytrec.data.row_exchange import RowExchange
     from raytrec.data.stream import PrefetchIterator
@@ -68,7 +63,7 @@ def side(rank: int, world: int) -> Answer:
                     number += 1
 
             current[:] = rig.step, PrefetchIterator(make, PREFETCH)
-            return None
+            return True
         step, batches = current
         costs: list[int] = []
 
@@ -95,17 +90,18 @@ def measure(world: int, rounds: int, rows: int = SHAPE["rows"], steps: int = BAT
         for balance, ranks in sides.items():
             ranks.ask(balance=balance, rows=rows)
         turns = take_turns({name: lambda name=name: sides[name].ask(steps=steps) for name in sides}, rounds, warm_up=1)
-    slowest = {name: [max(s for s, *_ in ranks) for ranks in of_side] for name, of_side in turns.items()}
+    return {name: summarize(turns["none"], turns[name], rows * steps) for name in SIDES}
+
+
+def summarize(baseline: list[Any], turns: list[Any], rows: int) -> dict[str, float]:
+    """Return the figures of one side from its turns and those of `none`, each with `rows` rows."""
+    slowest_s, baseline_s = ([max(s for s, *_ in ranks) for ranks in of_side] for of_side in (turns, baseline))
+    costs_by_step = zip(*(costs for *_, costs in turns[0]), strict=True)
     return {
-        name: {
-            "rows_per_s": rows * steps / min(slowest[name]),
-            "speed_up": median_ratio(slowest["none"], slowest[name]),
-            "wait_share": median(sum(w for _, w, _ in ranks) / sum(s for s, *_ in ranks) for ranks in of_side),
-            "imbalance": median(
-                max(step) * world / sum(step) for step in zip(*(c for *_, c in of_side[0]), strict=True)
-            ),
-        }
-        for name, of_side in turns.items()
+        "rows_per_s": rows / min(slowest_s),
+        "speed_up": median_ratio(baseline_s, slowest_s),
+        "wait_share": median(sum(w for _, w, _ in ranks) / sum(s for s, *_ in ranks) for ranks in turns),
+        "imbalance": median(max(costs) * len(costs) / sum(costs) for costs in costs_by_step),
     }
 
 
