@@ -100,6 +100,7 @@ def install_environment(tmp_path):
     return InstallEnvironment(tmp_path)
 
 
+@pytest.mark.survive
 def test_install_script_replaces_cuda_torch_on_cpu(install_environment):
     """pip and the pinned file alone install the CUDA build; the script replaces it with the CPU build."""
     file = install_environment.folder / "requirements/cpu.txt"
@@ -135,6 +136,7 @@ def test_install_fails_without_cpu_build(install_environment):
     assert "ModuleNotFoundError" in install_environment.version(), "a wrong build of torch is still installed"
 
 
+@pytest.mark.survive
 def test_install_rejects_torch_build_chosen_by_pip_option(install_environment):
     # Reinstalls torch from PyPI.
     done = install_environment.install("cpu", "--force-reinstall", index=install_environment.pytorch)
@@ -143,6 +145,7 @@ def test_install_rejects_torch_build_chosen_by_pip_option(install_environment):
     assert "make clean" in done.stderr
 
 
+@pytest.mark.survive
 def test_install_error_names_package_without_wheel(install_environment):
     """A source distribution is not compiled, because that would print pages of compiler messages."""
     folder = install_environment.folder / "pypi-simple/old-kernel"

@@ -18,7 +18,7 @@ from raytrec.data.read_plans import ResolvedReadPlan
 from raytrec.data.row_slices import JoinedRows, Rows
 
 EXPONENTS = {"length": 1, "squared_length": 2}  # value of data.balance → exponent of the cost of a row
-POLL_INTERVAL_S = 0.1  # a closed stream leaves an exchange that other ranks have not entered after this time
+CLOSE_INTERVAL_S = 0.1  # a closed stream leaves an exchange that other ranks have not entered after this time
 
 
 class RowExchange:
@@ -92,7 +92,7 @@ class RowExchange:
             if is_closed():
                 raise RuntimeError("the stream was closed during an exchange of rows")
             with suppress(RuntimeError):  # a timeout; other errors are raised below
-                work.wait(timedelta(seconds=POLL_INTERVAL_S))
+                work.wait(timedelta(seconds=CLOSE_INTERVAL_S))
         self.is_waiting = False
         work.wait()
 

@@ -55,6 +55,7 @@ with ray_session(sys.argv[1], None if sys.argv[1] else 1):
 """
 
 
+@pytest.mark.cluster
 def test_local_workers_start_if_the_path_of_python_has_a_space(base, spaced_python):
     """Ray writes this path without quotes into the shell command of a worker with a runtime environment."""
     command = [spaced_python, "-c", SHOW_PYTHON_OF_WORKERS, ""]

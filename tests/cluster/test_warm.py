@@ -102,11 +102,13 @@ def test_changed_startup_settings_prevent_forking(folder, place, wrong):
     assert not run_worker(folder, place, **wrong)["warm"]
 
 
+@pytest.mark.survive
 def test_ids_drawn_before_the_fork_prevent_forking(folder):
     with warm(folder, "seeds") as place:
         assert not run_worker(folder, place)["warm"]
 
 
+@pytest.mark.survive
 @pytest.mark.parametrize("module,forks", [("asks", True), ("begins", False)])
 def test_forked_worker_can_use_gpus(folder, module, forks):
     """fbgemm_gpu only queries GPUs on import; a module that initializes CUDA prevents forking."""
@@ -115,11 +117,13 @@ def test_forked_worker_can_use_gpus(folder, module, forks):
         assert found["warm"] == forks and not found.get("refused")
 
 
+@pytest.mark.survive
 def test_cold_workers_do_not_wait_for_imports(folder):
     with warm(folder, "slow", early=["with_gpus", "begins"]) as place:
         assert not run_worker(folder, place)["warm"] and not (folder / "slow").exists()
 
 
+@pytest.mark.survive
 def test_forked_workers_end_with_requester_and_driver(folder):
     with warm(folder, "early") as place:
         processes = [start(folder, place, "waits.py") for _ in range(3)]

@@ -95,6 +95,7 @@ def test_workers_and_readers_of_criteo_jobs_fit_hosts_with_32_cpus():
         assert 8 * build_worker_bundle(load_config(path), "cuda")["CPU"] <= 32, path.name
 
 
+@pytest.mark.survive
 def test_plan_reports_device_and_host_memory(tmp_path, capsys):
     from raytrec.driver.preflight import plan
     from raytrec.planning.plan_report import print_plans

@@ -76,6 +76,7 @@ def interrupt(*parts):
     raise Interrupted
 
 
+@pytest.mark.survive
 def test_interrupted_export_restarts_with_newest_checkpoint(run, saved_checkpoints, tmp_path, monkeypatch):
     out = tmp_path / "out"
     with monkeypatch.context() as patch:

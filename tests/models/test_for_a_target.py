@@ -162,6 +162,7 @@ def interests(w, past, target):
     return states, state
 
 
+@pytest.mark.survive
 def test_dien_interest_evolution_has_correct_gradients():
     torch.manual_seed(1)
     given = (ROWS, LENGTH, 3 * DIM), (ROWS, LENGTH, 1), (3 * DIM, DIM), (3 * DIM,)

@@ -69,6 +69,7 @@ def test_compiled_layers_cost_as_much_as_eager_fp32_layers(name):
     assert COMPILED_LAUNCHES_RATIOS["bf16"] == pytest.approx(ratio, rel=0.05)
 
 
+@pytest.mark.survive
 def test_job_on_eight_gpus_is_not_predicted_to_wait_for_the_host():
     config = load_config(str(harness.REPO / "jobs" / "criteo_1tb_8xa100.yaml"))
     estimate = ClusterEstimator(config, gpu.schema_of(10_000_000, 128), build_unsharded)(parse_cluster("8xh100"))

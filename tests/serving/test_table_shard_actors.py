@@ -35,6 +35,7 @@ def list_shards():
     return [each for each in known if each["ActorClassName"] == "TableShard" and each["State"] == "ALIVE"]
 
 
+@pytest.mark.survive
 def test_killed_shard_restarts_and_loads_the_export(ray_cluster, export, monkeypatch):
     monkeypatch.setattr(pooling, "PAGE_BYTES", 32)  # rows of small tables are in both shards
     options = ServiceOptions(uri=export[0], name="films", table_shards=2, table_cache_mib=0, table_timeout_ms=20_000)

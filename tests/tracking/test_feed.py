@@ -119,6 +119,7 @@ def start_driver(processes, *args):
     return process, told.get(timeout=120)
 
 
+@pytest.mark.survive
 def test_driver_killed_before_its_note_delivers_lines_once(feed_store_uri, tmp_path, preloaded_processes):
     folder = tmp_path / "between"
     folder.mkdir()

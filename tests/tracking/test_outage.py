@@ -178,6 +178,7 @@ def run_driver_until_killed(uri, folder, told):
         sleep(0.05)
 
 
+@pytest.mark.survive
 def test_delivery_process_finishes_after_its_driver_dies(outage_server, tmp_path):
     uri = f"sqlite:///{outage_server.folder}/other.db"
     context = multiprocessing.get_context("spawn")

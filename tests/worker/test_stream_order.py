@@ -15,7 +15,8 @@ from standin.stream_order import check_stream_order
 
 STEPS = 6
 # Without "averages", whose saves copy host tensors into the same buffer; the checks do not tell its parts apart.
-CONFIGURATIONS = ["skip and max_grad_norm", "caches", "managed ids", "sasrec", "in-batch softmax"]
+CONFIGURATIONS = ["skip and max_grad_norm", "managed ids", "sasrec"]
+CONFIGURATIONS += [pytest.param(name, marks=pytest.mark.survive) for name in ("caches", "in-batch softmax")]
 
 
 @contextmanager
