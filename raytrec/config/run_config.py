@@ -163,9 +163,8 @@ def load_config(
         allow_code: Allow values from elsewhere to name code and servers.
 
     Raises:
-        ConfigError: The file does not exist or is not YAML, the values name code that is not allowed, or keys,
-            types or combinations are invalid. All mistakes are listed, with the nearest valid key for
-            unknown keys.
+        ConfigError: The file does not exist or is not YAML, the values name code that is not allowed, or keys, types or
+            combinations are invalid. All mistakes are listed, with the nearest valid key for unknown keys.
     """
     if isinstance(source, RunConfig):
         values, where = source.model_dump(by_alias=True), "RunConfig"

@@ -256,8 +256,7 @@ def task_weights(
 ) -> list[np.ndarray]:
     """Return, for each task, the factor of each row, float32 [n] ≥ 0.
 
-    The factor is 0 for rows without a label of the task and for rows that the mask excludes, else the sample
-    weight.
+    The factor is 0 for rows without a label of the task and for rows that the mask excludes, else the sample weight.
 
     Args:
         table: Table with the mask and weight columns.

@@ -162,8 +162,7 @@ def scan(
         skip: True to skip files that are damaged or whose columns do not fit the plan.
 
     Raises:
-        DataError: There are no files or no rows, a file is damaged, or a column is missing or has a wrong
-            type.
+        DataError: There are no files or no rows, a file is damaged, or a column is missing or has a wrong type.
     """
     listing, left_out = list_files(places, key, between), []
     plan = replace(plan, transforms=set_draw_rows(plan.transforms, plan.schema), folder=os.getcwd())

@@ -33,11 +33,9 @@ class NextItem(nn.Module, ABC):
     those of the global batch). The sum is divided by max_length, so all positions have the same weight.
 
     Args:
-        schema: Schema with a history and an item feature that share a table of dim D; other features are not
-            read.
+        schema: Schema with a history and an item feature that share a table of dim D; other features are not read.
         config: Names of the features, layer sizes and loss settings.
-        outputs: Number of logits per row; with several outputs, each has its own query
-            (sampled_loss.Queries).
+        outputs: Number of logits per row; with several outputs, each has its own query (sampled_loss.Queries).
         vectors: True to also return query and item vectors; the query is divided by the temperature.
 
     Raises:
@@ -139,9 +137,8 @@ class NextItem(nn.Module, ABC):
 class SASRec(NextItem):
     """Causal transformer over a history (Kang and McAuley 2018, arXiv:1808.09781).
 
-    Initially, x = √D · e + p for each item's embedding e and the learned vector p of its position (the factor
-    √D is from the authors' code). Each block then computes, with layer norm N and dropout d (sections III.A
-    to III.C):
+    Initially, x = √D · e + p for each item's embedding e and the learned vector p of its position (the factor √D is
+    from the authors' code). Each block then computes, with layer norm N and dropout d (sections III.A to III.C):
 
         x ← x + d(attention(N x))         multi-head, causal
         x ← x + d(W₂ · d(relu(W₁ N x)))

@@ -93,11 +93,10 @@ class Head(nn.Module):
 class Step:
     """Owner of TorchRec's train pipeline, which rewrites the model and must run every forward pass.
 
-    The pipeline looks two batches ahead. It therefore receives batches in segments and is empty after each
-    segment. Between two segments, no batch is in flight, and the model can be evaluated. Between two steps of
-    a segment, the model can be saved: only the exchange of the next ids has begun, which does not depend on
-    weights. Maps of managed ids are then ahead of the tables (`is_map_ahead`), and the pipeline must be
-    drained before a save.
+    The pipeline looks two batches ahead. It therefore receives batches in segments and is empty after each segment.
+    Between two segments, no batch is in flight, and the model can be evaluated. Between two steps of a segment, the
+    model can be saved: only the exchange of the next ids has begun, which does not depend on weights. Maps of managed
+    ids are then ahead of the tables (`is_map_ahead`), and the pipeline must be drained before a save.
 
     Args:
         model: Sharded model.
@@ -112,8 +111,7 @@ class Step:
     Attributes:
         trained: Number of steps for which the model has been trained. Learning rates depend only on this
             number, and dropout on this number, seed and rank, so a restored run continues exactly.
-        drain_every: Number of steps between drains of the pipeline (only with managed ids); None: no regular
-            drains.
+        drain_every: Number of steps between drains of the pipeline (only with managed ids); None: no regular drains.
         phases: Training time by phase; measured if tracking.every_steps is set.
         flops: Floating-point operations of this rank's matrix products in the second step; None until then, and
             if `counts_flops` is False.

@@ -55,8 +55,7 @@ class RowMaps:
         waiting: Ids that have not yet been seen often enough for a row.
         free: Rows without an id, for each table.
         admitted, evicted: Number of this rank's ids admitted and evicted since the start, for each table.
-        lookups_T, fallback_T: Number of looked-up ids, and of those replaced with a fallback row, for each
-            table.
+        lookups_T, fallback_T: Number of looked-up ids, and of those replaced with a fallback row, for each table.
     """
 
     def __init__(
