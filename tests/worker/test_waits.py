@@ -102,6 +102,7 @@ CONFIGURATIONS = {
     "deltas of managed ids": Case(DELTAS, schema="managed ids"),
     "sasrec": Case(schema="sequences", model={"name": "sasrec", **NEXT_ITEM}, more=SEQUENCE_WAITS),
     "hstu": Case(schema="sequences", model={"name": "hstu", **NEXT_ITEM}, more=SEQUENCE_WAITS),
+    "hstu_rank": Case(schema="sequences", model={"name": "hstu_rank", "max_length": 4, "dim": 8}, more=SEQUENCE_WAITS),
     "dien": Case(
         schema="sequences",
         model={"name": "dien", "max_length": 4, "target": "item", "negatives": "negatives", "top_mlp": [6]},
@@ -126,6 +127,7 @@ SLOW_CASES = [
     "max_grad_norm",
     "skip",
     "hstu",
+    "hstu_rank",
     "dien",
     "bst",
 ]  # their parts are in others
