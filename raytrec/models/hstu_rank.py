@@ -17,7 +17,7 @@ from raytrec.models.multitask import TaskTowers
 from raytrec.models.next_item import NUM_TIME_BUCKETS, choose_time_bucket
 from raytrec.models.parts.layers import ConcatInputs, Dropout, get_embedding_dim, mlp
 from raytrec.models.parts.packed_sequences import PackedSequences, pack_ids
-from raytrec.models.parts.token_layout import TokenLayout
+from raytrec.models.parts.token_layout import TokenLayout, make_layout
 
 PERIODS_S = (86_400.0, 604_800.0)  # day and week
 NORM_EPS = 1e-6
@@ -92,7 +92,7 @@ class HstuRank(nn.Module):
         packed = pack_ids(history.present, history.lengths)
         context_ND = self._embed_context(dense_of_requests, inputs)
         events_ND = self._embed_events(dense_of_requests, inputs, packed)
-        layout = TokenLayout(packed, history.present.shape[0], len(self.context_layers), 1 + self.interleave, requests)
+        layout = make_layout(packed, history.present.shape[0], len(self.context_layers), 1 + self.interleave, requests)
         users_ND = self.input_dropout(torch.cat([*context_ND, events_ND]))
         items_NE = torch.cat([inputs[feature] for feature in self.targets.values()], dim=1)
         candidates_ND = self.item_encoder(items_NE) + self.candidate

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from raytrec.models.inputs import RequestInputs
 from raytrec.models.parts.packed_sequences import PackedSequences, PaddedSequences
+
+
+@torch.compiler.disable
+def make_layout(*args: Any) -> TokenLayout:
+    """Return a TokenLayout, whose sizes change with every step; for arguments, see TokenLayout."""
+    return TokenLayout(*args)
 
 
 class TokenLayout:
