@@ -7,8 +7,9 @@ global batches. Rows are exchanged and collated in a thread, as in a run.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from statistics import median
-from time import perf_counter
+from itertools import pairwise
+from statistics import fmean, median
+from time import perf_counter, thread_time
 from typing import Any
 
 import next_item
@@ -16,7 +17,10 @@ from harness import Grid, median_ratio, take_turns
 from rank_group import Answer, Ranks, run_script
 
 SIDES = ("none", "length", "squared_length")  # values of data.balance
-HEADER = ("data.balance", "rows/s", "÷ none", "share of time that ranks wait", "Σ length², largest ÷ mean")
+HEADER = (
+    *("data.balance", "rows/s", "÷ none", "share of time that ranks wait"),
+    *("CPU-ms per step of the slower rank", "÷ none"),
+)
 SHAPE = next_item.ML1M | {
     "model": "hstu",
     "rows": 64,
@@ -37,8 +41,7 @@ def side(rank: int, world: int) -> Answer:
     """Return the function that answers requests on one rank.
 
     A request with `balance` and `rows` builds the model and is answered with true. A request with `steps` trains.
-    Its answer is [seconds, seconds of waiting for other ranks, sum of the squared lengths of this rank's rows in
-    each step].
+    Its answer is [seconds, seconds of waiting for other ranks, CPU seconds of the training thread in each step].
     """
     from raytrec.data.row_exchange import RowExchange
     from raytrec.data.stream import PrefetchIterator
@@ -65,26 +68,18 @@ def side(rank: int, world: int) -> Answer:
             current[:] = rig.step, PrefetchIterator(make, PREFETCH)
             return True
         step, batches = current
-        costs: list[int] = []
-
-        def counted() -> Any:
-            for batch in batches:
-                lengths = batch.sparse["history"].lengths().long()
-                costs.append(int((lengths**2).sum()))
-                yield batch
-
         step.phases.take()
-        began = perf_counter()
-        for _ in step.train(counted(), steps):
-            pass
+        began, used = perf_counter(), [thread_time()]
+        for _ in step.train(batches, steps):
+            used.append(thread_time())
         seconds, phases = perf_counter() - began, step.phases.take()
-        return seconds, sum(phases[name] for name in WAITS), costs
+        return seconds, sum(phases[name] for name in WAITS), [after - before for before, after in pairwise(used)]
 
     return answer
 
 
 def measure(world: int, rounds: int, rows: int = SHAPE["rows"], steps: int = BATCHES) -> dict[str, dict[str, float]]:
-    """Return each side's rows/s, speed relative to `none`, waits, and imbalance."""
+    """Return each side's rows/s, share of waits and CPU time, and their ratios to `none`."""
     with ExitStack() as stack:
         sides = {balance: Ranks("level_lengths.py", world, stack) for balance in SIDES}
         for balance, ranks in sides.items():
@@ -96,19 +91,26 @@ def measure(world: int, rounds: int, rows: int = SHAPE["rows"], steps: int = BAT
 def summarize(baseline: list[Any], turns: list[Any], rows: int) -> dict[str, float]:
     """Return the figures of one side from its turns and those of `none`, each with `rows` rows."""
     slowest_s, baseline_s = ([max(s for s, *_ in ranks) for ranks in of_side] for of_side in (turns, baseline))
-    costs_by_step = zip(*(costs for *_, costs in turns[0]), strict=True)
+    cpu_s, baseline_cpu_s = (
+        [fmean(map(max, zip(*(used for *_, used in ranks), strict=True))) for ranks in of_side]
+        for of_side in (turns, baseline)
+    )
     return {
         "rows_per_s": rows / min(slowest_s),
         "speed_up": median_ratio(baseline_s, slowest_s),
         "wait_share": median(sum(w for _, w, _ in ranks) / sum(s for s, *_ in ranks) for ranks in turns),
-        "imbalance": median(max(costs) * len(costs) / sum(costs) for costs in costs_by_step),
+        "cpu_ms": 1e3 * min(cpu_s),
+        "cpu_ratio": median_ratio(cpu_s, baseline_cpu_s),
     }
 
 
 def table_of(figures: dict[str, dict[str, float]]) -> str:
     """Return the table for docs/benchmarks.md."""
     rows = [
-        [name, f"{f['rows_per_s']:,.0f}", f"{f['speed_up']:.2f} ×", f"{f['wait_share']:.0%}", f"{f['imbalance']:.2f}"]
+        [
+            *(name, f"{f['rows_per_s']:,.0f}", f"{f['speed_up']:.2f} ×", f"{f['wait_share']:.0%}"),
+            *(f"{f['cpu_ms']:,.0f}", f"{f['cpu_ratio']:.2f} ×"),
+        ]
         for name, f in figures.items()
     ]
     return Grid(HEADER, rows).markdown()

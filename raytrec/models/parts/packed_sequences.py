@@ -12,6 +12,7 @@ import torch
 
 # Number of groups of rows with similar lengths: more groups have less padding, but need more kernels.
 CPU_GROUPS, GPU_GROUPS = 8, 2
+MIN_SPLIT_LENGTH = 64  # on CPU, groups with longer rows are split where the length halves
 
 
 @torch.compiler.disable
@@ -46,8 +47,9 @@ class PackedSequences:
     def __init__(self, present: torch.Tensor, lengths: torch.Tensor | None = None):
         lengths_B, self._count = present.sum(1), len(present)
         host_B = lengths_B.cpu() if lengths is None else lengths.clamp(max=present.shape[1])
-        self._size = max(-(-self._count // (GPU_GROUPS if present.is_cuda else CPU_GROUPS)), 1)
-        group_lengths = host_B.sort(descending=True).values[:: self._size].clamp(min=1).tolist()
+        sorted_host_B = host_B.sort(descending=True).values
+        self._sizes = _choose_group_sizes(sorted_host_B, present.is_cuda)
+        group_lengths = [part_b.clamp(min=1)[0].item() for part_b in sorted_host_B.split(self._sizes)]
         ids, rows = int(host_B.sum()), int(host_B.count_nonzero())
         starts_B = lengths_B.cumsum(0) - lengths_B
         rows_B = torch.arange(self._count, device=present.device)
@@ -56,12 +58,12 @@ class PackedSequences:
         self._recent_first = rows_N * present.shape[1] + self.recency
         self.order = lengths_B[rows_N] - 1 - self.recency
         sorted_B, self._by_length = lengths_B.sort(descending=True, stable=True)
-        longest = sorted_B[:: self._size].clamp(min=1)  # longest row of each group
-        widths_B = longest.repeat_interleave(self._size)[: self._count]
+        parts = sorted_B.split(self._sizes)
+        widths_B = torch.cat([lengths_b[:1].clamp(min=1).expand_as(lengths_b) for lengths_b in parts])
         padded_B = torch.empty_like(widths_B)
         padded_B[self._by_length] = widths_B.cumsum(0) - widths_B
         self._by_time = padded_B[rows_N] + self.order
-        groups = zip(group_lengths, sorted_B.split(self._size), strict=True)
+        groups = zip(group_lengths, parts, strict=True)
         self.group_masks = [_make_mask(lengths_b.unsqueeze(1), length) for length, lengths_b in groups]
         self._rows = self._by_length[:rows]
         self._newest = starts_B[self._rows]
@@ -92,7 +94,7 @@ class PackedSequences:
 
     def to_groups(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return per-row values as groups: [B, …] → [b, …] for each group."""
-        return values.index_select(0, self._by_length).split(self._size)
+        return values.index_select(0, self._by_length).split(self._sizes)
 
     def from_groups(self, groups: list[torch.Tensor]) -> torch.Tensor:
         """Return per-row values from groups, [b, …] each → [B, …]; the inverse of `to_groups`."""
@@ -151,6 +153,24 @@ def reverse_sequences(values_BLx: torch.Tensor, lengths_B: torch.Tensor) -> torc
     if values_BLx.dim() == 2:
         return values_BLx.gather(1, places_BL)
     return values_BLx.gather(1, places_BL.unsqueeze(2).expand_as(values_BLx))
+
+
+def _choose_group_sizes(sorted_B: torch.Tensor, is_cuda: bool) -> list[int]:
+    """Return the number of rows in each group.
+
+    Args:
+        sorted_B: Lengths of the rows in descending order, int [B], on the host.
+        is_cuda: True if the model is on a GPU, where all groups have the same size.
+    """
+    count, first, sizes = len(sorted_B), 0, list[int]()
+    most, ascending_B = -(-count // (GPU_GROUPS if is_cuda else CPU_GROUPS)), -sorted_B
+    while first < count:
+        longest, stop = int(sorted_B[first]), first + most
+        if longest > MIN_SPLIT_LENGTH and not is_cuda:
+            stop = min(stop, int(torch.searchsorted(ascending_B, -(longest // 2), right=True)))
+        sizes.append(min(stop, count) - first)
+        first += sizes[-1]
+    return sizes
 
 
 def _make_mask(lengths_b1: torch.Tensor, length: int) -> torch.Tensor:
