@@ -3,8 +3,8 @@
     python benchmarks/sync_interval.py [--seeds 5]
 
 A DCN-V2 is trained in one process on a stream of clicks in simulated time. A batch has 256 rows and takes 10 s. The
-model trains the batches in order, each batch once. Before a batch is trained, served copies of the model predict
-the batch. A copy has the state of training at its last synchronization, as a service that follows deltas. This state is
+model is trained on each batch once, in order. Before it is trained on a batch, served copies of the model predict that
+batch. Like a service that follows deltas, a copy has the state of training at its last synchronization. This state is
 constant for an interval, so the trained model computes the copy's predictions when the interval begins. All copies
 follow the same training, so their differences are paired.
 

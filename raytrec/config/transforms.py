@@ -254,7 +254,9 @@ class Sample(Section):
         if self.count == "all" and (self.vocabulary or self.exclude):
             raise ValueError("vocabulary and exclude cannot be set with count: all, which uses every id of the table")
         if self.frequency and not (self.vocabulary or "").endswith(".parquet"):
-            raise ValueError("frequency is a column of a Parquet vocabulary: set vocabulary: FILE.parquet")
+            raise ValueError(
+                "frequency requires a Parquet vocabulary: set vocabulary to a .parquet file that contains this column"
+            )
         if not self.frequency and (self.power != 1 or self.log_share):
             raise ValueError("power and log_share only apply to draws by frequency: set frequency")
         return self

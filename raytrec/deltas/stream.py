@@ -60,7 +60,7 @@ def open_stream(config: RunConfig) -> None:
         raise ConfigError(
             "deltas need a separate folder",
             where=f"export.deltas.to={folder}",
-            expected=f"another folder than {config.run.dir} and {config.checkpoint_root}",
+            expected=f"a folder other than {config.run.dir} and {config.checkpoint_root}",
         )
     with convert_os_errors("the folder of deltas cannot be written", where=f"export.deltas.to={folder}"):
         stored = find_document(join_uri(folder, STREAM_FILE), DeltaStream)

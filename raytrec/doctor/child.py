@@ -223,7 +223,7 @@ def write_rates(file: Path, ranks: int | None) -> None:
 
 
 def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
-    """Measure the rates of ranks on this machine: on one GPU each or, without GPUs, on CPU.
+    """Measure hardware rates, such as memory bandwidth, with one rank per GPU or, without GPUs, on CPU.
 
     Measuring takes about 20 s on an otherwise idle machine.
 

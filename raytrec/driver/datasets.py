@@ -161,10 +161,10 @@ def check_sample_counts(config: RunConfig, schema: Schema, train: Dataset) -> No
         per_row, read_ids = -(-count // rows), sequences.get(feature, 1)
         if per_row > read_ids:
             raise ConfigError(
-                f"{count:,} ids split among the {rows:,} rows of a global batch are {per_row} per row, "
-                f"but the model reads only {read_ids} of {feature}",
+                f"each row gets {per_row} ids of {feature} ({count:,} ids ÷ {rows:,} rows per global batch), "
+                f"but the model reads at most {read_ids} per row",
                 where=f"model.max_negatives, data.transforms, do: sample, column: {feature}",
-                expected=f"at least {per_row}",
+                expected=f"a model that reads at least {per_row} ids per row",
                 do=f"set model.max_negatives={per_row}, or a larger data.global_batch_size",
             )
 

@@ -186,13 +186,13 @@ def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
     nodes = [node["Resources"] for node in list_alive_nodes()]
     if sum(int(min(node.get(name, 0) // n for name, n in resources.items())) for node in nodes) < least:
         per_worker = resources["CPU"]
-        with_gpus = " on nodes with GPUs" if device == "cuda" else ""
+        with_gpus = " with GPUs" if device == "cuda" else ""
         cpus = int(sum(node.get("CPU", 0) for node in nodes if device == "cpu" or node.get("GPU")))
         raise ConfigError(
-            f"the cluster has {cpus} CPUs{with_gpus} for {least} workers and their readers",
+            f"the nodes{with_gpus} have no room for {least} workers and their readers ({cpus} CPUs in total)",
             where="scaling.num_workers, scaling.cpus_per_worker, data.readers",
-            expected=f"at least {int(least * per_worker)} CPUs: {per_worker} for each worker, on one node",
-            do="lower scaling.num_workers or data.readers, or join a larger cluster",
+            expected=f"{per_worker} CPUs for each worker; the CPUs of a worker must be on the same node",
+            do="lower scaling.num_workers or data.readers, or use a larger cluster",
         )
 
 

@@ -114,8 +114,14 @@ def compute_gru(
     """Call `gru` for one layer; raise RuntimeError for sizes that torch does not check."""
     inputs, width = steps_BTD.shape[-1], initial_1BH.shape[-1]
     shapes = [(3 * width, inputs), (3 * width, width), *[(3 * width,)] * 2 * has_biases]
-    if (layers, bidirectional, steps_BTD.dim()) != (1, False, 3) or [tuple(w.shape) for w in weights] != shapes:
-        raise RuntimeError("the sizes of the GRU's weights do not fit together")
+    actual_shapes = [tuple(weight.shape) for weight in weights]
+    if (layers, bidirectional, steps_BTD.dim()) != (1, False, 3) or actual_shapes != shapes:
+        actual = (
+            f"{layers} layers, bidirectional={bidirectional}, {steps_BTD.dim()} dimensions, weights {actual_shapes}"
+        )
+        raise RuntimeError(
+            f"expected a GRU of one layer and direction with 3-D input and weights {shapes}, got {actual}"
+        )
     return aten.gru.input(
         steps_BTD, initial_1BH, weights, has_biases, layers, dropout, train, bidirectional, batch_first
     )

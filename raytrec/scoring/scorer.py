@@ -124,13 +124,13 @@ class Scorer:
         return {name.partition("/")[2]: value for name, value in self.program_weights.items()}
 
     def update(self, step: int, version: str, ids: Mapping[str, IdRows], weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace managed ids and weights in place; unlike other methods, only in the thread that scores.
+        """Replace managed ids and weights in place. Unlike other methods, call this only in the scoring thread.
 
         Args:
             step: Step of the new state.
             version: Name of the new state in responses.
             ids: Rows of managed ids, for some or all tables.
-            weights: Weights of the programs by name.
+            weights: Weights of the programs, by name.
         """
         with torch.no_grad():
             for program in self._programs.values():

@@ -77,7 +77,7 @@ class RecordReader:
         self._rewind()
 
     def use_run(self, run_id: str) -> None:
-        """Deliver to a run of the store; if its id differs from the stored one, start from the beginning."""
+        """Deliver to this MLflow run; if it is not the run of the saved delivery state, start from the beginning."""
         if run_id != self.delivered.run_id:
             self.delivered = DeliveryState(self.delivered.key, run_id)
             self._rewind()

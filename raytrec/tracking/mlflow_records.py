@@ -225,6 +225,6 @@ def parameters(config: RunConfig) -> dict[str, str]:
 
 
 def split_texts(texts: Mapping[str, str], length: int) -> list[dict[str, str]]:
-    """Split texts into parts for one MLflow call each; texts are truncated, and secrets in addresses hidden."""
+    """Split texts into parts for one MLflow call each; texts are truncated, and secrets are hidden."""
     items = [(key, hide(value)[:length]) for key, value in texts.items()]
     return [dict(items[i : i + MAX_TEXTS_PER_CALL]) for i in range(0, len(items), MAX_TEXTS_PER_CALL)]

@@ -188,7 +188,10 @@ def draw_row_norms(run: RunFolder) -> Figure | None:
 
 @style.styled
 def health(run: RunFolder) -> Figure | None:
-    """Draw dead rows, distinct ids, and gradient and update norms of tables over steps; name the highest."""
+    """Draw dead rows, distinct ids, and gradient and update norms of each table over steps.
+
+    In each panel, only the lines with the highest final values have labels. Returns None if nothing was recorded.
+    """
     lines = {key: _select_series(run.tables, key) for key, _, _ in HEALTH_PANELS}
     specs = [panel for panel in HEALTH_PANELS if lines[panel[0]]]
     if not specs:

@@ -25,11 +25,11 @@ def find_shards(rows_N: np.ndarray, row_bytes: int, shards: int) -> np.ndarray:
 
 @dataclass(eq=False)
 class ShardedStack:
-    """Stack whose rows are distributed over shards.
+    """Stack (tables of one dimension and precision, in order) whose rows are distributed over shards.
 
     Attributes:
         rows: Number of rows.
-        dim: Number of values of a vector.
+        dim: Embedding dimension.
         row_bytes: Size of a stored row in bytes.
         shards: Number of shards.
         cache: Cache of rows.
