@@ -117,6 +117,12 @@ class EarlyStoppingSection(Section):
     restore_best: bool = False
     """Load the weights of the best evaluation at the end. Requires checkpoint.keep_best."""
 
+    @model_validator(mode="after")
+    def _check_limits(self) -> EarlyStoppingSection:
+        if self.patience is None and self.target is None:
+            raise ValueError("train.early_stopping: patience and target are both null, so training never ends early")
+        return self
+
 
 class ProfileSection(Section):
     """Range of profiled steps."""
@@ -151,8 +157,8 @@ class TrainSection(Section):
     """Maximum number of steps; null: no limit."""
     eval_every_steps: Annotated[PositiveInt | Literal["auto", "next_folder"] | None, FREE, Mark.COMMON] = None
     """Steps between evaluations on data.valid (else data.test); the end of training is always evaluated.
-    auto: ten evaluations in total. next_folder: evaluate on each folder of data.train, such as a day, just
-    before training on its first row; requires data.shuffle: none."""
+    auto: ten evaluations in total. next_folder: evaluate on each folder of files in data.train, such as a day,
+    just before training on its first row; requires data.shuffle: none."""
     early_stopping: EarlyStoppingSection | None = None
     """End training when an evaluation metric reaches a target or stops improving; null: never."""
     log_every_steps: Annotated[PositiveInt, FREE] = 20

@@ -33,17 +33,20 @@ class RowExchange:
         form: Resolved read plan of the rows.
         features: Features of the run; ids that the model does not read have no cost.
 
-    Attributes:
-        is_waiting: True while this rank waits for other ranks.
     """
 
     def __init__(self, balance: str, form: ResolvedReadPlan, features: Features):
-        self._exponent, self.is_waiting = EXPONENTS[balance], False
+        self._exponent, self._waiting = EXPONENTS[balance], set[int]()
         self._max_lengths = {f"ids.{name}": features.sequences.get(name) for name in form.bags}
         # Two consecutive epochs are read at the same time, in separate threads. A rank may wait for another
         # rank during a whole evaluation, and the coordinator detects hangs.
         self._groups = [dist.new_group(backend="gloo", timeout=timedelta(days=1)) for _ in range(2)]
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return True while this rank waits for other ranks."""
+        return bool(self._waiting)
 
     def exchange(self, pieces: list[Rows], max_rows: int, epoch: int, is_closed: Callable[[], bool]) -> list[Rows]:
         """Return the rows of a global batch that are assigned to this rank; a collective of the streams' threads.
@@ -87,13 +90,15 @@ class RowExchange:
     def _wait(self, is_closed: Callable[[], bool], collective: Callable, epoch: int, *arguments: object) -> None:
         """Run a collective of one epoch until it has completed or the stream is closed."""
         work = collective(*arguments, group=self._groups[epoch % 2], async_op=True)
-        self.is_waiting = True
-        while not work.is_completed():
-            if is_closed():
-                raise RuntimeError("the stream was closed during an exchange of rows")
-            with suppress(RuntimeError):  # a timeout; other errors are raised below
-                work.wait(timedelta(seconds=CLOSE_INTERVAL_S))
-        self.is_waiting = False
+        self._waiting.add(epoch)
+        try:
+            while not work.is_completed():
+                if is_closed():
+                    raise RuntimeError("the stream was closed during an exchange of rows")
+                with suppress(RuntimeError):  # a timeout; other errors are raised below
+                    work.wait(timedelta(seconds=CLOSE_INTERVAL_S))
+        finally:
+            self._waiting.discard(epoch)
         work.wait()
 
 

@@ -181,6 +181,14 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
         if (places := getattr(data, name))
     }
     if config.train.eval_every_steps == "next_folder":
+        if not datasets["train"].split_after_first_folder(data.global_batch_size):
+            raise DataError(
+                "no folder of data.train begins after the first global batch, so train.eval_every_steps=next_folder "
+                "would evaluate nothing",
+                where=f"{datasets['train'].uri}, data.global_batch_size={data.global_batch_size}",
+                expected="two or more folders of files, such as one per day",
+                do="set data.train to the parent folder of the days, or lower data.global_batch_size",
+            )
         datasets["valid"] = open_dataset(config, schema, data.train, "data.train", held_out=True)
     if data.holdout and not data.valid:
         datasets |= hold_out(datasets["train"], data.holdout)

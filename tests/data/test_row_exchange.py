@@ -140,7 +140,7 @@ def close_during_exchange(rank, world, folder):
         wait_for(lambda: stream.exchange.is_waiting, "the exchange begins")
         batches.close()
     dist.barrier()
-    return all(thread.name != "stream" for thread in threading.enumerate())
+    return not stream.exchange.is_waiting and all(thread.name != "stream" for thread in threading.enumerate())
 
 
 def test_stream_can_be_closed_while_it_waits_for_another_rank(tmp_path):

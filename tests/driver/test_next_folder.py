@@ -6,7 +6,7 @@ import pytest
 from raytrec_datasets import app
 from typer.testing import CliRunner
 
-from raytrec.common.errors import ConfigError
+from raytrec.common.errors import ConfigError, DataError
 from raytrec.common.messages import Eval
 from raytrec.config.run_config import load_config
 from raytrec.driver import run as driver
@@ -92,6 +92,12 @@ def test_days_are_evaluated_before_they_are_trained_on_any_number_of_workers(run
 def test_next_folder_requires_one_pass_in_file_order(folder, overrides):
     with pytest.raises(ConfigError, match="next_folder"):
         make_config(folder, **overrides)
+
+
+def test_next_folder_requires_a_second_folder(folder):
+    day = next(Path(folder, "train").iterdir())
+    with pytest.raises(DataError, match="begins after the first global batch"):
+        open_data(make_config(folder, **{"data.train": str(day)}))
 
 
 def test_folders_that_begin_in_the_same_batch_are_evaluated_together(folder):

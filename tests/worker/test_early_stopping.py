@@ -103,6 +103,8 @@ def test_invalid_early_stopping_is_rejected():
         load_config(base, ["train.early_stopping={patience: 2}"])
     with pytest.raises(ConfigError, match="greater than 0"):
         load_config(base, ["train.early_stopping={patience: 0}"])
+    with pytest.raises(ConfigError, match="patience and target are both null"):
+        load_config(base, ["train.early_stopping={patience: null}"])
     selection = Selection.from_config(base, SCHEMA)
     with pytest.raises(ConfigError, match=r"train\.early_stopping\.metric is aux.* did you mean 'auc'"):
         selection.best("aux", "train.early_stopping.metric")
