@@ -208,3 +208,12 @@ def test_time_buckets_on_gpu_have_the_gradients_of_an_embedding_without_a_sort()
         assert counter.calls["aten::embedding_dense_backward"] == (device == "cpu")
     expected = torch.zeros(128).index_add(0, buckets.flatten(), factors.flatten())
     torch.testing.assert_close(gradients, [expected] * 2)
+
+
+def test_long_rows_are_padded_to_at_most_twice_their_length():
+    lengths = torch.tensor([3, 1700, 90, 0, 40, 5, 900, 12, 200, 7, 60, 1])
+    packed = packed_sequences.PackedSequences(torch.arange(2048) < lengths.unsqueeze(1), lengths)
+    assert sum(map(len, packed.group_masks)) == len(lengths)
+    for mask_bT in packed.group_masks:
+        padded_length = mask_bT.shape[1]
+        assert padded_length <= packed_sequences.MIN_SPLIT_LENGTH or 2 * int(mask_bT.sum(1).min()) >= padded_length - 1
