@@ -180,7 +180,7 @@ def _print_address(name: str, url: str, has_token: bool, follows: bool) -> None:
         value = f"${TOKEN}" if os.environ.get(TOKEN) else f"$(cat {shlex.quote(str(token_file(name)))})"
         bearer = f' -H "Authorization: Bearer {value}"'
     print(f"service      {url} ({name})")
-    print(f"example      curl{bearer} {url}/openapi.json")
+    print(f"example      curl{bearer} {url}/example")
     print(f"page         {url}/ (asks for the token)" if has_token else f"page         {url}/")
     if follows:
         print("version      follows the run; GET /ready states the step and the seconds behind", flush=True)

@@ -85,8 +85,9 @@ class Follower:
 
     @property
     def seconds_behind(self) -> float:
-        """Return the seconds since training has reached the step of the served state."""
-        return max(0.0, time() - self.position.manifest.cut_unix_s)
+        """Return the seconds since training has reached the served step; 0 for the last state of a run."""
+        manifest = self.position.manifest
+        return 0.0 if manifest.last else max(0.0, time() - manifest.cut_unix_s)
 
     def describe(self) -> dict[str, Any]:
         """Return the freshness of the replica: step, delta, seconds behind, end of the run, and problem."""

@@ -259,7 +259,7 @@ def find_side_feature(schema: Schema, feature: str, column: str, where: str) -> 
     columns = schema.sparse[feature].side_features
     if column not in columns:
         expected = f"a side feature of {feature} ({', '.join(columns) or 'none is configured'})"
-        do = f"set side_features: [{column}] on {feature} in schema.yaml"
+        do = f"correct the name, or add {column} to side_features of {feature} in schema.yaml"
         raise make_unknown_word_error(
             f"'{column}' is not a side feature of {feature}", column, columns, where, expected, do
         )
