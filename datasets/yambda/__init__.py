@@ -30,6 +30,7 @@ def prepare(
     Options:
         source: Folder with flat/SIZE/ or sequential/SIZE/ and {artist,album}_item_mapping.parquet, as in
             yandex/yambda on Hugging Face.
+        size: Subset of the source: 50m, 500m or 5b events.
         synthetic: Number of users to generate instead of reading a source, in the proportions of 50m and with
             planted preferences that drift by day.
         days: Number of generated days.

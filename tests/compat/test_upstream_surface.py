@@ -159,9 +159,6 @@ SOURCES = {
     # torchrec_pipeline.py
     "torchrec.distributed.embedding_sharding:FusedKJTListSplitsAwaitable.__init__": ["t_list = _safe_tolist(t)"],
     "torchrec.distributed.dist_data:_check_int_overflow": ["if not values:"],
-    "torchrec.distributed.dist_data:SplitsAllToAllAwaitable._wait_impl": [
-        "input_list = _safe_tolist_2d(self._input_tensor.view(self.num_workers, -1).T)"
-    ],
     "torchrec.distributed.train_pipeline.runtime_forwards:KJTAllToAllForward.__call__": [
         "torch.tensor([input_stride] * self._pg.size(), device=device)",
         "return KJTSplitsAllToAllMeta(\n                pg=self._pg,\n                _input=input,",
@@ -259,6 +256,9 @@ SOURCES = {
 }
 # File, by package → expected file names, environment variables and error texts.
 TEXTS = {
+    "torchrec/distributed/dist_data.py": [  # of SplitsAllToAllAwaitable._wait_impl, which compat replaces
+        "input_list = _safe_tolist_2d(self._input_tensor.view(self.num_workers, -1).T)"
+    ],
     "torch/_inductor/config.py": [
         '"TORCHINDUCTOR_COMPILE_THREADS" in os.environ',
         "compile_threads: int | None = None if is_fbcode() else decide_compile_threads()",

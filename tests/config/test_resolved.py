@@ -57,6 +57,8 @@ def draw_values(part):
             return st.booleans()
         case "null":
             return st.none()
+        case "array" if "prefixItems" in part:
+            return st.tuples(*map(draw_values, part["prefixItems"])).map(list)
         case "array":
             return st.lists(draw_values(part["items"]), min_size=part.get("minItems", 0), max_size=2)
         case "string" if "pattern" in part:

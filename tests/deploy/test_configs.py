@@ -52,6 +52,8 @@ def pairs():
 def schema_for(name):
     if name == "ml1m":
         return pairs()
+    if (own := JOBS / "schemas" / f"{name}.yaml").exists():
+        return Schema.load(own)
     return criteo() if name.startswith(("criteo", "synthetic")) else movielens()
 
 

@@ -45,7 +45,8 @@ def test_example_losses_equal_the_recorded_losses(name, workers, data):
 
 
 def test_every_example_has_recorded_losses():
-    assert {path.stem for path in (ROOT / "jobs").glob("*.yaml")} == set(EXAMPLES)
+    # tests/driver/test_next_folder.py compares dlrm_v4, which has requests in the order of time.
+    assert {path.stem for path in (ROOT / "jobs").glob("*.yaml")} == {*EXAMPLES, "dlrm_v4"}
     assert {path.stem for path in HERE.glob("*.json")} == set(EXAMPLES)
     for name in EXAMPLES:
         kept = json.loads((HERE / f"{name}.json").read_text())["workers"]

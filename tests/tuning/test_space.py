@@ -119,7 +119,8 @@ def test_drawn_values_are_set_in_the_configuration():
 @pytest.mark.parametrize("name", MODELS.parts)
 def test_trial_config_keeps_the_model_type(name):
     kind = MODELS.parts[name]
-    keys = {key: "x" for key, field in kind.model_fields.items() if field.is_required()}
+    fields = {key: field for key, field in kind.model_fields.items() if field.is_required()}
+    keys = {key: ["x"] if "list" in str(field.annotation) else "x" for key, field in fields.items()}
     keys |= {"towers": {"query": ["user"], "item": ["item"]}} if name == "two_tower" else {}
     config = load_config({"data": {"train": "d"}, "model": keys | {"name": name}})
     assert type(config.with_overrides({"optim.dense.lr": 0.5}).model) is kind
