@@ -57,8 +57,10 @@ class _PinnedSizesForward(KJTAllToAllForward):
 
 
 def _receive_splits(self: SplitsAllToAllAwaitable, receive: Any = SplitsAllToAllAwaitable._wait_impl) -> Any:
-    """Return the received sizes; the sent sizes, which TorchRec also reads for a check, are replaced by zeros."""
-    sent, self._input_tensor = self._input_tensor, torch.zeros(len(self._input_tensor), dtype=torch.int64)
+    """Return the received sizes; on a GPU, TorchRec's check of the sent sizes reads zeros in host memory instead."""
+    sent = self._input_tensor
+    if sent.device.type != "cpu":
+        self._input_tensor = torch.zeros(len(sent), dtype=torch.int64)
     splits = receive(self)
     del sent  # the exchange has ended
     return splits

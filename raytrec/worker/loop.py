@@ -52,7 +52,8 @@ def train_worker(task: WorkerTask) -> None:
     epochs = train.epochs(resolve_epochs(config, train.dataset.rows), progress.step)
     batches = RecentBatches(context.heartbeat.count_batches(epochs), progress.step)
     folders: dict[int, Any] = {}
-    if by_folder := config.train.eval_every_steps == "next_folder":
+    by_folder = config.train.eval_every_steps == "next_folder"
+    if by_folder:
         parts = valid.dataset.split_after_first_folder(order.batch_rows)
         folders = {first: valid.narrow(part) for first, part in parts.items()}
     shrinks = "valid" in task.datasets and not by_folder and can_shrink(step)

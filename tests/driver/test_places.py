@@ -101,7 +101,7 @@ def test_choose_device_ignores_unresponsive_nodes(ray_with_gpus, console):
     "workers,readers,message",
     [
         (3, 1, "the cluster has 2 GPUs for 3 workers"),
-        (2, 3, "the nodes with GPUs have no room for 2 workers and their readers"),
+        (2, 3, r"the nodes with GPUs have no room for 2 workers and their readers \(6 CPUs in total\)"),
     ],
 )
 def test_capacity_check_includes_readers(ray_with_gpus, workers, readers, message):
@@ -109,7 +109,7 @@ def test_capacity_check_includes_readers(ray_with_gpus, workers, readers, messag
     with pytest.raises(ConfigError, match=message):
         nodes._check_capacity(settings(workers, readers), "cuda", 2)
     nodes._check_capacity(settings(2, 2), "cuda", 2)
-    with pytest.raises(ConfigError, match="no room for 2 workers and their readers"):
+    with pytest.raises(ConfigError, match=r"no room for 2 workers and their readers \(6 CPUs in total\)"):
         nodes._check_capacity(settings(2, 3), "cpu", 2)
 
 

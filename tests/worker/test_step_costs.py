@@ -28,7 +28,7 @@ MAX_COSTS = {
     "operators": 256,
     "marks for a profiler": 0,
     "copies": 7,
-    "allocations": 12,
+    "allocations": 11,
 }
 COPIES = {"aten::copy_", "aten::_to_copy", "aten::clone"}
 ALLOCATIONS = ("empty", "zeros", "ones")
