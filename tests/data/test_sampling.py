@@ -130,7 +130,7 @@ def test_ids_are_drawn_by_frequency(tmp_path):
 @pytest.mark.parametrize(
     "keys,why",
     [
-        ({"vocabulary": "ids.txt", "frequency": "count"}, "a column of a Parquet vocabulary"),
+        ({"vocabulary": "ids.txt", "frequency": "count"}, "frequency requires a Parquet vocabulary"),
         ({"vocabulary": "ids.parquet", "power": 0.5}, "set frequency"),
         ({"vocabulary": "ids.parquet", "log_share": "share"}, "set frequency"),
     ],
@@ -238,7 +238,7 @@ def test_too_small_max_negatives_is_rejected_before_the_run(tmp_path):
     check(128, 2)
     check(200, 1)
     check(100_000, 1)  # all 1003 rows
-    with pytest.raises(ConfigError, match=r"rows of a global batch are 2 per row.* reads only 1") as caught:
+    with pytest.raises(ConfigError, match=r"each row gets 2 ids of negatives .*reads at most 1 per row") as caught:
         check(128, 1)
     assert "model.max_negatives=2" in str(caught.value)
 
