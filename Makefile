@@ -13,6 +13,7 @@
 # make soak-serve         send 200,000 requests to a service during swaps, damaged exports and killed replicas
 # make soak-online        send 100,000 requests to a service that follows a run, while processes are killed
 # make gpu-check          test raytrec on the GPU of this machine
+# make cuda-wheels        check the CUDA packages without a GPU, in .venv-cuda (6 GB)
 # make gpu-lease          run tests and measurements on a GPU that is available for 30 minutes, by priority
 # make lint               check formatting, import order, language, commits and types
 # make weight             count lines of code, files, configuration keys, words and lines of tests
@@ -67,7 +68,7 @@ DATA ?= .
 # Number of test processes. Tests that share the Ray cluster run one after another.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-sync bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check gpu-lease bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-resume bench-ids-quality weight map
+.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-sync bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check gpu-lease cuda-wheels bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-resume bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -181,6 +182,15 @@ bench-scale: install
 
 gpu-check: install
 	$(BIN)/python -W ignore tests/gpu/check.py
+
+cuda-wheels: install .venv-cuda/installed
+	$(BIN)/python -W ignore tests/gpu/wheels.py record .venv-cuda/operators.json
+	.venv-cuda/bin/python -W ignore tests/gpu/wheels.py check .venv-cuda/operators.json
+
+.venv-cuda/installed: requirements/cuda.txt requirements/install.py
+	$(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/python requirements/install.py cuda
+	@touch $@
 
 gpu-lease: install
 	PYTHON=$(BIN)/python tests/gpu/lease.sh

@@ -124,31 +124,31 @@ def train_cases(rank, world, cases, folder):
     return errors
 
 
-@pytest.mark.parity
-@pytest.mark.parametrize("key", SECTIONS)
-def test_each_option_trains_on_gpus(key, tmp_path):
-    cases = {name: case for name, case in list_section_cases().items() if name.startswith(key)}
-    assert run_on_ranks(2, train_cases, cases, str(tmp_path), device="cuda") == [{}, {}]
-
-
-@pytest.mark.parity
-def test_each_loss_trains_on_gpus(tmp_path):
+def list_case_groups():
+    """Yield (title, (number of ranks, {name: case})) of all cases."""
+    for key in SECTIONS:
+        yield key, (2, {name: case for name, case in list_section_cases().items() if name.startswith(key)})
     two_tower = {"model": {"name": "two_tower", "towers": {"query": ["user", "a"], "item": ["friends", "tags", "b"]}}}
-    cases = {
+    losses = {
         name: ([], {"tasks": [{"loss": name, "options": LOSS_OPTIONS.get(name, {})}]} | two_tower)
         for name in loss.parts
         if name not in MODEL_LOSSES
     }
-    assert run_on_ranks(2, train_cases, cases, str(tmp_path), device="cuda") == [{}, {}]
+    yield "losses", (2, losses)
+    for title, (schema, _, tasks) in ALL_CASES.items():
+        arguments = {"schema": Schema.parse(schema.model_dump() | {"labels": ["y", "z"]}, "case"), "tasks": tasks}
+        cases = {
+            str(model): (["optim.dense.name=adam"], arguments | {"model": model})
+            for model in list_model_sections(title)
+        }
+        yield title, (1, cases)
+
+
+CASE_GROUPS = dict(list_case_groups())
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("case", ALL_CASES)
-def test_each_option_of_a_model_trains_on_gpus(case, tmp_path):
-    schema, _, tasks = ALL_CASES[case]
-    schema = Schema.parse(schema.model_dump() | {"labels": ["y", "z"]}, "case")
-    cases = {
-        str(section): (["optim.dense.name=adam"], {"schema": schema, "model": section, "tasks": tasks})
-        for section in list_model_sections(case)
-    }
-    assert run_on_ranks(1, train_cases, cases, str(tmp_path), device="cuda") == [{}]
+@pytest.mark.parametrize("title", CASE_GROUPS)
+def test_each_option_trains_on_gpus(title, tmp_path):
+    world, cases = CASE_GROUPS[title]
+    assert run_on_ranks(world, train_cases, cases, str(tmp_path), device="cuda") == [{}] * world
