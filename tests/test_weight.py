@@ -29,6 +29,10 @@ def test_old_changelog_entries_allow_no_growth():
     assert weight.allowed_growth(AFTER, AFTER) == weight.allowed_growth(AFTER, BEFORE) == 0
 
 
+def test_words_exclude_table_pipes_and_rules():
+    assert weight.words("Set `a.b` – or 2:\n\n| key | default |\n|---|---:|\n| c | 1 × |") == 8
+
+
 def test_weight_check_fails_if_growth_exceeds_budget(tmp_path):
     repo = tmp_path / "repo"
     (repo / "raytrec").mkdir(parents=True)
