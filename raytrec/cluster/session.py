@@ -44,6 +44,14 @@ def starts_local_ray(address: str | None) -> bool:
     return not (address or os.environ.get("RAY_ADDRESS") or is_job_driver())
 
 
+def describe_connection(address: str | None) -> str:
+    """Return the text that commands with this scaling.address show while they start Ray or connect to a cluster."""
+    if starts_local_ray(address):
+        return "starting Ray"
+    place = address or os.environ.get("RAY_ADDRESS", "auto")
+    return "connecting to the Ray cluster" + (f" at {place}" if place != "auto" else "")
+
+
 def warm_up_early(purpose: str = TRAINING) -> None:
     """Start the warm process before it is known whether this command starts its own Ray.
 

@@ -85,8 +85,12 @@ def build_section_union(
         return user_code_key if PYTHON_PATH.fullmatch(str(kind)) else None
 
     members = tuple(Annotated[section, Tag(name)] for name, section in sections.items())
-    message = f"{key} must be one of {', '.join(built_in)}, or {user_code_key}"
-    choice = Discriminator(get_tag, custom_error_type=error_type_name, custom_error_message=message)
+    choice = Discriminator(
+        get_tag,
+        custom_error_type=error_type_name,
+        custom_error_message=f"{{key}} must be one of {{names}}, or {user_code_key}",
+        custom_error_context={"key": key, "names": ", ".join(built_in)},
+    )
     return Annotated[Union[members], choice]  # noqa: UP007
 
 

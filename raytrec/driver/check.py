@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from raytrec.cluster.session import describe_connection
 from raytrec.common.errors import convert_os_errors
 from raytrec.common.messages import Compared
 from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
@@ -110,7 +111,7 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
         if delivery:
             delivery.deliver()
         try:
-            console.phase("starting Ray")
+            console.phase(describe_connection(config.scaling.address))
             with open_session(config):
                 precisions = {"train.matmul": config.train.matmul}
                 precisions |= {f"plan.qcomms.{name}": value for name, value in config.plan.qcomms}

@@ -34,7 +34,7 @@ from raytrec.tasks.losses import BatchLoss
 from raytrec.tasks.task import Task, check_model_learns, count_logits, needs_vectors, resolve_tasks
 from raytrec.tasks.task_columns import check_group_columns
 from raytrec.tracking.store import check_tracking_uri
-from raytrec.worker.loop import count_total_steps
+from raytrec.worker.loop import count_total_steps, resolve_evaluation_interval
 
 PRICES_ADAPTER = TypeAdapter(Annotated[dict[str, NonNegativeFloat], Field(min_length=1)])
 ANY_MACHINE = "any"  # --on any: as many of every known machine as needed
@@ -202,6 +202,15 @@ def check_row_and_step_counts(config: RunConfig, schema: Schema, steps: int) -> 
             f"optim.schedule: learning rates are 0 from step {end:,} on, but the run has {steps:,} steps; "
             "remove decay_steps to decay until the end of the run"
         )
+    stopping, every = config.train.early_stopping, resolve_evaluation_interval(config, steps)
+    if stopping and every:
+        is_single = stopping.restore_best or stopping.target is not None  # one evaluation can then have an effect
+        earliest = every * (1 if is_single else 1 + (stopping.patience or 0))
+        if earliest >= steps:
+            lines.append(
+                f"train.early_stopping has no effect: training could end early at step {earliest:,}, but the run has "
+                f"{steps:,} steps; lower train.eval_every_steps={every} or train.early_stopping.patience"
+            )
     return lines
 
 

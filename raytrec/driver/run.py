@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from raytrec.checkpoint.files import find_newest_checkpoint, get_step_folder
+from raytrec.cluster.session import describe_connection
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
 from raytrec.common.messages import METRICS
 from raytrec.common.redaction import hide, hide_all
@@ -131,7 +132,7 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
             exports.poll()
 
     try:
-        console.phase("starting Ray")
+        console.phase(describe_connection(config.scaling.address))
         _preload_imports()
 
         def work() -> dict[str, Any]:

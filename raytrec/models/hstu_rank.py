@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, silu
 
-from raytrec.config.models.base import find_side_feature
 from raytrec.config.models.hstu_rank import HstuRankSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import REQUESTS
@@ -70,7 +69,7 @@ class HstuRank(nn.Module):
         self.candidate = nn.Parameter(torch.randn(dim) * 0.02)
         self.time, self.times = None, None
         if config.time is not None:
-            self.time = find_side_feature(schema, self.history, config.time, "model.time")
+            self.time = schema.sparse[self.history].side_features.index(config.time)
             self.times = nn.Parameter(torch.randn(NUM_TIME_BUCKETS, dim) * 0.02)
         self.request_time = None if config.request_time is None else schema.dense.index(config.request_time)
         self.input_dropout = Dropout(config.input_dropout)
@@ -160,13 +159,13 @@ class Actions(nn.Module):
 
     def __init__(self, schema: Schema, config: HstuRankSection):
         super().__init__()
-        history, self.columns = config.history(schema), []
+        side_features, self.columns = schema.sparse[config.history(schema)].side_features, []
         for column, actions in config.actions.items():
             is_mask = isinstance(actions, int)
             values = [2**bit for bit in range(actions)] if isinstance(actions, int) else actions
             values_A = torch.tensor(values, dtype=torch.int64 if is_mask else torch.float64)
             self.register_buffer(f"values_{len(self.columns)}", values_A, persistent=False)
-            self.columns.append((find_side_feature(schema, history, column, f"model.actions.{column}"), is_mask))
+            self.columns.append((side_features.index(column), is_mask))
         self.encoder = make_encoder(sum(len(values_A) for values_A in self.buffers()), config)
 
     def forward(self, side_features_Nn: torch.Tensor) -> torch.Tensor:

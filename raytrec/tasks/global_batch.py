@@ -9,6 +9,7 @@ because all candidates of a request are on one rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -45,24 +46,19 @@ def compute_batch_loss(
         Float32 scalar. If gradients are enabled, its gradient for `rank_rows.logits` is the gradient of the
         sum over the global batch.
     """
-    is_local, gradient = world == 1 or candidate_counts is not None, torch.is_grad_enabled()
-    count, kind, peers = len(rank_rows.labels), rank_rows.logits.device.type, Peers(alone=is_local)
-    batch, first = (rank_rows, 0) if is_local else (_gather_rows(rank_rows, peers), peers.rank * count)
-    logits = batch.logits.detach().requires_grad_(gradient)
-    batch, losses, grads = batch._replace(logits=logits), [factors_B[:0]], torch.zeros_like(logits, requires_grad=False)
-    is_whole = candidate_counts is None or loss.is_linear
-    blocks = [(0, len(logits))] if is_whole else _split_requests(candidate_counts, MAX_BLOCK_ROWS[kind])
-    for begin, end in blocks:
-        compared = Rows(*(None if column is None else column[begin:end] for column in batch))
-        size = max(1, count if loss.is_linear else MAX_PAIRS_AT_ONCE[kind] // max(1, end - begin))
-        stop = min(first + count, end)
-        for start in range(max(first, begin), stop, size):
-            rows = slice(start, min(start + size, stop))
-            losses_B = loss.of_batch(compared, slice(rows.start - begin, rows.stop - begin))
-            losses_B = losses_B * factors_B[rows.start - first : rows.stop - first]
+    gradient, peers = torch.is_grad_enabled(), Peers(alone=world == 1 or candidate_counts is not None)
+    batch = rank_rows if peers.world == 1 else _gather_rows(rank_rows, peers)
+    batch = batch._replace(logits=batch.logits.detach().requires_grad_(gradient))
+    losses, grads = [factors_B[:0]], torch.zeros_like(batch.logits, requires_grad=False)
+    for block, factors_b, first in _split_blocks(loss, batch, factors_B, peers.rank, candidate_counts):
+        pairs = MAX_PAIRS_AT_ONCE[factors_b.device.type]
+        size = max(1, len(factors_b) if loss.is_linear else pairs // max(1, len(block.labels)))
+        for start in range(0, len(factors_b), size):
+            piece_b = factors_b[start : start + size]
+            losses_b = loss.of_batch(block, slice(first + start, first + start + len(piece_b))) * piece_b
             if gradient:
-                grads += torch.autograd.grad(losses_B.sum(), logits)[0]
-            losses.append(losses_B.detach())
+                grads += torch.autograd.grad(losses_b.sum(), batch.logits)[0]
+            losses.append(losses_b.detach())
     value = torch.cat(losses).sum()
     if not gradient:
         return value
@@ -82,16 +78,24 @@ def equalize_rows(rows: Rows, factors_B: torch.Tensor, world: int) -> tuple[Rows
     return Rows(*padded), factors_B
 
 
-def _split_requests(counts: Iterable[int], max_rows: int) -> Iterator[tuple[int, int]]:
-    """Yield the (first, end) rows of blocks of whole requests, with at most `max_rows` rows if possible."""
-    begin = end = 0
-    for count in counts:
-        if end > begin and end + count > begin + max_rows:
-            yield begin, end
-            begin = end
-        end += count
-    if end > begin:
-        yield begin, end
+def _split_blocks(
+    loss: BatchLoss, batch: Rows, factors_B: torch.Tensor, rank: int, candidate_counts: Iterable[int] | None
+) -> Iterator[tuple[Rows, torch.Tensor, int]]:
+    """Yield (block of rows that are compared, factors of this rank's rows in the block, place of the first of them).
+
+    A block is the whole batch, or consists of whole requests with at most MAX_BLOCK_ROWS rows if possible.
+    """
+    if candidate_counts is None or loss.is_linear:
+        yield batch, factors_B, rank * len(factors_B)
+        return
+    sizes = [0]
+    for count in candidate_counts:
+        if sizes[-1] and sizes[-1] + count > MAX_BLOCK_ROWS[factors_B.device.type]:
+            sizes.append(0)
+        sizes[-1] += count
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
+        rows = slice(end - size, end)
+        yield Rows(*(None if column is None else column[rows] for column in batch)), factors_B[rows], 0
 
 
 def _gather_rows(rows: Rows, peers: Peers) -> Rows:

@@ -15,6 +15,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.formatting import format_percent
 from raytrec.common.storage import make_absolute, query_file_info, split_query
 from raytrec.driver.console import Result, RunConsole
+from raytrec.scoring.manifest import to_version_name
 from raytrec.serving.options import find_token
 from raytrec.serving.served_state import StatePart, to_bytes
 from raytrec.verification.replica_connection import ReplicaConnection, ServiceChangedError, connect
@@ -71,7 +72,7 @@ def verify(service: str, run: str, *, name: str | None = None) -> Result:
         Difference), replicas, unreached_replicas, tables, rows, ids, weights, version, checkpoint, name and seconds.
 
     Raises:
-        RunError: There is no checkpoint, the service does not respond, has another step than the checkpoint, or
+        RunError: There is no checkpoint, the service does not respond, has another run or step than the checkpoint, or
             changes during each of MAX_STARTS comparisons.
         CheckpointError: The checkpoint is damaged.
     """
@@ -81,7 +82,7 @@ def verify(service: str, run: str, *, name: str | None = None) -> Result:
         for _ in range(MAX_STARTS):
             try:
                 replicas, missing = connect(service, token)
-                _check_states(replicas, index["about"]["progress"]["step"], service)
+                _check_states(replicas, index["about"], folder, service)
                 differences = _compare(replicas, StoredState(folder, index, replicas[0].state), console)
                 break
             except ServiceChangedError as error:
@@ -124,16 +125,21 @@ def find_checkpoint(run: str) -> tuple[str, dict[str, Any]]:
     return find(place)
 
 
-def _check_states(replicas: Sequence[ReplicaConnection], step: int, service: str) -> None:
-    """Raise an error if the replicas have different models, or another step than the checkpoint."""
+def _check_states(replicas: Sequence[ReplicaConnection], about: dict[str, Any], folder: str, service: str) -> None:
+    """Raise an error if the replicas have different models, or another run or step than the checkpoint."""
     states = [each.state for each in replicas]
-    models = [[state[key] for key in ("step", "rows", "dense")] for state in states]
+    models = [[state[key] for key in ("run", "step", "rows", "dense")] for state in states]
     if any(model != models[0] for model in models):
         raise ServiceChangedError(f"the replicas serve {', '.join(state['version'] for state in states)}")
-    if (served := models[0][0]) != step:
-        what = f"the service serves step {served}, but the checkpoint contains step {step}"
-        do = f"pass RUN/{served}, or repeat the command when the service has reached step {step}"
-        raise RunError(what, where=service, expected=f"step {step}", do=do)
+    served_run, served_step, *_ = models[0]
+    step, run = about["progress"]["step"], to_version_name(about["config"]["run"]["name"])
+    if (served_run, served_step) != (run, step):
+        served = f"step {served_step} of run {served_run}"
+        do = f"pass RUN/{served_step}, or repeat the command when the service has reached step {step}"
+        if served_run != run:
+            do = f"pass the folder of run {served_run}, or the address of the service of run {run}"
+        what = f"the service serves {served}, but the checkpoint contains step {step} of run {run}"
+        raise RunError(what, where=f"{service}, {folder}", expected=f"a checkpoint of {served}", do=do)
 
 
 def _compare(replicas: Sequence[ReplicaConnection], stored: StoredState, console: RunConsole) -> list[Difference]:

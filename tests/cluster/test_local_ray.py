@@ -15,8 +15,9 @@ from waiting import wait_for
 
 from raytrec.cluster import local_ray
 from raytrec.cluster.local_ray import RAY_TMPDIR_VARIABLE, check_ports, create_private_folder, end_sessions, sweep
-from raytrec.cluster.session import ray_session
+from raytrec.cluster.session import describe_connection, ray_session
 from raytrec.common.errors import RunError
+from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE
 
 
 @pytest.fixture
@@ -44,6 +45,16 @@ def spaced_python(tmp_path):
     (tmp_path / "a b").mkdir()
     (tmp_path / "a b" / "python").symlink_to(sys.prefix)
     return str(tmp_path / "a b" / "python" / "bin" / "python")
+
+
+def test_commands_name_the_cluster_to_which_they_connect(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv(JOB_CONFIG_VARIABLE, raising=False)
+    assert describe_connection(None) == "starting Ray"
+    assert describe_connection("auto") == "connecting to the Ray cluster"
+    assert describe_connection("10.0.0.1:6379") == "connecting to the Ray cluster at 10.0.0.1:6379"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    assert describe_connection(None) == "connecting to the Ray cluster at 10.0.0.2:6379"
 
 
 SHOW_PYTHON_OF_WORKERS = """

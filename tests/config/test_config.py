@@ -122,6 +122,8 @@ def test_overrides_set_table_plans():
         ("data.transforms=[{do: hash, columns: [a], rows: true}]", "data.transforms.0"),
         ("data.transforms=[{do: [hash], columns: [a]}]", "data.transforms.0"),
         ("model.name=[dlrm]", "model: name must be one of"),
+        ("model.name=deepfn", "or module:Class; did you mean 'deepfm'? (got"),
+        ("data.transforms=[{do: bucketise, columns: [a]}]", "or module:function; did you mean 'bucketize'? (got"),
         (f"run.seed={10**20}", "run.seed"),
         ("run.seed=-1", "run.seed"),
         *(

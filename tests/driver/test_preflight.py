@@ -171,3 +171,23 @@ def test_decay_that_ends_before_the_run_warns(decay):
     assert "0 from step 990 on, but the run has 1,000 steps" in line and "remove decay_steps" in line
     assert check_counts(decay=decay, decay_steps=900, warmup_steps=100) == []
     assert check_counts(decay=decay, warmup_steps=100) == []
+
+
+@pytest.mark.parametrize(
+    ("every", "stopping", "earliest"),
+    [
+        (2000, {}, "8,000"),
+        (250, {}, "1,000"),
+        (1000, {"target": 0.8}, "1,000"),
+        (2000, {"restore_best": True}, "2,000"),
+        ("auto", {"patience": 9}, "1,000"),
+        (249, {}, None),
+        (999, {"target": 0.8}, None),
+        (500, {"patience": 100, "restore_best": True}, None),
+    ],
+)
+def test_early_stopping_that_cannot_end_the_run_warns(every, stopping, earliest):
+    train = {"eval_every_steps": every, "early_stopping": stopping}
+    values = {"data": {"train": "d/train", "valid": "d/valid"}, "train": train, "checkpoint": {"keep_best": 1}}
+    lines = fit.check_row_and_step_counts(load_config(values), Schema.parse(SCHEMA, "test"), 1000)
+    assert lines == [] if earliest is None else f"could end early at step {earliest}, but the run has" in lines[0]

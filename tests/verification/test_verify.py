@@ -192,15 +192,21 @@ def test_version_change_starts_the_comparison_over(run, monkeypatch):
             verify(service.url, str(run))
 
 
-def test_other_steps_and_missing_checkpoints_are_errors(run, tmp_path):
+def test_other_runs_and_steps_and_missing_checkpoints_are_errors(run, tmp_path):
     with Replicas(run / "export-None") as service:
         with pytest.raises(RunError, match="there is no checkpoint of step 7"):
             verify(service.url, f"{run}/7")
         with pytest.raises(RunError, match="contains no run or checkpoint"):
             verify(service.url, str(tmp_path))
         service.scorers["one"].version = "small-7-00000000"
-        with pytest.raises(RunError, match="serves step 7, but the checkpoint contains step 2"):
+        with pytest.raises(RunError, match="serves step 7 of run small, but the checkpoint contains step 2"):
             verify(service.url, str(run))
+        for version, step in (("other-7-00000000", 7), ("other-2-00000000", 2)):
+            service.scorers["one"].version = version
+            what = f"serves step {step} of run other, but the checkpoint contains step 2 of run small"
+            with pytest.raises(RunError, match=what) as error:
+                verify(service.url, str(run))
+            assert f"{run}/checkpoints" in error.value.where and "pass the folder of run other" in error.value.do
         service.scorers["one"].version = "small-2-00000000"
         assert verify(service.url, get_step_folder(f"{run}/checkpoints", 2)).metrics["result"] == "equal"
     with pytest.raises(RunError, match=r"the service does not respond: .*refused"):
