@@ -16,9 +16,9 @@ from raytrec.common.errors import DataError
 from raytrec.common.formatting import format_count
 from raytrec.config.features import set_draw_rows
 from raytrec.data.arrow import empty_table, is_list, plain, select_schema
-from raytrec.data.footers import FooterStatistics, explain_empty_tasks, read_footer
-from raytrec.data.listing import Listing, join_folder_names, list_files
-from raytrec.data.partitions import (
+from raytrec.data.files.footers import FooterStatistics, explain_empty_tasks, read_footer
+from raytrec.data.files.listing import Listing, join_folder_names, list_files
+from raytrec.data.files.partitions import (
     ALL_PARTITIONS,
     PartitionBounds,
     find_folder_columns,

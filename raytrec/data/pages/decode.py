@@ -16,9 +16,9 @@ from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
 from raytrec.data.arrow import find_required_columns, pick_columns
+from raytrec.data.files.partitions import build_folder_column
 from raytrec.data.pages import FileVersion, read_rows
 from raytrec.data.pages.chunks import DamagedPageError
-from raytrec.data.partitions import build_folder_column
 
 SKIPPED_ROWS_FILE = "skipped.jsonl"  # file in the run folder that lists skipped rows
 _footers: dict[FileVersion, pq.FileMetaData] = {}  # shared by the threads of this process
