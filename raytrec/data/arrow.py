@@ -231,6 +231,17 @@ def to_plain_array(column: pa.ChunkedArray) -> pa.Array:
     return plain_array(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
 
 
+def find_common_type(first: pa.DataType | None, second: pa.DataType) -> pa.DataType | None:
+    """Return a type that holds the values of both types, e.g. int64 for int32 and int64; None if there is none."""
+    if first is None or first == second:
+        return second
+    schemas = [pa.schema([("x", kind)]) for kind in (first, second)]
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return None
+
+
 def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
     """Return (offsets int32 [n + 1] from 0, flat values); scalars count as one-element lists, nulls as empty."""
     if pa.types.is_list(array.type) and not array.null_count:

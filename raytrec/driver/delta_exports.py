@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 from time import sleep
 
 from raytrec.checkpoint.files import get_step_folder, steps
-from raytrec.checkpoint.pins import pin, unpin
+from raytrec.checkpoint.retention import pin, unpin
 from raytrec.common.errors import get_last_line
 from raytrec.common.messages import Saved
 from raytrec.config.run_config import RunConfig

@@ -16,9 +16,11 @@ from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, CheckedRun, Out
 from raytrec.checks.live.registry import LiveChecks, make_stop_error, select_enabled_checks
 from raytrec.checks.live.same_environment import NETWORK
 from raytrec.common import messages
-from raytrec.common.machine import compute_code_hash, get_installed_versions
+from raytrec.common.file_hashes import compute_code_hash
+from raytrec.common.machine import get_installed_versions
 from raytrec.compat.torch_ import record_memory, save_memory
 from raytrec.embeddings.taps import Taps
+from raytrec.tracking.history import select_recorded_ranks
 from raytrec.worker.loop import resolve_evaluation_interval
 from raytrec.worker.process import SystemMonitor
 from raytrec.worker.progress import RankRun
@@ -74,7 +76,7 @@ class RankRecorder(Observer):
     """Observer that reports a line for this rank every tracking.every_steps steps and when training may end.
 
     The line contains the time spent in each phase, the machine's load, and statistics of this rank's shards
-    (docs/monitoring.md). At most messages.MAX_RECORDED_RANKS ranks report.
+    (docs/monitoring.md). At most MAX_RECORDED_RANKS ranks report.
     """
 
     def __init__(self, run: RankRun, statistics: Statistics):
@@ -122,7 +124,7 @@ class RankRecorder(Observer):
             first_s=first,
             tables=tables,
         )
-        if context.index in messages.select_recorded_ranks(context.world):
+        if context.index in select_recorded_ranks(context.world):
             context.report_from_any_rank(line)
         self._first_step, self._first = step, {}
 
