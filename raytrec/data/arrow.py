@@ -270,10 +270,7 @@ def has_compressed_buffers(stream: bytes | pa.Buffer) -> bool:
 
 
 def _is_compressed(metadata: pa.Buffer) -> bool:
-    """Return True if a message's buffers are or may be compressed.
-
-    Arrow names the compression in RecordBatch.compression, and before version 5 in custom_metadata.
-    """
+    """Return True if RecordBatch.compression is set, or if custom_metadata may name a compression."""
     data = metadata.to_pybytes()
     message = unpack_from("<I", data)[0]
     kind = _find_field(data, message, 1)

@@ -84,17 +84,15 @@ class DeltaExports:
             command += ["--checkpoint", str(saved.step), "--allow-code"]  # this process has judged the configuration
             command += ["--quantize", self._section.quantize] if self._section.quantize else []
             self._errors.truncate(0)
-            self._exporting, self._process = (
-                saved,
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._errors,
-                    env={"OMP_NUM_THREADS": "1", **os.environ},
-                    start_new_session=True,  # Ctrl-C must not reach the process
-                ),
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                start_new_session=True,  # Ctrl-C must not reach the process
             )
+            self._exporting = saved
             os.setpriority(os.PRIO_PROCESS, self._process.pid, EXPORT_NICENESS)
 
     def _end_export(self, code: int) -> None:

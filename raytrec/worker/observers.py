@@ -84,8 +84,8 @@ class RankRecorder(Observer):
         self._first: dict[str, float] = {}  # phase → seconds in the first step
         self._begun = self._first_step = run.progress.step
         self._system, self._every = SystemMonitor(run.context.device), config.tracking.every_steps
-        early = config.train.early_stopping
-        self._may_end_every = resolve_evaluation_interval(config, run.last_step) if early else None
+        interval = resolve_evaluation_interval(config, run.last_step)
+        self._may_end_every = interval if config.train.early_stopping else None
 
     def after_step(self, rows: int) -> None:
         """Add the step to the statistics, and report a line at the end of an interval."""
@@ -109,7 +109,6 @@ class RankRecorder(Observer):
     def _record(self, step: int) -> None:
         context, phases, first = self._run.context, self._run.step.phases.take(), self._first
         phases = {name: seconds + first.get(name, 0.0) for name, seconds in phases.items()}
-        tables = self._statistics.collect()
         line = messages.RankLine(
             step=step,
             first_step=self._first_step,
@@ -122,7 +121,7 @@ class RankRecorder(Observer):
             phases_s=phases,
             system=self._system.sample(),
             first_s=first,
-            tables=tables,
+            tables=self._statistics.collect(),
         )
         if context.index in select_recorded_ranks(context.world):
             context.report_from_any_rank(line)
@@ -180,8 +179,7 @@ class CheckRunner(Observer):
         progress, step = self._run.progress, self._run.progress.step
         self._checked_at, batch = step, self._run.batches.at(step - 1)
         expected = None if self._config.data.on_error == "skip" else self._expected_rows
-        figures, ratios = progress.reported, progress.window.selection.ratios
-        position = Position(step, batch and batch.step, expected, figures, ratios)
+        position = Position(step, batch and batch.step, expected, progress.reported, progress.window.selection.ratios)
         self._report(self._checks.evaluate(moment, position))
 
     def _report(self, outcomes: list[Outcome]) -> None:

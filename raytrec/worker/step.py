@@ -132,11 +132,8 @@ class Step:
         self.drain_every: int | None = None
         self._draining = False
         self.model, self.optimizer, self._device, self.managed = model, optimizer, device, managed
-        self.trained, self._seed, self._schedule = (
-            0,
-            config.run.seed,
-            config.optim.schedule.resolve_decay_steps(steps),
-        )
+        self.trained, self._seed = 0, config.run.seed
+        self._schedule = config.optim.schedule.resolve_decay_steps(steps)
         self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
         average = find_dense_average(optimizer)
         self._averaged = average.use_averages if average else nullcontext
