@@ -32,8 +32,7 @@ from harness import REPO, Grid, forget, run_raytrec, status_bytes
 from raytrec.checkpoint.files import find
 from raytrec.checkpoint.index import write_index
 from raytrec.scoring.manifest import read_manifest
-from raytrec.scoring.table_files import open_tables
-from raytrec.scoring.table_rows import StackedTable
+from raytrec.scoring.stored_tables import StackedTable, open_tables
 
 GIB, DIM, KEYS = 1 << 30, 64, 2000
 TABLE, COLD = "C1", 50  # name of the table, and number of cold requests

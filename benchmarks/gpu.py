@@ -48,7 +48,8 @@ from raytrec.data.read_plans import ReadPlan
 from raytrec.models import build_model
 from raytrec.planning.machines import find_gpu
 from raytrec.worker.build import build_step
-from raytrec.worker.step import Step, numerics
+from raytrec.worker.process import numerics
+from raytrec.worker.step import Step
 
 DENSE, FEATURES = 13, 26
 # Number of ids per feature in a row of MLPerf's data: 214 in total.

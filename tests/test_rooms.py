@@ -37,9 +37,9 @@ def test_package_respects_layer_order(package_copy):
         ("common/errors.py", "import raytrec.config.base", "raytrec.common.errors -> raytrec.config.base"),
         ("compat/ray_core.py", "import raytrec.data.order", "raytrec.compat.ray_core -> raytrec.data.order"),
         (
-            "models/dlrm.py",
+            "models/interactions.py",
             "def later():\n    from raytrec.worker import step",
-            "raytrec.models.dlrm -> raytrec.worker.step",
+            "raytrec.models.interactions -> raytrec.worker.step",
         ),
         (
             "worker/loop.py",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,7 @@ from raytrec.checkpoint.index import (
     make_unreadable_error,
     read_index,
 )
-from raytrec.checkpoint.pins import is_pinned
 from raytrec.common.errors import RunError
-from raytrec.common.formatting import parse_number
 from raytrec.common.reading import MAX_YAML_BYTES, UnreadableError, parse_yaml, read_bytes
 from raytrec.common.storage import (
     chooses_server,
@@ -30,13 +26,9 @@ from raytrec.common.storage import (
     split_query,
 )
 from raytrec.config.trust import describe_foreign_file, is_own_file
-from raytrec.metrics.selection import MetricDisplay
 
 STEP_PREFIX = "step-"
 FOLDER = "checkpoints"  # in the run folder, unless checkpoint.dir is set
-# Cache: folder → (size and modification time of its index, the index's `about`). Reading the index of a
-# checkpoint with many shards takes seconds.
-_ABOUT_CACHE: dict[str, tuple[tuple[int, int], dict]] = {}
 
 
 def get_step_folder(root: str, step: int) -> str:
@@ -92,7 +84,7 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
         CheckpointError: The checkpoint is damaged, or is not from a training run.
     """
     place = make_absolute(str(place))
-    for root in _list_roots(place):
+    for root in list_roots(place):
         folder, index = find_newest_checkpoint(root)
         if folder:
             return folder, _check_run_index(folder, index)
@@ -115,7 +107,7 @@ def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
     """
     place = make_absolute(str(place))
     saved: set[int] = set()
-    for root in _list_roots(place):
+    for root in list_roots(place):
         if step in (root_steps := steps(root)):
             folder = get_step_folder(root, step)
             return folder, _check_run_index(folder, read_index(folder))
@@ -127,115 +119,6 @@ def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
     )
 
 
-def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]]:
-    """Return the checkpoint of a run whose evaluation is best by a metric, and its index.
-
-    Raises:
-        RunError: No checkpoint has the metric, or another user's configuration names a server.
-    """
-    for root in _list_roots(make_absolute(str(place))):
-        if best := _select_best(_read_all_abouts(root), 1, by):
-            return find_step(place, best.pop())
-    raise RunError(
-        f"no checkpoint of this run has been evaluated with {by.key}",
-        where=make_absolute(str(place)),
-        expected="a run that was evaluated during training (train.eval_every_steps)",
-        do="pass a step, or omit --checkpoint to use the newest checkpoint",
-    )
-
-
-def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
-    """Remove complete checkpoints except the `last` newest and the `best` best by a metric.
-
-    Incomplete checkpoints older than the newest complete one are also removed. A checkpoint is kept if it is
-    pinned, or if its index cannot be read, because it may be readable later.
-    """
-    abouts = _read_all_abouts(root)
-    complete = [step for step, about in abouts.items() if about is not None]
-    retained = {*complete[:last], *_select_best(abouts, best, by)}
-    for step, about in abouts.items():
-        if step not in retained and complete and step < complete[0] and not is_pinned(get_step_folder(root, step)):
-            _remove(root, step, complete=about is not None)
-
-
-def remove_incomplete(root: str) -> None:
-    """Remove incomplete checkpoints; call only when no process is writing to this folder."""
-    for step, about in _read_all_abouts(root).items():
-        if about is None:
-            _remove(root, step, complete=False)
-
-
-def remove_oldest(root: str, best: int, by: MetricDisplay | None) -> str | None:
-    """Remove the oldest removable checkpoint; return its folder, or None if all must be kept.
-
-    The newest complete checkpoint, from which a run resumes, the `best` best by a metric and pinned ones are kept.
-    """
-    abouts = _read_all_abouts(root)
-    complete = [step for step, about in abouts.items() if about is not None]
-    best_steps = _select_best(abouts, best, by)
-    removable = [step for step in complete[1:] if step not in best_steps and not is_pinned(get_step_folder(root, step))]
-    if not removable:
-        return None
-    _remove(root, removable[-1], complete=True)
-    return get_step_folder(root, removable[-1])
-
-
-def _read_all_abouts(root: str) -> dict[int, dict | None]:
-    """Return a mapping from step to `about` of the checkpoint's index, or None without an index; newest first.
-
-    Checkpoints whose index exists but cannot be read are omitted.
-    """
-    abouts: dict[int, dict | None] = {}
-    for step in steps(root):
-        folder = get_step_folder(root, step)
-        try:
-            abouts[step] = _about(folder)
-        except CheckpointError:
-            if not query_file_info(join_uri(folder, INDEX)).is_file:
-                abouts[step] = None
-    return abouts
-
-
-def _about(folder: str) -> dict:
-    """Return the entry `about` of a checkpoint's index; it is read from a cache unless the file has changed."""
-    info = query_file_info(join_uri(folder, INDEX))
-    version = info.size, info.mtime_ns
-    if None in version or _ABOUT_CACHE.get(folder, (None,))[0] != version:
-        _ABOUT_CACHE[folder] = version, read_index(folder)["about"]
-    return _ABOUT_CACHE[folder][1]
-
-
-def _select_best(abouts: dict[int, dict | None], best: int, by: MetricDisplay | None) -> set[int]:
-    if not best or by is None:
-        return set()
-    values = {
-        step: parse_number((about.get("evaluation") or {}).get(by.key))
-        for step, about in abouts.items()
-        if about is not None
-    }
-    rated = [step for step, value in values.items() if not isnan(value)]
-    return set(sorted(rated, key=lambda step: by.loss(values[step]))[:best])
-
-
-def _remove(root: str, step: int, *, complete: bool) -> None:
-    filesystem, path = open_filesystem(get_step_folder(root, step))
-    _ABOUT_CACHE.pop(get_step_folder(root, step), None)
-    if complete:  # the index first, so that a partly removed checkpoint is incomplete
-        filesystem.delete_file(f"{path}/{INDEX}")
-    filesystem.delete_dir(path)
-
-
-def remove_other_attempts(folder: str, attempt: str) -> None:
-    """Remove the files of all attempts except `attempt` from the folder of a complete checkpoint."""
-    from pyarrow import fs
-
-    filesystem, path = open_filesystem(folder)
-    for info in filesystem.get_file_info(fs.FileSelector(path)):
-        is_data_file = info.base_name.endswith(".bin") or ".partial-" in info.base_name
-        if is_data_file and attempt not in info.base_name:
-            filesystem.delete_file(info.path)
-
-
 def measure_free_bytes(root: str) -> int | None:
     """Return the bytes available to this user on the checkpoints' disk; None for object stores."""
     filesystem, path = open_filesystem(root)
@@ -243,20 +126,6 @@ def measure_free_bytes(root: str) -> int | None:
         return None
     place = next(p for p in (Path(path), *Path(path).parents) if p.exists())
     return shutil.disk_usage(place).free
-
-
-def discard(folder: str, attempt: str) -> None:
-    """Remove the files of a failed attempt, and the folder if it is then empty; errors are ignored."""
-    from pyarrow import fs
-
-    filesystem, path = open_filesystem(folder)
-    with suppress(OSError):
-        files = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-        for info in files:
-            if attempt in info.base_name:
-                filesystem.delete_file(info.path)
-        if all(attempt in info.base_name for info in files):
-            filesystem.delete_dir(path)
 
 
 def _check_run_index(folder: str, index: dict[str, Any]) -> dict[str, Any]:
@@ -274,7 +143,7 @@ def _is_step(name: str) -> bool:
     return name.startswith(STEP_PREFIX) and name.removeprefix(STEP_PREFIX).isdecimal()
 
 
-def _list_roots(place: str) -> list[str]:
+def list_roots(place: str) -> list[str]:
     """Return the folders that may contain a run's checkpoints.
 
     These are the configuration's checkpoint.dir if set, the default folder in the run folder, and `place`.

@@ -18,16 +18,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from raytrec.checkpoint.blocks import blocks, iterate_row_pieces
-from raytrec.checkpoint.files import (
-    discard,
-    get_step_folder,
-    keep,
-    measure_free_bytes,
-    remove_incomplete,
-    remove_oldest,
-    remove_other_attempts,
-)
+from raytrec.checkpoint.files import get_step_folder, measure_free_bytes
 from raytrec.checkpoint.index import CheckpointError, InsufficientSpaceError, read_index
+from raytrec.checkpoint.retention import discard, keep, remove_incomplete, remove_oldest, remove_other_attempts
 from raytrec.checkpoint.snapshot import HostStateBuffer, RowSnapshot
 from raytrec.checkpoint.state import State, find_nonfinite, summarize_over_ranks
 from raytrec.checkpoint.storage import ShardWriter

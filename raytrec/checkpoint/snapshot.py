@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from math import prod
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from threading import Condition
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checkpoint.blocks import blocks, is_host_contiguous, iterate_row_pieces, memory
@@ -26,9 +26,6 @@ from raytrec.compat.fbgemm import find_fused_lookup
 from raytrec.compat.torch_ import ShardedTensor, list_local_parts, replace_local_shards
 from raytrec.compat.torchrec_ import iterate_sharded_kernels, list_kernel_tables
 from raytrec.embeddings.tables import Table
-
-if TYPE_CHECKING:
-    from torchrec.distributed.model_parallel import DistributedModelParallel
 
 MAX_ASIDE_SHARE = 0.1  # largest share of a table's bytes for the slots and values of rows set aside
 MIN_ASIDE_BYTES = 8 << 20  # lower bound of that limit, for small tables

@@ -194,10 +194,11 @@ def config(config: Config = None, overrides: Overrides = None, schema: bool = Fa
     """
     from raytrec.common.errors import ConfigError
     from raytrec.common.redaction import hide_yaml
-    from raytrec.config.run_config import build_json_schema, load_config
+    from raytrec.config.base import build_json_schema
+    from raytrec.config.run_config import RunConfig, load_config
 
     if schema:
-        print(json.dumps(build_json_schema(), indent=2))
+        print(json.dumps(build_json_schema(RunConfig), indent=2))
     elif config:
         resolved = load_config(config, overrides or [], allow_code=True)  # the config's code is not run
         print(hide_yaml(resolved.to_yaml()), end="")

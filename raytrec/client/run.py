@@ -132,14 +132,16 @@ class Run:
 
     def get_last_progress(self) -> dict[str, Any]:
         """Return the same values as `progress` from data that has already been read."""
-        trained = self.history.figures(Train)
-        latest = trained[-1].figures if trained else {}
+        trained, step, total = self.history.figures(Train), self.history.step, self.history.total_steps
+        latest, eta_s = trained[-1].figures if trained else {}, None
+        if self.state == "running" and self._first is not None and total and step > self._first[1]:
+            eta_s = (time() - self._first[0]) / (step - self._first[1]) * (total - step)
         return {
-            "step": self.history.step,
-            "total": self.history.total_steps or None,
+            "step": step,
+            "total": total or None,
             **{name: latest.get(name) for name in ("rows_per_s", *self.keys(Train))},
             "state": self.state,
-            "eta_s": self._remaining_s(),
+            "eta_s": eta_s,
         }
 
     def metrics(self) -> dict[str, dict[str, list]]:
@@ -282,13 +284,6 @@ class Run:
             if self._first is None and self.history.step:
                 self._first = time(), self.history.step
         return self.state
-
-    def _remaining_s(self) -> float | None:
-        """Return the seconds until the last step, at the speed since the first metrics; None if unknown."""
-        step, total = self.history.step, self.history.total_steps
-        if self.state != "running" or self._first is None or not total or step <= self._first[1]:
-            return None
-        return (time() - self._first[0]) / (step - self._first[1]) * (total - step)
 
     def _outcome(self) -> dict[str, Any]:
         if self.state == "finished":

@@ -6,7 +6,6 @@ importing torch, which would take seconds; only workers and the doctor's child p
 
 from __future__ import annotations
 
-import hashlib
 import os
 import runpy
 import shutil
@@ -228,14 +227,6 @@ def get_driver_versions() -> tuple[str, str] | None:
         return nvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}"
 
     return _query_nvml(ask)
-
-
-def compute_code_hash() -> str:
-    """Return the first 16 hex digits of the SHA-256 of raytrec's Python files."""
-    folder, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def check_gpu(host: str) -> None:

@@ -27,17 +27,6 @@ UnixTime = Annotated[float, Field(strict=True, ge=0, lt=1e11)]  # seconds since 
 PROFILED = "profiled"  # Event: the profile of a run has been written
 ENDED_EARLY = "ended early"  # Event: early stopping has ended training
 FLATTENED = {"flat": True}  # metadata of a mapping whose items are written like fields of the message
-MAX_RECORDED_RANKS = 64  # maximum number of ranks whose lines are recorded; plots do not show more
-
-
-def select_recorded_ranks(world: int) -> list[int]:
-    """Return the ranks whose lines are recorded: all ranks, or MAX_RECORDED_RANKS evenly spaced ones.
-
-    Example:
-        >>> select_recorded_ranks(3), len(select_recorded_ranks(1024)), select_recorded_ranks(1024)[:3]
-        ([0, 1, 2], 64, [0, 16, 32])
-    """
-    return sorted({at * world // MAX_RECORDED_RANKS for at in range(MAX_RECORDED_RANKS)})
 
 
 def compute_heartbeat_interval(world: int) -> float:

@@ -123,10 +123,8 @@ class Cache:
             torch.cuda.current_stream().wait_stream(prefetch_stream)
         # slots_N contains the position of each row in lxu_cache_weights, or -1. lxu_cache_state, [sets, 32],
         # contains the indices of cached rows. Only the first `columns` values of a cached row are used.
-        cache_weights, cache_state = (
-            _get_undocumented(lookup, "lxu_cache_weights"),
-            _get_undocumented(lookup, "lxu_cache_state"),
-        )
+        cache_weights = _get_undocumented(lookup, "lxu_cache_weights")
+        cache_state = _get_undocumented(lookup, "lxu_cache_state")
         slots_N = torch.ops.fbgemm.lxu_cache_lookup((rows + self.first).long(), cache_state).long()
         stored_NC = values.index_select(0, rows)
         cached_NC = cache_weights[slots_N.clamp(min=0), : values.shape[1]]

@@ -6,13 +6,8 @@ The sections are defined in the other files of this folder. Neither torch nor Ra
 
 from __future__ import annotations
 
-import ast
 import re
-import sys
 from collections.abc import Iterator
-from functools import cache
-from inspect import getsource
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -277,42 +272,3 @@ def _iterate_fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Ite
         for part in (get_args(p)[0] if get_origin(p) is Annotated else p for p in parts):
             if isinstance(part, type) and issubclass(part, Section):
                 yield from _iterate_fields(part, key + (".*." if get_origin(field.annotation) is dict else "."))
-
-
-def build_json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of RunConfig for editors. A key's description is the docstring below the key.
-
-    Pydantic's use_attribute_docstrings would parse the docstrings in every process that imports these modules (0.1 s).
-    """
-    schema = RunConfig.model_json_schema(by_alias=True)
-    parts = {**schema["$defs"], RunConfig.__name__: schema}
-    for section in _iterate_subclasses(Section):
-        properties = parts.get(section.__name__, {}).get("properties", {})
-        for base in reversed(section.__mro__):
-            for name, text in _parse_docstrings(base.__module__).get(base.__name__, {}).items():
-                if key := properties.get(section.model_fields[name].alias or name):
-                    key["description"] = text
-        if do := properties.get("do", {}).get("const"):
-            properties["do"].setdefault("description", do)
-    return schema
-
-
-def _iterate_subclasses(section: type[Section]) -> Iterator[type[Section]]:
-    for each in section.__subclasses__():
-        yield each
-        yield from _iterate_subclasses(each)
-
-
-@cache
-def _parse_docstrings(module: str) -> dict[str, dict[str, str]]:
-    """Return the docstring below each key of each class in a module of this package, as one line."""
-    docstrings: dict[str, dict[str, str]] = {}
-    if not module.startswith(__package__):
-        return docstrings
-    tree = ast.parse(getsource(sys.modules[module]))
-    for section in (part for part in tree.body if isinstance(part, ast.ClassDef)):
-        for key, text in pairwise(section.body):
-            match key, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
-                    docstrings.setdefault(section.name, {})[name] = " ".join(words.split())
-    return docstrings

@@ -261,6 +261,17 @@ def format_yaml_scalar(value: object) -> str:
     return flow.strip()[1:-1]
 
 
+def format_transform(do: str, column: str, **settings: object) -> str:
+    """Return an entry of data.transforms as YAML flow text; settings are written without quotes."""
+    parts = {"do": do, "columns": f"[{format_yaml_scalar(column)}]", **settings}
+    return f"{{{', '.join(f'{key}: {value}' for key, value in parts.items())}}}"
+
+
+def advise_transform(do: str, column: str, **settings: object) -> str:
+    """Return the advice to add a transform to the configuration."""
+    return f"add to data.transforms: {format_transform(do, column, **settings)}"
+
+
 def _explain(error: dict) -> str:
     place = ".".join(str(p) for p in error["loc"])
     if error["type"] == "extra_forbidden":

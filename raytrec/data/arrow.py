@@ -1,13 +1,9 @@
-"""Access to Arrow columns by name, plain types and flat arrays.
-
-A name is looked up first as a whole column (column names may contain dots), then as a path of fields. A field
-of a list of structs or of a map is itself a list: `items.id` of list<struct<id, price>>, `scores.key` and
-`scores.value` of a map. This module does not import torch.
-"""
+"""Access to Arrow columns by name, plain types and flat arrays; checks of Arrow streams. Does not import torch."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from struct import unpack_from
 
 import numpy as np
 import pyarrow as pa
@@ -235,6 +231,17 @@ def to_plain_array(column: pa.ChunkedArray) -> pa.Array:
     return plain_array(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
 
 
+def find_common_type(first: pa.DataType | None, second: pa.DataType) -> pa.DataType | None:
+    """Return a type that holds the values of both types, e.g. int64 for int32 and int64; None if there is none."""
+    if first is None or first == second:
+        return second
+    schemas = [pa.schema([("x", kind)]) for kind in (first, second)]
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return None
+
+
 def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
     """Return (offsets int32 [n + 1] from 0, flat values); scalars count as one-element lists, nulls as empty."""
     if pa.types.is_list(array.type) and not array.null_count:
@@ -247,3 +254,45 @@ def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
         offsets = np.zeros(len(array) + 1, np.int32)
         np.cumsum(lengths.to_numpy(zero_copy_only=False), out=offsets[1:])
     return offsets, plain_array(flat)
+
+
+RECORD_BATCH, DICTIONARY_BATCH = 3, 2  # of Arrow's MessageHeader (format/Message.fbs)
+VERSION_5 = 4  # of Arrow's MetadataVersion; earlier versions may name a compression in custom_metadata
+
+
+def has_compressed_buffers(stream: bytes | pa.Buffer) -> bool:
+    """Return True if a stream contains compressed buffers, for which Arrow allocates the size that they claim.
+
+    Raises:
+        pa.ArrowException, OSError, struct.error: The bytes are not a stream.
+    """
+    return any(_is_compressed(message.metadata) for message in pa.ipc.MessageReader.open_stream(stream))
+
+
+def _is_compressed(metadata: pa.Buffer) -> bool:
+    """Return True if RecordBatch.compression is set, or if custom_metadata may name a compression."""
+    data = metadata.to_pybytes()
+    message = unpack_from("<I", data)[0]
+    kind = _find_field(data, message, 1)
+    kind = data[kind] if kind else 0
+    batch = _find_table(data, message, 2) if kind in (RECORD_BATCH, DICTIONARY_BATCH) else 0
+    version = _find_field(data, message, 0)
+    if batch and _find_field(data, message, 4) and (unpack_from("<h", data, version)[0] if version else 0) < VERSION_5:
+        return True
+    if kind == DICTIONARY_BATCH:
+        batch = _find_table(data, batch, 1)
+    return bool(batch and _find_field(data, batch, 3))
+
+
+def _find_field(data: bytes, table: int, number: int) -> int:
+    """Return the position of a field of a FlatBuffers table, or 0 if the field is missing."""
+    vtable = table - unpack_from("<i", data, table)[0]
+    if vtable < 0 or 4 + 2 * number >= unpack_from("<H", data, vtable)[0]:
+        return 0
+    offset = unpack_from("<H", data, vtable + 4 + 2 * number)[0]
+    return table + offset if offset else 0
+
+
+def _find_table(data: bytes, table: int, number: int) -> int:
+    place = _find_field(data, table, number)
+    return place + unpack_from("<I", data, place)[0] if place else 0

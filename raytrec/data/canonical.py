@@ -31,6 +31,7 @@ from raytrec.common.errors import DataError
 from raytrec.config.schema import format_yaml_scalar
 from raytrec.data.arrow import is_list, to_plain_array, unnest
 from raytrec.data.column_conversion import (
+    SKIP_ADVICE,
     Place,
     find_first_length_mismatch,
     find_first_null,
@@ -126,7 +127,7 @@ def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> 
                 f"column '{name}' contains a null instead of a list",
                 where=place.of(name, row),
                 expected="a list with one value per candidate; an empty list if there are no candidates",
-                do="correct the data; or skip such rows: data.on_error=skip",
+                do=f"correct the data; or {SKIP_ADVICE}",
             )
         ends, values = unnest(array)
         offsets, first = (ends, name) if offsets is None else (offsets, first)

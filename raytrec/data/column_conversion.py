@@ -12,13 +12,14 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from raytrec.common.errors import DataError
-from raytrec.config.schema import format_yaml_scalar
+from raytrec.config.schema import advise_transform, format_yaml_scalar
 from raytrec.config.schema_parts import Scale
 from raytrec.data.arrow import to_plain_array
 from raytrec.data.read_plans import ResolvedReadPlan
 
 UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 DAY_S = 86_400
+SKIP_ADVICE = "skip such rows: data.on_error=skip"
 FIRST_INEXACT_INTEGER = 2**53  # float64 represents every integer up to this one exactly
 
 
@@ -58,9 +59,7 @@ def read_number_column(
             f"column '{name}' contains a null",
             where=place.of(name, row),
             expected="a number in every row of a dense column, label or sample weight",
-            do=f"{extra_advice}add to data.transforms: "
-            f"{{do: fill_null, columns: [{format_yaml_scalar(name)}], value: 0}}; or "
-            "skip such rows: data.on_error=skip",
+            do=f"{extra_advice}{advise_transform('fill_null', name, value=0)}; or {SKIP_ADVICE}",
         )
     values = as_floats(array, dtype)
     check_finite(values, name, place)
@@ -153,8 +152,8 @@ def convert_float_ids(array: pa.Array, feature: str, column: str, place: Place) 
             f"sparse feature '{feature}' contains the value {values[row]:.17g}",
             where=place.of(feature, row),
             expected="ids; in a column of floats, whole numbers below 2**53",
-            do=f"list the column under dense; or add to data.transforms: {{do: bucketize, columns: "
-            f"[{format_yaml_scalar(column)}], boundaries: […]}}; or skip such rows: data.on_error=skip",
+            do="list the column under dense; or "
+            f"{advise_transform('bucketize', column, boundaries='[…]')}; or {SKIP_ADVICE}",
         )
     return pa.array(np.where(missing, 0, values).astype(np.int64), mask=missing)
 
@@ -176,9 +175,8 @@ def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable[[in
             f"column '{name}' contains " + f"{values[index]:g}".replace("nan", "NaN"),
             where=place.of(name, rows(index)),
             expected="finite numbers",
-            do=f"add to data.transforms: "
-            f"{{do: fill_null, columns: [{format_yaml_scalar(name)}], value: 0}} for NaN, "
-            "clip or log for values that are too large; or skip such rows: data.on_error=skip",
+            do=f"{advise_transform('fill_null', name, value=0)} for NaN, "
+            f"clip or log for values that are too large; or {SKIP_ADVICE}",
         )
 
 
@@ -243,10 +241,8 @@ def read_label(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place
             f"label '{name}' is {values[row]:g}",
             where=place.of(name, row),
             expected=f"a {kind} in [{low:g}, {high:g}], the range of the task's loss",
-            do=f"add to data.transforms: "
-            f"{{do: binarize, columns: [{format_yaml_scalar(name)}], at_least: NUMBER}}; or "
-            f"learn the number with a regression loss: tasks: "
-            f"[{{label: {format_yaml_scalar(name)}, loss: mse}}]",
+            do=f"{advise_transform('binarize', name, at_least='NUMBER')}; or learn the number with a regression "
+            f"loss: tasks: [{{label: {format_yaml_scalar(name)}, loss: mse}}]",
         )
     return values, is_present
 
@@ -294,9 +290,7 @@ def _read_sample_weights(column: pa.ChunkedArray, name: str, place: Place) -> np
             f"sample weight '{name}' is {values[row]:g}",
             where=place.of(name, row),
             expected="a finite number ≥ 0",
-            do=f"add to data.transforms: "
-            f"{{do: clip, columns: [{format_yaml_scalar(name)}], low: 0}}; or skip such rows: "
-            "data.on_error=skip",
+            do=f"{advise_transform('clip', name, low=0)}; or {SKIP_ADVICE}",
         )
     return values
 
@@ -309,6 +303,6 @@ def _read_mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
             f"mask '{name}' is {values[row]:g}",
             where=place.of(name, row),
             expected="0 or 1 (false or true) in the column of a task's `mask`",
-            do=f"add to data.transforms: {{do: binarize, columns: [{format_yaml_scalar(name)}], at_least: NUMBER}}",
+            do=advise_transform("binarize", name, at_least="NUMBER"),
         )
     return values == 1

@@ -15,10 +15,10 @@ import pyarrow as pa
 from raytrec.common.errors import DataError
 from raytrec.common.formatting import format_count
 from raytrec.config.features import set_draw_rows
-from raytrec.data.arrow import empty_table, is_list, plain, select_schema
-from raytrec.data.footers import FooterStatistics, explain_empty_tasks, read_footer
-from raytrec.data.listing import Listing, join_folder_names, list_files
-from raytrec.data.partitions import (
+from raytrec.data.arrow import empty_table, find_common_type, is_list, plain, select_schema
+from raytrec.data.files.footers import FooterStatistics, explain_empty_tasks, read_footer
+from raytrec.data.files.listing import Listing, join_folder_names, list_files
+from raytrec.data.files.partitions import (
     ALL_PARTITIONS,
     PartitionBounds,
     find_folder_columns,
@@ -277,7 +277,7 @@ def _unify_types(
     errors: dict[str, DataError] = {}
     for file in files:
         folder_values = parse_folder_values(file.uri)
-        merged = {n: _common_type(types.get(n), file.types[n]) for n in names if n not in from_folders}
+        merged = {n: find_common_type(types.get(n), file.types[n]) for n in names if n not in from_folders}
         if name := next((n for n in from_folders if n not in folder_values), None):
             errors[file.uri] = DataError(
                 f"column '{name}' is missing, but other files are in folders {name}=…",
@@ -296,14 +296,3 @@ def _unify_types(
             types = merged
     types |= {name: kinds[name] for name in from_folders}
     return types, from_folders, errors
-
-
-def _common_type(first: pa.DataType | None, second: pa.DataType) -> pa.DataType | None:
-    """Return a type that holds the values of both types, e.g. int64 for int32 and int64; None if there is none."""
-    if first is None or first == second:
-        return second
-    schemas = [pa.schema([("x", kind)]) for kind in (first, second)]
-    try:
-        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-    except (pa.ArrowTypeError, pa.ArrowInvalid):
-        return None

@@ -11,10 +11,11 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from raytrec.common.errors import DataError
-from raytrec.config.schema import format_yaml_scalar
+from raytrec.config.schema import advise_transform
 from raytrec.config.schema_parts import Sparse, Table
 from raytrec.data.arrow import is_list, is_text, plain_array, to_plain_array, unnest
 from raytrec.data.column_conversion import (
+    SKIP_ADVICE,
     Place,
     check_finite,
     convert_float_ids,
@@ -92,7 +93,7 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
             f"feature '{name}' contains a null inside a list",
             where=feature.place.of(name, rows(index)),
             expected="ids; an empty list, or null instead of the list, for a row without ids",
-            do=f"add to data.transforms: {{do: drop_null, columns: [{format_yaml_scalar(feature.column)}]}}",
+            do=advise_transform("drop_null", feature.column),
         )
     ids = _ids(flat, feature, rows)
     if spec.weights is None:
@@ -122,7 +123,7 @@ def _align_with_ids(table: pa.Table, name: str, feature: Feature, offsets: np.nd
             f"column '{name}' contains a null inside a list",
             where=feature.place.of(name, make_row_lookup(offsets)(index)),
             expected=f"a value for each id of feature '{feature.name}'",
-            do="correct the data; or skip such rows: data.on_error=skip",
+            do=f"correct the data; or {SKIP_ADVICE}",
         )
     return flat
 

@@ -191,9 +191,8 @@ def extract_date_part(spec: t.DatePart, array: pa.Array) -> pa.Array:
         array = to_timestamps(array, spec.since_1970)
         if spec.timezone:
             zone = pa.timestamp(array.type.unit, spec.timezone)
-            pc.hour(
-                pa.array([0], zone)
-            )  # raises for an unknown zone even if the array is empty, as in checks at the start
+            # This raises for an unknown zone even if the array is empty, as in checks at the start.
+            pc.hour(pa.array([0], zone))
             array = array.cast(zone)
     return TIME_PARTS[spec.part](array).cast(pa.int64())
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 from pyarrow import types
 
 from raytrec.common.errors import DataError, find_similar_word
-from raytrec.config.schema import format_yaml_scalar
+from raytrec.config.schema import advise_transform, format_yaml_scalar
 from raytrec.data.arrow import (
     AmbiguousColumnError,
     find_column,
@@ -130,16 +130,16 @@ def _check_number(kind: pa.DataType, column: str, role: str, uri: str) -> None:
 def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
     """Return advice on how to convert a column to numbers."""
     if is_text(kind) and role == "label":
-        return f"{_format_transform('binarize', column, 'positive: […]')}, listing the texts that mean 1"
+        return f"{advise_transform('binarize', column, positive='[…]')}, listing the texts that mean 1"
     if is_text(kind):
         return (
             f"list the column under sparse with a table that sets out_of_range: hash; for numbers as text, "
-            f"{_format_transform('cast', column, 'to: float32')}"
+            f"{advise_transform('cast', column, to='float32')}"
         )
     if is_list(kind) or types.is_map(kind):
         return _advise_fields(kind, column) or "list the column under sparse, or transform it to one number"
     if types.is_null(kind):
-        return f"{_format_transform('fill_null', column, 'value: 0')} to replace nulls, the only values"
+        return f"{advise_transform('fill_null', column, value=0)} to replace nulls, the only values"
     return _advise_fields(kind, column) or _advise_time(kind, column) or _advise_manual_conversion()
 
 
@@ -162,7 +162,7 @@ def _check_ids(kind: pa.DataType, feature: str, column: str, table: str, is_text
 def _advise_ids(kind: pa.DataType, value: pa.DataType, column: str) -> str:
     """Return advice on how to convert a column to ids."""
     if types.is_boolean(value) or is_number(value):
-        ids = _format_transform("cast", column, "to: int64")
+        ids = advise_transform("cast", column, to="int64")
         if is_list(kind):
             return f"for whole numbers, {ids}"
         return f"for whole numbers, {ids}; or list the column under dense"
@@ -200,7 +200,7 @@ def _check_list(kind: pa.DataType, column: str, uri: str) -> None:
 def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
     allowed = types.is_integer(kind) or types.is_boolean(kind) or types.is_date(kind) or types.is_null(kind)
     if not allowed and not is_text(kind):
-        number = _format_transform("cast", column, "to: int64") + "; or name another column"
+        number = advise_transform("cast", column, to="int64") + "; or name another column"
         advice = number if is_number(kind) else _advise_time(kind, column) or "name another column"
         expected = "integers, text, bools or dates in a column that a task uses as group or item"
         raise _unsupported_type_error(f"grouping column '{column}'", kind, column, uri, expected, advice)
@@ -209,7 +209,7 @@ def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
 def _check_weights(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
     value = value_type(kind)
     if not (is_list(kind) and (types.is_floating(value) or types.is_integer(value) or types.is_null(value))):
-        cast = f"for lists of other numbers, {_format_transform('cast', column, 'to: float32')}"
+        cast = f"for lists of other numbers, {advise_transform('cast', column, to='float32')}"
         advice, what = (_advise_fields(plain(kind), column) or cast, f"weights column '{column}' of '{feature}'")
         raise _unsupported_type_error(what, kind, column, uri, "lists with one number per id", advice)
 
@@ -227,15 +227,17 @@ def _check_side(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
 def _advise_time(kind: pa.DataType, column: str) -> str | None:
     """Return advice on how to convert times to a feature; None for types that are not supported as times."""
     if types.is_duration(kind):
-        return f"{_format_transform('age', column, 'unit: days')} to convert the durations to numbers"
+        return f"{advise_transform('age', column, unit='days')} to convert the durations to numbers"
     if not types.is_temporal(kind) or types.is_interval(kind):
         return None
     part = "weekday" if types.is_date(kind) else "hour"
     into = f"{column}_{part}"
-    advice = f"{_format_transform('date_part', column, f'part: {part}', into)}, and add {into} to the schema"
+    advice = advise_transform("date_part", column, part=part, into=f"[{format_yaml_scalar(into)}]")
+    advice = f"{advice}, and add {into} to the schema"
     if types.is_time(kind):
         return advice
-    age = _format_transform("age", column, "until: 2026-01-01, unit: days", f"{column}_age")
+    into = f"[{format_yaml_scalar(f'{column}_age')}]"
+    age = advise_transform("age", column, until="2026-01-01", unit="days", into=into)
     return f"{advice}; or, for the age, {age}"
 
 
@@ -249,11 +251,6 @@ def _advise_fields(kind: pa.DataType, column: str) -> str | None:
 
 def _advise_manual_conversion() -> str:
     return "leave the column out, or convert it to numbers with {do: 'module:function'} in data.transforms"
-
-
-def _format_transform(do: str, column: str, settings: str, into: str | None = None) -> str:
-    target = f", into: [{format_yaml_scalar(into)}]" if into else ""
-    return f"add to data.transforms: {{do: {do}, columns: [{format_yaml_scalar(column)}], {settings}{target}}}"
 
 
 def _truncate_type(kind: pa.DataType) -> str:

@@ -16,9 +16,8 @@ from raytrec.config.schema import Schema
 from raytrec.deltas.chain import Position, make_refusal
 from raytrec.deltas.read import UnusableDeltaError, read_batches, select_tables
 from raytrec.scoring.lookups import IdRows
-from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.scorer import Scorer
-from raytrec.scoring.table_rows import RowChanges, encode_rows
+from raytrec.scoring.stored_tables import PRECISIONS, RowChanges, encode_rows
 
 
 @dataclass(frozen=True)

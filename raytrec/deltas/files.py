@@ -13,8 +13,7 @@ import torch
 
 from raytrec.common.output_folder import OutputFolder
 from raytrec.common.storage import join_uri
-from raytrec.deltas.changed_ids import IdRowChanges
-from raytrec.deltas.changes import RowPiece
+from raytrec.deltas.changes import IdRowChanges, RowPiece
 from raytrec.deltas.format import DELTAS_FOLDER, Operation, make_arrow_schema
 from raytrec.scoring.manifest import FileEntry
 

@@ -17,8 +17,7 @@ from raytrec.checkpoint.state import LogicalState
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
-from raytrec.deltas.changed_ids import IdChanges, IdRowChanges
-from raytrec.deltas.changes import RowChanges, RowPiece, TakenRows, count_bytes, iterate_pieces
+from raytrec.deltas.changes import IdChanges, IdRowChanges, RowChanges, RowPiece, TakenRows, count_bytes, iterate_pieces
 from raytrec.deltas.files import DeltaFiles
 from raytrec.deltas.format import DeltaManifest, DeltaTable, Operation, format_number
 from raytrec.deltas.read import UnusableDeltaError, read_batches, select_tables

@@ -13,7 +13,7 @@ from pyarrow import fs
 from raytrec.common.errors import get_first_line
 from raytrec.common.reading import open_regular
 from raytrec.common.storage import join_uri, open_filesystem
-from raytrec.data.arrow_messages import has_compressed_buffers
+from raytrec.data.arrow import has_compressed_buffers
 from raytrec.deltas.format import DELTAS_FOLDER, DeltaManifest, Operation, make_arrow_schema
 from raytrec.scoring.manifest import FileEntry
 

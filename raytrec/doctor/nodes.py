@@ -17,7 +17,8 @@ from typing import Any
 
 from raytrec.cluster.session import pin_to_node, ray_session
 from raytrec.common.errors import RaytrecError, RunError, get_first_line, get_last_line, get_root_cause
-from raytrec.common.machine import PACKAGES, compute_code_hash
+from raytrec.common.file_hashes import compute_code_hash
+from raytrec.common.machine import PACKAGES
 from raytrec.common.storage import open_filesystem
 from raytrec.compat.ray_core import list_alive_nodes
 from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnoses, Diagnosis, call_within

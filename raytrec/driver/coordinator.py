@@ -284,7 +284,7 @@ def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
 
     placement = pin_to_node(ray.get_runtime_context().get_node_id())
     actor = ray.remote(Coordinator).options(max_concurrency=1000, max_restarts=-1, **placement)
-    return actor.remote(hang_timeout_s, patience_s, _is_restarted_actor)
+    return actor.remote(hang_timeout_s, patience_s, lambda: ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def fetch_cause(coordinator: Any) -> str:
@@ -295,9 +295,3 @@ def fetch_cause(coordinator: Any) -> str:
         return ray.get(coordinator.cause.remote(), timeout=10)
     except ray.exceptions.RayError:
         return ""
-
-
-def _is_restarted_actor() -> bool:
-    import ray
-
-    return ray.get_runtime_context().was_current_actor_reconstructed

@@ -16,10 +16,10 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TowerName
 from raytrec.data.arrow import find_column, is_list, plain, type_at
-from raytrec.data.footers import read_footer
+from raytrec.data.files.footers import read_footer
+from raytrec.data.files.listing import join_folder_names, list_files
 from raytrec.data.fragments import Dataset, scan
 from raytrec.data.item_reader import check_suspect_groups
-from raytrec.data.listing import join_folder_names, list_files
 from raytrec.data.pages.decode import SKIPPED_ROWS_FILE, ReadErrorPolicy
 from raytrec.data.read_plans import ReadPlan, ReservedColumnSet
 from raytrec.driver.console import RunConsole

@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 from time import sleep
 
 from raytrec.checkpoint.files import get_step_folder, steps
-from raytrec.checkpoint.pins import pin, unpin
+from raytrec.checkpoint.retention import pin, unpin
 from raytrec.common.errors import get_last_line
 from raytrec.common.messages import Saved
 from raytrec.config.run_config import RunConfig
@@ -84,17 +84,15 @@ class DeltaExports:
             command += ["--checkpoint", str(saved.step), "--allow-code"]  # this process has judged the configuration
             command += ["--quantize", self._section.quantize] if self._section.quantize else []
             self._errors.truncate(0)
-            self._exporting, self._process = (
-                saved,
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._errors,
-                    env={"OMP_NUM_THREADS": "1", **os.environ},
-                    start_new_session=True,  # Ctrl-C must not reach the process
-                ),
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                start_new_session=True,  # Ctrl-C must not reach the process
             )
+            self._exporting = saved
             os.setpriority(os.PRIO_PROCESS, self._process.pid, EXPORT_NICENESS)
 
     def _end_export(self, code: int) -> None:

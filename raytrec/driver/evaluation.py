@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from raytrec.checkpoint.files import find, find_best, find_step
+from raytrec.checkpoint.files import find, find_step
 from raytrec.checkpoint.index import INDEX
+from raytrec.checkpoint.retention import find_best
 from raytrec.checkpoint.rows import parse_stored_schema
 from raytrec.common.errors import ConfigError, RunError, SchemaError, make_unknown_word_error
 from raytrec.common.messages import RANKS
-from raytrec.common.processes import get_owner_name, remove_leftovers
 from raytrec.common.storage import join_uri, make_absolute, open_filesystem
 from raytrec.config.overrides import Overrides, get_section_name, to_override_texts
 from raytrec.config.run_config import RunConfig, load_config
@@ -27,6 +24,7 @@ from raytrec.data.item_reader import check_suspect_groups
 from raytrec.driver.console import Result, RunConsole
 from raytrec.driver.datasets import check_usable_rows, open_dataset, open_items, record_skipped_files, show_file_counts
 from raytrec.driver.launch import open_session, run_group
+from raytrec.driver.prepare import create_scratch_folder
 from raytrec.driver.recorder import Watch
 from raytrec.driver.resume import load_stored_schema
 from raytrec.metrics.selection import Selection
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
 # Sections that affect an evaluation without changing the model.
 OVERRIDABLE_SECTIONS = ("data", "scaling", "plan", "train", "eval")
 OUT_OF_RANGE_KEY = "out_of_range"
-SCRATCH_PREFIX, TRACEBACK_FILE = "raytrec-evaluate-", "error.txt"
 TABLE_KINDS = "managed, resize:ROWS or hash"  # target kinds of a conversion
 
 
@@ -111,22 +108,6 @@ def _apply_table_override(tables: dict[str, dict[str, Any]], override: str) -> N
         )
     for table in matches:
         tables[table][OUT_OF_RANGE_KEY] = rule
-
-
-@contextmanager
-def create_scratch_folder() -> Iterator[str]:
-    """Yield a temporary folder for the files of an evaluation, because the run may be another user's.
-
-    The folder is removed after the block or, if the process was killed, by the next evaluation. A folder with
-    a traceback is kept for the error message that names it.
-    """
-    remove_leftovers(tempfile.gettempdir(), f"{SCRATCH_PREFIX}{{owner}}-*", keep=TRACEBACK_FILE)
-    folder = tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{get_owner_name()}-")
-    try:
-        yield folder
-    finally:
-        if not (Path(folder) / TRACEBACK_FILE).exists():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def evaluate(

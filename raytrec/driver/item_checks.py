@@ -14,7 +14,7 @@ from raytrec.config.tasks import RetrievalSection
 from raytrec.config.transforms import Sample
 from raytrec.data.arrow import is_text, plain, to_plain_array, value_type
 from raytrec.data.column_conversion import Place
-from raytrec.data.footers import read_footer
+from raytrec.data.files.footers import read_footer
 from raytrec.data.fragments import Dataset, RowGroup
 from raytrec.data.ids import NULL_KEY, compute_group_keys, compute_row_keys
 from raytrec.data.pages.decode import decode_columns

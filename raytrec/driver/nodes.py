@@ -172,10 +172,8 @@ def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
     Raises:
         ConfigError: The nodes have too few GPUs or CPUs.
     """
-    least, resources = (
-        config.scaling.min_workers,
-        build_worker_bundle(config, device, reads_on_cpu_nodes(config, device)),
-    )
+    least = config.scaling.min_workers
+    resources = build_worker_bundle(config, device, reads_on_cpu_nodes(config, device))
     if device == "cuda" and gpus < least:
         raise ConfigError(
             f"the cluster has {gpus} GPUs for {least} workers",

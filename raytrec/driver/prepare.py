@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -15,6 +19,7 @@ from raytrec.checkpoint.files import find, steps
 from raytrec.checkpoint.index import INDEX
 from raytrec.common.errors import ConfigError, RunError, convert_os_errors
 from raytrec.common.messages import CHECKS, DELTA_STREAM, EVENTS, METRICS, RANKS
+from raytrec.common.processes import get_owner_name, remove_leftovers
 from raytrec.common.redaction import find_hidden_keys
 from raytrec.common.storage import join_uri, make_absolute, make_relative, quote_for_shell
 from raytrec.config.data import to_run_name
@@ -29,6 +34,7 @@ from raytrec.driver.recorder import RESULT, write_text
 from raytrec.driver.resume import find_interrupted_run, resume_config
 from raytrec.tracking.feed import DELIVERY_STATE_FILE as DELIVERED
 
+SCRATCH_PREFIX, TRACEBACK_FILE = "raytrec-evaluate-", "error.txt"
 # Records that a new run does not continue.
 RUN_RECORD_FILES = (METRICS, RANKS, CHECKS, EVENTS, DELTA_STREAM, DELIVERED, DRIVER)
 
@@ -221,3 +227,19 @@ def load_checkpoint_config(
     start = [f"warm_start.from={json.dumps(folder)}", f"data.schema={json.dumps(join_uri(folder, INDEX))}"]
     elsewhere = find_checkpoint_origin(folder, stored)
     return load_config(config, start + overrides, elsewhere=elsewhere, allow_code=allow_code), name
+
+
+@contextmanager
+def create_scratch_folder() -> Iterator[str]:
+    """Yield a temporary folder for the files of an evaluation, because the run may be another user's.
+
+    The folder is removed after the block or, if the process was killed, by the next evaluation. A folder with
+    a traceback is kept for the error message that names it.
+    """
+    remove_leftovers(tempfile.gettempdir(), f"{SCRATCH_PREFIX}{{owner}}-*", keep=TRACEBACK_FILE)
+    folder = tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{get_owner_name()}-")
+    try:
+        yield folder
+    finally:
+        if not (Path(folder) / TRACEBACK_FILE).exists():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -17,7 +17,7 @@ from raytrec.config.base import Mark
 from raytrec.config.run_config import RunConfig, list_keys_with, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.trust import describe_foreign_file, find_foreign_code, is_own_file, refuse_code
-from raytrec.data.file_identity import FileIdentity, fingerprint, list_differences, list_rewritten_files
+from raytrec.data.files.file_identity import FileIdentity, fingerprint, list_differences, list_rewritten_files
 from raytrec.data.fragments import Dataset
 from raytrec.driver.recorder import RESULT, write_json
 from raytrec.embeddings.constraints import resolve_optimizers

@@ -19,7 +19,7 @@ from raytrec.common.storage import make_relative, quote_for_shell
 from raytrec.config.overrides import Overrides, to_override_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.trust import find_foreign_code, list_user_code
-from raytrec.data.file_identity import FileIdentity, fingerprint, identify_datasets
+from raytrec.data.files.file_identity import FileIdentity, fingerprint, identify_datasets
 from raytrec.driver.console import Result, RunConsole
 from raytrec.driver.datasets import record_skipped_files, show_file_counts
 from raytrec.driver.driver_state import hold_run_lock, record_driver

@@ -24,10 +24,8 @@ from raytrec.exporting.trained_model import PIECE_BYTES
 from raytrec.scoring.load import check_files, open_export, read_ids, refuse_code
 from raytrec.scoring.lookups import IdRows
 from raytrec.scoring.manifest import GOLDEN, ONNX_FILE, Manifest, read_manifest
-from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.program_archive import load_program, replace_weights
-from raytrec.scoring.table_files import ALIGNMENT
-from raytrec.scoring.table_rows import encode_rows
+from raytrec.scoring.stored_tables import ALIGNMENT, PRECISIONS, encode_rows
 
 
 def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, allow_code: bool = False) -> Result:

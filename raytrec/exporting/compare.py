@@ -31,9 +31,9 @@ from raytrec.prediction.one_process import compute_outputs, read_batch
 from raytrec.prediction.predict import list_score_columns
 from raytrec.scoring.lookups import Lookups
 from raytrec.scoring.manifest import Manifest, Metrics, PrecisionName, ProgramName
-from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.request_rows import widen_type
 from raytrec.scoring.scorer import Scorer
+from raytrec.scoring.stored_tables import PRECISIONS
 from raytrec.tasks.outputs import StepOutputs
 from raytrec.worker.evaluate import evaluate
 

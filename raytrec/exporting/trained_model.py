@@ -23,9 +23,7 @@ from raytrec.prediction.one_process import load_model
 from raytrec.prediction.predict import list_score_columns
 from raytrec.scoring.lookups import IdRows, Lookups
 from raytrec.scoring.manifest import ExportSource, PrecisionName, ProgramName, StackEntry, TaskEntry, list_inputs
-from raytrec.scoring.precisions import PRECISIONS, TablePrecision
-from raytrec.scoring.table_files import choose_block_rows, make_header
-from raytrec.scoring.table_rows import StackedTable
+from raytrec.scoring.stored_tables import PRECISIONS, StackedTable, TablePrecision, choose_block_rows, make_header
 from raytrec.tasks.objective import Objective
 
 PIECE_BYTES = 32 << 20  # maximum size of the rows in memory
@@ -142,7 +140,7 @@ def plan_stacks(schema: Schema, precision: PrecisionName) -> list[StackEntry]:
 
 
 def iterate_file_bytes(trained: TrainedModel, stack: StackEntry, number: int) -> Iterator[bytes]:
-    """Yield the bytes of the file with a stack's rows from number · block_rows on (scoring/table_files.py)."""
+    """Yield the bytes of the file with a stack's rows from number · block_rows on (scoring/stored_tables.py)."""
     precision, tables = PRECISIONS[stack.precision], [(name, trained.schema.tables[name]) for name in stack.tables]
     dim, first = tables[0][1].dim, number * stack.block_rows
     end = min(first + stack.block_rows, sum(table.rows for _, table in tables))

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from raytrec.common.errors import SchemaError
-from raytrec.config.schema import format_yaml_scalar
+from raytrec.config.schema import format_transform, format_yaml_scalar
 from raytrec.inspection.column_stats import ColumnStats
 
 LABEL_NAMES = tuple(
@@ -114,7 +114,7 @@ def _feature(s: ColumnStats) -> Finding:
     if s.is_list and s.base in ("float", "decimal"):
         return Finding(s, "skipped", "a list of floats that are not a feature's weights")
     if s.is_list and s.base == "bool":
-        hint = f"{{do: cast, columns: [{format_yaml_scalar(s.name)}], to: int64}}"
+        hint = format_transform("cast", s.name, to="int64")
         return Finding(s, "skipped", f"a list of bools; to use them as ids: {hint}")
     if s.is_list:
         return Finding(s, "skipped", f"type {s.type} is not supported")
@@ -208,7 +208,7 @@ def _label_of_text(f: Finding) -> Finding:
             where=s.name,
             expected=f"numbers in [0, 1], or at most {MAX_LABEL_VALUES} distinct texts, some of which mean 1",
             do="pass another column with --label COLUMN, or convert it to 0 and 1 in data.transforms: "
-            f"{{do: binarize, columns: [{format_yaml_scalar(s.name)}], positive: [TEXT, …]}}",
+            + format_transform("binarize", s.name, positive="[TEXT, …]"),
         )
     counts = {v.decode(errors="replace") if isinstance(v, bytes) else str(v): n for v, n in s.few.items()}
     positive = [text for text in counts if POSITIVE_TEXT.fullmatch(text.strip())] or [min(counts, key=counts.get)]
@@ -234,12 +234,11 @@ def _values(s: ColumnStats) -> str:
 
 
 def _time_hint(s: ColumnStats, unit: str | None = None) -> str:
-    name, since = s.name, f", since_1970: {unit}" if unit else ""
     if "duration" in s.type:
-        return f"{{do: age, columns: [{format_yaml_scalar(name)}], unit: days}}"
+        return format_transform("age", s.name, unit="days")
     part = "weekday" if "date" in s.type else "hour"
-    into = format_yaml_scalar(f"{name}_{part}")
-    return f"{{do: date_part, columns: [{format_yaml_scalar(name)}], part: {part}{since}, into: [{into}]}}"
+    since = {"since_1970": unit} if unit else {}
+    return format_transform("date_part", s.name, part=part, **since, into=f"[{format_yaml_scalar(f'{s.name}_{part}')}]")
 
 
 def words(name: str) -> list[str]:

@@ -15,9 +15,9 @@ from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.storage import open_filesystem
 from raytrec.common.terminal import open_console
 from raytrec.data.arrow import find_required_columns, pick_columns
-from raytrec.data.footers import read_footer
-from raytrec.data.listing import Listing, list_files
-from raytrec.data.partitions import build_folder_column, parse_folder_values
+from raytrec.data.files.footers import read_footer
+from raytrec.data.files.listing import Listing, list_files
+from raytrec.data.files.partitions import build_folder_column, parse_folder_values
 from raytrec.inspection.column_stats import ColumnStats, pair_with_labels
 from raytrec.inspection.column_types import find_common_columns, infer_folder_column_types, unify_columns
 

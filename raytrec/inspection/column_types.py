@@ -19,7 +19,7 @@ from raytrec.data.arrow import (
     type_at,
     value_type,
 )
-from raytrec.data.partitions import collect_folder_values, infer_folder_types, parse_folder_values
+from raytrec.data.files.partitions import collect_folder_values, infer_folder_types, parse_folder_values
 from raytrec.inspection.column_stats import NUMBERS, ColumnStats
 
 # Folder keys and values that are times, which are not features because new data has new values.

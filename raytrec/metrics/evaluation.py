@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 AUC_BYTES_PER_ROW = 160  # peak memory per row: float64, sorted, with cumulative sums
 MAX_LISTED_SLICES = 10  # maximum number of slices in each list, the largest and the worst
-MIN_SLICE_LABEL_ROWS = (
-    30  # rows of each label that a slice needs to be listed as worst; with fewer, the AUC is mostly noise
-)
+# Rows of each label that a slice needs to be listed as worst. With fewer rows, the AUC is mostly noise.
+MIN_SLICE_LABEL_ROWS = 30
 MAX_SLICE_NAMES = 100_000  # maximum number of values per column whose text a rank stores
 
 

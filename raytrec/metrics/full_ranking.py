@@ -158,8 +158,7 @@ class FullRanking:
             f"{RETRIEVAL_PREFIX}.{metric.name}": total / self._rows if self._rows else None
             for metric, total in zip(self._selection.retrieval_metrics, self._sums.tolist(), strict=True)
         }
-        own_counts = torch.tensor([len(self._items.keys), int(self._own_seen)])
-        items, seen = self._peers.sum(own_counts).tolist()
+        items, seen = self._peers.sum(torch.tensor([len(self._items.keys), int(self._own_seen)])).tolist()
         counts = self._rows, items, int(self._unknown), self._seen - seen
         return values | dict(zip(RANKING_COUNT_KEYS, counts, strict=True))
 
@@ -186,9 +185,8 @@ class Queries:
 DEFAULT_BLOCK_CELLS = 1 << 22  # queries × items per block: 56 MiB while a block is counted
 MAX_BLOCK_CELLS = 1 << 28  # maximum on a GPU with enough memory
 FREE_BYTES_PER_CELL = 128  # free GPU memory required per cell: four times the actual use
-UNDECIDED_DIVISOR = (
-    8  # if float32 leaves more than 1 / UNDECIDED_DIVISOR of a block undecided, the whole block uses float64
-)
+# If float32 leaves more than 1 / UNDECIDED_DIVISOR of a block undecided, the whole block uses float64.
+UNDECIDED_DIVISOR = 8
 
 
 @dataclass(frozen=True)
@@ -294,9 +292,8 @@ def _decide_unsure(
     queries, positions = unsure.nonzero(as_tuple=True)
     if len(queries) * UNDECIDED_DIVISOR > unsure.numel():
         return next(compare_exact(queries_QD, items_ND, scores_Q.unsqueeze(1), [len(scores_Q)]))
-    for part in torch.arange(len(queries), device=queries.device).split(
-        max(1, DEFAULT_BLOCK_CELLS // queries_QD.shape[1])
-    ):
+    size = max(1, DEFAULT_BLOCK_CELLS // queries_QD.shape[1])
+    for part in torch.arange(len(queries), device=queries.device).split(size):
         part_queries, part_positions = queries[part], positions[part]
         exact_scores = (queries_QD[part_queries].double() * items_ND[part_positions].double()).sum(1).float()
         above[part_queries, part_positions] = ~(exact_scores < scores_Q[part_queries])

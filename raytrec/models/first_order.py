@@ -7,7 +7,7 @@ from torch import nn
 
 from raytrec.config.models.ranking import DeepFMSection, WideDeepSection, XDeepFMSection
 from raytrec.config.schema import Schema
-from raytrec.models.dcn import Cross
+from raytrec.models.interactions import Cross
 from raytrec.models.parts.layers import ConcatInputs, FieldVectors, mlp, mlp_and_linear
 
 

@@ -10,8 +10,8 @@ from torch.nn.functional import linear
 
 from raytrec.config.models.sequences import BstSection, DinSection, SequenceSection
 from raytrec.config.schema import Schema
-from raytrec.models.dlrm import DLRM
 from raytrec.models.inputs import Sequence
+from raytrec.models.interactions import DLRM
 from raytrec.models.parts.layers import SequenceModules, get_embedding_dim, mlp, mlp_and_linear
 
 

@@ -265,7 +265,7 @@ EMPTY_STATISTICS = Statistics(mean_length=0, p99_length=0, max_length=0, distinc
 def compute_recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schema: Schema) -> dict[str, float]:
     """Return the mean number of ids per row of the global batch, by table, over all recorded steps.
 
-    Copies of a replicated table are counted once. Ranks that are not recorded (messages.select_recorded_ranks) are
+    Copies of a replicated table are counted once. Ranks that are not recorded (history.select_recorded_ranks) are
     assumed to look up as many ids as the others. If ranks send only distinct ids (for tables read id by id,
     on GPUs), repeated ids in a rank's batch count once.
     """

@@ -22,15 +22,16 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TowerName
 from raytrec.config.transforms import Transform
-from raytrec.data.file_identity import fingerprint, identify_files
-from raytrec.data.footers import read_footer
+from raytrec.data.files.file_identity import fingerprint, identify_files
+from raytrec.data.files.footers import read_footer
+from raytrec.data.files.partitions import infer_folder_type, parse_folder_values
 from raytrec.data.fragments import Dataset
 from raytrec.data.item_reader import check_suspect_groups
-from raytrec.data.partitions import infer_folder_type, parse_folder_values
 from raytrec.driver.console import Pairs, Result, RunConsole
 from raytrec.driver.datasets import open_inputs, select_tower_schema, show_file_counts, to_example_schema
-from raytrec.driver.evaluation import Checkpoint, create_scratch_folder, resolve_checkpoint
+from raytrec.driver.evaluation import Checkpoint, resolve_checkpoint
 from raytrec.driver.launch import open_session, run_group
+from raytrec.driver.prepare import create_scratch_folder
 from raytrec.driver.recorder import Watch
 from raytrec.prediction.columns import CarriedColumns, choose_columns
 from raytrec.prediction.folder import (

@@ -14,10 +14,11 @@ from statistics import fmean, median
 from typing import Any
 
 from raytrec.common.formatting import as_dict, format_duration, format_percent, parse_number
-from raytrec.common.messages import PHASES, Eval, Final, RankLine, Train, select_recorded_ranks
+from raytrec.common.messages import PHASES, Eval, Final, RankLine, Train
 from raytrec.metrics.selection import EVAL_PREFIX, NE
 from raytrec.report.run_timeline import build_timeline
 from raytrec.tracking import aggregate
+from raytrec.tracking.history import select_recorded_ranks
 from raytrec.tracking.run_folder import RunFolder
 
 MIN_INTERVAL_S = 60.0  # minimum interval, because starting processes can occupy a small machine's CPUs

@@ -16,9 +16,9 @@ from raytrec.common.errors import ConfigError, RaytrecError, convert_os_errors, 
 from raytrec.common.output_folder import OutputFolder
 from raytrec.common.storage import join_uri, make_absolute
 from raytrec.config.overrides import Overrides, to_override_texts
-from raytrec.data.footers import read_footer
+from raytrec.data.files.footers import read_footer
+from raytrec.data.files.listing import list_files
 from raytrec.data.fragments import Dataset
-from raytrec.data.listing import list_files
 from raytrec.data.order import Part
 from raytrec.driver.console import Pairs, Result, RunConsole
 from raytrec.driver.datasets import open_inputs, select_tower_schema, to_example_schema

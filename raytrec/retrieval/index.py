@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 from raytrec.common.documents import read_document
 from raytrec.common.errors import ConfigError, DataError, RunError, get_first_line, shorten_repr
 from raytrec.common.storage import join_uri, make_absolute, open_filesystem
-from raytrec.data.listing import list_files
+from raytrec.data.files.listing import list_files
 from raytrec.prediction.folder import VECTOR
 from raytrec.prediction.writer import read_verified
 

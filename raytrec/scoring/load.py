@@ -33,7 +33,7 @@ from raytrec.scoring.manifest import GOLDEN, MANIFEST_FILE, FileEntry, Manifest,
 from raytrec.scoring.program_archive import load_program
 from raytrec.scoring.request_rows import widen_type
 from raytrec.scoring.scorer import Scorer
-from raytrec.scoring.table_files import open_tables
+from raytrec.scoring.stored_tables import open_tables
 
 COPY_PREFIX = "raytrec-export-"  # prefix of temporary folders
 # Time limit of checksums in a child process, which gets little time if all processors are busy.

@@ -16,7 +16,7 @@ from raytrec.config.schema import Table
 from raytrec.data.assembler import AssembledTensors
 from raytrec.embeddings.hashing import assign_fallback_rows, ids_to_keys, unhash_bits
 from raytrec.scoring.manifest import InputKind
-from raytrec.scoring.table_rows import RowChanges, RowStack, StackedTable, TableRows, encode_changes
+from raytrec.scoring.stored_tables import RowChanges, RowStack, StackedTable, TableRows, encode_changes
 
 MAX_CACHED_GROUPINGS = 64  # cached groupings of a request's features
 Tensors = dict[tuple[InputKind, str], torch.Tensor]  # by kind and feature; see manifest.Input

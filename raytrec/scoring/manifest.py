@@ -4,7 +4,7 @@ DIR/manifest.json              this file; exists once all other files are comple
 DIR/predict.pt2                rows → predictions (torch.export); query.pt2, item.pt2: vectors of towers
 DIR/model.onnx                 ONNX version of predict.pt2, if requested
 DIR/tables/dim64-00000.safetensors
-                               blocks of the rows of all tables of one dim (table_files.py), mapped into memory
+                               blocks of the rows of all tables of one dim (stored_tables.py), mapped into memory
 DIR/ids/TABLE.parquet          managed ids: id and row, in the order of keys (embeddings/hashing.py)
 DIR/vocabularies/0.parquet     files that transforms name
 DIR/golden.arrow               rows as read from the data, with their scores; defines the columns' types

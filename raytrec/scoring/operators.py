@@ -1,7 +1,8 @@
-"""Operators that programs of exports may call, and checks of their arguments."""
+"""Operators and symbolic expressions that programs of exports may contain, and checks of arguments."""
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ from raytrec.common.formatting import as_dict
 from raytrec.compat.torch_ import get_schema, is_dispatched
 
 aten = torch.ops.aten
+MODEL = "models/model.json"  # entry of an archive with the operators
 OPERATOR_PATTERN = re.compile(r"torch\.ops\.aten\.(\w+?)_?\.(?!\w*out)\w+")
 # Operators of aten that check every index and size on CPU. Others, such as segment_reduce, may access memory
 # outside of their tensors. None of these returns uninitialized memory.
@@ -42,6 +44,14 @@ OTHER_OPERATORS = {
 }
 # Type of an argument in an operator's schema → its kind in an archive. A plain number would not be checked.
 ENUM_KINDS = {"ScalarType": "as_scalar_type", "Layout": "as_layout", "MemoryFormat": "as_memory_format"}
+EXPRESSION_FUNCTIONS = {
+    *("Symbol", "Integer", "Float", "Rational", "Add", "Mul", "Mod", "PythonMod", "FloorDiv", "CeilToInt"),
+    *("IntTrueDiv", "ToFloat", "TruncToInt", "Max", "Min", "And", "Or", "Not", "Equality", "Unequality"),
+    *("GreaterThan", "StrictGreaterThan", "LessThan", "StrictLessThan"),
+}
+EXPRESSION_ATOMS = ("Symbol", "Integer", "Float", "Rational")
+MAX_EXPRESSION_CHARACTERS, MAX_EXPRESSION_CALLS = 2000, 40  # characters, calls
+IDENTIFIER_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|")  # torch writes names into source code
 STRIDED = 7  # torch.strided in archives
 # Circular padding returns uninitialized memory; −2⁶³ ÷ −1, rounded towards 0, ends the process.
 REFUSED_OPTIONS = {"circular", "trunc"}
@@ -125,6 +135,47 @@ def compute_gru(
     return aten.gru.input(
         steps_BTD, initial_1BH, weights, has_biases, layers, dropout, train, bidirectional, batch_first
     )
+
+
+def canonicalize_expression(text: str) -> str:
+    """Return a symbolic expression, such as "Add(Symbol('s0', integer=True), Integer(1))", in canonical form.
+
+    sympy evaluates the expression as Python code.
+    """
+    try:
+        short = len(text) <= MAX_EXPRESSION_CHARACTERS and text.count("(") <= MAX_EXPRESSION_CALLS
+        tree = ast.parse(text, mode="eval") if short else None
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        tree = None
+    if tree is None or not _is_expression(tree.body):
+        raise DisallowedContent(f"the unsupported expression {text[:100]!r} in {MODEL}")
+    return ast.unparse(tree)
+
+
+def _is_expression(node: ast.expr) -> bool:
+    """Return True for a number, a truth value, or a call of EXPRESSION_FUNCTIONS with such arguments.
+
+    At most one factor of a product may be a call, as sympy expands products of sums in exponential time.
+    """
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
+    if isinstance(node, ast.Name):
+        return node.id in ("true", "false")
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, int | float)
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in EXPRESSION_FUNCTIONS):
+        return False
+    if node.func.id != "Symbol":
+        calls = [
+            arg for arg in node.args if isinstance(arg, ast.Call) and ast.unparse(arg.func) not in EXPRESSION_ATOMS
+        ]
+        if node.func.id == "Mul" and len(calls) > 1:
+            return False
+        return not node.keywords and all(_is_expression(argument) for argument in node.args)
+    name, *more = [getattr(argument, "value", None) for argument in node.args]
+    flags = [(keyword.arg, getattr(keyword.value, "value", None)) for keyword in node.keywords]
+    is_name = isinstance(name, str) and IDENTIFIER_PATTERN.fullmatch(name)
+    return bool(is_name) and not more and all(word and isinstance(flag, bool) for word, flag in flags)
 
 
 SIZE_CHECKED = {aten.scaled_dot_product_attention.default: compute_attention, aten.gru.input: compute_gru}

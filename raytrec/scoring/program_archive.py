@@ -7,7 +7,6 @@ accepts only content that `raytrec export` writes. torch then loads a new archiv
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import re
@@ -25,9 +24,17 @@ from raytrec.common.errors import RunError, get_first_line
 from raytrec.common.formatting import as_dict
 from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.compat.torch_ import copy_modules, load_archive
-from raytrec.scoring.operators import DisallowedContent, add_size_checks, check_arguments, is_operator
+from raytrec.scoring.operators import (
+    IDENTIFIER_PATTERN,
+    MODEL,
+    DisallowedContent,
+    add_size_checks,
+    canonicalize_expression,
+    check_arguments,
+    is_operator,
+)
 
-MODEL, SAMPLE_INPUTS_ENTRY = "models/model.json", "data/sample_inputs/model.pt"
+SAMPLE_INPUTS_ENTRY = "data/sample_inputs/model.pt"
 WEIGHTS_CONFIG, WEIGHT_PREFIX = "data/weights/model_weights_config.json", "data/weights/weight_"
 # Configuration of tensors → pattern of the entries in its folder.
 TENSORS = {
@@ -44,7 +51,6 @@ ARGUMENT_KINDS = {
     *("as_sym_int", "as_sym_ints", "as_sym_bool", "as_sym_bools", "as_sym_float", "as_sym_floats"),
     *("as_name", "as_expr", "as_device", "as_layout", "as_memory_format", "as_scalar_type", "as_graph"),
 }
-IDENTIFIER_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|")  # torch writes names into source code
 QUALIFIED_NAME_PATTERN = re.compile(r"[\w. -]*")  # torch writes these into string literals
 FIELD_PATTERNS = {
     **dict.fromkeys(("parameter_name", "buffer_name", "tensor_constant_name", "fqn"), QUALIFIED_NAME_PATTERN),
@@ -53,15 +59,8 @@ FIELD_PATTERNS = {
     "torch_version": re.compile(r"[\w.+]*"),
     "type": re.compile("cpu"),  # of a device
 }
-EXPRESSION_FUNCTIONS = {
-    *("Symbol", "Integer", "Float", "Rational", "Add", "Mul", "Mod", "PythonMod", "FloorDiv", "CeilToInt"),
-    *("IntTrueDiv", "ToFloat", "TruncToInt", "Max", "Min", "And", "Or", "Not", "Equality", "Unequality"),
-    *("GreaterThan", "StrictGreaterThan", "LessThan", "StrictLessThan"),
-}
-EXPRESSION_ATOMS = ("Symbol", "Integer", "Float", "Rational")
 # Kinds of arguments, with torch's text about each: a tensor, a tuple, and an empty mapping.
 ARGUMENT_STRUCTURES = {(None, None), ("builtins.tuple", "null"), ("builtins.dict", "[]")}
-MAX_EXPRESSION_CHARACTERS, MAX_EXPRESSION_CALLS = 2000, 40  # characters, calls
 
 
 # All entries of an archive except weights → a program in memory that was loaded from such entries.
@@ -247,54 +246,13 @@ def _sanitize_value(value: Any, key: str) -> Any:
     if not isinstance(value, str):
         return value
     if key == "expr_str":
-        return _canonicalize_expression(value)
+        return canonicalize_expression(value)
     if key in ("in_spec", "out_spec"):
         return _check_tree_shape(value)
     allowed = is_operator(value) if key == "target" else FIELD_PATTERNS.get(key, IDENTIFIER_PATTERN).fullmatch(value)
     if not allowed:
         raise DisallowedContent(f"the unexpected value {value[:100]!r} of {key} in {MODEL}")
     return value
-
-
-def _canonicalize_expression(text: str) -> str:
-    """Return a symbolic expression, such as "Add(Symbol('s0', integer=True), Integer(1))", in canonical form.
-
-    sympy evaluates the expression as Python code.
-    """
-    try:
-        short = len(text) <= MAX_EXPRESSION_CHARACTERS and text.count("(") <= MAX_EXPRESSION_CALLS
-        tree = ast.parse(text, mode="eval") if short else None
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        tree = None
-    if tree is None or not _is_expression(tree.body):
-        raise DisallowedContent(f"the unsupported expression {text[:100]!r} in {MODEL}")
-    return ast.unparse(tree)
-
-
-def _is_expression(node: ast.expr) -> bool:
-    """Return True for a number, a truth value, or a call of EXPRESSION_FUNCTIONS with such arguments.
-
-    At most one factor of a product may be a call, as sympy expands products of sums in exponential time.
-    """
-    if isinstance(node, ast.UnaryOp):
-        return isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
-    if isinstance(node, ast.Name):
-        return node.id in ("true", "false")
-    if isinstance(node, ast.Constant):
-        return isinstance(node.value, int | float)
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in EXPRESSION_FUNCTIONS):
-        return False
-    if node.func.id != "Symbol":
-        calls = [
-            arg for arg in node.args if isinstance(arg, ast.Call) and ast.unparse(arg.func) not in EXPRESSION_ATOMS
-        ]
-        if node.func.id == "Mul" and len(calls) > 1:
-            return False
-        return not node.keywords and all(_is_expression(argument) for argument in node.args)
-    name, *more = [getattr(argument, "value", None) for argument in node.args]
-    flags = [(keyword.arg, getattr(keyword.value, "value", None)) for keyword in node.keywords]
-    is_name = isinstance(name, str) and IDENTIFIER_PATTERN.fullmatch(name)
-    return bool(is_name) and not more and all(word and isinstance(flag, bool) for word, flag in flags)
 
 
 def _check_tree_shape(text: str) -> str:

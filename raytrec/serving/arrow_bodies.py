@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from raytrec.common.errors import DataError, get_first_line
-from raytrec.data.arrow_messages import has_compressed_buffers
+from raytrec.data.arrow import has_compressed_buffers
 
 PLAIN_COLUMNS_TEXT = (
     "plain Arrow columns: no views, run-end encoding or unions, and no dictionaries of lists or structs"

@@ -2,7 +2,7 @@
 
 A state has three parts, each with several names. The values of a name are numbered, and a block is a range of them:
 
-    rows    stored rows of a table (scoring/precisions.py), by row
+    rows    stored rows of a table (scoring/stored_tables.py), by row
     ids     pairs (id, row), int64, of a table with managed ids, in the order of keys; numbered by key + 2⁶³
     dense   values of a weight of a program, PROGRAM/NAME, in row-major order
 """
@@ -23,8 +23,8 @@ from starlette.responses import Response
 from raytrec.common.errors import DataError
 from raytrec.common.memory import prefetch_pages
 from raytrec.config.base import Section
-from raytrec.scoring.precisions import PRECISIONS
 from raytrec.scoring.scorer import Scorer
+from raytrec.scoring.stored_tables import PRECISIONS
 from raytrec.serving.bodies import JSON
 from raytrec.serving.openapi import Endpoint
 

@@ -16,11 +16,11 @@ from raytrec.common.errors import DataError
 from raytrec.config.features import resolve_input_columns
 from raytrec.data.arrow import is_list
 from raytrec.data.assembler import AssembledTensors, Assembler
-from raytrec.data.footers import read_footer
+from raytrec.data.files.footers import read_footer
+from raytrec.data.files.listing import list_files
+from raytrec.data.files.partitions import find_folder_columns, parse_folder_values
 from raytrec.data.fragments import RowGroup
-from raytrec.data.listing import list_files
 from raytrec.data.pages.decode import decode_columns
-from raytrec.data.partitions import find_folder_columns, parse_folder_values
 from raytrec.data.row_slices import Rows
 from raytrec.scoring.request_rows import RowReader
 from raytrec.scoring.scorer import Scorer

@@ -5,21 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from raytrec.common.messages import (
-    PHASES,
-    Measured,
-    Message,
-    Outcome,
-    RankLine,
-    RunEvent,
-    Start,
-    Train,
-    select_recorded_ranks,
-)
+from raytrec.common.messages import PHASES, Measured, Message, Outcome, RankLine, RunEvent, Start, Train
 from raytrec.metrics.selection import EVAL_PREFIX, MetricDisplay, read_metric_displays
 
 MAX_INTERVALS = 600  # maximum number of intervals kept; beyond it, neighboring intervals are summed
+MAX_RECORDED_RANKS = 64  # maximum number of ranks whose lines are recorded; plots do not show more
 LOAD_KEYS = ("lookups", "lookup_bytes")  # table statistics that are summed over intervals
+
+
+def select_recorded_ranks(world: int) -> list[int]:
+    """Return the ranks whose lines are recorded: all ranks, or MAX_RECORDED_RANKS evenly spaced ones.
+
+    Example:
+        >>> select_recorded_ranks(3), len(select_recorded_ranks(1024)), select_recorded_ranks(1024)[:3]
+        ([0, 1, 2], 64, [0, 16, 32])
+    """
+    return sorted({at * world // MAX_RECORDED_RANKS for at in range(MAX_RECORDED_RANKS)})
 
 
 class Restarts:

@@ -151,9 +151,7 @@ def find_matching_search(config: RunConfig, space: Space, settings: Settings, na
     """
     for folder in list_earlier_folders(config, named):
         with suppress(RaytrecError, OSError):  # the folder is damaged or contains no search
-            earlier = load_config(
-                folder / SEARCH_CONFIG, allow_code=True
-            )  # the configuration is only compared, not run
+            earlier = load_config(folder / SEARCH_CONFIG, allow_code=True)  # compared, not run
             earlier.run.name, earlier.run.dir = config.run.name, config.run.dir
             same = earlier.to_yaml() == config.to_yaml() and read_settings(folder) == settings
             if same and read_text(folder / SPACE) == space.text and not (folder / OUTCOME).exists():

@@ -38,9 +38,8 @@ COMMON = list_keys_with(Mark.COMMON)
 # Accepts numbers that YAML 1.1 parses as text (1e-3), but neither booleans nor infinite numbers.
 RANGE_ADAPTER = TypeAdapter(tuple[Number, Number], config=ConfigDict(allow_inf_nan=False))
 INTEGER_RANGE_ADAPTER = TypeAdapter(tuple[StrictInt, StrictInt])
-MAX_LISTED_CONFIGURATIONS = (
-    100_000  # largest finite space whose configurations are listed and shuffled instead of drawn
-)
+# Largest finite space whose configurations are listed and shuffled instead of drawn.
+MAX_LISTED_CONFIGURATIONS = 100_000
 DIGITS = 4  # number of significant digits in a drawn number
 
 

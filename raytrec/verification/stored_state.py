@@ -15,7 +15,7 @@ from raytrec.checkpoint.rows import TENSOR_KEY, StoredTable
 from raytrec.embeddings.hashing import ids_to_keys
 from raytrec.prediction.one_process import HEAD
 from raytrec.scoring.lookups import IdRows
-from raytrec.scoring.precisions import PRECISIONS
+from raytrec.scoring.stored_tables import PRECISIONS
 from raytrec.serving.served_state import MAX_BLOCK_BYTES, NUM_KEYS, PAIR_BYTES, StatePart, describe_tensors, to_bytes
 
 

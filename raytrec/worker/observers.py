@@ -16,9 +16,11 @@ from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, CheckedRun, Out
 from raytrec.checks.live.registry import LiveChecks, make_stop_error, select_enabled_checks
 from raytrec.checks.live.same_environment import NETWORK
 from raytrec.common import messages
-from raytrec.common.machine import compute_code_hash, get_installed_versions
+from raytrec.common.file_hashes import compute_code_hash
+from raytrec.common.machine import get_installed_versions
 from raytrec.compat.torch_ import record_memory, save_memory
 from raytrec.embeddings.taps import Taps
+from raytrec.tracking.history import select_recorded_ranks
 from raytrec.worker.loop import resolve_evaluation_interval
 from raytrec.worker.process import SystemMonitor
 from raytrec.worker.progress import RankRun
@@ -74,7 +76,7 @@ class RankRecorder(Observer):
     """Observer that reports a line for this rank every tracking.every_steps steps and when training may end.
 
     The line contains the time spent in each phase, the machine's load, and statistics of this rank's shards
-    (docs/monitoring.md). At most messages.MAX_RECORDED_RANKS ranks report.
+    (docs/monitoring.md). At most MAX_RECORDED_RANKS ranks report.
     """
 
     def __init__(self, run: RankRun, statistics: Statistics):
@@ -82,8 +84,8 @@ class RankRecorder(Observer):
         self._first: dict[str, float] = {}  # phase → seconds in the first step
         self._begun = self._first_step = run.progress.step
         self._system, self._every = SystemMonitor(run.context.device), config.tracking.every_steps
-        early = config.train.early_stopping
-        self._may_end_every = resolve_evaluation_interval(config, run.last_step) if early else None
+        interval = resolve_evaluation_interval(config, run.last_step)
+        self._may_end_every = interval if config.train.early_stopping else None
 
     def after_step(self, rows: int) -> None:
         """Add the step to the statistics, and report a line at the end of an interval."""
@@ -107,7 +109,6 @@ class RankRecorder(Observer):
     def _record(self, step: int) -> None:
         context, phases, first = self._run.context, self._run.step.phases.take(), self._first
         phases = {name: seconds + first.get(name, 0.0) for name, seconds in phases.items()}
-        tables = self._statistics.collect()
         line = messages.RankLine(
             step=step,
             first_step=self._first_step,
@@ -120,9 +121,9 @@ class RankRecorder(Observer):
             phases_s=phases,
             system=self._system.sample(),
             first_s=first,
-            tables=tables,
+            tables=self._statistics.collect(),
         )
-        if context.index in messages.select_recorded_ranks(context.world):
+        if context.index in select_recorded_ranks(context.world):
             context.report_from_any_rank(line)
         self._first_step, self._first = step, {}
 
@@ -178,8 +179,7 @@ class CheckRunner(Observer):
         progress, step = self._run.progress, self._run.progress.step
         self._checked_at, batch = step, self._run.batches.at(step - 1)
         expected = None if self._config.data.on_error == "skip" else self._expected_rows
-        figures, ratios = progress.reported, progress.window.selection.ratios
-        position = Position(step, batch and batch.step, expected, figures, ratios)
+        position = Position(step, batch and batch.step, expected, progress.reported, progress.window.selection.ratios)
         self._report(self._checks.evaluate(moment, position))
 
     def _report(self, outcomes: list[Outcome]) -> None:

@@ -1,15 +1,17 @@
-"""Settings of a worker process, and load measurements of the process, its host and its GPU."""
+"""Settings of a worker process and of torch's numerics, and load measurements of the process, its host and its GPU."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any
 
 import psutil
+import torch
 
 from raytrec.common.machine import get_cuda_handle
 from raytrec.compat.torch_ import limit_compile_processes, skip_unprofiled_records
@@ -154,3 +156,50 @@ def _read_or_none(read: Callable[[], Any]) -> Any:
         return read()
     except Exception:
         return None
+
+
+@contextmanager
+def numerics(train: TrainSection, device: torch.device) -> Iterator[None]:
+    """Set torch's process-wide numerical switches for a step, and restore them afterwards.
+
+    Checks, metrics and other code in this process thus compute entirely in float32. (bf16 is not such a
+    switch: models.recommender.ModelCall applies it to the dense model.)
+
+    Args:
+        train: Configuration section with `matmul` and `deterministic`.
+        device: Device of the rank; TF32 is a format of NVIDIA's tensor cores and changes nothing on CPU.
+    """
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(_set_tf32(train.matmul == "tf32"))
+        if train.deterministic:
+            stack.enter_context(_set_deterministic())
+        yield
+
+
+@contextmanager
+def _set_tf32(enabled: bool) -> Iterator[None]:
+    # Once torch.backends.cuda.matmul.fp32_precision is set, torch 2.13.0 raises an error if its compiler or a
+    # user's model reads the precision by the older name, so only the older name is used here. cuDNN (RNNs,
+    # convolutions) ignores this setting and uses TF32 by default. The previous precision may be TF32:
+    # NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1.
+    previous, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if enabled else "highest")
+    torch.backends.cudnn.allow_tf32 = enabled
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(previous)
+        torch.backends.cudnn.allow_tf32 = cudnn
+
+
+@contextmanager
+def _set_deterministic() -> Iterator[None]:
+    mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("warn")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # no uninitialized memory is read
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        torch.utils.deterministic.fill_uninitialized_memory = filled

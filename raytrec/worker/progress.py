@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,44 +21,10 @@ from raytrec.tasks.outputs import StepOutputs
 from raytrec.worker.context import WorkerContext
 from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT, AsyncHostCopy, RecentBatches
 from raytrec.worker.step import Step
+from raytrec.worker.step_timing import Stopwatch
 
 COUNTS = ("step", "rows", "trained", "nan_steps")  # attributes of Progress that checkpoints store
 STOPPING_METRIC_KEY = "train.early_stopping.metric"
-
-
-class Stopwatch:
-    """Stopwatch for training that excludes pauses and the first step, which initializes everything.
-
-    Attributes:
-        seconds: Training time in seconds, over all restarts.
-        rows: Number of rows processed during this time.
-    """
-
-    def __init__(self):
-        self.seconds, self.rows, self._begun, self._last = 0.0, 0, False, 0.0
-
-    def resume(self) -> None:
-        """Continue after a pause."""
-        self._last = perf_counter()
-
-    def pause(self, device: Any) -> None:
-        """Wait for the GPU, and add the time until the counted steps have finished."""
-        if device.type == "cuda" and self._begun:
-            torch.cuda.current_stream(device).synchronize()
-            self.seconds += perf_counter() - self._last
-
-    def step(self, rows: int) -> None:
-        """Count a finished step with `rows` rows."""
-        now = perf_counter()
-        if self._begun:
-            self.seconds += now - self._last
-            self.rows += rows
-        self._begun, self._last = True, now
-
-    @property
-    def rows_per_s(self) -> float | None:
-        """Return the number of rows processed per second; None until a step has been timed."""
-        return self.rows / self.seconds if self.seconds else None
 
 
 @dataclass

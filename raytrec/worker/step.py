@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -22,7 +22,6 @@ from raytrec.compat.torchrec_ import iterate_replicated_kernels, iterate_sharded
 from raytrec.compat.torchrec_pipeline import PrefetchPipeline, TimedPipeline, TimedPrefetchPipeline
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tasks import TowerName
-from raytrec.config.training import TrainSection
 from raytrec.data.batch import Batch
 from raytrec.embeddings.managed.batches import ManagedBatches
 from raytrec.embeddings.managed.row_map import RowMap
@@ -30,6 +29,7 @@ from raytrec.embeddings.optim import find_dense_average
 from raytrec.models.recommender import Recommender
 from raytrec.tasks.objective import TEMPERATURES, Objective, total
 from raytrec.tasks.outputs import StepOutputs
+from raytrec.worker.process import numerics
 from raytrec.worker.step_timing import FlopCounter, PhaseTimer, time_lookups
 
 
@@ -132,11 +132,8 @@ class Step:
         self.drain_every: int | None = None
         self._draining = False
         self.model, self.optimizer, self._device, self.managed = model, optimizer, device, managed
-        self.trained, self._seed, self._schedule = (
-            0,
-            config.run.seed,
-            config.optim.schedule.resolve_decay_steps(steps),
-        )
+        self.trained, self._seed = 0, config.run.seed
+        self._schedule = config.optim.schedule.resolve_decay_steps(steps)
         self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
         average = find_dense_average(optimizer)
         self._averaged = average.use_averages if average else nullcontext
@@ -264,50 +261,3 @@ def _pipeline(
     time_lookups([*iterate_sharded_kernels(model), *iterate_replicated_kernels(model)], phases)
     timed = TimedPrefetchPipeline if prefetch else TimedPipeline
     return timed(model, optimizer, device, phases.phase, lambda: phases.enter("collectives"), **options)
-
-
-@contextmanager
-def numerics(train: TrainSection, device: torch.device) -> Iterator[None]:
-    """Set torch's process-wide numerical switches for a step, and restore them afterwards.
-
-    Checks, metrics and other code in this process thus compute entirely in float32. (bf16 is not such a
-    switch: models.recommender.ModelCall applies it to the dense model.)
-
-    Args:
-        train: Configuration section with `matmul` and `deterministic`.
-        device: Device of the rank; TF32 is a format of NVIDIA's tensor cores and changes nothing on CPU.
-    """
-    with ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(_set_tf32(train.matmul == "tf32"))
-        if train.deterministic:
-            stack.enter_context(_set_deterministic())
-        yield
-
-
-@contextmanager
-def _set_tf32(enabled: bool) -> Iterator[None]:
-    # Once torch.backends.cuda.matmul.fp32_precision is set, torch 2.13.0 raises an error if its compiler or a
-    # user's model reads the precision by the older name, so only the older name is used here. cuDNN (RNNs,
-    # convolutions) ignores this setting and uses TF32 by default. The previous precision may be TF32:
-    # NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1.
-    previous, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if enabled else "highest")
-    torch.backends.cudnn.allow_tf32 = enabled
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(previous)
-        torch.backends.cudnn.allow_tf32 = cudnn
-
-
-@contextmanager
-def _set_deterministic() -> Iterator[None]:
-    mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode("warn")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # no uninitialized memory is read
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(mode)
-        torch.utils.deterministic.fill_uninitialized_memory = filled

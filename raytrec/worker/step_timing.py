@@ -223,3 +223,38 @@ class FlopCounter(EveryOperator):
         if (count := flop_registry.get(CPU_ATTENTION.get(operator, operator))) is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=out)
         return out
+
+
+class Stopwatch:
+    """Stopwatch for training that excludes pauses and the first step, which initializes everything.
+
+    Attributes:
+        seconds: Training time in seconds, over all restarts.
+        rows: Number of rows processed during this time.
+    """
+
+    def __init__(self):
+        self.seconds, self.rows, self._begun, self._last = 0.0, 0, False, 0.0
+
+    def resume(self) -> None:
+        """Continue after a pause."""
+        self._last = perf_counter()
+
+    def pause(self, device: Any) -> None:
+        """Wait for the GPU, and add the time until the counted steps have finished."""
+        if device.type == "cuda" and self._begun:
+            torch.cuda.current_stream(device).synchronize()
+            self.seconds += perf_counter() - self._last
+
+    def step(self, rows: int) -> None:
+        """Count a finished step with `rows` rows."""
+        now = perf_counter()
+        if self._begun:
+            self.seconds += now - self._last
+            self.rows += rows
+        self._begun, self._last = True, now
+
+    @property
+    def rows_per_s(self) -> float | None:
+        """Return the number of rows processed per second; None until a step has been timed."""
+        return self.rows / self.seconds if self.seconds else None

@@ -5,9 +5,9 @@ import pytest
 import raytrec
 from raytrec.common.errors import ConfigError, RaytrecError, SchemaError
 from raytrec.common.reading import parse_yaml
-from raytrec.config.base import Mark
+from raytrec.config.base import Mark, build_json_schema
 from raytrec.config.overrides import to_override_texts
-from raytrec.config.run_config import RunConfig, build_json_schema, list_keys_with, load_config
+from raytrec.config.run_config import RunConfig, list_keys_with, load_config
 from raytrec.config.schema import Schema
 
 BASE = {"data": {"train": "d/train"}}
@@ -157,7 +157,7 @@ def test_invalid_config_files_are_rejected(tmp_path, text, kind):
 
 
 def test_json_schema_describes_every_key():
-    schema = build_json_schema()
+    schema = build_json_schema(RunConfig)
     assert set(schema["properties"]) == set(RunConfig.model_fields)
     for section in schema["$defs"].values():
         for name, key in section.get("properties", {}).items():
@@ -230,7 +230,7 @@ def test_json_schema_names_all_built_in_transforms_and_losses():
     from raytrec.config.transforms import BUILT_IN
     from raytrec.tasks.losses import loss
 
-    sections = build_json_schema()["$defs"]
+    sections = build_json_schema(RunConfig)["$defs"]
     named = {"DataSection": ("transforms", BUILT_IN), "TaskSection": ("loss", loss.parts)}
     for section, (key, parts) in named.items():
         assert ", ".join(parts) in sections[section]["properties"][key]["description"]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from raytrec.cli import main
 from raytrec.common.errors import ConfigError, SchemaError
 from raytrec.common.reading import parse_yaml
-from raytrec.config.run_config import build_json_schema, load_config
+from raytrec.config.base import build_json_schema
+from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.prepare import resolve
 
@@ -18,7 +19,7 @@ JOBS = Path(__file__).parents[2] / "jobs"
 YAML = sorted(file for file in JOBS.rglob("*.yaml") if file.parent.name != "spaces")
 SCHEMAS = [file for file in YAML if file.name.endswith("schema.yaml") or file.parent.name == "schemas"]
 CONFIGS = [file for file in YAML if file not in SCHEMAS]
-WHOLE = build_json_schema()
+WHOLE = build_json_schema(RunConfig)
 PARTS = WHOLE["$defs"]
 # Text that could be read as a number, a date, null, a bool or several lines.
 TEXTS = st.sampled_from(["a", "1e3", "12e4567", "no", "null", "2026-01-01", "1_0", "a: b", "- é", "a\nb", ""])

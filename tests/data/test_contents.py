@@ -15,8 +15,8 @@ from raytrec.checkpoint.index import write_index
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import LookupVocabulary
-from raytrec.data import file_identity
-from raytrec.data.file_identity import FileIdentity, fingerprint, identify_files
+from raytrec.data.files import file_identity
+from raytrec.data.files.file_identity import FileIdentity, fingerprint, identify_files
 from raytrec.data.fragments import scan
 from raytrec.data.read_plans import ReadPlan
 from raytrec.driver.resume import check_same_data, record_data

@@ -10,7 +10,8 @@ from pyarrow import fs
 
 from raytrec.common import reading
 from raytrec.common.errors import DataError
-from raytrec.data import footers, fragments, item_reader
+from raytrec.data import fragments, item_reader
+from raytrec.data.files import footers
 from raytrec.data.order import LaneItem, Part
 from raytrec.data.pages import decode
 from raytrec.data.pages.decode import ReadErrorPolicy

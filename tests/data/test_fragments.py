@@ -12,9 +12,9 @@ import pytest
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Clip, FillNull
+from raytrec.data.files.listing import list_files
 from raytrec.data.fragments import scan
 from raytrec.data.item_reader import check_suspect_groups, read_item
-from raytrec.data.listing import list_files
 from raytrec.data.order import Order
 from raytrec.data.read_plans import ReadPlan
 

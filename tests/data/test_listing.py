@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.common.errors import DataError
-from raytrec.data.listing import REASON_UNREADABLE, list_files
+from raytrec.data.files.listing import REASON_UNREADABLE, list_files
 
 
 def write_files(folder, *names, rows=3):

@@ -7,12 +7,12 @@ import pytest
 
 from raytrec.common.errors import DataError
 from raytrec.config.transforms import Cast
-from raytrec.data.file_identity import fingerprint, identify_files
+from raytrec.data.files.file_identity import fingerprint, identify_files
+from raytrec.data.files.listing import list_files
+from raytrec.data.files.partitions import NULL_PARTITION_VALUE
 from raytrec.data.fragments import scan
 from raytrec.data.item_reader import read_item
-from raytrec.data.listing import list_files
 from raytrec.data.order import Order
-from raytrec.data.partitions import NULL_PARTITION_VALUE
 from raytrec.data.read_plans import ReadPlan, ReservedColumnSet
 
 SCHEMA = parquet.tiny_schema()

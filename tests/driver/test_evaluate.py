@@ -18,7 +18,8 @@ from standin.clock import use_simulated_clock
 
 from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError
 from raytrec.config.run_config import load_config
-from raytrec.driver.evaluation import create_scratch_folder, load_evaluation_config
+from raytrec.driver.evaluation import load_evaluation_config
+from raytrec.driver.prepare import create_scratch_folder
 from raytrec.driver.run import add_recovery_hint
 
 ROWS = 6 * 12
@@ -139,7 +140,7 @@ def test_next_evaluation_keeps_only_folders_with_a_traceback(tmp_path, monkeypat
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = (
         "import os, signal, sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
-        "from raytrec.driver.evaluation import create_scratch_folder\n"
+        "from raytrec.driver.prepare import create_scratch_folder\n"
         "with create_scratch_folder() as one, create_scratch_folder() as other:\n"
         "    open(one + '/ray.log', 'w').close()\n"
         "    open(other + '/error.txt', 'w').close()\n"

@@ -13,7 +13,7 @@ from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.errors import RunError
 from raytrec.common.output_folder import OutputFolder
 from raytrec.exporting import trained_model
-from raytrec.scoring import table_files
+from raytrec.scoring import stored_tables as table_files
 
 
 class LargeTables(SmallModelCase):

@@ -20,7 +20,7 @@ import raytrec
 from raytrec.config.models import PythonSection
 from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.schema import Schema
-from raytrec.models.dlrm import DLRM
+from raytrec.models.interactions import DLRM
 
 STUCK_CYCLES = 1 << 40  # GPU clock cycles, about ten minutes
 STUCK_S = 600

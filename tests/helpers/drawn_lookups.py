@@ -8,7 +8,7 @@ from raytrec.config.schema import Schema
 from raytrec.data.assembler import AssembledTensors, Bags
 from raytrec.embeddings.hashing import ids_to_keys
 from raytrec.scoring.lookups import IdRows, pool_bags
-from raytrec.scoring.precisions import PRECISIONS
+from raytrec.scoring.stored_tables import PRECISIONS
 
 
 @st.composite

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
-from raytrec.scoring.table_rows import StackedTable
+from raytrec.scoring.stored_tables import StackedTable
 from raytrec.serving.options import ServiceOptions
 from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.table_shards.connection import ShardConnection, TableState

@@ -4,8 +4,7 @@ import pytest
 import torch
 from made import DIM, ROWS, apply_linear, inputs, layers, make, schema, weights
 
-from raytrec.models.dcn import Cross
-from raytrec.models.dlrm import DotInteraction
+from raytrec.models.interactions import Cross, DotInteraction
 from raytrec.models.parts.layers import Constant
 
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.config.run_config import load_config
-from raytrec.data.file_identity import fingerprint, identify_datasets
+from raytrec.data.files.file_identity import fingerprint, identify_datasets
 from raytrec.driver.datasets import open_data
 
 STEP = 3

@@ -5,10 +5,10 @@ from uneven import IDS_PER_ROW, make_rank_lines, plan_uneven_run, uneven_config,
 
 from raytrec import cli
 from raytrec.common.errors import RunError
-from raytrec.common.messages import select_recorded_ranks
 from raytrec.config.schema import Schema
 from raytrec.driver.evaluation import read_run_schema
 from raytrec.planning.loads import compute_recorded_lengths, replace_lengths
+from raytrec.tracking.history import select_recorded_ranks
 
 
 @pytest.fixture(scope="module")

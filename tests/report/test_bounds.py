@@ -8,8 +8,9 @@ import recorded
 from ranks import run_on_ranks
 from recorded import rank_line, write_recorded_run
 
-from raytrec.common.messages import RankLine, select_recorded_ranks
+from raytrec.common.messages import RankLine
 from raytrec.report.findings import Times, find_bound
+from raytrec.tracking.history import select_recorded_ranks
 
 STEPS = 7
 PHASES = dict(zip(recorded.PHASES, (1.0, 0.5, 1.0, 4.0, 6.0, 8.0, 2.0, 3.0, 1.5), strict=True))

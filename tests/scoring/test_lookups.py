@@ -12,8 +12,7 @@ from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.data.assembler import AssembledTensors, Bags
 from raytrec.scoring.lookups import Lookups
-from raytrec.scoring.precisions import PRECISIONS
-from raytrec.scoring.table_rows import RowStack, StackedTable
+from raytrec.scoring.stored_tables import PRECISIONS, RowStack, StackedTable
 
 torch.manual_seed(0)
 ROWS = torch.randn(40, 16)

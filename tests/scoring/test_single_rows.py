@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from raytrec.models.dlrm import DotInteraction
+from raytrec.models.interactions import DotInteraction
 from raytrec.scoring.manifest import Input
 from raytrec.scoring.single_rows import make_example_input, repeat_rows, rewrite_for_single_rows
 

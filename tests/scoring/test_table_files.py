@@ -15,11 +15,10 @@ from waiting import wait_for
 
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.config.schema import Schema
-from raytrec.scoring import table_rows
+from raytrec.scoring import stored_tables as table_rows
 from raytrec.scoring.load import read_ids
 from raytrec.scoring.manifest import Manifest, StackEntry
-from raytrec.scoring.precisions import PRECISIONS
-from raytrec.scoring.table_files import ALIGNMENT, choose_block_rows, make_header, open_tables
+from raytrec.scoring.stored_tables import ALIGNMENT, PRECISIONS, choose_block_rows, make_header, open_tables
 
 ROWS, DIM, BLOCK_ROWS = {"a": 3000, "b": 1, "c": 9000}, 8, 4096  # int8: 16 bytes per row, three blocks
 PRECISION = PRECISIONS["int8"]

@@ -9,7 +9,7 @@ import pytest
 from served import ARROW, to_arrow_stream
 
 from raytrec.common.errors import DataError
-from raytrec.data.arrow_messages import _find_field, _find_table
+from raytrec.data.arrow import _find_field, _find_table
 from raytrec.serving.bodies import Limits, RefusedRequest, decode_request
 
 MODEL = SimpleNamespace(

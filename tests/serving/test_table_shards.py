@@ -27,8 +27,7 @@ import raytrec
 from raytrec.common.errors import RunError
 from raytrec.scoring.load import load
 from raytrec.scoring.manifest import Manifest, StackEntry
-from raytrec.scoring.precisions import PRECISIONS
-from raytrec.scoring.table_rows import RowStack
+from raytrec.scoring.stored_tables import PRECISIONS, RowStack
 from raytrec.serving.app import Service
 from raytrec.serving.loaded_exports import LoadedExports
 from raytrec.serving.table_shards import lookups, pooling

@@ -244,7 +244,7 @@ def test_matmul_precision_ignores_the_environment():
     code = """
 import torch
 from raytrec.config.training import TrainSection
-from raytrec.worker.step import numerics
+from raytrec.worker.process import numerics
 for matmul in ("fp32", "bf16", "tf32"):
     before = torch.get_float32_matmul_precision()
     with numerics(TrainSection(matmul=matmul), torch.device("cuda")):

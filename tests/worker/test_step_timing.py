@@ -11,8 +11,7 @@ from standin.clock import SimulatedClock
 
 from raytrec.worker import progress
 from raytrec.worker import step_timing as module
-from raytrec.worker.progress import Stopwatch
-from raytrec.worker.step_timing import FlopCounter, PhaseTimer, compute_flop_rates
+from raytrec.worker.step_timing import FlopCounter, PhaseTimer, Stopwatch, compute_flop_rates
 
 GPU = torch.device("cuda", 0)
 

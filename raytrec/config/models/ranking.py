@@ -13,9 +13,9 @@ from raytrec.config.models.base import Dropout, ModelSection, OneDimSection, Siz
 from raytrec.config.schema import Schema
 
 
-@model("dlrm", "raytrec.models.dlrm:DLRM")
+@model("dlrm", "raytrec.models.interactions:DLRM")
 class DlrmSection(OneDimSection):
-    """Dot products of all pairs of embeddings (models/dlrm.py)."""
+    """Dot products of all pairs of embeddings (models/interactions.py)."""
 
     name: Literal["dlrm"] = "dlrm"
     bottom_mlp: Sizes = Field([128])
@@ -26,9 +26,9 @@ class DlrmSection(OneDimSection):
     """Dropout in the top MLP during training."""
 
 
-@model("dcn", "raytrec.models.dcn:DCN")
+@model("dcn", "raytrec.models.interactions:DCN")
 class DcnSection(ModelSection):
-    """Cross layers over all concatenated embeddings: DCN-V2 (models/dcn.py)."""
+    """Cross layers over all concatenated embeddings: DCN-V2 (models/interactions.py)."""
 
     name: Literal["dcn"]
     bottom_mlp: Sizes = Field([])
@@ -237,9 +237,9 @@ class MaskNetSection(OneDimSection):
     """Dropout in the top MLP during training."""
 
 
-@model("wukong", "raytrec.models.wukong:Wukong")
+@model("wukong", "raytrec.models.interactions:Wukong")
 class WukongSection(OneDimSection):
-    """Stacked factorization machines over the vectors of all features (models/wukong.py)."""
+    """Stacked factorization machines over the vectors of all features (models/interactions.py)."""
 
     name: Literal["wukong"]
     bottom_mlp: Sizes = Field([128])

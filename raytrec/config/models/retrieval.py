@@ -188,11 +188,8 @@ class NcfSection(PairSection):
                 do="remove gmf_dim, or set model.shared=false",
             )
         if self.shared:
-            expected, do = (
-                "the same dim for both tables, because model.shared multiplies whole vectors",
-                "change a dim, or set gmf_dim",
-            )
-            check_same_dim(schema, (self.user, self.item), expected, do)
+            expected = "the same dim for both tables, because model.shared multiplies whole vectors"
+            check_same_dim(schema, (self.user, self.item), expected, "change a dim, or set gmf_dim")
             return dims[0], dims[0], dims[1]
         products = min(dims) // 2 if self.gmf_dim is None else self.gmf_dim
         if products > min(dims):

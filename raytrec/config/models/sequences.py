@@ -84,7 +84,7 @@ class TargetedSection(ModelSection):
 
 @model("sequence", "raytrec.models.target_attention:SequenceModel")
 class SequenceSection(TargetedSection):
-    """Attention over sequences with respect to the target, before DLRM's dot products (models/dlrm.py)."""
+    """Attention over sequences with respect to the target, before DLRM's dot products (models/interactions.py)."""
 
     name: Literal["sequence"]
     attention_mlp: Sizes = Field([32])

@@ -16,9 +16,9 @@ from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
 from raytrec.data.arrow import find_required_columns, pick_columns
+from raytrec.data.files.partitions import build_folder_column
 from raytrec.data.pages import FileVersion, read_rows
 from raytrec.data.pages.chunks import DamagedPageError
-from raytrec.data.partitions import build_folder_column
 
 SKIPPED_ROWS_FILE = "skipped.jsonl"  # file in the run folder that lists skipped rows
 _footers: dict[FileVersion, pq.FileMetaData] = {}  # shared by the threads of this process
@@ -114,10 +114,8 @@ def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> p
     version = path, info.size, info.mtime_ns
     try:
         file, reader = _open_cached(version, lambda: filesystem.open_input_file(inner))
-        required_columns, group_rows = (
-            find_required_columns(reader.schema_arrow, columns),
-            reader.metadata.row_group(group).num_rows,
-        )
+        required_columns = find_required_columns(reader.schema_arrow, columns)
+        group_rows = reader.metadata.row_group(group).num_rows
         if group_rows < first + rows:
             raise IndexError(f"it has {group_rows:,} rows, but previously had {first + rows:,} or more")
         if group_rows <= max(MAX_FULL_DECODE_ROWS, 2 * rows):

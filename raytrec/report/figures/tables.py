@@ -84,10 +84,8 @@ def _build_matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]
         return np.zeros((0, len(ranks))), []
     names = sorted(cells, key=lambda name: (-cells[name].sum(), name))
     separate, others = names[:MAX_TABLES], names[MAX_TABLES:]
-    rows, labels = (
-        [cells[name] for name in separate],
-        [style.fit_name(name, style.MAX_NAME_POINTS) for name in separate],
-    )
+    rows = [cells[name] for name in separate]
+    labels = [style.fit_name(name, style.MAX_NAME_POINTS) for name in separate]
     if others:
         rows.append(np.sum([cells[name] for name in others], axis=0))
         labels.append(f"{len(others)} other tables")

@@ -18,8 +18,7 @@ from raytrec.deltas.apply import read_row_changes, refuse_unusable
 from raytrec.deltas.chain import Position, read_next
 from raytrec.scoring.load import check_files, copy_to_disk, list_table_names, select_files, unlink_files
 from raytrec.scoring.manifest import Manifest, read_manifest
-from raytrec.scoring.table_files import open_tables
-from raytrec.scoring.table_rows import RowChanges, RowStack, StackedTable, encode_changes
+from raytrec.scoring.stored_tables import RowChanges, RowStack, StackedTable, encode_changes, open_tables
 from raytrec.serving.table_shards.connection import TableState
 from raytrec.serving.table_shards.messages import MAX_STATES, StackRequest, decode_request
 from raytrec.serving.table_shards.pooling import find_shards

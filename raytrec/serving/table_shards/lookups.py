@@ -17,9 +17,7 @@ from raytrec.common.errors import DataError, RaytrecError, RunError
 from raytrec.data.assembler import AssembledTensors
 from raytrec.scoring.lookups import IdRows, Lookups, Tensors, divide_by_totals, pad_sequences
 from raytrec.scoring.manifest import Manifest
-from raytrec.scoring.precisions import PRECISIONS
-from raytrec.scoring.table_files import place_tables
-from raytrec.scoring.table_rows import RowChanges
+from raytrec.scoring.stored_tables import PRECISIONS, RowChanges, place_tables
 from raytrec.serving.batching import UnavailableError
 from raytrec.serving.coordinator import LOAD_TIMEOUT_S
 from raytrec.serving.table_shards.connection import ShardConnection, TableState

@@ -15,7 +15,7 @@ from pyarrow import fs
 from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.storage import open_filesystem
 from raytrec.config.data import to_folder_list
-from raytrec.data.partitions import (
+from raytrec.data.files.partitions import (
     ALL_PARTITIONS,
     PartitionBounds,
     check_no_table_format,

@@ -24,8 +24,8 @@ from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
 from raytrec.config.features import resolve_input_columns
 from raytrec.config.transforms import VOCABULARY_TRANSFORMS
+from raytrec.data.files.partitions import parse_folder_values
 from raytrec.data.fragments import Dataset
-from raytrec.data.partitions import parse_folder_values
 from raytrec.data.read_plans import ResolvedReadPlan
 
 MAX_FULL_HASH_BYTES = 1 << 30  # files of up to MAX_FULL_HASH_BYTES ÷ number of files are read completely

@@ -1,0 +1,1 @@
+"""Files of a dataset: listing, partitions, footers and fingerprints."""

@@ -1,0 +1,287 @@
+"""Tables of an export: precisions and files of their rows, and rows in memory, which can be replaced.
+
+Rows of tables are stored in files in one of four precisions:
+
+    fp32, fp16     [n, dim]
+    int8           uint8 [n, dim + 8]: steps of 0 to 255, then scale and offset, float32
+    int4           uint8 [n, dim ÷ 2 + 4]: two steps of 0 to 15 per byte, the first in the low bits, then scale
+                   and offset, float16
+
+A value is step · scale + offset. The layouts of int8 and int4 follow FBGEMM's row-wise quantization:
+each row contains its own scale and offset.
+
+Tables of one dim and precision are stored one after another, as a stack. Each file is a block of the stack's
+rows: a safetensors file with one tensor, `rows`. Its values begin and end at page boundaries, so that all blocks
+of a stack can be mapped to consecutive addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import gcd, inf
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+
+from raytrec.common.errors import ConfigError, RaytrecError, RunError
+from raytrec.common.memory import advise_random_access, allow_writing, map_files
+from raytrec.embeddings.row_pages import prefetch_rows
+from raytrec.scoring.manifest import Manifest, PrecisionName, StackEntry
+
+MAX_FLOAT16 = 65_504  # the largest float16; int4 stores scale and offset in float16
+MAX_INT8 = 1e38  # the difference of two values is then a finite float32
+
+
+@dataclass(frozen=True)
+class TablePrecision:
+    """Format of a table's rows in files.
+
+    Attributes:
+        dtype: dtype of the stored rows.
+        bits: Bits of a quantized value; 0: values are not quantized.
+        scale_dtype: dtype of a quantized row's scale and offset.
+    """
+
+    dtype: torch.dtype
+    bits: int = 0
+    scale_dtype: torch.dtype = torch.float32
+
+    def width(self, dim: int) -> int:
+        """Return the number of stored elements of a row of `dim` values."""
+        return dim * self.bits // 8 + 2 * self.scale_dtype.itemsize if self.bits else dim
+
+    def row_bytes(self, dim: int) -> int:
+        """Return the size in bytes of a stored row of `dim` values."""
+        return self.width(dim) * self.dtype.itemsize
+
+    def encode(self, rows_ND: torch.Tensor) -> torch.Tensor:
+        """Encode rows for storage.
+
+        Args:
+            rows_ND: float32 [n, dim].
+
+        Raises:
+            ConfigError: A value is too large for the precision.
+        """
+        limit = MAX_FLOAT16 if torch.float16 in (self.dtype, self.scale_dtype) else MAX_INT8 if self.bits else inf
+        if limit < inf and not bool((rows_ND.abs() <= limit).all()):
+            name = next(name for name, each in PRECISIONS.items() if each == self)
+            raise ConfigError(
+                f"a table contains NaN or values beyond ±{limit:,}",
+                where=f"--quantize {name}",
+                expected=f"values of at most ±{limit:,}",
+                do="use fp32" if self.bits == 8 else "use int8 or fp32",
+            )
+        if not self.bits:
+            return rows_ND.to(self.dtype)
+        levels = 2**self.bits - 1
+        offsets_N1 = rows_ND.amin(1, keepdim=True).to(self.scale_dtype)
+        spans_N1 = rows_ND.amax(1, keepdim=True) - offsets_N1.float()
+        scales_N1 = (spans_N1 / levels).to(self.scale_dtype)
+        divisors_N1 = scales_N1.float().where(scales_N1 > 0, 1.0)
+        steps_ND = ((rows_ND - offsets_N1.float()) / divisors_N1).round().clamp(0, levels).byte()
+        if self.bits == 4:
+            steps_ND = steps_ND[:, ::2] | steps_ND[:, 1::2] << 4
+        return torch.cat([steps_ND, scales_N1.view(torch.uint8), offsets_N1.view(torch.uint8)], 1)
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the values of stored rows: float32 [n, dim]."""
+        if not self.bits:
+            return stored.float()
+        width = stored.shape[1] - 2 * self.scale_dtype.itemsize
+        scale_offset_N2 = stored[:, width:].contiguous().view(self.scale_dtype).float()
+        steps_ND = stored[:, :width]
+        if self.bits == 4:
+            steps_ND = torch.stack([steps_ND & 15, steps_ND >> 4], 2).flatten(1)
+        return torch.addcmul(scale_offset_N2[:, 1:], steps_ND.float(), scale_offset_N2[:, :1])
+
+
+PRECISIONS: dict[PrecisionName, TablePrecision] = {
+    "fp32": TablePrecision(torch.float32),
+    "fp16": TablePrecision(torch.float16),
+    "int8": TablePrecision(torch.uint8, bits=8),
+    "int4": TablePrecision(torch.uint8, bits=4, scale_dtype=torch.float16),
+}
+
+
+# Lookups of at least MIN_PREFETCHED_ROWS rows prefetch pages unless SAMPLED_ROWS of the rows are in memory.
+MIN_PREFETCHED_ROWS, SAMPLED_ROWS = 256, 3
+
+
+class TableRows(Protocol):
+    """Rows of one or several tables, one table after another."""
+
+    def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of rows: int64 [N] → float32 [N, dim]."""
+        ...
+
+
+class RowStack:
+    """Stored rows of tables of one dim and precision.
+
+    Args:
+        stored: Stored rows, [n, …], of all tables; they may be mapped from files.
+        precision: Format of the stored rows.
+    """
+
+    def __init__(self, stored: torch.Tensor, precision: TablePrecision):
+        self._stored, self.precision, self._is_writable = stored, precision, False
+
+    def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of rows: int64 [N] → float32 [N, dim]."""
+        if len(rows_N) >= MIN_PREFETCHED_ROWS:
+            prefetch_rows(self._stored, rows_N, SAMPLED_ROWS)
+        return self.precision.decode(self.read_rows(rows_N))
+
+    def prepare_writing(self, rows_N: torch.Tensor) -> None:
+        """Copy the pages of mapped rows to private memory, so that `write` causes no page faults.
+
+        Raises:
+            OSError: The system refuses to make the mapping writable.
+        """
+        if not self._is_writable:
+            allow_writing(self._stored.data_ptr(), self._stored.nbytes)
+            self._is_writable = True
+        if len(rows_N) >= MIN_PREFETCHED_ROWS:
+            prefetch_rows(self._stored, rows_N, SAMPLED_ROWS)
+        self.write(rows_N, self.read_rows(rows_N))  # the same values, which readers do not notice
+
+    def write(self, rows_N: torch.Tensor, stored_N: torch.Tensor) -> None:
+        """Replace stored rows after `prepare_writing`; the rows are int64 [N], the values [N, …]."""
+        self._stored.index_copy_(0, rows_N, stored_N)
+
+    def read_rows(self, rows_N: torch.Tensor) -> torch.Tensor:
+        """Return a copy of stored rows: int64 [N] → [N, …]."""
+        return self._stored.index_select(0, rows_N)
+
+    def read(self, first: int, end: int) -> torch.Tensor:
+        """Return the stored rows [first, end) as a view, [n, …]."""
+        return self._stored[first:end]
+
+
+@dataclass(frozen=True)
+class StackedTable:
+    """Table in a stack.
+
+    Attributes:
+        stack: Rows of all tables of the stack.
+        first_row: Number of rows of the tables before this table.
+    """
+
+    stack: TableRows
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class RowChanges:
+    """New values of whole rows of a table.
+
+    Attributes:
+        rows: Row numbers, int64 [n], ascending.
+        values: Values, float32 [n, dim].
+    """
+
+    rows: torch.Tensor
+    values: torch.Tensor
+
+
+def encode_rows(table: str, changes: RowChanges, precision: TablePrecision) -> torch.Tensor:
+    """Return the new rows of a table as an export stores them.
+
+    Raises:
+        ValueError: A value is too large for the precision.
+    """
+    try:
+        return precision.encode(changes.values)
+    except RaytrecError as error:
+        raise ValueError(f"table {table}: {error.what}; expected: {error.expected}") from None
+
+
+def encode_changes(
+    tables: Mapping[str, StackedTable], changes: Mapping[str, RowChanges]
+) -> dict[RowStack, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the rows of each stack that change, int64 [n], and their new stored values, [n, …].
+
+    Args:
+        tables: Tables in stacks of stored rows.
+        changes: Table → new rows.
+
+    Raises:
+        ValueError: A value is too large for the precision of its table.
+    """
+    parts: dict[RowStack, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for name, each in changes.items():
+        stack, first_row = cast(RowStack, tables[name].stack), tables[name].first_row
+        parts.setdefault(stack, []).append((each.rows + first_row, encode_rows(name, each, stack.precision)))
+    return {stack: tuple(torch.cat(each) for each in zip(*members, strict=True)) for stack, members in parts.items()}
+
+
+ALIGNMENT = 1 << 16  # bytes; a multiple of the page sizes of Linux
+MAX_FILE_BYTES = 4 << 30
+DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}  # names of types in safetensors
+
+
+def choose_block_rows(precision: TablePrecision, dim: int) -> int:
+    """Return the number of rows of a full block, whose size is a multiple of ALIGNMENT."""
+    unit = ALIGNMENT // gcd(precision.row_bytes(dim), ALIGNMENT)
+    return max(1, MAX_FILE_BYTES // (precision.row_bytes(dim) * unit)) * unit
+
+
+def make_header(rows: int, precision: TablePrecision, dim: int) -> bytes:
+    """Return the beginning of a file, before the values of its rows.
+
+    Files are written without the library, which would need all values in memory. The format consists of eight
+    bytes with the length of a JSON header, the header, and the values.
+    """
+    offsets, shape = [0, rows * precision.row_bytes(dim)], [rows, precision.width(dim)]
+    about = {"dtype": DTYPE_NAMES[precision.dtype], "shape": shape, "data_offsets": offsets}
+    header = json.dumps({"rows": about}).encode().ljust(ALIGNMENT - 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def open_tables(folder: Path, manifest: Manifest) -> dict[str, StackedTable]:
+    """Return the tables of an export, whose files are mapped into memory.
+
+    Raises:
+        RunError: A file cannot be mapped, or contains a tensor of another shape or dtype.
+    """
+    shapes = zip(manifest.stacks, manifest.stack_shapes, strict=True)
+    return place_tables(manifest, [_open_stack(folder, each, *shape) for each, shape in shapes])
+
+
+def place_tables(manifest: Manifest, stacks: Sequence[Any]) -> dict[str, StackedTable]:
+    """Return the tables of an export in its stacks, which are in the order of the manifest."""
+    tables = {}
+    for entry, stack in zip(manifest.stacks, stacks, strict=True):
+        shapes = [manifest.data_schema.tables[name] for name in entry.tables]
+        first_rows = accumulate((table.rows for table in shapes[:-1]), initial=0)
+        tables |= {name: StackedTable(stack, first) for name, first in zip(entry.tables, first_rows, strict=True)}
+    return tables
+
+
+def _open_stack(folder: Path, entry: StackEntry, rows: int, dim: int) -> RowStack:
+    precision, parts = PRECISIONS[entry.precision], []
+    try:
+        for number, name in enumerate(entry.files):
+            block_rows = min(entry.block_rows, rows - number * entry.block_rows)
+            header, size = make_header(block_rows, precision, dim), block_rows * precision.row_bytes(dim)
+            with (folder / name).open("rb") as file:
+                intact = file.read(ALIGNMENT) == header and file.seek(0, 2) == ALIGNMENT + size
+            if not intact:
+                raise RunError(
+                    f"{name} does not contain the rows of {', '.join(entry.tables)}",
+                    where=str(folder),
+                    expected=f"{precision.dtype} [{block_rows}, {precision.width(dim)}]",
+                )
+            parts.append((folder / name, ALIGNMENT, size))
+        content = map_files(parts)
+    except OSError as error:
+        what = f"{', '.join(entry.files)} cannot be mapped: {error.strerror or error}"
+        raise RunError(what, where=str(folder)) from None
+    advise_random_access(ctypes.addressof(content), len(content))
+    return RowStack(torch.frombuffer(content, dtype=precision.dtype).view(rows, -1), precision)
