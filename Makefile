@@ -1,7 +1,8 @@
 # make train              install raytrec, generate data, train and evaluate a model on 2 CPU workers
 # make test               run all tests except those of the targets below
+# make test-slow          run the slower tests of single parts, which test leaves out
 # make test-fast          run the tests that need neither Ray nor several processes (under 90 s)
-# make test-all           run every test: test, test-survive, mutations, parity, golden, cluster-test
+# make test-all           run every test: test, test-slow, test-survive, mutations, parity, golden, cluster-test
 # make smoke              run the smallest form of every target in this file
 # make test-next          test the versions in requirements/next.txt, in .venv-next (7 GB)
 # make mutations          test the messages for 2,000 invalid configurations, schemas, run folders and checkpoints
@@ -68,7 +69,7 @@ DATA ?= .
 # Number of test processes. Tests that share the Ray cluster run one after another.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-sync bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check gpu-lease cuda-wheels bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-resume bench-ids-quality weight map
+.PHONY: train test test-fast test-slow test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-sync bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check gpu-lease cuda-wheels bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-resume bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -77,7 +78,10 @@ test: install
 	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup --no-loadscope-reorder
 
 test-fast: install
-	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup --no-loadscope-reorder -m "not processes and not parity and not survive and not cluster and not mutations"
+	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup --no-loadscope-reorder -m "not processes and not slow and not parity and not survive and not cluster and not mutations"
+
+test-slow: install
+	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup --no-loadscope-reorder -m "slow and not parity and not survive and not cluster and not mutations"
 
 # Losses are compared with those of the pinned versions, bit for bit or within 1e-4 over 10 steps (tests/golden).
 test-next: .venv-next/installed
@@ -93,7 +97,7 @@ test-next: .venv-next/installed
 	.venv-next/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test-all: test test-survive mutations parity golden cluster-test
+test-all: test test-slow test-survive mutations parity golden cluster-test
 
 mutations: install
 	$(BIN)/pytest -n $(AT_ONCE) tests/mutations -m mutations

@@ -33,6 +33,7 @@ TARGETS = {
     "train": f"-m raytrec train jobs/synthetic.yaml {DATA} run.dir={{folder}}/run {STORE}",
     "test": f"{PYTEST} tests/config/test_schema.py tests/tasks/test_whole_batches.py",
     "test-fast": f"{PYTEST} tests/config/test_config.py tests/data/test_order.py",
+    "test-slow": f"{PYTEST} tests/skew -m slow",
     "test-survive": f"{PYTEST} tests/worker/test_nonfinite.py -m survive -k steps_are_skipped",
     "mutations": f"{PYTEST} '{MUTATIONS}[3]' -m mutations",
     "cluster-test": f"{PYTEST} tests/client/test_run.py -m 'cluster or not cluster'",

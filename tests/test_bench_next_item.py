@@ -43,6 +43,7 @@ def hstu_parameter_names(blocks):
     return [f"layers.{block}.{part}" for block in range(blocks) for part in parts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["sasrec", "hstu"])
 @pytest.mark.parametrize("share_negatives", [False, True])
 def test_raytrec_and_plain_torch_have_equal_losses(model, share_negatives):

@@ -38,6 +38,7 @@ def results():
     return summarize("some rows", {"dlrm_1": rounds, "dlrm_2": slower})
 
 
+@pytest.mark.slow
 def test_cpu_time_includes_detached_and_exited_processes(tmp_path):
     command = Command([sys.executable, "-S", "-c", TWO_PROCESSES_SOURCE], tmp_path / "one")
     other = Command([sys.executable, "-S", "-c", SPIN_SOURCE.format(0.1)], tmp_path / "two")

@@ -128,6 +128,7 @@ def test_install_takes_cpu_torch_from_pytorch_index(install_environment):
     assert again.returncode == 0 and "Retrying" not in again.stderr, again.stderr
 
 
+@pytest.mark.slow
 def test_install_fails_without_cpu_build(install_environment):
     done = install_environment.install("cpu")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
@@ -160,6 +161,7 @@ def test_install_error_names_package_without_wheel(install_environment):
     assert f"error: pip could not install cpu.txt for {version}" in done.stderr and "PYTHON=" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "device,other,torch", [("cpu", "cuda", f"{TORCH_VERSION}+cpu"), ("cuda", "cpu", "libcublasLt")]
 )
@@ -240,6 +242,7 @@ def run_make(
     )
 
 
+@pytest.mark.slow
 def test_make_installs_for_cpu_by_default(tmp_path):
     assert "install.py cpu -r requirements/dev.txt" in run_make(tmp_path, "train").stdout
     assert "install.py cuda" in run_make(tmp_path, "install", "DEVICE=cuda").stdout

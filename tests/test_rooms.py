@@ -26,11 +26,13 @@ def run_import_linter(folder):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_package_respects_layer_order(package_copy):
     code, said = run_import_linter(package_copy)
     assert code == 0 and "1 kept, 0 broken" in said, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file, line, named",
     [
@@ -55,6 +57,7 @@ def test_linter_rejects_import_against_layer_order(package_copy, file, line, nam
     assert code == 1 and named in said, said
 
 
+@pytest.mark.slow
 def test_linter_rejects_package_missing_from_layers(package_copy):
     (package_copy / "raytrec" / "attic").mkdir()
     (package_copy / "raytrec" / "attic" / "__init__.py").touch()

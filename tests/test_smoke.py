@@ -41,6 +41,7 @@ def test_smoke_commands_do_not_write_results():
             assert re.search("--smallest|--faults 2 --only|--device cpu", command), name
 
 
+@pytest.mark.slow
 def test_smoke_run_reports_failed_command(tmp_path):
     seconds, done = smoke.run("-c 'print(\"why\"); exit(3)' {folder}", tmp_path)
     assert done.returncode == 3 and "why" in done.stdout and seconds < 60

@@ -72,6 +72,7 @@ def test_stand_in_rejects_cuda_indices_into_host_tensor(gpu, look):
         look(torch.arange(3, device="cuda"), torch.ones(3, 3))
 
 
+@pytest.mark.slow
 def test_device_rules_are_those_of_torchs_code_generator():
     entries = parse_native_yaml(str(OPERATOR_LIST), str(OPERATOR_LIST.with_name("tags.yaml")))
     checked = {
@@ -207,6 +208,7 @@ def train_and_collect_weights(rank, world, device, plan, optimizer, settings):
     return whole | {name: p.detach().cpu() for name, p in dense.items()}, places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "optimizer", "settings"),
     [

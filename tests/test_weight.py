@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import weight
 
 REPO = Path(__file__).parents[1]
@@ -33,6 +34,7 @@ def test_words_exclude_table_pipes_and_rules():
     assert weight.words("Set `a.b` – or 2:\n\n| key | default |\n|---|---:|\n| c | 1 × |") == 8
 
 
+@pytest.mark.slow
 def test_weight_check_fails_if_growth_exceeds_budget(tmp_path):
     repo = tmp_path / "repo"
     (repo / "raytrec").mkdir(parents=True)

@@ -55,6 +55,7 @@ def wheel(tmp_path_factory):
     return built
 
 
+@pytest.mark.slow
 def test_wheel_contains_every_source_file(wheel):
     inside = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
     assert {place for _, place in wheel_paths_by_source()} == {

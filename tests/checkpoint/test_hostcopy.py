@@ -128,6 +128,7 @@ def restore_and_save(rank, world, plan, optimizer, device, root, target):
 ROW_WISE, TABLE_WISE, COPIES = ({"sharding_type": way} for way in ("row_wise", "table_wise", "data_parallel"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan,then,optimizer,asynchronous",
     [

@@ -114,6 +114,7 @@ def test_run_returns_to_ids_of_an_earlier_step(uninterrupted_run):
     assert loaded == stored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world,sharding", [(2, "row_wise"), (3, "table_wise"), (1, "row_wise")])
 def test_managed_ids_resume_on_another_world_size(uninterrupted_run, world, sharding, tmp_path):
     root = str(tmp_path)
@@ -187,6 +188,7 @@ def run_warm_start(rank, world, folder):
     }
 
 
+@pytest.mark.slow
 def test_warm_start_takes_over_managed_ids(uninterrupted_run):
     folder = get_step_folder(uninterrupted_run, STEPS)
     stored, got = read_stored_ids(folder), run_on_ranks(3, run_warm_start, folder)

@@ -103,6 +103,7 @@ def test_checkpoint_restores_under_every_plan(optimizer, tmp_path):
     check_handover(OPTIMIZERS[optimizer], optimizer, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", FAST_PLANS)
 def test_checkpoint_restores_under_common_plans(optimizer, tmp_path):
     """Restore through a chain of the most common plans."""

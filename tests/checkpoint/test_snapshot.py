@@ -62,6 +62,7 @@ def save_alone_and_concurrently(rank, world, plan, optimizer, root, room):
     return folders, copied, len(waits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way,room", [*((way, None) for way in CASES), ("rows", 100)])
 def test_concurrent_save_matches_a_standalone_save(way, room, tmp_path):
     plan, optimizer, world = CASES[way]

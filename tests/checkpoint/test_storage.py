@@ -139,6 +139,7 @@ def load_and_compare(rank, world, folder, cuts):
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writers", [1, 2, 3])
 def test_other_shardings_read_identical_bits(writers, tmp_path):
     folder = str(tmp_path / "new" / "step-5")
@@ -204,6 +205,7 @@ def read_chunk(folder, name):
     return found
 
 
+@pytest.mark.slow
 def test_any_flipped_data_bit_is_detected(saved_checkpoint):
     folder, tensors = saved_checkpoint
     path = folder / "a-00000.bin"
@@ -278,6 +280,7 @@ def test_missing_or_truncated_data_is_detected(saved_checkpoint):
     assert "No such file" in error.what and str(path) in error.where and "first" in error.where
 
 
+@pytest.mark.slow
 def test_any_damage_to_the_index_is_detected(saved_checkpoint):
     folder, tensors = saved_checkpoint
     path = folder / INDEX
@@ -499,6 +502,7 @@ def measure_memory(end, folder):
     end.send(found)
 
 
+@pytest.mark.slow
 def test_save_and_load_need_little_extra_memory(tmp_path):
     pid, end = warm.fork(measure_memory, str(tmp_path))
     try:

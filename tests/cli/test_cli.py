@@ -51,6 +51,7 @@ def test_help_imports_no_heavy_modules(words):
     assert shown.returncode == 0 and "Usage:" in shown.stdout, shown.stderr
 
 
+@pytest.mark.slow
 def test_driver_commands_work_without_torch(tmp_path):
     assert run("--version").stdout == "0.1.0\n"
     data = tmp_path / "data"
@@ -65,6 +66,7 @@ def test_driver_commands_work_without_torch(tmp_path):
     assert "epochs: 4" in resolved.stdout
 
 
+@pytest.mark.slow
 def test_package_and_worker_loop_import_without_torch():
     code = "import raytrec, raytrec.worker.loop; raytrec.train, raytrec.RunConfig, raytrec.evaluate"
     assert subprocess.run([sys.executable, "-c", WITHOUT_TORCH + code], timeout=60).returncode == 0

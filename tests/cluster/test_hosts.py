@@ -190,6 +190,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_store_listens_on_one_address_only(tmp_path):
     if why := why_hosts_unavailable(tmp_path):

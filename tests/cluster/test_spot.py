@@ -103,6 +103,7 @@ def list_running(ec2):
     return [i for i in ec2.instances.all() if i.state["Name"] in ("pending", "running")]
 
 
+@pytest.mark.slow
 def test_ec2_accepts_every_node_type(account):
     """boto3 checks each key against EC2's API."""
     ec2, provider, config, _ = account

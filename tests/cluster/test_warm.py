@@ -90,6 +90,7 @@ def run_worker(*args, **options):
         return json.loads(process.communicate(timeout=60)[0])
 
 
+@pytest.mark.slow
 def test_forked_worker_behaves_like_a_new_process(folder, place):
     one, other = (run_worker(folder, place, COLOUR=colour) for colour in ("red", "blue"))
     assert one["warm"] and one["arguments"] == ["--node-id=1"] and one["folder"] == str(folder)

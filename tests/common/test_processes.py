@@ -96,6 +96,7 @@ def test_exit_after_block_skips_c_exit_handlers(last, code):
     assert ("KeyError: 7" in ended.stderr) == ("KeyError" in last)
 
 
+@pytest.mark.slow
 def test_command_skips_c_exit_handlers():
     blocker = "import ctypes; c = ctypes.CDLL(None); "
     blocker += "c.__cxa_atexit(ctypes.cast(c.abort, ctypes.c_void_p), None, None); "

@@ -139,6 +139,7 @@ def test_minimal_sections_resolve_to_themselves(name):
     check_resolves_to_itself(load_config(make_run_values(name, make_minimal_value(name))))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_accepted_configuration_resolves_to_itself(data):
@@ -167,6 +168,7 @@ def test_job_schema_round_trips_through_yaml(file):
     assert Schema.parse_stored(schema.to_yaml(), "test") == schema
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_accepted_schema_round_trips_through_yaml(data):

@@ -220,6 +220,7 @@ def test_warm_start_from_a_given_uri_is_trusted(tmp_path, account):
     assert load_checkpoint_config((tmp_path / "c").as_uri(), ["data.train=d"])[0].warm_start.from_.startswith("file://")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_local_listener_without_ray_receives_no_token(scheme, host, tmp_path, account, listener, monkeypatch):

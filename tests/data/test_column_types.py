@@ -58,6 +58,7 @@ def test_all_list_types_are_read_as_ids(tmp_path, kind):
     assert ids(tmp_path, pa.array(VALUES, kind)) == [[5, 6], [], [7]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plain,others",
     [
@@ -194,6 +195,7 @@ DEEP = pa.array([[[1]], [[2, 3]], None])
 TIMES = pa.array([datetime(2026, 11, 1, 13), datetime(2026, 11, 2, 14), datetime(2026, 11, 3, 15)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "column,roles",
     [

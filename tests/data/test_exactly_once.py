@@ -82,6 +82,7 @@ def collect_trained_batches(data, order, epoch, world, start, stop):
     return [sorted(ids) for ids in out]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     layout=st.lists(

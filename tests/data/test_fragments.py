@@ -220,6 +220,7 @@ def test_footer_statistics_reveal_invalid_values(tmp_path, column, value, messag
     assert "a.parquet, row group 1" in error.value.where and "row 10" in error.value.where
 
 
+@pytest.mark.slow
 def test_values_with_a_policy_or_transform_are_not_suspect(tmp_path):
     """Values that a table accepts, a transform repairs or the policy skips do not stop the run."""
     changes = [("user", 310, 40), ("price", 5, None)]

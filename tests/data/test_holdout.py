@@ -68,6 +68,7 @@ def read_global_batches(dataset, order, world, epoch=0, start_step=0):
     return [sorted(chain(*parts)) for parts in zip(*ranks, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["none", "groups", "window"])
 def test_holdout_does_not_depend_on_the_number_of_workers(folder, shuffle, monkeypatch):
     monkeypatch.setattr(order_module, "PAGE_ROWS", 20)  # row groups are read in pieces

@@ -205,6 +205,7 @@ FUZZ_SETTINGS = settings(
 )
 
 
+@pytest.mark.slow
 @FUZZ_SETTINGS
 @example([[("x", pa.map_(pa.string(), pa.decimal128(20, 0)))]], 0)  # weights that are decimals
 @example([[("click", pa.int8())]], 0)  # a label with a null in a later row group

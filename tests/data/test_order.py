@@ -54,6 +54,7 @@ LAYOUTS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 PAGES = st.sampled_from([1, 4, 20_000])  # rows per page; small pages split some row groups
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     sizes=LAYOUTS,

@@ -109,6 +109,7 @@ def join_ranks(of_ranks):
     return [sorted(repr(row) for rows, _, _ in step for row in rows) for step in zip(*of_ranks, strict=True)]
 
 
+@pytest.mark.slow
 def test_global_batches_keep_their_rows_on_any_number_of_ranks(tmp_path):
     folder = write_requests(tmp_path / "d")
     one = run_on_ranks(1, read_epochs, folder)

@@ -175,6 +175,7 @@ def data(tmp_path_factory):
     return scan(str(folder), ReadPlan(SCHEMA, transforms=(make_transform(rows=None),)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["none", "groups", "window"])
 def test_draws_do_not_depend_on_ranks_or_file_layout(data, tmp_path, shuffle):
     order = Order(128, 6, shuffle, 2, seed=3)

@@ -47,6 +47,7 @@ def test_synthetic_data_matches_its_schema(folder):
     assert table["label"].to_numpy().mean() == pytest.approx(0.25, abs=0.02)
 
 
+@pytest.mark.slow
 def test_same_arguments_give_the_same_data(folder, tmp_path):
     assert run(tmp_path / "again", "--rows", 70_000, "--seed", 4).exit_code == 0
     assert run(tmp_path / "other", "--rows", 70_000, "--seed", 5).exit_code == 0
@@ -106,6 +107,7 @@ def compute_reference_logits(table, schema, model, ranks):
     return np.array(out)
 
 
+@pytest.mark.slow
 def test_labels_follow_the_planted_model(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "CHUNK_ROWS", 3000)
     assert run(tmp_path / "out", "--rows", 40_000, "--seed", 5, "--table-rows", 4000).exit_code == 0

@@ -55,6 +55,7 @@ def score_parts(model, table):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, precision",
     [pytest.param(*each, marks=[] if each in FAST_SUITE else [pytest.mark.survive]) for each in COMBINATIONS],

@@ -18,6 +18,7 @@ from raytrec.deltas.format import read_delta_manifest
 from raytrec.exporting.apply_deltas import apply_deltas
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mark_slow(["column_wise", "grid_shard", "managed ids, column-wise"], list(CASES)[3:]))
 def test_deltas_of_sharded_tables_are_read_as_whole_rows(name, tmp_path):
     world, plan, schema, settings = CASES[name]

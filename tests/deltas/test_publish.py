@@ -183,6 +183,7 @@ RESUMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mark_slow(RESUMES, ["data-parallel to table-wise", "managed ids"]))
 @pytest.mark.parametrize(
     "fault", [None, *(pytest.param(fault, marks=pytest.mark.survive) for fault in ("delta lost", "file damaged"))]
@@ -225,6 +226,7 @@ def fill_disk_for_a_while(made):
         (place / "ballast").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schema", [SCHEMA, pytest.param(managed_schema(), marks=pytest.mark.survive)], ids=["plain ids", "managed ids"]
 )

@@ -69,6 +69,7 @@ def test_job_configs_load_and_build_their_models(name):
     assert sum(p.numel() for p in build_model(schema_for(name), config.model).parameters()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,hosts", [("criteo_1tb_8xa100", 1), ("criteo_1tb_8xh100", 1), ("criteo_1tb_2x8xh100", 2)])
 @pytest.mark.parametrize("sizes", [MLPERF_ROWS, [10_000_000] * 26], ids=["MLPerf", "hashed"])
 def test_criteo_configs_fit_the_gpus_of_their_clusters(name, hosts, sizes):

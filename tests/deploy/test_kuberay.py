@@ -266,6 +266,7 @@ def test_readers_get_cpu_nodes_and_idle_nodes_are_removed(cluster):
     assert planner.unwanted(nodes, workers=[WORKER]) == {}
 
 
+@pytest.mark.slow
 def test_pending_pods_time_out(cluster):
     """Ray's autoscaler reads the timeouts from its environment when it starts."""
     env = {e["name"]: e["value"] for e in cluster["spec"]["autoscalerOptions"]["env"]}

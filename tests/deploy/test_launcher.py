@@ -33,6 +33,7 @@ def test_ray_rejects_a_misspelt_launcher_key(config):
         validate_config(config | {"idle_timeout_minuts": 5})
 
 
+@pytest.mark.slow
 @BOTH_CLOUDS
 def test_launcher_commands_are_valid_bash_without_secrets(config):
     for command in (command for key in COMMANDS + STARTS for command in config[key]):

@@ -77,6 +77,7 @@ except OSError:
 """
 
 
+@pytest.mark.slow
 def test_operator_check_shows_the_first_loader_error(installed, tmp_path):
     """A patched FBGEMM library depends on a library that does not exist."""
     installed({"fbgemm_gpu/__init__.py": HIDDEN_LOADER_ERROR})
@@ -128,6 +129,7 @@ def with_gpus(installed, monkeypatch):
     sys.modules.pop("pynvml", None)
 
 
+@pytest.mark.slow
 def test_unsupported_and_failing_gpus_are_reported(with_gpus, monkeypatch):
     with_gpus(**CUDA_BUILD)
     # Hide the CPU build that is installed here.
@@ -175,6 +177,7 @@ def test_low_disk_memory_and_limits_are_reported(tmp_path, monkeypatch):
     assert "ulimit -n" in get_only_diagnosis("limits", FAILURE).do
 
 
+@pytest.mark.slow
 def test_virtual_memory_limit_is_reported_before_a_run():
     code = """
 import resource
@@ -467,6 +470,7 @@ def doctor(*arguments, blocked=(), **environment):
     return done
 
 
+@pytest.mark.slow
 def test_doctor_runs_without_torch_and_fbgemm(tmp_path):
     """Imports fail in the command and in its children, but the command shows no traceback."""
     site = simulated_packages.install_simulated_packages(
@@ -481,6 +485,7 @@ def test_doctor_runs_without_torch_and_fbgemm(tmp_path):
     assert "make install DEVICE=cpu" in row["do"]
 
 
+@pytest.mark.slow
 def test_doctor_applies_overrides_to_the_config(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(f"data: {{train: {tmp_path}}}\n")
@@ -489,6 +494,7 @@ def test_doctor_applies_overrides_to_the_config(tmp_path):
     assert done.returncode == 1 and "scaling.nodes" in done.stderr and "no such option" not in done.stderr.lower()
 
 
+@pytest.mark.slow
 def test_shared_report_hides_hosts_users_and_paths(tmp_path, monkeypatch, capsys):
     (home := tmp_path / "home/alice").mkdir(parents=True)
     rays = make_short_link(tmp_path)

@@ -97,6 +97,7 @@ SABOTAGE = {
 }
 
 
+@pytest.mark.slow
 def test_failed_check_prints_and_stores_its_findings(tmp_path, monkeypatch, capsys):
     """The findings are made up; test_check_detects_wrong_arithmetic produces real ones."""
     limits = {"forward": 1e-6, "gradient": 1e-5}

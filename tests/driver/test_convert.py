@@ -87,6 +87,7 @@ def trained(tmp_path_factory):
     return {name: get_step_folder(str(root / name), STEPS) for name in ("rowwise_adagrad", "adam")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
 def test_table_converted_to_managed_ids_learns_the_same(trained, optimizer, tmp_path):
     out = str(tmp_path / "out")

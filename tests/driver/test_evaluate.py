@@ -64,6 +64,7 @@ def delay_batches(all_outputs, gpu):
     gpu.waits.pop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [None, 1000])
 def test_gpu_evaluation_equals_cpu_and_keeps_the_gpu_busy(memory):
     expected = run_on_ranks(2, evaluate_batches)
@@ -136,6 +137,7 @@ def test_evaluation_rejects_inapplicable_overrides(change, message):
         load_evaluation_config(CHECKPOINT_METADATA, "there", [change], allow_code=False)
 
 
+@pytest.mark.slow
 def test_next_evaluation_keeps_only_folders_with_a_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = (

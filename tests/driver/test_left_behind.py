@@ -61,6 +61,7 @@ def count_after_steps(rank, world, folder):
     return found
 
 
+@pytest.mark.slow
 def test_steps_leak_no_objects(tmp_path):
     for early, late in ranks.run_on_ranks(2, count_after_steps, tmp_path):
         assert early["Tensor"] > 10
@@ -103,6 +104,7 @@ class Cycle:
         self.me = self
 
 
+@pytest.mark.slow
 def test_gc_collects_old_cycles_soon():
     """The collector finds old garbage soon, even if the process holds many objects, as ranks do."""
     ballast = [[] for _ in range(600_000)]

@@ -45,6 +45,7 @@ def settings(workers=2, readers=1, **scaling):
     return RunConfig.model_validate(values)
 
 
+@pytest.mark.slow
 def test_auto_chooses_cpu_if_torch_is_built_for_cpus(ray_with_gpus, cpu_build, console):
     assert nodes.choose_device(settings(), nodes.list_gpu_nodes(), console) == "cpu"
     (said,) = console.said

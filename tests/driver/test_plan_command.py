@@ -61,6 +61,7 @@ def test_plan_chooses_smallest_and_cheapest_cluster(folder, capsys):
     assert all(each["fits"] and each["time"]["rows_per_s"] > 0 for each in found["chosen"])
 
 
+@pytest.mark.slow
 def test_plan_reports_lack_of_gpu_memory_for_a_step(folder):
     made = plan(folder / "config.yaml", ["data.global_batch_size=8388608", "plan.sharding_types=[row_wise]"], "8xl4")
     (found,) = made.on
@@ -83,6 +84,7 @@ def test_plan_rejects_invalid_price_files(folder, text, message):
         plan(folder / "config.yaml", [], prices=folder / "odd.yaml")
 
 
+@pytest.mark.slow
 def test_plan_draws_shards_as_svg(folder, tmp_path, capsys):
     given = folder / "config.yaml", "--on", "8xh200", "--picture"
     assert run(*given, tmp_path / "shards.svg") == 0

@@ -64,6 +64,7 @@ def collect_clipping_waits(rank, world, plan):
     return [wait for wait in StandInGpu.active.waits if "optim.py:" in wait.ours], float(step.optimizer.last_norm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"sharding_type": "row_wise"}, ["table_wise", "data_parallel"]])
 def test_clipping_does_not_wait_for_the_gpu(plan):
     for waits, norm in run_on_ranks(2, collect_clipping_waits, plan, device="cuda"):

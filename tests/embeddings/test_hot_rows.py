@@ -93,6 +93,7 @@ def train_and_read(rank, world, plan, optimizer, kernel, share, folder):
     return losses, read_values(step), read, (filled, moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", CASES)
 def test_hot_rows_train_like_tables_in_memory(way, tmp_path):
     plan, optimizer, world = CASES[way]
@@ -141,6 +142,7 @@ def resume_and_save(rank, world, kernel, share, folder):
     return again, checkpoints.save_checkpoint(f"{folder}/{kernel}-{world}", step, 16)
 
 
+@pytest.mark.slow
 def test_hot_rows_save_and_resume_like_tables_in_memory(tmp_path):
     folder = str(tmp_path)
     of_memory, found = (
@@ -167,6 +169,7 @@ def train_with_managed_ids(rank, world, kernel, share, folder):
     return read_values(run.step), sum(hot._filled for hot in list_hot_caches(run.step))
 
 
+@pytest.mark.slow
 def test_reassigned_hot_rows_start_with_initial_values(tmp_path):
     (expected, _), _ = run_on_ranks(2, train_with_managed_ids, "fused", 0.0, str(tmp_path))
     (found, filled), _ = run_on_ranks(2, train_with_managed_ids, "fused_mmap", 0.9, str(tmp_path))

@@ -59,6 +59,7 @@ def read_through_cache(rank, world, plan):
     return whole, loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "column_wise"])
 def test_cached_rows_are_read_through_the_cache(sharding):
     found = run_on_ranks(2, read_through_cache, CACHED | {"sharding_type": sharding})
@@ -116,6 +117,7 @@ def collect_observations(rank, world, kernel, optimizer):
     return figures, seen, broken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
 def test_statistics_and_checks_read_cached_rows(optimizer):
     found = run_on_ranks(2, collect_observations, "fused_uvm_caching", optimizer)

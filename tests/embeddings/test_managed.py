@@ -125,6 +125,7 @@ def test_ranks_own_contiguous_key_ranges(world):
     assert torch.bincount(owners, minlength=world).min() > 0.9 * 10_000 / world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made_for,steps", [((500, 3), 60), ((3, 500), 30), ((90,), 60), ((0, 90, 5), 60)])
 def test_key_map_matches_one_dict_per_table(made_for, steps):
     rng, tables = np.random.default_rng(1), range(len(made_for))

@@ -57,6 +57,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world,names", CASES)
 def test_rows_are_independent_of_the_number_of_ranks(world, names):
     answers, alone = run_on_ranks(world, remap, names), remap(0, 1, names)

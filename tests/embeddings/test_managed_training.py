@@ -129,6 +129,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world,sharding,optimizer,train", CASES)
 def test_managed_training_matches_unbounded_tables(world, sharding, optimizer, train):
     got, expected, known, logits, evaluated, figures = run_on_ranks(
@@ -184,6 +185,7 @@ def train_on_device(rank, world, device, block):
     return copy_local_state(run.step), max(sizes), groups
 
 
+@pytest.mark.slow
 def test_new_rows_are_initialized_equally_in_blocks_and_on_gpus():
     plain = run_on_ranks(2, train_on_device, "cpu", None)
     for (state, most, _), (in_blocks, few, groups) in zip(

@@ -68,6 +68,7 @@ def is_in_file(values, folder):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", CASES)
 def test_mapped_tables_train_like_tables_in_memory(way, tmp_path):
     tables, optimizer, world = CASES[way]
@@ -94,6 +95,7 @@ def train_by_id(rank, world, kernel, folder):
     return {name: table.weight.dense() for name, table in found.items()}, found["item"].kernel
 
 
+@pytest.mark.slow
 def test_mapped_sequence_tables_train_like_tables_in_memory(tmp_path):
     ((expected, _), *_) = run_on_ranks(2, train_by_id, "fused", str(tmp_path))
     for found, kernel in run_on_ranks(2, train_by_id, "fused_mmap", str(tmp_path)):

@@ -54,6 +54,7 @@ def compare_with_reference(rank, world, plan, tables, changes=()):
     return wrong, len({f.name.partition(".")[0] for f in found if f.check == "state"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world,plan", [(1, "row-wise"), (2, "row-wise"), (2, "table-wise"), (2, "copies")])
 @pytest.mark.parametrize("optimizer", NEXT_OPTIMIZER)
 def test_two_tables_use_two_optimizers(optimizer, world, plan):
@@ -65,6 +66,7 @@ def test_two_tables_use_two_optimizers(optimizer, world, plan):
     assert with_state == 2 - ("sgd" in (optimizer, NEXT_OPTIMIZER[optimizer]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["copies", "dense"])
 @pytest.mark.parametrize("optimizer", NEXT_OPTIMIZER)
 def test_weight_decay_reaches_every_row(optimizer, plan):

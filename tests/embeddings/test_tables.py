@@ -55,6 +55,7 @@ def read_and_write(rank, world, sharding, kernel, optimizer):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding,kernel,optimizer,world,hosts", CASES)
 def test_all_shardings_read_and_write_equally(sharding, kernel, optimizer, world, hosts):
     ranks = run_on_ranks(world, read_and_write, sharding, kernel, optimizer, hosts=hosts)

@@ -86,6 +86,7 @@ ROW_WISE = {"sharding_type": "row_wise"}
 TWO_WAYS = ["plan.tables.a.sharding_type=row_wise", "plan.tables.b.sharding_type=table_wise"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings,poolings,off,hosts",
     [
@@ -104,6 +105,7 @@ def test_means_match_their_definition(settings, poolings, off, hosts):
     assert run_parity(world, settings, tables, off, hosts=hosts)["forward"] > MIN_FAULT_ERROR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
 def test_2251_gradients_are_divided_by_the_world_size(sharding):
     """This is correct only for one definition of the loss; with unequal batches, the mean of local means is

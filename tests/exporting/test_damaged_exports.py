@@ -34,6 +34,7 @@ def list_export_files(export):
     return sorted(str(path.relative_to(export)) for path in export.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_load_rejects_pipes_and_devices(copy):
     """Neither is opened, because reading from a pipe blocks and reading from a device may never end."""
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):

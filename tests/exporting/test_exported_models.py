@@ -16,7 +16,9 @@ from raytrec.config.models.base import MODELS
 
 SCORE_TOLERANCE = 1e-6
 # The model of each family that exports the rarest operators. The other models run in test-survive.
-FAST_SUITE_MODELS = ("masknet", "dien", "esmm", "hstu", "sequence", "two_tower", "wide_deep")
+MARKS = dict.fromkeys(CASES, pytest.mark.survive)
+MARKS |= dict.fromkeys(("masknet", "dien", "sequence", "two_tower"), pytest.mark.slow)
+MARKS |= dict.fromkeys(("hstu", "esmm", "wide_deep"), ())
 
 
 def assert_close(found, expected, names):
@@ -31,9 +33,7 @@ def http():
         yield http
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST_SUITE_MODELS else pytest.param(name, marks=pytest.mark.survive) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in MARKS.items()])
 def test_exported_models_score_like_training(name, http, tmp_path):
     folder, table, predictions, vectors = train_for_export(ModelCase(name, (1, 1)), tmp_path)
     export = raytrec.export(folder, str(tmp_path / "export"), golden_rows=5)
@@ -102,6 +102,7 @@ def own_models(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))  # for the processes of ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [SmallModelCase({"top_mlp": [6]}, dense=False), SmallModelCase({"name": "own_models:Sum"})],

@@ -44,6 +44,7 @@ def run(tmp_path_factory):
     mlflow.set_tracking_uri(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3, 50])
 def test_onnxruntime_matches_the_model(run, rows):
     assert_equal_with_onnx(run.export, run.table, rows)
@@ -80,6 +81,7 @@ class Bessel(torch.nn.Module):
         return (torch.special.bessel_j0(dense).sum(1),)
 
 
+@pytest.mark.slow
 def test_export_names_operators_missing_in_onnx():
     rows = {0: torch.export.Dim("rows", min=1)}
     program = torch.export.export(Bessel(), (torch.ones(3, 2),), dynamic_shapes=(rows,))

@@ -37,6 +37,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(trained_model, "PIECE_BYTES", 700 * 32)  # pieces end within blocks
 
 
+@pytest.mark.slow
 def test_interrupted_export_keeps_complete_blocks(trained, tmp_path, monkeypatch):
     folder, rows, predictions, _ = trained
     out, stream = tmp_path / "out", OutputFolder.stream
@@ -65,6 +66,7 @@ def test_interrupted_export_keeps_complete_blocks(trained, tmp_path, monkeypatch
     np.testing.assert_allclose(model.predict(rows)["score"], expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_blocks_equal_the_rows_of_the_checkpoint(trained, tmp_path):
     folder, *_ = trained
     model = raytrec.load(raytrec.export(folder, str(tmp_path / "out")).path)

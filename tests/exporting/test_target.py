@@ -55,6 +55,7 @@ def call_before_tables(monkeypatch, act):
     monkeypatch.setattr(exporting, "_write_tables", acting)
 
 
+@pytest.mark.slow
 def test_repeated_export_uses_the_newest_checkpoint(run, saved_checkpoints, tmp_path, monkeypatch):
     out = str(tmp_path / "out")
     with monkeypatch.context() as patch:
@@ -94,6 +95,7 @@ def test_interrupted_export_restarts_with_newest_checkpoint(run, saved_checkpoin
     assert version.startswith("small-2-") and raytrec.load(out, check_tables=True).check() <= 1e-6
 
 
+@pytest.mark.slow
 def test_export_refuses_a_folder_in_use(run, tmp_path):
     out = tmp_path / "out"
     with ClaimedFolder(str(out), "raytrec export").hold(), pytest.raises(RunError, match="another process is writing"):
@@ -127,6 +129,7 @@ def test_two_processes_export_into_one_folder_at_once(run, tmp_path):
     assert raytrec.load(out, check_tables=True).check() <= 1e-6
 
 
+@pytest.mark.slow
 def test_export_accepts_an_identical_concurrent_export(run, tmp_path, monkeypatch):
     """Object stores have no locks, so that two exports can be committed."""
     monkeypatch.setattr(ClaimedFolder, "hold", lambda folder: nullcontext())

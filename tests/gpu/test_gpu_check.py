@@ -70,6 +70,7 @@ def run_block_in_child(end, name, folder):
     end.send(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESULT_ON_STAND_IN)
 def test_block_reports_result_on_stand_in(tmp_path, name):
     """The stand-in covers the CUDA branches of the block."""
@@ -102,6 +103,7 @@ def test_blocks_with_training_runs_pass(tmp_path, device):
     assert results_by_block(values) == expected, said
 
 
+@pytest.mark.slow
 def test_gpu_check_rejects_unknown_block(tmp_path):
     done = subprocess.run(
         [sys.executable, HERE / "check.py", "--only", "sped"], capture_output=True, text=True, cwd=tmp_path

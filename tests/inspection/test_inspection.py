@@ -168,6 +168,7 @@ def test_inspect_reads_train_of_a_dataset(folder):
     assert found.uri == str(folder) and found.rows == ROWS
 
 
+@pytest.mark.slow
 def test_many_distinct_values_are_estimated(tmp_path):
     values = np.random.default_rng(0).permutation(400_000)
     pq.write_table(pa.table({"y": values % 2, "user_id": values}), tmp_path / "a.parquet", row_group_size=50_000)

@@ -143,6 +143,7 @@ def find_metric_names(tree):
             yield node.attr, node.lineno
 
 
+@pytest.mark.slow
 def test_metric_names_appear_only_in_the_metrics_package():
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}"

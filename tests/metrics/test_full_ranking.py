@@ -166,6 +166,7 @@ def test_full_ranking_metrics_match_the_reference(world, cells, texts, several):
     assert 0.05 < expected["retrieval.hit_rate@5"] < 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True], ids=["one right item", "several"])
 def test_full_ranking_on_gpu_matches_the_reference(several):
     given = rows(several=several)
@@ -183,6 +184,7 @@ def count_host_waits(rank, world, given, cells):
     return len(adds) / 3
 
 
+@pytest.mark.slow
 def test_full_ranking_needs_few_host_waits():
     """Two ranks; each block of items that float32 cannot decide adds at most one wait."""
     whole, blocks = (run_on_ranks(2, count_host_waits, rows(), cells, device="cuda") for cells in (1 << 22, 100))

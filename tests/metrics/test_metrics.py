@@ -86,6 +86,7 @@ def compute_reference(logits, labels, weights):
     }
 
 
+@pytest.mark.slow
 def test_metric_sums_equal_torchrecs():
     """The sums equal, bit for bit, TorchRec's functions on the pending steps, summed in float64."""
     from torchrec.metrics.calibration import compute_calibration, get_calibration_states
@@ -104,6 +105,7 @@ def test_metric_sums_equal_torchrecs():
     assert figures["calibration"] == float(compute_calibration(predicted, labelled))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 2), (1, 1)])
 def test_metric_sums_resume_on_any_number_of_ranks(before, after):
     so_far, whole = run_on_ranks(before, sum_metrics, TWO_TASKS)[0]
@@ -191,6 +193,7 @@ def evaluate_tasks(rank, world, tasks):
     return evaluate(step, stream, torch.device("cpu"), of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_tasks_have_separate_metrics(world):
     (figures, curves), *others = run_on_ranks(world, evaluate_tasks, TWO_TASKS)
@@ -272,6 +275,7 @@ def compute_metrics_without_rows(of):
     return sums.reduce()
 
 
+@pytest.mark.slow
 def test_user_metric_runs_on_two_ranks(tmp_path):
     (tmp_path / "metrics_of_mine.py").write_text(USER_METRICS)
     (figures, curves, described, of_none), (other, *_) = run_on_ranks(2, evaluate_user_metrics, str(tmp_path))

@@ -112,6 +112,7 @@ def found(request):
     return firsts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(CASES)[:4])
 def test_ranked_metrics_match_their_definitions(found, kind):
     case, (figures, _) = CASES[kind], found[kind]
@@ -167,6 +168,7 @@ def test_ndcg_without_ties_matches_scikit_learn(found):
     assert figures["ndcg@5"] == pytest.approx(np.mean(scores), abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_binned_metrics_are_within_their_error_bound(world):
     kinds = ("no ties, no weights", "ties, weights and a masked group")
@@ -193,6 +195,7 @@ def test_bins_are_monotonic_in_predictions():
     assert ((middles - edges).abs() <= edges.abs() / 2**11 + 1e-40)[1:-1].all()
 
 
+@pytest.mark.slow
 def test_ranked_metrics_on_gpu_match_cpu():
     cases = list(CASES.values())[:2]
     expected, on_gpus = evaluations(2, cases)[0], evaluations(2, cases, device="cuda")

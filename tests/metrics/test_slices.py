@@ -41,6 +41,7 @@ def has_enough_rows(case, country):
     return min(positives, int(kept.sum()) - positives) >= 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_largest_and_worst_slices_are_listed_by_name(world):
     cases = [rows(), rows(max_exact_rows=100)]

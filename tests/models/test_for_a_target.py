@@ -248,6 +248,7 @@ def test_bst_matches_its_equations(outputs, blocks, heads):
     assert given.shape == ((ROWS,) if outputs == 1 else (ROWS, 2))
 
 
+@pytest.mark.slow
 def test_attention_learns_the_newest_id_but_the_mean_does_not():
     from ranked_rows import auc_of_predictions
 

@@ -40,6 +40,7 @@ def train_and_get_state(rank, world, name, plan, root, first, last):
     return found | {name: table.weight.dense(first_only=True) for name, table in tables(step.model).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SECTIONS)
 def test_model_resumes_with_another_plan(name, tmp_path):
     whole = run_on_ranks(1, train_and_get_state, name, "table_wise", str(tmp_path / "whole"), 0, 6)[0]
@@ -73,6 +74,7 @@ def score_batch(rank, world, matmul):
     return outputs["y"].logits[outputs.rows > 0], logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("matmul,tolerance", [("fp32", 1e-6), ("bf16", 1e-2)])
 def test_recommender_scores_match_distributed_evaluation(matmul, tolerance):
     ranks = run_on_ranks(2, score_batch, matmul)

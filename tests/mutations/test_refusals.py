@@ -210,6 +210,7 @@ test_changed_checkpoint_indexes_are_handled, test_changed_checkpoint_indexes_are
 )
 
 
+@pytest.mark.slow
 def test_valid_input_reaches_the_start_of_ray(mutation_folder):
     """Without this check, the other tests could pass for the wrong reason."""
     with mutation_folder.fresh():

@@ -14,7 +14,7 @@ def _is_whole(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.option.markexpr.startswith("not parity"):  # make test
+    if not _is_whole(config) and config.option.markexpr != "parity":  # make test, make test-slow
         return
     import record
 

@@ -111,6 +111,7 @@ def check_random_cases(place, examples):
     holds()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tables",
     [
@@ -150,6 +151,7 @@ def test_ranks_without_table_rows_match_one_process(tables, half):
     assert_parity(cases, (3, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", [pytest.param(p, marks=[] if p == (2, 1) else [pytest.mark.parity]) for p in FACTORS["place"]], ids=str
 )

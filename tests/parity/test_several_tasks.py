@@ -106,6 +106,7 @@ SELECTED_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SELECTED_CASES, ids=lambda case: case.tasks)
 def test_selected_tasks_match_one_process(case):
     assert_parity([case], case.place)

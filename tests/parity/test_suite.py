@@ -18,6 +18,7 @@ def make_place_params(of):
     return [pytest.param(p, marks=[pytest.mark.parity] if p not in TEST_PLACES else [], id=str(p)) for p in of]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", make_place_params(FACTORS["place"]))
 def test_pairwise_cases_match_one_process(place):
     assert_parity([case for case in list_pairwise_cases() if case.place == place], place)

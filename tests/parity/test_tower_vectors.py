@@ -78,6 +78,7 @@ def compute_tower_vectors(rank, world, model, root):
     return pairs, (outputs["y"].logits, outputs.vectors), here
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [name for name in CASES if MODELS.parts[name].retrieves])
 def test_tower_vectors_need_only_their_own_features(model, tmp_path):
     parts = run_on_ranks(2, compute_tower_vectors, model, str(tmp_path))

@@ -86,6 +86,7 @@ def assert_uneven_parity(cases, place):
         assert not [f"{case}: {f}" for f in found if not f["passed"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", ["static", "managed"])
 def test_features_of_shared_tables_keep_their_ids(ids):
     assert_uneven_parity([replace(case, ids=ids) for case in UNEVEN_CASES], (2, 1))

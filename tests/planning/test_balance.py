@@ -40,6 +40,7 @@ def predict_plan(cluster, **plan):
 SHARDING_TYPES = ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "data_parallel"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "machines, kinds, torchrecs_ms",
     [
@@ -71,11 +72,13 @@ def test_balanced_column_shards_use_distinct_ranks():
         assert sum(columns for *_, columns in table.shards) == 128
 
 
+@pytest.mark.slow
 def test_plan_balances_lookups_on_cpu():
     found = predict_plan(Cluster(1, 4, 200, 900, 1e6), sharding_types=["table_wise"])
     assert max(found.loads.ids["adagrad"]) <= 6_750_208
 
 
+@pytest.mark.slow
 def test_plan_search_is_deterministic():
     plans = [predict_plan(parse_cluster("2x8xh100"), sharding_types=SHARDING_TYPES).tables for _ in range(2)]
     assert plans[0] == plans[1]

@@ -70,6 +70,7 @@ def test_plan_uses_only_allowed_sharding_types_and_kernels(sharding):
         assert set(entry["ranks"]) <= {0, 1}
 
 
+@pytest.mark.slow
 def test_planner_keeps_manual_table_settings():
     plan = {
         "tables": {
@@ -127,6 +128,7 @@ def test_disk_full_error_names_tables_size_and_resume_command(chosen, free, tmp_
     assert f"raytrec train --resume {tmp_path}" in message
 
 
+@pytest.mark.slow
 def test_planner_moves_tables_to_files_when_memory_is_short():
     plan = {"memory_gib": 0.1, "compute_kernels": ["fused", "fused_mmap"]}
     found = run_on_ranks(2, plan_tables, plan, 10**6)[0]  # each table takes 0.06 GiB with state
@@ -280,6 +282,7 @@ def train_on_gpus(rank, world, gpus, expected_text):
     return [str(shard.placement) for shard in module["user"].sharding_spec.shards]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gpus,expected_text",
     [([0, 1, 0], [2, 2, 1]), ([2, 0, 1], [3, 3, 3]), ([0, 1, 2], [1, 1, 1])],
@@ -374,6 +377,7 @@ def get_resident_shares(rank, world, memory_gib):
     return [hot and hot._count / hot._rows for hot in places]
 
 
+@pytest.mark.slow
 def test_resident_rows_match_the_plan():
     """Four tables of 12 MiB, with state, on two workers."""
     shares = run_on_ranks(2, get_resident_shares, 0.015)

@@ -23,6 +23,7 @@ def test_dlrm_v4_has_the_published_sizes_and_names_its_skewed_tables():
     assert find_skewed_tables(schema, 4) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("matmul", ["fp32", "bf16"])
 def test_work_grows_with_the_mean_length_of_sequences(matmul):
     read = {"table": "item", "pooling": "sequence"}

@@ -152,6 +152,7 @@ def expected_scores(rank, world, folder):
     return found["label"].predictions.numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_ranks_predict_every_row_once_and_in_order(folder, tmp_path, world):
     said = run_on_ranks(world, predict, folder, tmp_path, {})[0]
@@ -173,6 +174,7 @@ def undisturbed_outputs(folder, tmp_path_factory):
     return read_parquet_bytes(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fail_after", [0, 2, 4])
 def test_continued_predictions_are_bitwise_equal(folder, undisturbed_outputs, tmp_path, fail_after):
     with pytest.raises(RuntimeError, match="predictions cannot be written"):
@@ -185,6 +187,7 @@ def test_continued_predictions_are_bitwise_equal(folder, undisturbed_outputs, tm
     assert all(dict(list_parquet_files(tmp_path / "again"))[n].stat().st_mtime_ns == before[n] for n in complete)
 
 
+@pytest.mark.slow
 def test_restarted_group_keeps_written_spans(folder, undisturbed_outputs, tmp_path):
     """Only one rank receives the restart command. The next group has another number of ranks."""
     with pytest.raises(RuntimeError, match=r"Restart: after 1\d of \d+ batches"):

@@ -122,6 +122,7 @@ def test_predict_command_writes_files_and_reports_metrics(run, data, tmp_path, f
     assert len(fake_group) == 1
 
 
+@pytest.mark.slow
 def test_predict_keeps_written_spans_after_a_failure(run, data, tmp_path, fake_group):
     out, fake_group.stop_after = tmp_path / "out", 5
     with pytest.raises(RunError, match="died"):
@@ -166,6 +167,7 @@ def test_other_batch_sizes_discard_unfinished_parts(run, data, tmp_path, fake_gr
     assert (fake_group[0][1].batch_rows, fake_group[1][1].batch_rows) == (8, 4)
 
 
+@pytest.mark.slow
 def test_predict_selects_the_checkpoint(run, data, tmp_path, fake_group):
     predict(run, data, tmp_path / "a")
     predict(run, data, tmp_path / "b", checkpoint="best")
@@ -183,6 +185,7 @@ def test_predict_writes_columns_of_the_run_and_of_every_task(tmp_path, data, fak
     assert predict(tmp_path / "run", data, tmp_path / "none", columns=[""]).columns == made.columns[2:]
 
 
+@pytest.mark.slow
 def test_predict_refuses_invalid_settings(run, data, tmp_path):
     out = tmp_path / "out"
     predict(run, data, out, columns=["row"])
@@ -218,6 +221,7 @@ def test_predict_refuses_invalid_settings(run, data, tmp_path):
         refused(RunError, "another process is writing to this folder")
 
 
+@pytest.mark.slow
 def test_damaged_prediction_manifest_raises_a_clear_error(run, data, tmp_path):
     manifest = tmp_path / "out" / "_predictions.json"
     predict(run, data, tmp_path / "out", columns=["row"])
@@ -232,6 +236,7 @@ def test_damaged_prediction_manifest_raises_a_clear_error(run, data, tmp_path):
         assert "choose another --out, or remove the folder" in error.value.do, damaged
 
 
+@pytest.mark.slow
 def test_predict_refuses_changed_input(run, data, tmp_path):
     predict(run, data, tmp_path / "out", columns=["row"])
     table = pq.read_table(data / "part-1.parquet")

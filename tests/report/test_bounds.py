@@ -95,6 +95,7 @@ def train_with_slow_batches(rank, world, changes, slow, folder):
     return [RankLine(**said) for said in made.said if said.pop("kind") == "rank"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "slow, changes, by", [(0.2, [], "ingest"), (0.0, ["model.top_mlp=[1500,1500]"], "dense model")]
 )
@@ -107,6 +108,7 @@ def test_bound_of_real_ranks_names_the_slow_part(tmp_path, slow, changes, by):
     assert found["bound.by"] == by and found["bound.share"] > 0.3
 
 
+@pytest.mark.slow
 def test_bound_is_shown_on_console_report_and_comparison(tmp_path, capsys):
     from raytrec.driver.console import Result, print_summary
     from raytrec.report.compare import compare

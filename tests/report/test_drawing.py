@@ -17,6 +17,7 @@ class WarningList(list):
     warn = list.append
 
 
+@pytest.mark.slow
 def test_run_output_lists_pictures_only_if_drawn(tmp_path, draw_calls):
 
     from raytrec.config.run_config import RunConfig
@@ -76,6 +77,7 @@ def test_pictures_are_drawn_once_and_written_with_the_result(tmp_path, draw_call
         assert ElementTree.parse(path).getroot().tag.endswith("svg") and "var(" not in path.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begun, confirmed", [(False, False), (True, False), (True, True)])
 def test_missing_or_outdated_pictures_are_drawn_at_the_end(tmp_path, draw_calls, begun, confirmed):
     write_recorded_run(tmp_path)

@@ -290,6 +290,7 @@ def test_throughput_chart_shows_rows_per_second(run):
     assert axes.lines[0].get_ydata() == pytest.approx([60_000] * 25)
 
 
+@pytest.mark.slow
 def test_pictures_use_the_style_and_restore_rcparams(run):
     for picture in GALLERY:
         made = picture.draw(run)
@@ -303,6 +304,7 @@ def test_pictures_use_the_style_and_restore_rcparams(run):
 LONG_NAMES = ["W" * 30, "item_brand_and_manufacturer", "campaign_" + "w" * 20, "类" * 30, "a"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names, ranks", [(LONG_NAMES, 1), (LONG_NAMES[:2], 4), (LONG_NAMES, 40)])
 def test_texts_in_pictures_do_not_overlap(tmp_path, names, ranks):
     run = RunFolder.read(write_recorded_run(tmp_path, names=names, ranks=ranks))

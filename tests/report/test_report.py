@@ -65,6 +65,7 @@ def full_report(tmp_path_factory):
     return folder, CheckedPage(build(folder)[0])
 
 
+@pytest.mark.slow
 def test_report_of_a_full_run_contains_every_section(full_report):
     _, page = full_report
     assert page.tags.count("svg") == 13
@@ -99,6 +100,7 @@ OPTIONAL_FILES = ("config.yaml", "schema.yaml", "plan.json")
 JSONL_FILES = "metrics.jsonl ranks.jsonl checks.jsonl"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "left_out, drawn",
     [
@@ -116,6 +118,7 @@ def test_report_works_without_any_single_file(tmp_path, left_out, drawn):
     assert page.tags.count("svg") == drawn and "table_2" in page.text
 
 
+@pytest.mark.slow
 def test_report_escapes_hostile_texts(tmp_path):
     write_recorded_run(tmp_path, names=[HOSTILE_TEXT, "a" * 300, r"$\frac$"])
     line = {"step": 100, "check": HOSTILE_TEXT, "passed": False, "text": HOSTILE_TEXT, "figure": 1.0, "limit": None}
@@ -135,6 +138,7 @@ def test_report_escapes_hostile_texts(tmp_path):
     assert "{{ 7*7 }}" in page.text and "$x_1$" in page.text
 
 
+@pytest.mark.slow
 def test_report_skips_values_of_wrong_types(tmp_path):
     write_recorded_run(tmp_path)
     wrong = [None, "x", [], {}, True, -1, float("nan"), 10**400]
@@ -152,6 +156,7 @@ def test_report_skips_values_of_wrong_types(tmp_path):
     CheckedPage(build(tmp_path)[0])
 
 
+@pytest.mark.slow
 def test_pictures_are_written_as_png_files(full_report):
     folder, _ = full_report
     written = pictures(folder)
@@ -159,6 +164,7 @@ def test_pictures_are_written_as_png_files(full_report):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 
+@pytest.mark.slow
 def test_report_is_built_within_15_cpu_seconds(tmp_path):
     """The limit is CPU time, so that a busy machine does not matter. Measured: 3 s."""
     write_recorded_run(tmp_path, tables=26, ranks=8, intervals=50)
@@ -167,6 +173,7 @@ def test_report_is_built_within_15_cpu_seconds(tmp_path):
     assert time.process_time() - began < 15
 
 
+@pytest.mark.slow
 def test_report_command_writes_page_and_pictures(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
@@ -186,6 +193,7 @@ def test_report_command_writes_page_and_pictures(tmp_path, monkeypatch, capsys):
         assert status == 1 and what in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_report_imports_neither_torch_nor_pyplot(tmp_path):
     write_recorded_run(tmp_path)
     code = (

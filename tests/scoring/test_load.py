@@ -36,6 +36,7 @@ def load_in_background(path):
     return raytrec.load(path, check_tables=True, background=True)
 
 
+@pytest.mark.slow
 def test_background_load_scores_like_load(export):
     path, table = export
     assert load_in_background(path).predict(table) == raytrec.load(path).predict(table)

@@ -73,6 +73,7 @@ def test_values_beyond_half_precision_are_refused(precision):
         PRECISIONS[precision].encode(torch.tensor([[1e6] * 8]))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_stacked_lookups_equal_lookups_one_by_one(data):

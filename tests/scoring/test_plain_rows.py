@@ -131,6 +131,7 @@ def bodies(draw):
     return text.encode()
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(bodies())
 def test_plain_json_rows_equal_rows_read_by_the_general_reader(reader, assembler, body):
@@ -151,6 +152,7 @@ def test_plain_mappings_equal_rows_read_by_the_general_reader(reader, assembler,
         assert_same_tensors(assembler, found, reader.read(to_table(rows, reader.columns)))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_plain_arrow_rows_equal_rows_read_by_the_general_reader(reader, assembler, data):
@@ -188,6 +190,7 @@ def reader_without_lists():
     return RowReader(schema, (), (), TYPES)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_plain_matrices_equal_rows_of_their_columns(reader_without_lists, data):

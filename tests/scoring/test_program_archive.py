@@ -165,6 +165,7 @@ HARMFUL_ARCHIVES = [
 ]
 
 
+@pytest.mark.slow
 def test_program_without_metadata_computes_the_same(program, entries, tmp_path):
     file = write_archive(tmp_path / "predict.pt2", entries)
     rows = torch.randn(5, 3)
@@ -360,6 +361,7 @@ class Attention(torch.nn.Module):
         return (torch.nn.functional.scaled_dot_product_attention(states, x, states),)
 
 
+@pytest.mark.slow
 def test_loaded_programs_check_sizes_at_each_call(tmp_path):
     torch.manual_seed(0)
     module, x = Attention().eval(), torch.randn(3, 5, 4)

@@ -56,6 +56,7 @@ def model(served_export):
     return raytrec.load(served_export[0])
 
 
+@pytest.mark.slow
 def test_service_scores_every_row_format_like_load(http, model, served_export):
     _, table = served_export
     expected = model.predict(table)
@@ -146,6 +147,7 @@ JSON_VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_malformed_bodies_never_cause_server_errors(http, served_export, data):

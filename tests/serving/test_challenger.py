@@ -86,6 +86,7 @@ def read_metrics(http):
     }
 
 
+@pytest.mark.slow
 def test_canary_answers_its_share_of_keys_with_its_own_scores(served_export, models):  # noqa: F811
     rows, versions = get_valid_rows(served_export), {role: model.version for role, model in models.items()}
     with serve_challenger(served_export, "canary", 0.3) as http:
@@ -130,6 +131,7 @@ def count_shadow_requests(http, outcome):
     return sum(value for name, value in counts.items() if name[:2] == ("raytrec_shadow_requests_total", outcome))
 
 
+@pytest.mark.slow
 def test_shadow_scores_are_compared_and_logged_but_not_answered(served_export, models, tmp_path):  # noqa: F811
     table, version = served_export[1], models["challenger"].version
     with serve_challenger(served_export, "shadow", 1.0, log=tmp_path / "log") as http:

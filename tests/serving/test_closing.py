@@ -126,6 +126,7 @@ class ReconnectingClient:
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ends", [30, pytest.param(1000, marks=[pytest.mark.survive, pytest.mark.timeout(1800)])], ids=str
 )

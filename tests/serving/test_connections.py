@@ -39,6 +39,7 @@ def ask(connection):
     return answer
 
 
+@pytest.mark.slow
 def test_surplus_connections_are_closed_after_an_answer(listener):
     with ExitStack() as stack:
         kept = [stack.enter_context(connect(listener)) for _ in range(8)]
@@ -68,6 +69,7 @@ def test_idle_connections_do_not_count(listener, monkeypatch):
         assert listener.count_active_connections() == 1
 
 
+@pytest.mark.slow
 def test_surplus_connection_answers_all_pipelined_requests(listener):
     with connect(listener) as connection:
         ask(connection)
@@ -100,6 +102,7 @@ def test_coordinator_computes_fair_connections_for_each_node():
     assert follow(coordinator, "a", "node 1", 6) == 3
 
 
+@pytest.mark.slow
 def test_second_listener_takes_over_kept_connections():
     """Clients open another connection when the answer asks them to, as HTTP libraries do."""
     first, stop, failed = Listener(Echo(), "127.0.0.1", 0), threading.Event(), []

@@ -109,6 +109,7 @@ def score_states(folder, table):
     return {scorer.version: scorer.predict(table).to_pydict() for _, scorer in iterate_states(folder.path)}
 
 
+@pytest.mark.slow
 def test_each_answer_is_of_the_version_that_it_names(steps, folder, exports, tmp_path, shards):
     whole = DeltaFolder.of_schema(tmp_path / "whole", steps.schema)
     whole.write_steps(steps, 1, STEPS)
@@ -159,6 +160,7 @@ def test_each_answer_is_of_the_version_that_it_names(steps, folder, exports, tmp
     assert text.count("raytrec_rows_total{") == 1, "each delta adds a series"
 
 
+@pytest.mark.slow
 def test_refused_delta_keeps_the_state_until_it_is_repaired(steps, folder, service, caplog):
     service.wait(delta=2)
     before = service.scores({"rows": steps.table.to_pylist()})
@@ -181,6 +183,7 @@ def test_refused_delta_keeps_the_state_until_it_is_repaired(steps, folder, servi
     assert service.scores({"rows": steps.table.to_pylist()}) != before
 
 
+@pytest.mark.slow
 def test_service_heals_from_a_newer_export(steps, folder, exports, service, shards):
     folder.write_steps(steps, 3, 6)
     service.wait(delta=6)
@@ -195,6 +198,7 @@ def test_service_heals_from_a_newer_export(steps, folder, exports, service, shar
         assert_predictions_equal(other.scores(rows), service.scores(rows))
 
 
+@pytest.mark.slow
 def test_problems_do_not_name_the_location_of_the_folder(folder, service):
     service.wait(delta=2)
     folder.manifest(3).mkdir()
@@ -205,6 +209,7 @@ def test_problems_do_not_name_the_location_of_the_folder(folder, service):
     service.wait(delta=2, problem=None)
 
 
+@pytest.mark.slow
 def test_slow_follower_jumps_over_removed_deltas(steps, folder, exports, service):
     service.wait(delta=2)
     for number in (1, 2):
@@ -217,6 +222,7 @@ def test_slow_follower_jumps_over_removed_deltas(steps, folder, exports, service
     service.wait(delta=6, problem=None)
 
 
+@pytest.mark.slow
 def test_new_stream_is_followed_from_its_first_export(steps, folder, exports, service):
     service.wait(delta=2)
     shutil.rmtree(folder.path)
@@ -248,6 +254,7 @@ def test_command_waits_for_the_first_export(folder, exports, monkeypatch, capsys
         command.serve(options)
 
 
+@pytest.mark.slow
 def test_shards_keep_the_states_of_slow_replicas(steps, folder, exports, monkeypatch):
     """Two replicas with different states share the shards; a replica that is too far behind catches up."""
     monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
@@ -282,6 +289,7 @@ def test_shards_keep_the_states_of_slow_replicas(steps, folder, exports, monkeyp
         assert deltas == [[1, STEPS + 1]] * 2, "the deltas were applied to the tables of the golden rows"
 
 
+@pytest.mark.slow
 def test_shards_refuse_values_that_exceed_the_precision(steps, folder, monkeypatch, tmp_path):
     """The tables are not loaded again for a delta that shards cannot apply."""
     monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
@@ -320,6 +328,7 @@ def test_replica_stops_before_a_value_that_shards_cannot_store(steps, folder, mo
         assert not follower.advance() and f"delta 6 cannot be applied: table {table}" in follower.problem
 
 
+@pytest.mark.slow
 def test_shards_tell_exports_of_different_precisions_apart(steps, folder, monkeypatch, tmp_path):
     """The distribution of rows over shards depends on the precision, so replicas with both need different tables."""
     monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
@@ -379,6 +388,7 @@ def test_starting_replica_does_not_advance_the_tables_of_others(steps, folder, e
         assert first.versions.current.scorer.predict(steps.table).to_pydict() == expected
 
 
+@pytest.mark.slow
 def test_replica_loads_an_export_of_another_precision_if_shards_need_it(steps, folder, monkeypatch, tmp_path):
     """Old exports are removed, so a shard that restarts cannot load the state of a replica with their precision."""
     monkeypatch.setattr(pooling, "PAGE_BYTES", 32)

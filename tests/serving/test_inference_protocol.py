@@ -367,6 +367,7 @@ NESTED_VALUES = st.recursive(VALUES, lambda inner: st.lists(inner, max_size=4), 
 KEYS = ("name", "datatype", "shape", "parameters", "data")
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_malformed_requests_never_cause_server_errors(http, served_export, data):

@@ -53,6 +53,7 @@ SLOW_REQUESTS = {
 }
 
 
+@pytest.mark.slow
 def test_slow_clients_are_disconnected(short_client_timeout, listener):
     """All clients run at the same time and send one byte every 0.05 s."""
     with ExitStack() as stack:
@@ -80,6 +81,7 @@ def send_slowly(connection, data):
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_client_timeout_applies_to_unread_bodies(short_client_timeout):
     with closing(Listener(Echo(reads=False), "127.0.0.1", 0)) as listener, connect(listener) as connection:
         sending = threading.Thread(target=send_slowly, args=(connection, POST + b"x" * 99), daemon=True)
@@ -89,6 +91,7 @@ def test_client_timeout_applies_to_unread_bodies(short_client_timeout):
         sending.join(WAIT_S)
 
 
+@pytest.mark.slow
 def test_response_may_take_longer_than_client_timeout(short_client_timeout):
     class Slow(Echo):
         async def __call__(self, scope, receive, send):
@@ -163,6 +166,7 @@ def send_until_closed(connection, *pieces):
             connection.sendall(piece)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer_bytes", [64 << 20, 40_000])
 def test_clients_that_do_not_read_are_disconnected(short_client_timeout, answer_bytes):
     listener = Listener(Echo(answer_bytes), "127.0.0.1", 0)
@@ -197,6 +201,7 @@ def test_new_connection_replaces_the_longest_idle_one(monkeypatch, echo):
         assert read_all(kept[1]) == b""
 
 
+@pytest.mark.slow
 def test_port_is_reusable_after_close_with_open_connections(echo):
     listener = Listener(echo, "127.0.0.1", 0)
     with connect(listener) as connection:

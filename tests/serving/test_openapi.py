@@ -31,6 +31,7 @@ def document(http):  # noqa: F811
     return json.loads(http.ask("/openapi.json")[1])
 
 
+@pytest.mark.slow
 def test_document_is_consistent(http, document):  # noqa: F811
     """References resolve, schemas are valid, and every parameter of a path is declared."""
     for reference in iterate_references(document):

@@ -43,6 +43,7 @@ def list_log_files(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_log_contains_rows_and_scores_of_every_request_format(served_export, tmp_path):  # noqa: F811
     export, table = served_export
     model = raytrec.load(export)
@@ -74,6 +75,7 @@ def test_log_contains_rows_and_scores_of_every_request_format(served_export, tmp
         np.testing.assert_allclose(rows["score_y"], again, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_log_samples_requests_and_rotates_files(served_export, tmp_path):  # noqa: F811
     with LoggingService(served_export[0], tmp_path, sample=0.5, file_interval_s=3600, max_file_rows=20) as service:
         for _ in range(60):

@@ -93,6 +93,7 @@ def test_lookups_in_shards_equal_lookups_one_by_one(shards, data):
                 assert torch.equal(found[kind, name], values), (kind, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["whole", "small"])
 def test_scores_equal_those_of_mapped_tables(shards, exports, precision):
     export, table = exports[precision == "small"], exports[2]
@@ -106,6 +107,7 @@ def test_scores_equal_those_of_mapped_tables(shards, exports, precision):
     assert_predictions_equal(ranked.to_pydict(), expected)
 
 
+@pytest.mark.slow
 def test_sequences_equal_those_of_mapped_tables(shards, tmp_path):
     folder, table, _, _ = train_for_export(ModelCase("sequence", (1, 1)), tmp_path)
     export = raytrec.export(folder, str(tmp_path / "export")).path
@@ -120,6 +122,7 @@ def serve(shards, export, **options):
     return ServedApp(Service(versions, TOKEN, figures=shards.figures, threads=2))
 
 
+@pytest.mark.slow
 def test_missing_shard_fails_requests_until_it_is_back(exports):
     export, _, table = exports
     body = {"rows": table.to_pylist()}
@@ -164,6 +167,7 @@ def test_golden_rows_need_all_shards(exports):
             load(exports[0], make_lookups=lambda *arguments: make(*arguments, fallback="zeros"))
 
 
+@pytest.mark.slow
 def test_hanging_shard_delays_requests_by_the_timeout_only(exports):
     export, _, table = exports
     body, hanging = {"rows": table.to_pylist()}, threading.Event()
@@ -176,6 +180,7 @@ def test_hanging_shard_delays_requests_by_the_timeout_only(exports):
         wait_for(lambda: http.ask("/predict", body)[0] == 200, "the shard", 60)
 
 
+@pytest.mark.slow
 def test_silent_port_delays_no_request():
     """A port that accepts connections and never responds fails `connect`, which no request waits for."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -190,6 +195,7 @@ def test_silent_port_delays_no_request():
         assert connection.is_away
 
 
+@pytest.mark.slow
 def test_late_answer_fails_only_its_request(exports, caplog):
     """One slow request, such as one with very many rows, does not make the shard unavailable for others."""
     export, _, table = exports
@@ -213,6 +219,7 @@ def test_request_with_too_many_vectors_is_an_error_of_the_client(exports, monkey
         assert http.scores({"rows": table.to_pylist()}) == expected
 
 
+@pytest.mark.slow
 def test_versions_are_served_side_by_side(exports):
     whole, small, table = exports
     body = {"rows": table.to_pylist()}

@@ -50,6 +50,7 @@ def train_on_rank(rank, world, plan):
     return before, gather_weights(step), losses, evaluated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world,plan", [(1, "table_wise"), (2, "row_wise"), (3, "column_wise"), (2, "data_parallel")])
 def test_lookup_l2_matches_plain_torch(world, plan):
     found = run_on_ranks(world, train_on_rank, plan)

@@ -136,6 +136,7 @@ def compare_training(rank, world, tasks, logits, changes):
     return apart, max(errors), max_weight_difference(got, start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     "tasks,logits,changes",

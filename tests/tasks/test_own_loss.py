@@ -90,6 +90,7 @@ def check_parity(rank, world, tasks, changes):
     return [(f.check, f.name, f.error) for f in findings if not f.error <= f.limit], len(findings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world,case,changes",
     [(2, "by its weights", {"activation_checkpointing": True}), (2, "with vectors", {"on_nan": "skip"})],
@@ -149,6 +150,7 @@ def collect_training_metrics(rank, world, tasks, changes, spoil=False):
     return sums.reduce(), losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_loss_metric_is_the_mean_of_step_losses(case):
     one, many = (run_on_ranks(world, collect_training_metrics, CASES[case], {}) for world in (1, 2))

@@ -201,6 +201,7 @@ def test_remote_losses_and_metrics_are_foreign_code():
     load_config({"data": {"train": "d"}, "tasks": [{"loss": "mine:L"}]}, elsewhere="s3://t", allow_code=True)
 
 
+@pytest.mark.slow
 def test_loss_registry_does_not_import_torch():
     code = "import sys; from raytrec.tasks.losses import loss; [part() for part in loss.parts.values()]\n"
     code += "from raytrec.tasks import task; from raytrec.config.run_config import RunConfig\n"

@@ -48,6 +48,7 @@ def read_steps(delivery, name="loss"):
     return [step for step, _, _ in tracked.metric_history(delivery.uri, delivery.run_id, name)]
 
 
+@pytest.mark.slow
 def test_delivery_writes_the_whole_run_folder_to_the_store(make_delivery, tmp_path):
     plan = {"tables": {"item*": {"sharding_type": "row_wise"}, "user": {"ranks": [0]}}}
     delivery, said = make_delivery(plan=plan, warm_start={"from": "http://me:secret@host:5000/run"})
@@ -98,6 +99,7 @@ def test_delivery_counts_rejected_records_and_keeps_the_rest(make_delivery, tmp_
     assert [value for _, value, _ in tracked.metric_history(delivery.uri, delivery.run_id, "loss")] == [1.0, 2.0]
 
 
+@pytest.mark.slow
 def test_delivery_resumes_a_run_or_recreates_a_deleted_one(make_delivery, tmp_path):
     delivery, _ = make_delivery()
     add_compared_line(tmp_path, {"loss": 1.0}, 1)
@@ -147,6 +149,7 @@ class RacingParentStore(Store):
         return super()._create(name, tag, value)
 
 
+@pytest.mark.slow
 def test_concurrent_runs_share_one_parent(store_folder):
     def open_store(kind, parent):
         tracking = {"uri": f"sqlite:///{store_folder}/new/mlflow.db", "experiment": "sweep", "parent_run": parent}
@@ -211,6 +214,7 @@ def test_invalid_store_is_refused_quickly_without_secrets(tmp_path, wrong):
     assert perf_counter() - began < 60, "the error took too long; MLflow alone retries for 100 s"
 
 
+@pytest.mark.slow
 def test_deleted_experiment_error_names_the_restore_command(store_folder, tmp_path):
     said = []
     uri = f"sqlite:///{store_folder}/new/mlflow.db"
@@ -230,6 +234,7 @@ def test_deleted_experiment_error_names_the_restore_command(store_folder, tmp_pa
     assert Delivery(tmp_path, config, print).deliver()
 
 
+@pytest.mark.slow
 def test_unsupported_store_uri_is_refused_before_mlflow_import():
     code = (
         "import sys\nfrom raytrec.tracking.store import check_tracking_uri\n"
@@ -292,6 +297,7 @@ def test_client_errors_of_the_server_are_refused(status_server, tmp_path, status
     assert ("MLFLOW_TRACKING_TOKEN" in error.value.do) == (status != 404)
 
 
+@pytest.mark.slow
 def test_delivery_ignores_retry_after_of_a_failing_server(status_server, tmp_path):
     address, asked = status_server(503, [("Retry-After", "3600")])
     said = []

@@ -186,6 +186,7 @@ def read_records(feed):
     return found
 
 
+@pytest.mark.slow
 def test_reader_skips_incomplete_lines_of_a_lost_group(tmp_path):
     """One rank's line is missing, then another driver starts and counts attempts from 0 again."""
     append_messages(tmp_path, 1, 3)
@@ -235,6 +236,7 @@ def test_unreadable_note_delivers_all_lines_again(tmp_path, note):
     assert feed.delivered.offsets == {} and len(read_records(feed)) == 9
 
 
+@pytest.mark.slow
 def test_lines_reach_mlflow_once_after_a_full_disk(feed_store_uri, tmp_path):
     """The driver buffers lines while the disk is full. MLflow receives each line once afterwards."""
     with disks.small_disk(tmp_path / "disk", "1m") as folder:

@@ -158,6 +158,7 @@ def default_sigint():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_waiting_for_delivery(outage_server, tmp_path, default_sigint):
     outage_server.kill()
     follower, said = start_delivery_process(outage_server.uri, tmp_path)
@@ -212,6 +213,7 @@ def test_killed_delivery_process_error_names_the_track_command(outage_server, tm
     assert "has exited" in lost and f"raytrec track {tmp_path}" in lost
 
 
+@pytest.mark.slow
 def test_delivery_process_reports_an_invalid_store(tmp_path):
     (tmp_path / "file").write_text("")
     follower, _ = start_delivery_process(f"sqlite:///{tmp_path}/file/mlflow.db", tmp_path / "run")

@@ -62,6 +62,7 @@ def test_trial_fails_after_three_dead_processes(run_trials):
     assert trial.error == "the process died 3 times, most recently with exit status -9"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body, error",
     [
@@ -76,6 +77,7 @@ def test_trial_error_is_its_last_output(run_trials, body, error):
     assert all(count_starts(trial) == 1 for trial in trials)
 
 
+@pytest.mark.slow
 def test_trial_that_falls_behind_is_stopped_by_sigterm(run_trials):
     good, bad = "evaluate(1, 1.0); evaluate(20, 1.0)", EXIT_ON_SIGTERM + "evaluate(1, 0.1); time.sleep(30)"
     bad = bad.replace("\n", "; ")
@@ -99,6 +101,7 @@ def signal_when_ready(folder, trials, *numbers):
     Thread(target=send, daemon=True).start()
 
 
+@pytest.mark.slow
 def test_signal_interrupts_running_trials(run_trials, tmp_path):
     signal_when_ready(tmp_path, 2, signal.SIGTERM)
     trials, ended_by = run_trials(EXIT_ON_SIGTERM + SIGNAL_READY, trials=3, at_once=2)
@@ -106,6 +109,7 @@ def test_signal_interrupts_running_trials(run_trials, tmp_path):
     assert [trial.state for trial in trials] == [State.INTERRUPTED] * 2 + [State.WAITING]
 
 
+@pytest.mark.slow
 def test_second_signal_kills_running_trials(run_trials, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "DUPLICATE_SIGNAL_WINDOW_S", 0.1)
     signal_when_ready(tmp_path, 1, signal.SIGINT, signal.SIGINT)

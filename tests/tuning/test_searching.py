@@ -169,6 +169,7 @@ def test_reopened_search_keeps_trial_states_and_values(tiny_data, tmp_path):
 TRIAL_RECORD_KEYS = ("state", "values", "error")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, mistake",
     [
@@ -208,6 +209,7 @@ def test_damaged_search_files_raise_a_clear_error(tiny_data, tmp_path, name, tex
         reopen_search(search.folder, None, allow_code=False)
 
 
+@pytest.mark.slow
 def test_resume_refuses_code_in_an_untrusted_search(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
@@ -233,6 +235,7 @@ def test_resume_refuses_code_in_an_untrusted_search(tiny_data, tmp_path, monkeyp
         reopen_search(search.folder, 4, allow_code=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -44,6 +44,7 @@ def train_four_steps(rank, world, model, recomputed, changes):
     return [each.loss for each in outputs], copy_local_state(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("changes", [{}, {"matmul": "bf16", "max_grad_norm": 0.1, "on_nan": "skip"}])

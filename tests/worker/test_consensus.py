@@ -31,6 +31,7 @@ def run_consensus(rank, world, ring):
     return consensus.lag, given, last, agreed, sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "ring", "lag"), [(2, 64, 1), (4, 2, 2), (5, 4, 2)])
 def test_every_rank_gets_the_same_decision(world, ring, lag):
     found = run_on_ranks(world, run_consensus, ring)

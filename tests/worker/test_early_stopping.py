@@ -62,6 +62,7 @@ def run_all_cases(rank, world, cases):
 DIRECTIONS = {"ne": "lower", "auc": "higher", "calibration": "closer to 1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", DIRECTIONS)
 def test_early_stopping_matches_its_definition(metric):
     draw, cases, expected_at = random.Random(metric), [], []

@@ -29,6 +29,7 @@ def flip_bit(made):
         values.view(torch.int32).view(-1)[3] ^= 1
 
 
+@pytest.mark.slow
 def test_records_and_checks_follow_their_intervals(tmp_path):
     changes = ["tracking.every_steps=3", "checks.every_steps=4"]
     for rank, (said, error) in enumerate(run_on_ranks(2, run, 8, changes, str(tmp_path))):
@@ -52,6 +53,7 @@ def test_records_and_checks_follow_their_intervals(tmp_path):
         assert at["replicas"] == [0, 2, 4, 5, 8]  # 5: before a checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every,step", [(4, 4), (100, 5)])
 def test_failed_check_stops_all_ranks_and_prevents_saving(every, step, tmp_path):
     for said, error in run_on_ranks(2, run, 8, [NO_RECORDS, f"checks.every_steps={every}"], str(tmp_path), flip_bit):
@@ -60,6 +62,7 @@ def test_failed_check_stops_all_ranks_and_prevents_saving(every, step, tmp_path)
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
 
+@pytest.mark.slow
 def test_failed_check_warns_when_configured(tmp_path):
     changes = [NO_RECORDS, "checks.every_steps=4", "checks.replicas=warn"]
     (said, error), _ = run_on_ranks(2, run, 8, changes, str(tmp_path), flip_bit)
@@ -67,6 +70,7 @@ def test_failed_check_warns_when_configured(tmp_path):
     assert {m["step"] for m in said if m["kind"] == "check" and not m["passed"]} == {4, 5, 8}
 
 
+@pytest.mark.slow
 def test_disabled_checks_and_records_report_nothing(tmp_path):
     changes = [NO_RECORDS, *(f"checks.{name}=off" for name in CHECKS)]
     assert run_on_ranks(2, run, 4, changes, str(tmp_path), flip_bit) == [([], None), ([], None)]
@@ -79,6 +83,7 @@ def delay_rank_1(made):
         sleep(0.03)  # between steps, so the time belongs to this rank
 
 
+@pytest.mark.slow
 def test_waiting_rank_reports_collective_time(tmp_path):
     """The slow rank reports the delay as its own time; the other rank reports time in collectives."""
     from raytrec.common.messages import RankLine
@@ -170,6 +175,7 @@ def collect_train_reports(rank, world, folder):
     return at, [m["step"] for m in messages], figures, made.progress.trained
 
 
+@pytest.mark.slow
 def test_gpu_train_metrics_match_cpu_with_a_delay(tmp_path):
     plain = run_on_ranks(2, collect_train_reports, str(tmp_path / "cpu"))
     on_gpus = run_on_ranks(2, collect_train_reports, str(tmp_path / "cuda"), device="cuda")

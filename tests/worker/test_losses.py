@@ -63,6 +63,7 @@ def collect_heartbeats(rank, world, folder):
     return [*said, made.context.heartbeat.unfinished()]
 
 
+@pytest.mark.slow
 def test_heartbeat_reports_unfinished_gpu_step(tmp_path):
     from raytrec.driver.coordinator import GPU_PHASE_TEXTS
     from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT
@@ -73,6 +74,7 @@ def test_heartbeat_reports_unfinished_gpu_step(tmp_path):
             assert step - 1 - MAX_STEPS_IN_FLIGHT <= unfinished < step and phase in GPU_PHASE_TEXTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device,behind_s", [("cpu", 0), ("cuda", 0.1)])
 @pytest.mark.parametrize("bad", [3, 8, 9])
 def test_first_nonfinite_step_is_named_and_dumped(device, behind_s, bad, tmp_path):

@@ -96,6 +96,7 @@ def measure_bf16_errors(rank, world):
     return errors
 
 
+@pytest.mark.slow
 def test_every_model_trains_in_bf16(monkeypatch):
     monkeypatch.syspath_prepend(str(TESTS / "models"))
     (errors,) = run_on_ranks(1, measure_bf16_errors)
@@ -145,6 +146,7 @@ def record_torch_switches(rank, world, settings, device):
 DEFAULT_SWITCHES = ("highest", True, 0, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings,device,inside",
     [
@@ -224,6 +226,7 @@ def collect_parity_precisions(rank, world):
     return built, settings.train.matmul, all(f.error <= f.limit for f in findings)
 
 
+@pytest.mark.slow
 def test_parity_runs_in_fp32():
     ((built, configured, passed),) = run_on_ranks(1, collect_parity_precisions)
     assert built == ["fp32", "fp32"] and configured == "bf16" and passed
@@ -239,6 +242,7 @@ def test_resume_allows_deterministic_but_not_matmul_changes():
     assert changed(matmul="tf32") == ["  train.matmul: fp32 → tf32"]
 
 
+@pytest.mark.slow
 def test_matmul_precision_ignores_the_environment():
     """NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which makes TF32 the default of torch."""
     code = """

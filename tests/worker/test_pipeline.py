@@ -1,5 +1,6 @@
 """The pipeline for cached tables trains like the plain one, and evaluation has no side effects."""
 
+import pytest
 import torch
 from ranks import run_on_ranks
 from small import assert_same_state, build_step_on_rank, copy_local_state, make_batches, make_small_config, train_step
@@ -22,6 +23,7 @@ def run_steps(rank, world, plan):
     return type(pipeline).__name__, logits, copy_local_state(step), locks, names
 
 
+@pytest.mark.slow
 def test_prefetching_does_not_change_results():
     plain = run_on_ranks(2, run_steps, {"sharding_type": "row_wise"}, device="cuda")
     prefetching = run_on_ranks(

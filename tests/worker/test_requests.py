@@ -131,6 +131,7 @@ def test_losses_that_compare_candidates_train_like_repeated_rows(name, tasks, wo
     assert ours[2] == pytest.approx(theirs[2], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["dcn", *(pytest.param(name, marks=pytest.mark.survive) for name in ("two_tower", "din", "sasrec"))]
 )

@@ -52,6 +52,7 @@ def run_shrink(rank, world, scale, average):
     return factor, kept, weight.detach().clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scale", "expected"), [(1.0, 1.0), (0.5, 0.5), (0.0, 0.0), (3.0, 1.0)])
 def test_shrink_factor_fits_held_out_rows(scale, expected):
     for factor, before, after in run_on_ranks(2, run_shrink, scale, False):

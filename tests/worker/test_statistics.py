@@ -65,6 +65,7 @@ def make_rank_line(found):
     return RankLine(**recorded.rank_line([], 0, 1, 100, tables=found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sharding", ["table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "grid_shard"]
 )
@@ -102,6 +103,7 @@ def test_shard_statistics_match_whole_tables(sharding, optimizer):
             assert_close(shards[0]["row_norm_p50"], after[name].norm(dim=1).quantile(0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding,optimizer", [("row_wise", "sgd"), ("data_parallel", "adagrad")])
 def test_gpu_statistics_match_cpu(sharding, optimizer):
     plan = {"sharding_type": sharding}

@@ -107,6 +107,7 @@ def count_collectives(rank, world, tables):
     return sum(n for name, n in operators.calls.items() if name.startswith("c10d::")) / 4
 
 
+@pytest.mark.slow
 def test_sequence_tables_of_equal_dim_share_collectives():
     one, three = (run_on_ranks(2, count_collectives, tables)[0] for tables in ("xxx", "xyz"))
     assert one == three > 0
@@ -120,6 +121,7 @@ def measure_checkpoint_bytes(rank, world, folder):
     return [measure_point(point, rank, 1, f"{folder}/{point.rows}")["bytes"] for point in points]
 
 
+@pytest.mark.slow
 def test_checkpoint_row_holds_only_weights_and_state(tmp_path):
     ((small, large),) = run_on_ranks(1, measure_checkpoint_bytes, str(tmp_path))
     assert (large - small) / 2000 == pytest.approx(8 * 4 + 4, abs=0.5)  # row-wise Adagrad: one float a row

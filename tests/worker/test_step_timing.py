@@ -165,6 +165,7 @@ def slow_down_dense_backward(rank, step):
         head.register_full_backward_pre_hook(lambda *_: sleep(PAUSE_S))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
 def test_lookup_time_counts_as_tables_phase(sharding):
     for seconds in run_on_ranks(1, measure_phases, slow_down_lookups, sharding):
@@ -209,6 +210,7 @@ def count_step_flops(rank, world, schema, model):
     return before, step.flops
 
 
+@pytest.mark.slow
 def test_second_step_of_sequence_models_is_counted():
     sparse = {
         name: spec | {"pooling": "sequence"} if "pooling" in spec else spec

@@ -15,7 +15,8 @@ from standin.stream_order import check_stream_order
 
 STEPS = 6
 # Without "averages", whose saves copy host tensors into the same buffer; the checks do not tell its parts apart.
-CONFIGURATIONS = ["skip and max_grad_norm", "managed ids", "sasrec"]
+CONFIGURATIONS = ["skip and max_grad_norm"]
+CONFIGURATIONS += [pytest.param(name, marks=pytest.mark.slow) for name in ("managed ids", "sasrec")]
 CONFIGURATIONS += [pytest.param(name, marks=pytest.mark.survive) for name in ("caches", "in-batch softmax")]
 
 
@@ -74,7 +75,11 @@ def test_training_orders_all_accesses_of_streams(name, tmp_path):
         assert not errors
 
 
-@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+@pytest.mark.parametrize(
+    "mutate",
+    [pytest.param(m, marks=[] if m is without_wait_for_batch else pytest.mark.slow) for m in MUTATIONS],
+    ids=lambda mutate: mutate.__name__,
+)
 def test_a_removed_wait_is_found(mutate, tmp_path):
     name, expected = MUTATIONS[mutate]
     for errors in run_on_ranks(2, find_errors, name, str(tmp_path), mutate, device="cuda"):

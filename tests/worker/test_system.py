@@ -39,6 +39,7 @@ def spin(seconds):
         pass
 
 
+@pytest.mark.slow
 def test_sample_covers_this_process_since_the_last_call():
     system = SystemMonitor()
     time.sleep(0.3)

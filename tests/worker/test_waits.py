@@ -121,16 +121,12 @@ CONFIGURATIONS = {
     ),
     "in-batch softmax": Case(model={"name": "two_tower", **TOWERS}, tasks=({"loss": "in_batch_softmax"},)),
 }
-SLOW_CASES = [
-    "deltas",
-    "deltas of managed ids",
-    "max_grad_norm",
-    "skip",
-    "hstu",
-    "hstu_rank",
-    "dien",
-    "bst",
-]  # their parts are in others
+# Cases of `make test`, and cases of `make test-survive`, whose parts are in other cases. The others are slow.
+MARKS = dict.fromkeys(("default", "skip and max_grad_norm", "two_tower shared"), ())
+MARKS |= dict.fromkeys(
+    ("deltas", "deltas of managed ids", "max_grad_norm", "skip", "hstu", "hstu_rank", "dien", "bst"),
+    pytest.mark.survive,
+)
 FIRST_STEP, LAST_STEP = 5, 25  # range of ordinary steps of 30: checks run before it, the last step is saved
 MAX_UPSTREAM_WAITS = 7  # maximum waits of TorchRec per step
 BACKWARD_S = 0.03  # GPU work after each backward pass, so that the host runs ahead
@@ -215,7 +211,7 @@ def create_stream(folder):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.survive] if name in SLOW_CASES else []) for name in CONFIGURATIONS]
+    "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in CONFIGURATIONS]
 )
 def test_ordinary_steps_wait_only_at_allowed_places(name, tmp_path):
     case = CONFIGURATIONS[name]

@@ -160,6 +160,7 @@ def raise_learning_rate(scene):
     scene.step._rates = [(group, rate * 1e8) for group, rate in scene.step._rates]
 
 
+@pytest.mark.slow
 def test_exploding_learning_rate_is_detected():
     found = failed_outcomes(
         run_on_ranks(2, run_with_fault, ROW_WISE, raise_learning_rate, {"after": 10, "steps": 12}), "numerics"
@@ -255,6 +256,7 @@ def loop_with_tasks(rank, world, fault):
     )
 
 
+@pytest.mark.slow
 def test_live_checks_support_several_tasks():
     """The tasks have masks and weights, and one loss compares rows of all ranks."""
     answers = run_on_ranks(2, loop_with_tasks, None)

@@ -67,6 +67,7 @@ def test_id_map_faults_are_detected(fault, text):
     assert found[0]["step"] == 6 and text in found[0]["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_managed_ids_check_passes_without_a_fault(world):
     answers = run_on_ranks(world, run, None, {"steps": 8, "every": 2})  # many ids are new at the first checks

@@ -271,6 +271,7 @@ def loop_with_checks_off(rank, world, names):
     )
 
 
+@pytest.mark.slow
 def test_disabled_checks_are_not_run():
     names = [check.name for check in list_builtin_checks()]
     assert run_on_ranks(2, loop_with_checks_off, names) == [[], []]
@@ -332,6 +333,7 @@ def loop_on_device(rank, world, plan, settings):
     return train_with_checks(rank, world, SHARDING_PLANS[plan], dense="adam", device=device, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["row-wise", "table-wise", "data-parallel", "dense"])
 def test_all_checks_pass_on_gpus(plan):
     """The outcomes are the same as on CPU, up to rounding errors."""

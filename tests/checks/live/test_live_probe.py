@@ -56,6 +56,7 @@ def loop_with_sequences(rank, world, plan, settings, schema=SCHEMA):
     return train_with_checks(rank, world, plan, schema=schema, model=model, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", ALL_STEPS)
 @pytest.mark.parametrize("plan", ["row-wise", "column-wise", "table-wise", "data-parallel"])
 def test_parity_passes_for_sequences(plan, settings):
@@ -168,6 +169,7 @@ def test_undivided_gradients_are_detected(plan, settings):
     assert 0.1 < figure < 1.1, "the gradient is twice as large as expected"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [2])
 @pytest.mark.parametrize("plan", ["table-row-wise", "grid"])
 def test_parity_check_works_on_two_hosts(plan, hosts):

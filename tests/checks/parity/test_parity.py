@@ -42,12 +42,14 @@ def compare_with_moved_replica(rank, world, part, where):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part,name", [("table", "user"), ("dense", "logit.weight")])
 def test_parity_detects_differing_replicas(part, name):
     assert run_on_ranks(2, compare_with_moved_replica, part, None)[0] == set()
     assert name in run_on_ranks(2, compare_with_moved_replica, part, 1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan,optimizer",
     [({"sharding_type": "table_wise", "dtype": "fp16"}, "adagrad"), ({"sharding_type": "data_parallel"}, "adam")],
@@ -57,6 +59,7 @@ def test_gpu_ranks_match_one_cpu_process(plan, optimizer):
     assert {check for check, _, _ in found} == {"forward", "gradient", "weights", "state"} and not find_failures(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["row_wise", "column_wise", "table_wise"])
 def test_gpu_sequence_lookups_match_one_cpu_process(sharding):
     """Two tables share one lookup, and ranks exchange distinct ids."""
@@ -72,6 +75,7 @@ def test_gpu_sequence_lookups_match_one_cpu_process(sharding):
     assert {check for check, _, _ in found} == {"forward", "gradient", "weights", "state"} and not find_failures(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharding", "schedule"),
     [
