@@ -298,22 +298,15 @@ def table_of(name: str, curve: dict[str, Any]) -> Grid:
 
 
 def document(curves: dict[str, Any]) -> str:
-    """Return the text for docs/benchmarks.md: the table, checkpoint sizes and the plot."""
-    header = (
-        *("size", "from", "to", "CPU time", "at first size", "at last size"),
-        *("expected cost", "last ÷ expected", "kinks at"),
-    )
+    """Return the text for docs/benchmarks.md: the table and the plot."""
+    header = ("size", "from", "to", "expected cost", "last ÷ expected", "kinks at")
     rows = []
     for curve in curves.values():
-        first, last = curve["cpu_ms"][0], curve["cpu_ms"][-1]
-        cells = [curve["label"], f"{curve['x'][0]:,.0f}", f"{curve['x'][-1]:,.0f}", curve["unit"]]
-        cells += [f"{first:,.1f}", f"{last:,.1f}", curve["expected"], f"{last / curve['expected_ms'][-1]:.2f}"]
+        cells = [curve["label"], f"{curve['x'][0]:,.0f}", f"{curve['x'][-1]:,.0f}", curve["expected"]]
+        cells.append(f"{curve['cpu_ms'][-1] / curve['expected_ms'][-1]:.2f}")
         rows.append([*cells, ", ".join(f"{x:,.0f}" for x in curve["kinks"])])
-    saved = curves["checkpoint"]
-    each = ", ".join(f"{size / x:.3f}" for x, size in zip(saved["x"], saved["bytes"], strict=True))
-    sizes = f"Checkpoint bytes per byte of tables and state, from the smallest to the largest size: {each}."
     picture = "![measured costs, the expected cost of each curve, and kinks](images/growth.png)"
-    return "\n\n".join([Grid(header, rows).markdown(), sizes, picture])
+    return "\n\n".join([Grid(header, rows).markdown(), picture])
 
 
 def _short(x: float) -> str:

@@ -125,14 +125,16 @@ def _batches(rank_rig: Rig, codes: list[np.ndarray], pairs: np.ndarray, labels: 
 
 
 def document(results: dict[str, list[float]]) -> str:
-    """Return the table for docs/benchmarks.md, with a row for each side."""
-    rows = []
-    for kind, share in SIDES:
-        if values := results.get(f"{kind} {share:g}"):
-            spread = stdev(values) if len(values) > 1 else 0.0
-            rows.append([kind, f"{share:.0%}", f"{mean(values):.5f}", f"{spread:.5f}", str(len(values))])
-    header = ("ids", "rows ÷ distinct ids", "mean AUC", "standard deviation", "seeds")
-    return Grid(header, rows).markdown()
+    """Return the table for docs/benchmarks.md, with a row for each kind and a column for each number of rows."""
+    shares = list(dict.fromkeys(share for _, share in SIDES))
+
+    def cell(kind: str, share: float) -> str:
+        if not (values := results.get(f"{kind} {share:g}")):
+            return ""
+        return f"{mean(values):.4f} ± {stdev(values) if len(values) > 1 else 0.0:.4f}"
+
+    rows = [[kind, *(cell(kind, share) for share in shares)] for kind in dict.fromkeys(kind for kind, _ in SIDES)]
+    return Grid(("AUC by rows ÷ distinct ids", *(f"{share:.0%}" for share in shares)), rows).markdown()
 
 
 def main(

@@ -25,7 +25,7 @@ from raytrec.driver.launch import open_session
 from raytrec.driver.run import train
 
 HALF = "plan.tables={'*': {dtype: fp16}}"
-COLUMNS = ("tables", "embeddings sent", "gradients sent", "test AUC", "difference from fp32", "NE", "rows/s")
+COLUMNS = ("tables", "embeddings sent", "gradients sent", "test AUC", "difference from fp32", "rows/s")
 
 
 def sent(forward: str, backward: str) -> list[str]:
@@ -66,11 +66,11 @@ def rows_of(runs: Runs) -> list[list[str]]:
     for names in VARIANTS:
         if not (seed_runs := runs.get(" ".join(names))):
             continue
-        auc, ne, speed = (mean(one[key] for one in seed_runs.values()) for key in ("auc", "ne", "rows_per_s"))
+        auc, speed = (mean(one[key] for one in seed_runs.values()) for key in ("auc", "rows_per_s"))
         apart = [one["auc"] - exact[seed]["auc"] for seed, one in seed_runs.items() if seed in exact]
         error = stdev(apart) / sqrt(len(apart)) if len(apart) > 1 else float("nan")
         difference = "" if seed_runs is exact else f"{mean(apart):+.1e} ± {error:.1e}"
-        out.append([*names, f"{auc:.5f}", difference, f"{ne:.5f}", f"{speed:,.0f}"])
+        out.append([*names, f"{auc:.5f}", difference, f"{speed:,.0f}"])
     return out
 
 

@@ -33,6 +33,7 @@ from harness import HERE, Grid, run_raytrec, tree_cpu_s
 from moments import FILE, FIRST, RANK, Moment
 
 LONGEST_S = 240.0
+LONG_PART_S = 0.3
 ROWS, BATCH = 20_000, 512
 # Moment → part of a start that ends at the moment.
 START = {
@@ -169,11 +170,13 @@ def prepare(folder: Path, save: str) -> Path:
     return config
 
 
-def grid(values: dict[str, Any]) -> Grid:
-    """Return the table, with a row for each part and for the sum."""
+def grid(values: dict[str, Any], least_s: float = 0.0) -> Grid:
+    """Return the table, with a row for the sum and for each part that takes at least `least_s` seconds."""
     rows = []
     for part in [*dict.fromkeys([*START.values(), *AGAIN.values()]), "total"]:
-        seconds = (values[which].get(part) for which in ("start", "restart"))
+        seconds = [values[which].get(part) for which in ("start", "restart")]
+        if max(value or 0.0 for value in seconds) < least_s:
+            continue
         rows.append([part, *("" if value is None else f"{value:.2f}" for value in seconds)])
     return Grid(("part", "start, s", "restart, s"), rows)
 
@@ -181,10 +184,10 @@ def grid(values: dict[str, Any]) -> Grid:
 def document(values: dict[str, Any]) -> str:
     """Return the text for docs/benchmarks.md."""
     of = (
-        f"The values are medians of {len(values['rounds'])} runs. "
+        f"The values are medians of {len(values['rounds'])} runs, without parts of less than {LONG_PART_S} s. "
         f"A run uses {values['cpu_s']:.1f} CPU seconds until its first step."
     )
-    return f"{grid(values).markdown()}\n\n{of}"
+    return f"{grid(values, LONG_PART_S).markdown()}\n\n{of}"
 
 
 def main(rounds: harness.Rounds = 5, smallest: harness.Smallest = False) -> None:

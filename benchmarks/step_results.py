@@ -16,7 +16,7 @@ SIDES = {
 NAMES = {"dlrm": "DLRM", "dcn": "DCN-V2"}
 FIGURES = ("samples_per_s", "cpu_us_per_row", "peak_mib", "first_step_s")
 OTHERS = ("limit", "by_hand", "ray_recipe")
-COLUMNS = ("variant", "rows/s", "CPU-µs per row", "CPU ÷ first variant", "peak MiB", "s until first step")
+COLUMNS = ("variant", "rows/s", "CPU-µs per row", "peak MiB", "s until first step")
 
 
 def cases_of(models: list[str], workers: list[int]) -> dict[str, tuple[str, int]]:
@@ -83,10 +83,8 @@ def rows_of(results: dict[str, Any], case: str) -> list[tuple[str, ...]]:
     rows = []
     for side, speeds in results["samples_per_s"].items():
         of = {figure: results[figure][side][case] for figure in FIGURES}
-        limit = results["cpu_us_per_row"].get("limit", {}).get(case)
         cells = SIDES[side], f"{speeds[case]:,.0f}", f"{of['cpu_us_per_row']:.1f}"
-        share = f"{of['cpu_us_per_row'] / limit:.2f}" if limit else ""
-        rows.append((*cells, share, f"{of['peak_mib']:,.0f}", f"{of['first_step_s']:.1f}"))
+        rows.append((*cells, f"{of['peak_mib']:,.0f}", f"{of['first_step_s']:.1f}"))
     return rows
 
 
@@ -105,12 +103,13 @@ def markdown(results: dict[str, Any], cases: list[str]) -> str:
 
 
 def documents(results: dict[str, Any]) -> dict[str, str]:
-    """Return a mapping from document to the text to insert between the document's markers."""
+    """Return a mapping from document to the text to insert between the document's markers.
+
+    The documents show the cases with 2 workers. The plot shows all cases.
+    """
+    cases = [case for case in results["by_case"] if case.endswith("_2")]
     picture = f"![rows/s and CPU time of each variant: {results['title']}](images/step.png)"
-    return {
-        "README.md": markdown(results, ["dlrm_2"]),
-        BENCHMARKS_PAGE: f"{markdown(results, list(results['by_case']))}\n\n{picture}",
-    }
+    return {"README.md": markdown(results, ["dlrm_2"]), BENCHMARKS_PAGE: f"{markdown(results, cases)}\n\n{picture}"}
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

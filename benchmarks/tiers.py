@@ -221,21 +221,25 @@ def show_speed(lines: list[dict[str, Any]]) -> None:
 
 
 def document(results: dict[str, Any]) -> str:
-    """Return the tables for docs/benchmarks.md."""
-    memory = [[f"`{of['kernel']}`", *(f"{of['memory'][name]:.2f}" for name in PHASES)] for of in results["memory"]]
-    grids = [Grid(("peak memory ÷ table, by phase", *PHASES), memory)]
-    names = [f"`{name}`" for name in results["speed"][0]["seconds"]]
-    header = ("ids", *(f"{name}, ms per step" for name in names), f"{names[-1]} ÷ {names[0]}")
-    grids.append(Grid(header, [speed_row(line) for line in results["speed"]]))
+    """Return the text for docs/benchmarks.md: memory and seconds of each phase, and the speed of training."""
+    rows = [
+        [f"`{line['kernel']}`: peak memory ÷ table", *(f"{line['memory'][name]:.2f}" for name in PHASES)]
+        for line in results["memory"]
+    ]
     if alone := results.get("alone"):
         size, host = alone["rows"] * ROW_BYTES / 2**30, alone["host_memory"] / 2**30
-        rows = [
-            [f"`{line['kernel']}`: {title}", *(f"{line[of][name]:,.{digits}f}" for name in PHASES)]
+        rows += [
+            [
+                f"`{line['kernel']}`, {size:,.0f} GiB on a {host:,.0f} GiB machine: {title}",
+                *(f"{line[of][name]:,.{digits}f}" for name in PHASES),
+            ]
             for line in alone["memory"]
             for title, of, digits in (("peak memory ÷ table", "memory", 2), ("seconds", "seconds", 0))
         ]
-        grids.append(Grid((f"{size:,.0f} GiB, on a {host:,.0f} GiB machine", *PHASES), rows))
-    return "\n\n".join(grid.markdown() for grid in grids)
+    first, *_, last = results["speed"][0]["seconds"]
+    ratios = " and ".join(f"{speed_row(line)[-1]} ({line['ids']} ids)" for line in results["speed"])
+    speed = f"Time per step, `{last}` ÷ `{first}`: {ratios}."
+    return f"{Grid(('kernel', *PHASES), rows).markdown()}\n\n{speed}"
 
 
 if __name__ == "__main__":
