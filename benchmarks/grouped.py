@@ -26,10 +26,7 @@ from harness import Grid
 from rank_group import Ranks, compare, rig, run_script, trainer
 
 SIDES = {"repeated": False, "grouped": True}
-HEADER = (
-    *("model", "repeated, examples/s", "grouped, examples/s", "grouped ÷ repeated"),
-    "CPU time, grouped ÷ repeated",
-)
+HEADER = ("model", "repeated, examples/s", "grouped, examples/s", "grouped ÷ repeated")
 DIM, REQUESTS, PIECES, COLUMNS = 16, 256, 4, 100
 ITEMS, SHOWN = {"item": {"rows": 3706, "dim": DIM}, "user": {"rows": 6040, "dim": DIM}}, 5
 HISTORY = {"item": {"table": "item"}, "history": {"table": "item", "pooling": "sequence"}}
@@ -113,9 +110,8 @@ def document(results: dict[str, Any]) -> str:
     rows, most = [], max(point["workers"] for point in results["points"])
     for point in (point for point in results["points"] if point["workers"] == most):
         speeds = [1e3 * point["examples"] / point[side]["step_ms"] for side in SIDES]
-        costs = [point[side]["cpu_us_per_row"] for side in SIDES]
         cells = [point["case"], *(f"{speed:,.0f}" for speed in speeds)]
-        rows.append([*cells, f"{speeds[1] / speeds[0]:.2f} ×", f"{costs[1] / costs[0]:.2f} ×"])
+        rows.append([*cells, f"{speeds[1] / speeds[0]:.2f} ×"])
     return Grid(HEADER, rows).markdown()
 
 

@@ -41,7 +41,7 @@ SIDES = {
     "tenth": {"ids": "managed", "new_share": 0.1},
 }
 HEADER = (
-    *("workers", "static, ms per step", "no new ids, ms (÷ static)", "1 % new ids, ms", "10 % new ids, ms"),
+    *("workers", "static, ms per step", "no new ids, ms (÷ static)", "1 % new ids", "10 % new ids"),
     *("ids/s through the map", "memory growth, MiB"),
 )
 

@@ -44,7 +44,7 @@ from raytrec.serving.table_shards.lookups import ShardedLookups
 from raytrec.serving.table_shards.shard import TableShard
 
 KEYS_PER_TABLE, CLIENTS, NAME = 77, (1, 10), "bench"
-HEADER = ("lookups of 2,002 keys", "p50 ms", "p99 ms", "keys/s a core")
+HEADER = ("lookups of 2,002 keys", "p50 ms", "p99 ms", "keys/s per core")
 SERVICE_HEADER = ("service", "clients", *serve_http.FIGURES[:4])
 
 
@@ -198,8 +198,11 @@ def make_tables(found: dict[str, list[list[str]]]) -> list[Grid]:
 
 
 def document(found: dict[str, list[list[str]]]) -> str:
-    """Return the tables for docs/benchmarks.md."""
-    return "\n\n".join(each.markdown() for each in make_tables(found))
+    """Return the text for docs/benchmarks.md: the table of lookups, and the speed of services."""
+    most = str(CLIENTS[-1])
+    speeds = " and ".join(f"{rate} with {side}" for side, clients, rate, *_ in found["services"] if clients == most)
+    services = f"With {most} clients, the number of requests/s of a service is {speeds}."
+    return f"{Grid(HEADER, found['lookups']).markdown()}\n\n{services}"
 
 
 if __name__ == "__main__":

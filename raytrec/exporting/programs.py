@@ -198,7 +198,7 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
             f"{error.name} is not installed",
             where="--onnx",
             expected="onnx, onnxscript and onnxruntime",
-            do="pip install --no-deps -r requirements/onnx.txt (docs/serving.md)",
+            do="pip install --no-deps -r requirements/onnx.txt (docs/export.md)",
         ) from None
     op: Any = onnxscript.opset18
 
