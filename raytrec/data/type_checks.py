@@ -137,7 +137,9 @@ def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
             f"{_format_transform('cast', column, 'to: float32')}"
         )
     if is_list(kind) or types.is_map(kind):
-        return _advise_fields(kind, column) or "list the column under sparse, or transform it to one number"
+        requests = f"if a row is a request with a list of candidates, add {column} to candidates in schema.yaml"
+        other = "remove the column" if role == "label" else "list the column under sparse"
+        return _advise_fields(kind, column) or f"{requests}; otherwise, {other}, or transform it to one number"
     if types.is_null(kind):
         return f"{_format_transform('fill_null', column, 'value: 0')} to replace nulls, the only values"
     return _advise_fields(kind, column) or _advise_time(kind, column) or _advise_manual_conversion()

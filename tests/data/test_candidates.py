@@ -35,6 +35,16 @@ def write(path, rows=30, group=10, **columns):
     return made
 
 
+@pytest.mark.parametrize("labels", [["y"], ["w"]])
+def test_forgotten_candidates_are_suggested(tmp_path, labels):
+    write(tmp_path / "a.parquet")
+    schema = Schema.parse(REQUEST_SCHEMA_PARTS | {"labels": labels}, "without candidates")
+    with pytest.raises(DataError) as error:
+        scan(str(tmp_path), ReadPlan(schema))
+    column = "y" if labels == ["y"] else "price"
+    assert f"add {column} to candidates in schema.yaml" in error.value.do
+
+
 def test_batch_keeps_candidates_in_row_order(tmp_path):
     made = write(tmp_path / "a.parquet")
     batch = collate_table(*read_canonical_rows(tmp_path / "a.parquet", ReadPlan(SCHEMA, tasks=(TASK,))), padding=2)
