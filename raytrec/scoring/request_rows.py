@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -81,6 +82,17 @@ class RowReader:
         return Rows.of(pa.RecordBatch.from_arrays(columns, schema=rows_read.schema))
 
 
+@contextmanager
+def name_rows(part: str) -> Iterator[None]:
+    """Name the part of a request, user or candidates, in errors that the block raises about rows of that part."""
+    try:
+        yield
+    except DataError as error:
+        where = (error.where or "").replace(ROWS_PLACE, part, 1)
+        error.where = where.removesuffix(", row 0") if part == "user" else where
+        raise
+
+
 @dataclass(frozen=True)
 class ObjectRows:
     """Rows of a request in JSON, which become a table when they are scored.
@@ -134,7 +146,7 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
         rows = [rows]
     if isinstance(rows, list | tuple):
         values = _transpose(rows, columns)
-        arrays = [_to_column(*each) for each in zip(values, columns, strict=True)]
+        arrays = [to_column(*each) for each in zip(values, columns, strict=True)]
         return pa.table(arrays, schema=columns)
     try:
         try:
@@ -183,12 +195,17 @@ def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
                 ) from None
             for field in columns:
                 if field.name not in row:
-                    what = f"column '{field.name}' is missing"
-                    raise _make_type_error(what, at, field.name, _describe_type(field.type)) from None
+                    what, do = f"column '{field.name}' is missing", f"add {field.name} to each row; null has no value"
+                    raise _make_type_error(what, at, field.name, _describe_type(field.type), do) from None
         raise
 
 
-def _to_column(values: Sequence[Any], field: pa.Field) -> pa.Array:
+def to_column(values: Sequence[Any], field: pa.Field) -> pa.Array:
+    """Return Python values as a column; times may be text, as in JSON.
+
+    Raises:
+        DataError: A value does not fit the type of the column.
+    """
     name = field.name
     try:
         return to_array(values, field.type)
@@ -229,9 +246,9 @@ def _is_convertible(value: Any, kind: pa.DataType) -> bool:
     return True
 
 
-def _make_type_error(what: str, row: int, column: str | None, expected: str) -> DataError:
+def _make_type_error(what: str, row: int, column: str | None, expected: str, do: str = "correct the rows") -> DataError:
     column_text = "" if column is None else f", column {column}"
-    return DataError(what, where=f"{ROWS_PLACE}{column_text}, row {row}", expected=expected)
+    return DataError(what, where=f"{ROWS_PLACE}{column_text}, row {row}", expected=expected, do=do)
 
 
 def _describe_type(kind: pa.DataType) -> str:

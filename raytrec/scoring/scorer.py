@@ -21,7 +21,7 @@ from raytrec.scoring.column_splits import ColumnSplit, find_min_candidates
 from raytrec.scoring.lookups import IdRows, Lookups, Tensors
 from raytrec.scoring.manifest import Manifest, ProgramName
 from raytrec.scoring.plain_rows import PlainRowReader, make_plain_reader
-from raytrec.scoring.request_rows import ROWS_PLACE, RowReader, concat_rows, to_table
+from raytrec.scoring.request_rows import ROWS_PLACE, RowReader, concat_rows, name_rows, to_table
 from raytrec.scoring.single_rows import RewrittenProgram, rewrite_for_single_rows
 
 TOLERANCE = 1e-6  # of golden rows' scores, relative to scores above 1
@@ -157,6 +157,7 @@ class Scorer:
                 f"the model of run {self.manifest.source.run} does not compute query and item vectors",
                 where=f"tower={program}",
                 expected="a model with a query and an item tower, such as two_tower (docs/retrieval.md)",
+                do="use predict (in services: POST /predict)",
             )
         return self._readers[program]
 
@@ -233,9 +234,9 @@ class Scorer:
             DataError: The user is not a single row with some, but not all, of the model's columns; candidates
                 repeat a column of the user; or a value does not fit its column.
         """
-        if isinstance(user, Mapping):
-            user = to_table(user, pa.schema([field for field in self.columns if field.name in user]))
-        user = to_table(user, self.columns)
+        fields = [field for field in self.columns if not isinstance(user, Mapping) or field.name in user]
+        with name_rows("user"):
+            user = to_table(user, pa.schema(fields))
         names = self._select_known(user.column_names)
         if not names or len(user) != 1:
             raise DataError(
@@ -247,12 +248,14 @@ class Scorer:
         candidate_names = {name for row in first_rows if isinstance(row, Mapping) for name in row}
         split = self.split(names)
         fields = [field for field in split.candidates.columns if field.name not in names]
-        candidates = to_table(candidates, pa.schema(fields))
+        with name_rows("candidates"):
+            candidates = to_table(candidates, pa.schema(fields))
         if repeated := sorted(names & (candidate_names | set(candidates.column_names))):
             raise DataError(
                 f"column '{repeated[0]}' is in both user and candidates",
                 where="user, candidates",
                 expected="each column in only one of the two",
+                do=f"remove {repeated[0]} from user or from all candidates",
             )
         return candidates, user, split
 
@@ -292,6 +295,7 @@ class Scorer:
                 "user has all columns of the model, so all candidates would have the same scores",
                 where="user",
                 expected="at least one column of the model in candidates only",
+                do="pass the columns in which candidates differ in candidates instead of user",
             )
         user_reader, other_reader = self._make_reader(user_names), self._make_reader(all_names - user_names)
         repeated = [name for name in other_reader.columns.names if name in names]

@@ -20,7 +20,7 @@ from raytrec.data.row_slices import Rows
 from raytrec.scoring.column_splits import ColumnSplit
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.matrices import DENSE_MATRIX, ID_MATRIX, Matrices, read_matrices, split_matrices
-from raytrec.scoring.request_rows import ROWS_PLACE, ObjectRows, concat_rows, repeat_users, to_array
+from raytrec.scoring.request_rows import ROWS_PLACE, ObjectRows, concat_rows, repeat_users, to_column
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.arrow_bodies import ExpansionLimitError, read_stream
 
@@ -230,10 +230,7 @@ def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
     arrays = {}
     for field in columns:
         if field.name in lists:
-            try:
-                arrays[field.name] = to_array(lists[field.name], field.type)
-            except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-                raise _make_refusal(get_first_line(error), f"columns, {field.name}", str(field.type)) from None
+            arrays[field.name] = to_column(lists[field.name], field)
     if len({len(array) for array in arrays.values()}) > 1:
         raise _make_refusal("the columns have different numbers of values", "columns", "one value per row")
     return pa.table(arrays)

@@ -196,7 +196,13 @@ class Coordinator:
         versions = {report.prepared for report in prepared.values()}
         if errors or len(versions) != 1:
             self._publish_order()
-            raise errors[0] if errors else RunError("the replicas have loaded different files", where=uri)
+            raise (
+                errors[0]
+                if errors
+                else RunError(
+                    "the replicas have loaded different files", where=uri, do="promote an export in a new folder"
+                )
+            )
         return Export(uri, versions.pop())
 
     def _remember(
