@@ -160,13 +160,11 @@ class FooterStatistics:
 
     def large_columns(self) -> dict[str, float]:
         """Return the largest absolute value of dense columns without transform and scale, if it is large."""
-        schema, largest = self._form.schema, dict[str, float]()
-        for name in {*schema.dense} - {*schema.scale} - self._outputs:
-            chunks = (group.column(place) for group in self._groups for place in self._columns(name))
-            bounds = [abs(float(bound)) for chunk in chunks for bound in _bounds(chunk) or ()]
-            if max(bounds, default=0) > MAX_UNSCALED_VALUE:
-                largest[name] = max(bounds)
-        return largest
+        names = {*self._form.schema.dense} - {*self._form.schema.scale} - self._outputs
+        places = [(name, place) for name in names for place in self._columns(name)]
+        bounds = ((name, _bounds(group.column(place)) or ()) for name, place in places for group in self._groups)
+        values = sorted((abs(float(bound)), name) for name, ends in bounds for bound in ends)
+        return {name: value for value, name in values if value > MAX_UNSCALED_VALUE}
 
     def _find_constant_value(self, place: int) -> float | None:
         constant = None

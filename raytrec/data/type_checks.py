@@ -151,13 +151,12 @@ def _check_ids(kind: pa.DataType, feature: str, column: str, table: str, is_text
     if is_integral or (is_text(value) and is_text_allowed) or types.is_null(value):
         return
     nesting = " (nested lists)" if is_list(value) else ""
+    text_advice = f"for text, set tables.{table}.out_of_range to hash"
     raise DataError(
         f"sparse feature '{feature}' has values of type {_truncate_type(value)}{nesting}",
         where=f"{uri}, column {column}",
         expected="whole numbers, text (if out_of_range is hash or ids are managed), or lists of such values",
-        do=f"for text, set tables.{table}.out_of_range to hash"
-        if is_text(value)
-        else _advise_ids(plain(kind), value, column),
+        do=text_advice if is_text(value) else _advise_ids(plain(kind), value, column),
     )
 
 
@@ -182,15 +181,9 @@ def _check_reserved(kind: pa.DataType, column: str, plan: ReadPlan, uri: str) ->
 
 def _check_candidates(kind: pa.DataType, column: str, uri: str) -> None:
     if not is_list(plain(kind)):
+        what, advice = f"candidate column '{column}'", "remove the column from candidates in schema.yaml"
         expected = "a list in each row, with one value per candidate"
-        raise _unsupported_type_error(
-            f"candidate column '{column}'",
-            kind,
-            column,
-            uri,
-            expected,
-            "remove the column from candidates in schema.yaml",
-        )
+        raise _unsupported_type_error(what, kind, column, uri, expected, advice)
 
 
 def _check_list(kind: pa.DataType, column: str, uri: str) -> None:

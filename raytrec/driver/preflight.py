@@ -212,8 +212,7 @@ def check_row_and_step_counts(config: RunConfig, schema: Schema, steps: int) -> 
     stopping, every = config.train.early_stopping, resolve_evaluation_interval(config, steps)
     if stopping and every:
         is_single = stopping.restore_best or stopping.target is not None  # one evaluation can then have an effect
-        earliest = every * (1 if is_single else 1 + (stopping.patience or 0))
-        if earliest >= steps:
+        if (earliest := every * (1 if is_single else 1 + (stopping.patience or 0))) >= steps:
             lines.append(
                 f"train.early_stopping has no effect: training could end early at step {earliest:,}, but the run has "
                 f"{steps:,} steps; lower train.eval_every_steps={every} or train.early_stopping.patience"

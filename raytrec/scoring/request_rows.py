@@ -155,12 +155,9 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
             schema = pa.schema([field for field in columns if field.name in rows.columns])
             return pa.Table.from_pandas(rows, schema, preserve_index=False)
     except (pa.ArrowException, AttributeError, TypeError, ValueError) as error:
-        raise DataError(
-            f"the rows are not tabular data: "
-            f"{type(rows).__name__ if isinstance(error, AttributeError) else get_first_line(error)}",
-            where=ROWS_PLACE,
-            expected="mappings of columns to values, a pandas.DataFrame or a pyarrow.Table",
-        ) from None
+        reason = type(rows).__name__ if isinstance(error, AttributeError) else get_first_line(error)
+        expected = "mappings of columns to values, a pandas.DataFrame or a pyarrow.Table"
+        raise DataError(f"the rows are not tabular data: {reason}", where=ROWS_PLACE, expected=expected) from None
 
 
 def repeat_users(candidates: pa.Table, users: pa.Table, names: Sequence[str], counts: Sequence[int]) -> pa.Table:
@@ -190,9 +187,8 @@ def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
     except (KeyError, TypeError, IndexError):
         for at, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise _make_type_error(
-                    f"the row is not a mapping: {shorten_repr(row)}", at, None, "a mapping of columns to values"
-                ) from None
+                what, expected = f"the row is not a mapping: {shorten_repr(row)}", "a mapping of columns to values"
+                raise _make_type_error(what, at, None, expected) from None
             for field in columns:
                 if field.name not in row:
                     what, do = f"column '{field.name}' is missing", f"add {field.name} to each row; null has no value"

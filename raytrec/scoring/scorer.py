@@ -285,11 +285,8 @@ class Scorer:
         """Return the division of the model's columns if the user has columns of these names."""
         schema, transforms = self.manifest.data_schema, list(self.manifest.transforms)
         all_names = self._list_names("predict")
-        user_names = {
-            name
-            for name in all_names
-            if set(resolve_input_columns(transforms, schema.select_features([name]).inputs)) <= names
-        }
+        needed = {n: set(resolve_input_columns(transforms, schema.select_features([n]).inputs)) for n in all_names}
+        user_names = {name for name, columns in needed.items() if columns <= names}
         if user_names == all_names:
             raise DataError(
                 "user has all columns of the model, so all candidates would have the same scores",
@@ -322,12 +319,8 @@ class Scorer:
     def as_table(self, predictions: Sequence[np.ndarray]) -> pa.Table:
         """Return the predictions of all tasks as columns."""
         names = [task.column for task in self.manifest.tasks]
-        return pa.table(
-            {
-                name: pa.array(values if values.ndim == 1 else list(values))
-                for name, values in zip(names, predictions, strict=True)
-            }
-        )
+        columns = (pa.array(values if values.ndim == 1 else list(values)) for values in predictions)
+        return pa.table(dict(zip(names, columns, strict=True)))
 
     def check(self) -> float:
         """Score the golden rows and return the largest difference from the exported scores.

@@ -191,10 +191,8 @@ class Service:
                 body += part
                 self._reading += len(part)
                 if len(body) > limits.body_bytes:
-                    expected = f"at most {limits.body_bytes:,} bytes"
-                    raise RefusedRequest(
-                        413, DataError("the request body is too large", where="the body", expected=expected)
-                    )
+                    what, expected = "the request body is too large", f"at most {limits.body_bytes:,} bytes"
+                    raise RefusedRequest(413, DataError(what, where="the body", expected=expected))
                 if self._reading > limits.all_bodies_bytes:
                     raise make_busy_refusal("too many large request bodies are being received")
             request.state.body = bytes(body)

@@ -180,9 +180,8 @@ def _decode_arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
     try:
         return read_stream(body, [*columns.names, DENSE_MATRIX, ID_MATRIX], limits.body_bytes)
     except ValueError as error:
-        raise _make_refusal(
-            f"the body is not an Arrow stream: {error}", "the body", "a schema followed by record batches"
-        ) from None
+        what = f"the body is not an Arrow stream: {error}"
+        raise _make_refusal(what, "the body", "a schema followed by record batches") from None
     except ExpansionLimitError:
         what, expected = "the expanded values of the rows exceed the size limit of a body", limits.body_bytes
         raise _make_refusal(what, "the body", f"at most {expected:,} bytes", 413) from None
@@ -193,9 +192,8 @@ def _decode_json(body: bytes, scorer: Scorer, program: ProgramName, limits: Limi
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise _make_refusal(
-            f"invalid JSON: {get_first_line(error)}", "the body", "UTF-8 JSON without NaN or Infinity"
-        ) from None
+        what = f"invalid JSON: {get_first_line(error)}"
+        raise _make_refusal(what, "the body", "UTF-8 JSON without NaN or Infinity") from None
     if not isinstance(values, dict):
         raise _make_refusal("the body is not an object", "the body", f"an object with {REQUEST_FORMS}")
     if set(values) not in ({"rows"}, {"columns"}, {"user", "candidates"}):
