@@ -46,10 +46,9 @@ def starts_local_ray(address: str | None) -> bool:
 
 def describe_connection(address: str | None) -> str:
     """Return the text that commands with this scaling.address show while they start Ray or connect to a cluster."""
-    if starts_local_ray(address):
-        return "starting Ray"
     place = address or os.environ.get("RAY_ADDRESS", "auto")
-    return "connecting to the Ray cluster" + (f" at {place}" if place != "auto" else "")
+    connecting = "connecting to the Ray cluster" + (f" at {place}" if place != "auto" else "")
+    return "starting Ray" if starts_local_ray(address) else connecting
 
 
 def warm_up_early(purpose: str = TRAINING) -> None:

@@ -6,6 +6,7 @@ Markup is disabled because names of runs, tables and folders may contain [bracke
 from __future__ import annotations
 
 import errno
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -19,15 +20,22 @@ if TYPE_CHECKING:  # the command line uses this module's streams before it needs
     from rich.text import Text
 
 # Control characters, which can move the cursor or set titles; rich removes only bells and carriage returns.
+PIPE_WIDTH = 10_000  # characters of a line; tables are only as wide as their content
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """Open a console that shows text unchanged: without markup, emoji or highlighting."""
+    """Open a console that shows text unchanged: without markup, emoji or highlighting.
+
+    Files and pipes have no width, so tables are not truncated there unless the variable COLUMNS is set.
+    """
     from rich.console import Console
 
     stream = FaultTolerantStream(lambda: sys.stderr if stderr else sys.stdout)
-    return Console(file=cast("TextIO", stream), markup=False, emoji=False, highlight=False)
+    console = Console(file=cast("TextIO", stream), markup=False, emoji=False, highlight=False)
+    if not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ):
+        console.width = PIPE_WIDTH
+    return console
 
 
 def to_plain_text(text: object) -> str:

@@ -90,12 +90,9 @@ def build_section_union(
         return user_code_key if PYTHON_PATH.fullmatch(str(kind)) else None
 
     members = tuple(Annotated[section, Tag(name)] for name, section in sections.items())
-    choice = Discriminator(
-        get_tag,
-        custom_error_type=error_type_name,
-        custom_error_message=f"{{key}} must be one of {{names}}, or {user_code_key}",
-        custom_error_context={"key": key, "names": ", ".join(built_in)},
-    )
+    message = f"{{key}} must be one of {{names}}, or {user_code_key}"
+    texts: Any = {"custom_error_message": message, "custom_error_context": {"key": key, "names": ", ".join(built_in)}}
+    choice = Discriminator(get_tag, custom_error_type=error_type_name, **texts)
     return Annotated[Union[members], choice]  # noqa: UP007
 
 

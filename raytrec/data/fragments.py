@@ -89,6 +89,8 @@ class Dataset:
         suspect_groups: Row groups whose statistics show values that would stop a run (footers.py).
         empty_tasks: Task → reason, for tasks that use no row according to the footers.
         constant_labels: Label → value, for labels with a single value according to the footers.
+        large_columns: Dense column → largest absolute value, for unscaled columns with large values according to the
+            footers.
         log_odds: Initial bias of each logit column (train.initial_bias); (): biases are not changed.
         listing: Files found in the folders, and reasons why other files are skipped.
     """
@@ -100,6 +102,7 @@ class Dataset:
     suspect_groups: tuple[RowGroup, ...] = ()
     empty_tasks: Mapping[str, str] = field(default_factory=dict)
     constant_labels: Mapping[str, float] = field(default_factory=dict)
+    large_columns: Mapping[str, float] = field(default_factory=dict)
     log_odds: tuple[float, ...] = ()
     listing: Listing = field(default_factory=Listing)
 
@@ -205,8 +208,10 @@ def scan(
     accused = tuple(g for facts in files for g in facts.groups if not skip and g.index in facts.accused)
     empty = explain_empty_tasks(facts.excluded for facts in files)
     constant = dict(set.intersection(*(set(facts.constant.items()) for facts in files if facts.groups)))
+    large = {name: max(facts.large.get(name, 0.0) for facts in files) for facts in files for name in facts.large}
     form = replace(form, lists=lists)
-    return Dataset(join_folder_names(places), groups, form, tuple(left_out), accused, empty, constant, listing=listing)
+    facts_of_all = tuple(left_out), accused, empty, constant, large
+    return Dataset(join_folder_names(places), groups, form, *facts_of_all, listing=listing)
 
 
 @dataclass(frozen=True)
@@ -223,6 +228,7 @@ class _FileFacts:
         excluded: Task → for each nonempty row group, the reasons why the task uses none of its rows
             (footers.FooterStatistics).
         constant: Label → value, for labels with a single value (footers.FooterStatistics).
+        large: Dense column → largest absolute value, for unscaled columns with large values.
     """
 
     uri: str
@@ -233,6 +239,7 @@ class _FileFacts:
     accused: list[int]
     excluded: dict[str, list[set[str]]]
     constant: dict[str, float]
+    large: dict[str, float]
 
 
 def _look(uri: str, form: ResolvedReadPlan) -> _FileFacts:
@@ -252,8 +259,8 @@ def _look(uri: str, form: ResolvedReadPlan) -> _FileFacts:
     groups = [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows]
     types = {name: plain(arrow.field(name).type) for name in form.plan.reserved.names}
     footer = FooterStatistics(metadata, form)
-    facts = groups, lists, footer.list_suspect_groups(), footer.list_exclusions(), footer.constant_labels()
-    return _FileFacts(uri, types, form.from_folders, *facts)
+    facts = footer.list_suspect_groups(), footer.list_exclusions(), footer.constant_labels(), footer.large_columns()
+    return _FileFacts(uri, types, form.from_folders, groups, lists, *facts)
 
 
 def _unify_types(

@@ -137,7 +137,9 @@ def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
             f"{advise_transform('cast', column, to='float32')}"
         )
     if is_list(kind) or types.is_map(kind):
-        return _advise_fields(kind, column) or "list the column under sparse, or transform it to one number"
+        requests = f"if a row is a request with a list of candidates, add {column} to candidates in schema.yaml"
+        other = "remove the column" if role == "label" else "list the column under sparse"
+        return _advise_fields(kind, column) or f"{requests}; otherwise, {other}, or transform it to one number"
     if types.is_null(kind):
         return f"{advise_transform('fill_null', column, value=0)} to replace nulls, the only values"
     return _advise_fields(kind, column) or _advise_time(kind, column) or _advise_manual_conversion()
@@ -149,13 +151,12 @@ def _check_ids(kind: pa.DataType, feature: str, column: str, table: str, is_text
     if is_integral or (is_text(value) and is_text_allowed) or types.is_null(value):
         return
     nesting = " (nested lists)" if is_list(value) else ""
+    text_advice = f"for text, set tables.{table}.out_of_range to hash"
     raise DataError(
         f"sparse feature '{feature}' has values of type {_truncate_type(value)}{nesting}",
         where=f"{uri}, column {column}",
         expected="whole numbers, text (if out_of_range is hash or ids are managed), or lists of such values",
-        do=f"for text, set tables.{table}.out_of_range to hash"
-        if is_text(value)
-        else _advise_ids(plain(kind), value, column),
+        do=text_advice if is_text(value) else _advise_ids(plain(kind), value, column),
     )
 
 
@@ -180,15 +181,9 @@ def _check_reserved(kind: pa.DataType, column: str, plan: ReadPlan, uri: str) ->
 
 def _check_candidates(kind: pa.DataType, column: str, uri: str) -> None:
     if not is_list(plain(kind)):
+        what, advice = f"candidate column '{column}'", "remove the column from candidates in schema.yaml"
         expected = "a list in each row, with one value per candidate"
-        raise _unsupported_type_error(
-            f"candidate column '{column}'",
-            kind,
-            column,
-            uri,
-            expected,
-            "remove the column from candidates in schema.yaml",
-        )
+        raise _unsupported_type_error(what, kind, column, uri, expected, advice)
 
 
 def _check_list(kind: pa.DataType, column: str, uri: str) -> None:

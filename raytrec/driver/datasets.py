@@ -11,10 +11,11 @@ from raytrec.checkpoint.index import INDEX, read_index
 from raytrec.checkpoint.rows import parse_stored_schema
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.common.storage import get_sibling, split_query
-from raytrec.config.features import resolve_features, select_needed_transforms
+from raytrec.config.features import resolve_features, resolve_input_columns, select_needed_transforms
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TowerName
+from raytrec.config.transforms import OnColumns
 from raytrec.data.arrow import find_column, is_list, plain, type_at
 from raytrec.data.files.footers import read_footer
 from raytrec.data.files.listing import join_folder_names, list_files
@@ -83,8 +84,10 @@ def open_inputs(
     return scan(places, plan, key, skip=config.data.on_error == "skip")
 
 
-def to_example_schema(schema: Schema, places: str | list[str]) -> Schema:
+def to_example_schema(config: RunConfig, schema: Schema, places: str | list[str]) -> Schema:
     """Return the schema for predictions, indexes and exports, whose rows have one candidate each.
+
+    Only the columns of one file are read, so that lists of candidates are refused at once.
 
     Raises:
         DataError: Rows in `places` contain lists of candidates.
@@ -92,8 +95,11 @@ def to_example_schema(schema: Schema, places: str | list[str]) -> Schema:
     if not schema.candidates:
         return schema
     arrow = read_footer(list_files(places, "--data").files[0]).schema.to_arrow_schema()
-    for name in schema.select_candidate_names([*schema.dense, *schema.sparse]):
-        path = find_column(arrow, schema.get_ids_column(name) if name in schema.sparse else name)
+    names = schema.select_candidate_names([*schema.dense, *schema.sparse])
+    columns = [schema.get_ids_column(name) if name in schema.sparse else name for name in names]
+    transforms = tuple(each for each in config.data.transforms if isinstance(each, OnColumns))
+    for name in resolve_input_columns(select_needed_transforms(transforms, columns), columns):
+        path = find_column(arrow, name)
         if path and is_list(plain(type_at(arrow, path))):
             raise DataError(
                 f"'{name}' contains lists of candidates",

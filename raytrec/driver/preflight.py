@@ -17,7 +17,7 @@ from raytrec.config.base import NonNegativeFloat
 from raytrec.config.features import resolve_features
 from raytrec.config.models import check_model
 from raytrec.config.run_config import RunConfig, load_config
-from raytrec.config.schema import Schema
+from raytrec.config.schema import Schema, format_yaml_scalar
 from raytrec.config.transforms import Sample
 from raytrec.doctor.host_checks import check_before_run
 from raytrec.driver.prepare import RunPlan, resolve
@@ -53,6 +53,13 @@ def check_plan(plan: RunPlan) -> list[str]:
     here = starts_local_ray(config.scaling.address)
     check_fit(config, schema, on_this_machine=here)
     lines += check_before_run() if here else []
+    lines += [
+        f"dense column {name} has absolute values up to {value:,.0f}, which make logits and gradients large; add "
+        f"scale: {{{format_yaml_scalar(name)}: {{log: true}}}} or its mean and std to schema.yaml, or "
+        f"{{do: log, columns: [{format_yaml_scalar(name)}]}} to data.transforms"
+        for name, value in plan.datasets["train"].large_columns.items()
+        if name != getattr(config.model, "request_time", None)
+    ]
     return lines + check_constant_labels(plan)
 
 
@@ -205,8 +212,7 @@ def check_row_and_step_counts(config: RunConfig, schema: Schema, steps: int) -> 
     stopping, every = config.train.early_stopping, resolve_evaluation_interval(config, steps)
     if stopping and every:
         is_single = stopping.restore_best or stopping.target is not None  # one evaluation can then have an effect
-        earliest = every * (1 if is_single else 1 + (stopping.patience or 0))
-        if earliest >= steps:
+        if (earliest := every * (1 if is_single else 1 + (stopping.patience or 0))) >= steps:
             lines.append(
                 f"train.early_stopping has no effect: training could end early at step {earliest:,}, but the run has "
                 f"{steps:,} steps; lower train.eval_every_steps={every} or train.early_stopping.patience"

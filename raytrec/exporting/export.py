@@ -113,8 +113,9 @@ def export(
     tracked = MlflowRun.from_run_folder(run, allow_code) if mlflow else None
     with RunConsole(config.run.name) as console, target.folder.hold():
         if (manifest := target.complete()) is None:
+            saved = replace(saved, schema=to_example_schema(config, saved.schema, places))
             console.phase("exporting the dense model")
-            trained = read_trained(replace(saved, schema=to_example_schema(saved.schema, places)))
+            trained = read_trained(saved)
             manifest = _write_export(target, trained, places, precision, golden_rows, onnx, console)
         logged = {}
         if tracked:

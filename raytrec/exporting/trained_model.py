@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,7 +34,7 @@ class TrainedModel:
     """Trained model of a checkpoint, with its exported programs.
 
     Attributes:
-        saved: Checkpoint with the run's configuration and schema.
+        saved: Checkpoint with the run's configuration and schema, without side features that no program reads.
         schema: Schema restricted to the features that the programs read and to their tables.
         recommender: Model of the checkpoint.
         objective: Tasks of the run.
@@ -89,7 +89,10 @@ def read_trained(saved: Checkpoint) -> TrainedModel:
     inputs_read = [each for program in programs.values() for each in program.inputs]
     names = {each.feature for each in inputs_read if each.feature}
     names |= set(schema.dense) if any(each.kind == "dense" for each in inputs_read) else set()
-    part = schema.select_features(names)
+    with_sides = {each.feature for each in inputs_read if each.kind == "side_features"}
+    sparse = {n: s if n in with_sides else s.model_copy(update={"side_features": []}) for n, s in schema.sparse.items()}
+    saved = replace(saved, schema=schema.model_copy(update={"sparse": sparse}))
+    part = saved.schema.select_features(names)
     tables = {spec.table for spec in part.sparse.values()}
     part = part.model_copy(update={"tables": {n: t for n, t in schema.tables.items() if n in tables}})
     return TrainedModel(saved, part, recommender, objective, programs)

@@ -74,9 +74,8 @@ class HstuRank(nn.Module):
         self.request_time = None if config.request_time is None else schema.dense.index(config.request_time)
         self.input_dropout = Dropout(config.input_dropout)
         tokens = len(widths) + (1 + self.interleave) * config.max_length + 1
-        self.layers = nn.ModuleList(
-            TransducerLayer(config, tokens, i == config.blocks - 1) for i in range(config.blocks)
-        )
+        layers = (TransducerLayer(config, tokens, i == config.blocks - 1) for i in range(config.blocks))
+        self.layers = nn.ModuleList(layers)
         self.register_buffer("periods_s", torch.tensor(PERIODS_S, dtype=torch.float64), persistent=False)
         self.clock = None if self.request_time is None else nn.Linear(dim + 2 * len(PERIODS_S), dim)
         self.norm = nn.LayerNorm(dim)

@@ -160,7 +160,8 @@ class Rates:
 
         The rates were measured with two ranks of one core each (benchmarks/results/plan.json). Hosts are
         assumed to have as many cores as this machine and to be connected by 10 Gb/s. On such hosts, sums over
-        three or four ranks have about (ranks − 1)² times the latency of sums over two.
+        three or four ranks have about (ranks − 1)² times the latency of sums over two. `group_s` is the difference
+        between the measured steps of several ranks and the sum of their other parts; gloo's threads are in it.
         """
         rings = (world - 1) ** 2
         fused = {name: LookupRates(*of.cpu_lookup) for name, of in OPTIMIZERS.parts.items() if of.cpu_lookup}
@@ -183,6 +184,7 @@ class Rates:
             launch_s=2.9e-6,
             tensor_s=12.3e-6,
             step_s=1.5e-3,
+            group_s=5e-3,
             matrix_s=1.6e-7,
             far=0.9e9,
         )

@@ -109,7 +109,7 @@ def predict(
     changes = [f"scaling.num_workers={workers}"] if workers else []
     changes += to_override_texts(overrides)
     saved = resolve_checkpoint(place, checkpoint, changes, allow_code)
-    saved = replace(saved, schema=to_example_schema(saved.schema, data))
+    saved = replace(saved, schema=to_example_schema(saved.config, saved.schema, data))
     config, schema = saved.config, saved.schema
     tasks = resolve_tasks(config.tasks, schema)
     scores, below = [VECTOR] if vectors else list_score_columns(tasks), check_output_folder(out, data)

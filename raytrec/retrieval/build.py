@@ -89,7 +89,7 @@ def index(
         require_faiss()
     overrides = to_override_texts(overrides)
     saved = resolve_checkpoint(place, checkpoint, overrides, allow_code)
-    saved = replace(saved, schema=to_example_schema(saved.schema, items))
+    saved = replace(saved, schema=to_example_schema(saved.config, saved.schema, items))
     config = saved.config
     key = item or (config.eval.retrieval.item if config.eval.retrieval else "item")
     dataset = _open_queries(saved, queries) if faiss else None

@@ -16,7 +16,7 @@ from raytrec.data.row_slices import Rows
 from raytrec.scoring.lookups import Tensors
 from raytrec.scoring.manifest import Input
 from raytrec.scoring.plain_rows import PlainRowReader
-from raytrec.scoring.request_rows import RowReader, repeat_users
+from raytrec.scoring.request_rows import RowReader, name_rows, repeat_users
 from raytrec.scoring.single_rows import Program, repeat_rows
 
 # Numbers of candidates, runs of each way and maximum CPU time of the comparison of two ways to score candidates.
@@ -82,11 +82,11 @@ class ColumnSplit:
             DataError: The schema does not allow a value.
         """
         tables = users, repeat_users(candidates, users, self.repeated, counts)
-        parts = zip(self.plain, tables, (self.users, self.candidates), strict=False)
-        return [
-            (plain and plain.read_table(table, sys.maxsize, sys.maxsize)) or reader.read(table)
-            for plain, table, reader in parts
-        ]
+        rows, readers = [], {"user": self.users, "candidates": self.candidates}
+        for plain, table, (part, reader) in zip(self.plain, tables, readers.items(), strict=False):
+            with name_rows(part):
+                rows.append((plain and plain.read_table(table, sys.maxsize, sys.maxsize)) or reader.read(table))
+        return rows
 
     def run(self, user_inputs: Tensors, row_inputs: Tensors, users_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the outputs of the model's program for candidates.

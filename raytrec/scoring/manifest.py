@@ -210,12 +210,8 @@ class Manifest(Section):
 
 def format_version(run: str, step: int, checksum: str) -> str:
     """Return a model's name in responses: run, step and checksum digits, in ASCII for headers."""
-    return f"{to_version_name(run)}-{step}-{checksum[:8]}"
-
-
-def to_version_name(run: str) -> str:
-    """Return the name of a run in versions, in ASCII for headers."""
-    return re.sub(r"[^\w.-]", "_", run, flags=re.ASCII)
+    name = re.sub(r"[^\w.-]", "_", run, flags=re.ASCII)
+    return f"{name}-{step}-{checksum[:8]}"
 
 
 def read_manifest(uri: str) -> Manifest:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -81,6 +82,17 @@ class RowReader:
         return Rows.of(pa.RecordBatch.from_arrays(columns, schema=rows_read.schema))
 
 
+@contextmanager
+def name_rows(part: str) -> Iterator[None]:
+    """Name the part of a request, user or candidates, in errors that the block raises about rows of that part."""
+    try:
+        yield
+    except DataError as error:
+        where = (error.where or "").replace(ROWS_PLACE, part, 1)
+        error.where = where.removesuffix(", row 0") if part == "user" else where
+        raise
+
+
 @dataclass(frozen=True)
 class ObjectRows:
     """Rows of a request in JSON, which become a table when they are scored.
@@ -134,7 +146,7 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
         rows = [rows]
     if isinstance(rows, list | tuple):
         values = _transpose(rows, columns)
-        arrays = [_to_column(*each) for each in zip(values, columns, strict=True)]
+        arrays = [to_column(*each) for each in zip(values, columns, strict=True)]
         return pa.table(arrays, schema=columns)
     try:
         try:
@@ -143,12 +155,9 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
             schema = pa.schema([field for field in columns if field.name in rows.columns])
             return pa.Table.from_pandas(rows, schema, preserve_index=False)
     except (pa.ArrowException, AttributeError, TypeError, ValueError) as error:
-        raise DataError(
-            f"the rows are not tabular data: "
-            f"{type(rows).__name__ if isinstance(error, AttributeError) else get_first_line(error)}",
-            where=ROWS_PLACE,
-            expected="mappings of columns to values, a pandas.DataFrame or a pyarrow.Table",
-        ) from None
+        reason = type(rows).__name__ if isinstance(error, AttributeError) else get_first_line(error)
+        expected = "mappings of columns to values, a pandas.DataFrame or a pyarrow.Table"
+        raise DataError(f"the rows are not tabular data: {reason}", where=ROWS_PLACE, expected=expected) from None
 
 
 def repeat_users(candidates: pa.Table, users: pa.Table, names: Sequence[str], counts: Sequence[int]) -> pa.Table:
@@ -178,17 +187,21 @@ def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
     except (KeyError, TypeError, IndexError):
         for at, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise _make_type_error(
-                    f"the row is not a mapping: {shorten_repr(row)}", at, None, "a mapping of columns to values"
-                ) from None
+                what, expected = f"the row is not a mapping: {shorten_repr(row)}", "a mapping of columns to values"
+                raise _make_type_error(what, at, None, expected) from None
             for field in columns:
                 if field.name not in row:
-                    what = f"column '{field.name}' is missing"
-                    raise _make_type_error(what, at, field.name, _describe_type(field.type)) from None
+                    what, do = f"column '{field.name}' is missing", f"add {field.name} to each row; null has no value"
+                    raise _make_type_error(what, at, field.name, _describe_type(field.type), do) from None
         raise
 
 
-def _to_column(values: Sequence[Any], field: pa.Field) -> pa.Array:
+def to_column(values: Sequence[Any], field: pa.Field) -> pa.Array:
+    """Return Python values as a column; times may be text, as in JSON.
+
+    Raises:
+        DataError: A value does not fit the type of the column.
+    """
     name = field.name
     try:
         return to_array(values, field.type)
@@ -229,9 +242,9 @@ def _is_convertible(value: Any, kind: pa.DataType) -> bool:
     return True
 
 
-def _make_type_error(what: str, row: int, column: str | None, expected: str) -> DataError:
+def _make_type_error(what: str, row: int, column: str | None, expected: str, do: str = "correct the rows") -> DataError:
     column_text = "" if column is None else f", column {column}"
-    return DataError(what, where=f"{ROWS_PLACE}{column_text}, row {row}", expected=expected)
+    return DataError(what, where=f"{ROWS_PLACE}{column_text}, row {row}", expected=expected, do=do)
 
 
 def _describe_type(kind: pa.DataType) -> str:

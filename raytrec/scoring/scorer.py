@@ -21,7 +21,7 @@ from raytrec.scoring.column_splits import ColumnSplit, find_min_candidates
 from raytrec.scoring.lookups import IdRows, Lookups, Tensors
 from raytrec.scoring.manifest import Manifest, ProgramName
 from raytrec.scoring.plain_rows import PlainRowReader, make_plain_reader
-from raytrec.scoring.request_rows import ROWS_PLACE, RowReader, concat_rows, to_table
+from raytrec.scoring.request_rows import ROWS_PLACE, RowReader, concat_rows, name_rows, to_table
 from raytrec.scoring.single_rows import RewrittenProgram, rewrite_for_single_rows
 
 TOLERANCE = 1e-6  # of golden rows' scores, relative to scores above 1
@@ -157,6 +157,7 @@ class Scorer:
                 f"the model of run {self.manifest.source.run} does not compute query and item vectors",
                 where=f"tower={program}",
                 expected="a model with a query and an item tower, such as two_tower (docs/retrieval.md)",
+                do="use predict (in services: POST /predict)",
             )
         return self._readers[program]
 
@@ -233,9 +234,9 @@ class Scorer:
             DataError: The user is not a single row with some, but not all, of the model's columns; candidates
                 repeat a column of the user; or a value does not fit its column.
         """
-        if isinstance(user, Mapping):
-            user = to_table(user, pa.schema([field for field in self.columns if field.name in user]))
-        user = to_table(user, self.columns)
+        fields = [field for field in self.columns if not isinstance(user, Mapping) or field.name in user]
+        with name_rows("user"):
+            user = to_table(user, pa.schema(fields))
         names = self._select_known(user.column_names)
         if not names or len(user) != 1:
             raise DataError(
@@ -247,12 +248,14 @@ class Scorer:
         candidate_names = {name for row in first_rows if isinstance(row, Mapping) for name in row}
         split = self.split(names)
         fields = [field for field in split.candidates.columns if field.name not in names]
-        candidates = to_table(candidates, pa.schema(fields))
+        with name_rows("candidates"):
+            candidates = to_table(candidates, pa.schema(fields))
         if repeated := sorted(names & (candidate_names | set(candidates.column_names))):
             raise DataError(
                 f"column '{repeated[0]}' is in both user and candidates",
                 where="user, candidates",
                 expected="each column in only one of the two",
+                do=f"remove {repeated[0]} from user or from all candidates",
             )
         return candidates, user, split
 
@@ -282,16 +285,14 @@ class Scorer:
         """Return the division of the model's columns if the user has columns of these names."""
         schema, transforms = self.manifest.data_schema, list(self.manifest.transforms)
         all_names = self._list_names("predict")
-        user_names = {
-            name
-            for name in all_names
-            if set(resolve_input_columns(transforms, schema.select_features([name]).inputs)) <= names
-        }
+        needed = {n: set(resolve_input_columns(transforms, schema.select_features([n]).inputs)) for n in all_names}
+        user_names = {name for name, columns in needed.items() if columns <= names}
         if user_names == all_names:
             raise DataError(
                 "user has all columns of the model, so all candidates would have the same scores",
                 where="user",
                 expected="at least one column of the model in candidates only",
+                do="pass the columns in which candidates differ in candidates instead of user",
             )
         user_reader, other_reader = self._make_reader(user_names), self._make_reader(all_names - user_names)
         repeated = [name for name in other_reader.columns.names if name in names]
@@ -318,12 +319,8 @@ class Scorer:
     def as_table(self, predictions: Sequence[np.ndarray]) -> pa.Table:
         """Return the predictions of all tasks as columns."""
         names = [task.column for task in self.manifest.tasks]
-        return pa.table(
-            {
-                name: pa.array(values if values.ndim == 1 else list(values))
-                for name, values in zip(names, predictions, strict=True)
-            }
-        )
+        columns = (pa.array(values if values.ndim == 1 else list(values)) for values in predictions)
+        return pa.table(dict(zip(names, columns, strict=True)))
 
     def check(self) -> float:
         """Score the golden rows and return the largest difference from the exported scores.

@@ -32,6 +32,15 @@ if TYPE_CHECKING:
     from raytrec.serving.follow import Follower
 
 log = logging.getLogger(__name__)
+ADVICE = {  # by status, for errors without advice
+    400: "compare the request with GET /example and GET /openapi.json",
+    401: "send the service's token: -H 'Authorization: Bearer TOKEN'",
+    403: "copy the export into this folder, or start the service with another --promote-from",
+    404: "see GET /openapi.json for all paths",
+    405: "see GET /openapi.json for the methods of each path",
+    413: "send fewer rows or shorter lists in each request",
+    415: "send the body in one of these types, and name the type in the header Content-Type",
+}
 Decoder = Callable[[Scorer], Query]
 
 
@@ -124,6 +133,7 @@ class Service:
             log.exception("a request failed")
             reported = error if isinstance(error, RaytrecError) else RunError("internal error", do="check the log")
             refused = RefusedRequest(500, reported)
+        refused.error.do = refused.error.do or ADVICE.get(refused.status)
         body = to_json({"error": str(refused.error)}) if f"{path}/".startswith("/v2/") else refused.body
         return Response(body, refused.status, refused.headers, JSON)
 
@@ -181,10 +191,8 @@ class Service:
                 body += part
                 self._reading += len(part)
                 if len(body) > limits.body_bytes:
-                    expected = f"at most {limits.body_bytes:,} bytes"
-                    raise RefusedRequest(
-                        413, DataError("the request body is too large", where="the body", expected=expected)
-                    )
+                    what, expected = "the request body is too large", f"at most {limits.body_bytes:,} bytes"
+                    raise RefusedRequest(413, DataError(what, where="the body", expected=expected))
                 if self._reading > limits.all_bodies_bytes:
                     raise make_busy_refusal("too many large request bodies are being received")
             request.state.body = bytes(body)

@@ -20,7 +20,7 @@ from raytrec.data.row_slices import Rows
 from raytrec.scoring.column_splits import ColumnSplit
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.matrices import DENSE_MATRIX, ID_MATRIX, Matrices, read_matrices, split_matrices
-from raytrec.scoring.request_rows import ROWS_PLACE, ObjectRows, concat_rows, repeat_users, to_array
+from raytrec.scoring.request_rows import ROWS_PLACE, ObjectRows, concat_rows, repeat_users, to_column
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.arrow_bodies import ExpansionLimitError, read_stream
 
@@ -180,9 +180,8 @@ def _decode_arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
     try:
         return read_stream(body, [*columns.names, DENSE_MATRIX, ID_MATRIX], limits.body_bytes)
     except ValueError as error:
-        raise _make_refusal(
-            f"the body is not an Arrow stream: {error}", "the body", "a schema followed by record batches"
-        ) from None
+        what = f"the body is not an Arrow stream: {error}"
+        raise _make_refusal(what, "the body", "a schema followed by record batches") from None
     except ExpansionLimitError:
         what, expected = "the expanded values of the rows exceed the size limit of a body", limits.body_bytes
         raise _make_refusal(what, "the body", f"at most {expected:,} bytes", 413) from None
@@ -193,9 +192,8 @@ def _decode_json(body: bytes, scorer: Scorer, program: ProgramName, limits: Limi
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise _make_refusal(
-            f"invalid JSON: {get_first_line(error)}", "the body", "UTF-8 JSON without NaN or Infinity"
-        ) from None
+        what = f"invalid JSON: {get_first_line(error)}"
+        raise _make_refusal(what, "the body", "UTF-8 JSON without NaN or Infinity") from None
     if not isinstance(values, dict):
         raise _make_refusal("the body is not an object", "the body", f"an object with {REQUEST_FORMS}")
     if set(values) not in ({"rows"}, {"columns"}, {"user", "candidates"}):
@@ -230,10 +228,7 @@ def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
     arrays = {}
     for field in columns:
         if field.name in lists:
-            try:
-                arrays[field.name] = to_array(lists[field.name], field.type)
-            except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-                raise _make_refusal(get_first_line(error), f"columns, {field.name}", str(field.type)) from None
+            arrays[field.name] = to_column(lists[field.name], field)
     if len({len(array) for array in arrays.values()}) > 1:
         raise _make_refusal("the columns have different numbers of values", "columns", "one value per row")
     return pa.table(arrays)

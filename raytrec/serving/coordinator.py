@@ -162,9 +162,8 @@ class Coordinator:
                 current one, or the export cannot be used and all replicas keep their version.
         """
         if not (uri or self._previous or self._challenger):
-            raise RunError(
-                "there is no previous version", where="--rollback", expected="a promotion before the rollback"
-            )
+            expected = "a promotion before the rollback"
+            raise RunError("there is no previous version", where="--rollback", expected=expected)
         if self._busy.locked():
             raise RunError("another promotion is in progress", where=uri or "--rollback", do="retry after its end")
         async with self._busy:
@@ -196,7 +195,8 @@ class Coordinator:
         versions = {report.prepared for report in prepared.values()}
         if errors or len(versions) != 1:
             self._publish_order()
-            raise errors[0] if errors else RunError("the replicas have loaded different files", where=uri)
+            different = "the replicas have loaded different files"
+            raise errors[0] if errors else RunError(different, where=uri, do="promote an export in a new folder")
         return Export(uri, versions.pop())
 
     def _remember(

@@ -62,9 +62,8 @@ def compute_batch_loss(
     value = torch.cat(losses).sum()
     if not gradient:
         return value
-    return _PrecomputedGradient.apply(
-        rank_rows.logits, value, peers.reduce_scatter_sum(grads.view(peers.world, *rank_rows.logits.shape))
-    )
+    gradient_B = peers.reduce_scatter_sum(grads.view(peers.world, *rank_rows.logits.shape))
+    return _PrecomputedGradient.apply(rank_rows.logits, value, gradient_B)
 
 
 def equalize_rows(rows: Rows, factors_B: torch.Tensor, world: int) -> tuple[Rows, torch.Tensor]:

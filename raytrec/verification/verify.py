@@ -15,7 +15,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.formatting import format_percent
 from raytrec.common.storage import make_absolute, query_file_info, split_query
 from raytrec.driver.console import Result, RunConsole
-from raytrec.scoring.manifest import to_version_name
+from raytrec.scoring.manifest import format_version
 from raytrec.serving.options import find_token
 from raytrec.serving.served_state import StatePart, to_bytes
 from raytrec.verification.replica_connection import ReplicaConnection, ServiceChangedError, connect
@@ -131,15 +131,18 @@ def _check_states(replicas: Sequence[ReplicaConnection], about: dict[str, Any], 
     models = [[state[key] for key in ("run", "step", "rows", "dense")] for state in states]
     if any(model != models[0] for model in models):
         raise ServiceChangedError(f"the replicas serve {', '.join(state['version'] for state in states)}")
-    served_run, served_step, *_ = models[0]
-    step, run = about["progress"]["step"], to_version_name(about["config"]["run"]["name"])
+    step = about["progress"]["step"]
+    run = format_version(about["config"]["run"]["name"], step, "").rsplit("-", 2)[0]
+    served_run, served_step = models[0][:2]
     if (served_run, served_step) != (run, step):
-        served = f"step {served_step} of run {served_run}"
-        do = f"pass RUN/{served_step}, or repeat the command when the service has reached step {step}"
-        if served_run != run:
-            do = f"pass the folder of run {served_run}, or the address of the service of run {run}"
-        what = f"the service serves {served}, but the checkpoint contains step {step} of run {run}"
-        raise RunError(what, where=f"{service}, {folder}", expected=f"a checkpoint of {served}", do=do)
+        other_run = f"pass the folder of run {served_run}, or the address of the service of run {run}"
+        other_step = f"pass RUN/{served_step}, or repeat the command when the service has reached step {step}"
+        raise RunError(
+            f"the service serves step {served_step} of run {served_run}, but the checkpoint contains step {step} of "
+            f"run {run}",
+            where=f"{service}, {folder}",
+            do=other_step if served_run == run else other_run,
+        )
 
 
 def _compare(replicas: Sequence[ReplicaConnection], stored: StoredState, console: RunConsole) -> list[Difference]:

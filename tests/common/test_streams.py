@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from rich.table import Table
 
 from raytrec.common.terminal import FaultTolerantStream, open_console, tolerate_stream_errors
 
@@ -30,6 +31,19 @@ def test_unencodable_characters_are_replaced(encoding, monkeypatch):
     stream.flush()
     text = stream.buffer.getvalue().decode(encoding)
     assert text == ("│ 1 – 2 … │\n× µs\n".encode(encoding, "replace").decode(encoding))
+
+
+@pytest.mark.parametrize("columns", [None, "80"])
+def test_tables_in_pipes_are_as_wide_as_their_content(columns, monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    table, name = Table("table", "rows"), "customer_transaction_category" * 5
+    table.add_row(name, "3")
+    open_console().print(table)
+    shown = capsys.readouterr().out
+    assert (name in shown) == (columns is None)
+    assert max(map(len, shown.splitlines())) == (len(name) + 11 if columns is None else 80)
 
 
 def test_closed_streams_drop_text():

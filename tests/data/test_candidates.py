@@ -16,11 +16,13 @@ from request_rows import (
 )
 
 from raytrec.common.errors import DataError, SchemaError
+from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
 from raytrec.data.pages.decode import ReadErrorPolicy
 from raytrec.data.read_plans import ReadPlan, TaskRows
+from raytrec.driver.datasets import to_example_schema
 from raytrec.worker.nonfinite import dump
 
 TASK = TaskRows("y", "y", mask="shown", sample_weight="w")
@@ -33,6 +35,33 @@ def write(path, rows=30, group=10, **columns):
         made = made.set_column(place, name, pa.array(values, made.schema.field(name).type))
     pq.write_table(made, path, row_group_size=group)
     return made
+
+
+@pytest.mark.parametrize("labels", [["y"], ["w"]])
+def test_forgotten_candidates_are_suggested(tmp_path, labels):
+    write(tmp_path / "a.parquet")
+    schema = Schema.parse(REQUEST_SCHEMA_PARTS | {"labels": labels}, "without candidates")
+    with pytest.raises(DataError) as error:
+        scan(str(tmp_path), ReadPlan(schema))
+    column = "y" if labels == ["y"] else "price"
+    assert f"add {column} to candidates in schema.yaml" in error.value.do
+
+
+@pytest.mark.parametrize("change", [{}, {"item": {"table": "item", "column": "hashed"}}])
+def test_lists_of_candidates_are_refused_by_their_columns(tmp_path, change):
+    """The column `hashed` is written by a transform of the lists in `item`."""
+    columns = {"candidates": ["y", "item", "shop"], "dense": ["age"], "scale": {}}
+    parts = REQUEST_SCHEMA_PARTS | columns | {"sparse": REQUEST_SCHEMA_PARTS["sparse"] | change}
+    hashing = {"do": "hash", "columns": ["item"], "rows": 30, "into": ["hashed"]}
+    config = load_config({"data": {"train": str(tmp_path), "transforms": [hashing]}})
+    schema = Schema.parse(parts, "requests")
+    requests = write(tmp_path / "a.parquet").drop_columns(["shop"])
+    pq.write_table(requests, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="'item' contains lists of candidates"):
+        to_example_schema(config, schema, str(tmp_path))
+    repeated = requests.set_column(requests.column_names.index("item"), "item", pa.array([1] * len(requests)))
+    pq.write_table(repeated, tmp_path / "a.parquet")
+    assert not to_example_schema(config, schema, str(tmp_path)).candidates
 
 
 def test_batch_keeps_candidates_in_row_order(tmp_path):

@@ -5,10 +5,11 @@ import sys
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from exports import CUSTOM_MODELS_SOURCE, SmallModelCase, train_for_export
 from served import ServedApp, assert_predictions_equal
-from test_models import CASES, ModelCase
+from test_models import CASES, ModelCase, make_parallel_schema
 
 import raytrec
 from raytrec.common.errors import ConfigError
@@ -114,6 +115,24 @@ def test_models_without_dense_columns_and_custom_models_export(own_models, case,
     assert_close(model.predict(table), [predictions["y"].numpy()], ["score"])
     names = model.columns.names
     assert {"a", "b"}.isdisjoint(names) and ("friends" in names) == (case.model.get("name") is None)
+
+
+class UnreadSideFeatures(SmallModelCase):
+    """Model whose sequence has side features that the model does not read."""
+
+    def schema(self):
+        return make_parallel_schema("times", "prices")
+
+
+def test_export_requires_no_side_features_that_the_model_does_not_read(tmp_path):
+    case = UnreadSideFeatures({"name": "din", "max_length": 3, "attention_mlp": [4], "top_mlp": [6]})
+    folder, table, predictions, _ = train_for_export(case, tmp_path)
+    table = table.drop_columns(["times", "prices"])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    result = raytrec.export(folder, str(tmp_path / "export"), data=str(tmp_path / "rows.parquet"))
+    model = raytrec.load(result.path)
+    assert {"times", "prices"}.isdisjoint(model.columns.names) and "friends" in model.columns.names
+    assert_close(model.predict(table), [predictions["y"].numpy()], ["score"])
 
 
 def test_export_names_the_line_that_branches_on_values(own_models, tmp_path):

@@ -280,6 +280,21 @@ def test_scores_depend_on_times_and_actions(place, reason):
     assert differs.tolist() == [length > 1 for length in LENGTHS]
 
 
+def test_higher_bits_and_later_times_do_not_change_scores():
+    model, of = make_ranker(**ALL)
+    dense, found = make_inputs(of)
+    now_B1 = dense[:, of.dense.index("now"), None].double()
+
+    def score(times, bits):
+        sides = found["history"].side_features.clone()
+        sides[:, :, 0] = times
+        sides[:, :, 1] = bits
+        return model(dense, found | {"history": found["history"]._replace(side_features=sides)})
+
+    assert torch.equal(score(now_B1, 2), score(now_B1 + 3600, 2 + 4 + 2**40))
+    assert not torch.equal(score(now_B1, 2), score(-3600.0, 2))
+
+
 @pytest.mark.parametrize(
     "keys, parts, words",
     [

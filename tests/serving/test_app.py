@@ -125,6 +125,25 @@ def test_bad_request_error_names_the_cause(http, served_export, change, status, 
     got, content, _ = http.ask(**options)
     assert got == status, content
     assert words in json.loads(content)["error"]
+    assert json.loads(content)["do"]
+
+
+@pytest.mark.parametrize("value", ["x", None])
+def test_error_names_user_or_candidates(http, model, served_export, value):
+    _, table = served_export
+    columns = model.get_reader("query").columns.names
+    user = {name: table[name][0].as_py() for name in columns}
+    candidates = table.drop_columns(columns).to_pylist()
+    wrong = [candidates[0], candidates[1] | {"b": value}]
+    for each, rows, where in (
+        (user | {"a": value}, candidates, "user, column a"),
+        (user, wrong, "candidates, column b, row 1"),
+    ):
+        status, content, _ = http.ask("/predict", {"user": each, "candidates": rows})
+        assert (status, json.loads(content)["where"]) == (400, where)
+    lists = {name: table[name].to_pylist() for name in table.column_names}
+    status, content, _ = http.ask("/predict", {"columns": lists | {"b": [0.5, *[value] * (len(table) - 1)]}})
+    assert (status, json.loads(content)["where"]) == (400, "the rows, column b, row 1")
 
 
 def test_health_is_public_and_openapi_lists_every_endpoint(http, served_export):

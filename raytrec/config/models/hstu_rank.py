@@ -26,7 +26,8 @@ class HstuRankSection(TargetedSection):
     sequences, are the context of the request."""
     actions: dict[str, Annotated[SmallCount, Field(le=52)] | list[Number]] = Field(default_factory=dict)
     """Side features of the first sequence that describe the user's actions: {COLUMN: n} for a bit mask of n
-    actions, or {COLUMN: [2, 4]} for numbers, with one action per threshold that the number reaches."""
+    actions (higher bits are ignored), or {COLUMN: [2, 4]} for numbers, with one action per threshold that the
+    number reaches."""
     interleave: bool = True
     """Alternate tokens of items and actions. False: one token per event, the sum of item and actions."""
     time: str | None = None

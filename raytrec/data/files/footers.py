@@ -25,6 +25,7 @@ from raytrec.data.read_plans import ResolvedReadPlan, TaskRows
 MAX_GROUP_ROWS = 2**31 - 1  # maximum number of rows in a row group; far more than any writer produces
 MIN_FULLY_CHECKED_ROWS = 65_536  # all columns are checked in row groups with more rows
 SIGNATURE_BYTES = 28  # number of bytes after a plaintext footer if columns are encrypted
+MAX_UNSCALED_VALUE = 1000.0  # largest absolute value of an unscaled dense column without a warning
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 # (column, function that returns True if a chunk of the column contains invalid values).
 StatisticsCheck = tuple[str, Callable[[pq.ColumnChunkMetaData], bool]]
@@ -156,6 +157,14 @@ class FooterStatistics:
         columns = {name: self._columns(name) for name in self._form.plan.labels if name not in self._outputs}
         values = {name: self._find_constant_value(places[0]) for name, places in columns.items() if len(places) == 1}
         return {name: value for name, value in values.items() if value is not None}
+
+    def large_columns(self) -> dict[str, float]:
+        """Return the largest absolute value of dense columns without transform and scale, if it is large."""
+        names = {*self._form.schema.dense} - {*self._form.schema.scale} - self._outputs
+        places = [(name, place) for name in names for place in self._columns(name)]
+        bounds = ((name, _bounds(group.column(place)) or ()) for name, place in places for group in self._groups)
+        values = sorted((abs(float(bound)), name) for name, ends in bounds for bound in ends)
+        return {name: value for value, name in values if value > MAX_UNSCALED_VALUE}
 
     def _find_constant_value(self, place: int) -> float | None:
         constant = None
