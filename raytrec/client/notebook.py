@@ -23,7 +23,9 @@ COLOURS = {"finished": "#009e73", "failed": "#d55e00", "interrupted": "#d55e00",
 
 def display(name: str) -> NotebookDisplay | TerminalDisplay:
     """Return a callable that shows a run in this notebook or terminal each time it is called."""
-    return NotebookDisplay(name) if _is_notebook() else TerminalDisplay()
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module else None
+    return NotebookDisplay(name) if hasattr(shell, "kernel") else TerminalDisplay()
 
 
 class NotebookDisplay:
@@ -139,10 +141,3 @@ def _describe_progress(run: Run, progress: dict[str, Any]) -> list[str]:
     figures = [f"{figure.label} {figure.text(progress[figure.key])}" for figure in metrics]
     parts = [f"step {progress['step']:,} of {progress['total'] or '?'}", speed, *figures, remaining]
     return [part for part in parts if part]
-
-
-def _is_notebook() -> bool:
-    """Return True if this process is a notebook kernel, which can display outputs."""
-    module = sys.modules.get("IPython")
-    shell = module.get_ipython() if module else None
-    return shell is not None and hasattr(shell, "kernel")

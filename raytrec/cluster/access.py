@@ -119,8 +119,7 @@ def _require_token_file(create: bool, local_only: bool) -> None:
             where=f"{TOKEN} is not set, and {file} is missing or unreadable",
             expected="the token of the cluster, available from its owner",
             do=f"store it in {file} (chmod 600), or set {TOKEN_PATH_VARIABLE}=FILE; "
-            "if your own cluster requires no token, "
-            f"set {AUTH_MODE_VARIABLE}=disabled",
+            f"if your own cluster requires no token, set {AUTH_MODE_VARIABLE}=disabled",
         )
     if file.stat().st_uid == os.getuid() and file.stat().st_mode & 0o077:
         with suppress(OSError):  # read-only file system

@@ -11,6 +11,10 @@ from functools import cache
 from pathlib import Path
 from threading import Lock
 from time import monotonic
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 # Parameters of glibc's mallopt(3), from <malloc.h>. Up to TRIM_THRESHOLD_BYTES of freed memory at an arena's
 # top are not returned to the system, blocks of up to LARGEST_BYTES are not mapped individually, and an arena
@@ -94,6 +98,32 @@ def is_page_resident(address: int) -> bool:
     flags = ctypes.c_ubyte()
     _LIBC.mincore(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(flags))
     return bool(flags.value & 1)
+
+
+def prefetch_rows(values: torch.Tensor, rows: torch.Tensor, sampled: int) -> None:
+    """Prefetch the pages of rows unless a sample shows that the rows are already in memory.
+
+    Without prefetching, each page fault blocks.
+
+    Args:
+        values: Rows of a table, mapped from files, [n, width].
+        rows: Row numbers, int64 [N].
+        sampled: At least this number of rows are sampled (if there are as many), and fewer than twice as many.
+    """
+    import torch
+
+    address, width = values.data_ptr(), values.stride(0) * values.itemsize
+    sample = rows[:: max(1, len(rows) // sampled)].tolist()
+    page_bytes = mmap.PAGESIZE
+    if all(is_page_resident((address + row * width) // page_bytes * page_bytes) for row in sample):
+        return
+    starts = address + rows * width
+    pages = (torch.cat([starts, starts + (width - 1)]) // page_bytes).unique()
+    is_first = torch.ones(len(pages) + 1, dtype=torch.bool)
+    is_first[1:-1] = pages.diff() > 1
+    run_starts = is_first.nonzero().squeeze(1)
+    for page, count in zip(pages[run_starts[:-1]].tolist(), run_starts.diff().tolist(), strict=True):
+        prefetch_pages(page * page_bytes, count * page_bytes)
 
 
 def unmap_file(address: int, size: int) -> None:

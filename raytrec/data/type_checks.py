@@ -95,8 +95,9 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
             _check_number(get_value_type(read.column), read.column, read.role, uri)
     for column in form.plan.reserved.names:
         kind = plain(arrow.field(column).type)
-        if column in form.plan.reserved.lists:
-            _check_list(kind, column, uri)
+        if column in form.plan.reserved.lists and not is_list(kind):
+            what, advice = f"column '{column}' of seen items", "name another column in eval.retrieval.seen"
+            raise _unsupported_type_error(what, kind, column, uri, "lists of items", advice)
         if column in (*form.plan.reserved.lists, *form.plan.reserved.optional_lists):
             kind = value_type(kind)
         _check_reserved(kind, column, form.plan, uri)
@@ -184,12 +185,6 @@ def _check_candidates(kind: pa.DataType, column: str, uri: str) -> None:
         what, advice = f"candidate column '{column}'", "remove the column from candidates in schema.yaml"
         expected = "a list in each row, with one value per candidate"
         raise _unsupported_type_error(what, kind, column, uri, expected, advice)
-
-
-def _check_list(kind: pa.DataType, column: str, uri: str) -> None:
-    if not is_list(kind):
-        what, advice = f"column '{column}' of seen items", "name another column in eval.retrieval.seen"
-        raise _unsupported_type_error(what, kind, column, uri, "lists of items", advice)
 
 
 def _check_group(kind: pa.DataType, column: str, uri: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from raytrec.common.errors import get_first_line
 from raytrec.config.schema import Schema
 from raytrec.deltas.chain import Position, make_refusal
-from raytrec.deltas.read import UnusableDeltaError, read_batches, select_tables
+from raytrec.deltas.format import UnusableDeltaError, read_batches, select_tables
 from raytrec.scoring.lookups import IdRows
 from raytrec.scoring.scorer import Scorer
 from raytrec.scoring.stored_tables import PRECISIONS, RowChanges, encode_rows

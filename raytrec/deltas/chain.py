@@ -109,7 +109,8 @@ def check_gap(folder: str, position: Position) -> None:
         OSError: The store cannot be read.
     """
     number = position.number + 1
-    after, own, now = (_exists(get_manifest_uri(folder, each)) for each in (number + 1, position.number, number))
+    manifests = (get_manifest_uri(folder, each) for each in (number + 1, position.number, number))
+    after, own, now = (query_file_info(uri).is_file for uri in manifests)
     if after and not now:
         raise make_refusal(folder, number, f"it is missing, but delta {number + 1} exists")
     if not own and not now:
@@ -167,7 +168,3 @@ def find_position(folder: str, export: str, source: ExportSource) -> Position:
             do=f"apply deltas to a full export in {EXPORTS_FOLDER}/",
         )
     return found[0]
-
-
-def _exists(uri: str) -> bool:
-    return query_file_info(uri).is_file

@@ -19,8 +19,15 @@ from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
 from raytrec.deltas.changes import IdChanges, IdRowChanges, RowChanges, RowPiece, TakenRows, count_bytes, iterate_pieces
 from raytrec.deltas.files import DeltaFiles
-from raytrec.deltas.format import DeltaManifest, DeltaTable, Operation, format_number
-from raytrec.deltas.read import UnusableDeltaError, read_batches, select_tables
+from raytrec.deltas.format import (
+    DeltaManifest,
+    DeltaTable,
+    Operation,
+    UnusableDeltaError,
+    format_number,
+    read_batches,
+    select_tables,
+)
 from raytrec.deltas.stream import DeltaOutcome, ManifestWriter, describe_failure, list_exports, read_stream
 from raytrec.embeddings.managed.batches import ManagedBatches
 

@@ -78,9 +78,8 @@ def load_evaluation_config(
             raise ConfigError(
                 f"'{override}' does not apply to an evaluation",
                 where="command line, --set",
-                expected=f"a key of {', '.join(OVERRIDABLE_SECTIONS)}, or "
-                f"tables.NAME.{OUT_OF_RANGE_KEY}; the "
-                "model cannot be changed",
+                expected=f"a key of {', '.join(OVERRIDABLE_SECTIONS)}, or tables.NAME.{OUT_OF_RANGE_KEY}; "
+                "the model cannot be changed",
             )
     elsewhere = find_checkpoint_origin(folder, about["config"])
     config = load_config(about["config"], of_sections, elsewhere=elsewhere, allow_code=allow_code)

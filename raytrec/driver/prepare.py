@@ -192,8 +192,7 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
             where=config.checkpoint_root,
             expected="a new folder",
             do=f"resume that run: raytrec train --resume {quote_for_shell(make_relative(folder))}; or "
-            "choose another "
-            "run.dir or checkpoint.dir",
+            "choose another run.dir or checkpoint.dir",
         )
     with convert_os_errors("cannot write the run folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)

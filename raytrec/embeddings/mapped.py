@@ -18,14 +18,13 @@ from torchrec.distributed.types import ShardingPlan
 
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import format_bytes
-from raytrec.common.memory import unmap_file
+from raytrec.common.memory import prefetch_rows, unmap_file
 from raytrec.compat.fbgemm_lookups import map_table
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.constraints import MMAP_KERNEL, advise_disk_space, find_memory_filesystem, find_mmap_folder
 from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.embeddings.pooling import Collection, find_table_modules
-from raytrec.embeddings.row_pages import prefetch_rows
 
 ADMISSION_SIGHTINGS = 3  # if lower, rarely used rows displace others; if higher, the slots fill more slowly
 MIN_CLOCK_WINDOW = 4096  # minimum number of slots that the hand inspects at once

@@ -213,8 +213,7 @@ def check_qcomms(
         narrowest = min(widths, key=lambda table: widths[table])
         raise ConfigError(
             f"int8 does not reduce exchanges: {group} values (the common divisor of all shard widths) would "
-            f"share {INT8_SCALE_BYTES} bytes of scale (a shard of table {narrowest} has "
-            f"{widths[narrowest]} columns)",
+            f"share {INT8_SCALE_BYTES} bytes of scale (a shard of table {narrowest} has {widths[narrowest]} columns)",
             where="plan.qcomms",
             expected=f"shards whose widths have a common divisor above {INT8_SCALE_BYTES}, such as 16",
             do="set plan.qcomms to fp16 or bf16, or the tables' dim to multiples of 16",

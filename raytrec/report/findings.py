@@ -196,8 +196,7 @@ def find_low_utilization(lines: list[RankLine]) -> str | None:
         phase = max(PHASES, key=lambda p: shares[p])
         return (
             f"GPUs are busy {format_percent(fmean(busy) / 100)} of the time; "
-            f"{format_percent(shares[phase])} of it is "
-            f"spent on {': '.join(PHASE_TEXTS[phase])}"
+            f"{format_percent(shares[phase])} of it is spent on {': '.join(PHASE_TEXTS[phase])}"
         )
     if shares["data"] > MAX_DATA_WAIT_SHARE:
         return f"ranks wait for data {format_percent(shares['data'])} of the time: {PHASE_TEXTS['data'][1]}"
@@ -216,8 +215,7 @@ def find_hot_rank(lines: list[RankLine]) -> str | None:
         return None
     return (
         f"rank {rank} looked up {format_percent(loads[rank] / total)} of all bytes, {times:.1f} "
-        "times the mean: "
-        "spread its tables over more ranks (plan.tables)"
+        "times the mean: spread its tables over more ranks (plan.tables)"
     )
 
 

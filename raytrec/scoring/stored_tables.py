@@ -29,8 +29,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
-from raytrec.common.memory import advise_random_access, allow_writing, map_files
-from raytrec.embeddings.row_pages import prefetch_rows
+from raytrec.common.memory import advise_random_access, allow_writing, map_files, prefetch_rows
 from raytrec.scoring.manifest import Manifest, PrecisionName, StackEntry
 
 MAX_FLOAT16 = 65_504  # the largest float16; int4 stores scale and offset in float16

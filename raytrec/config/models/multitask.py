@@ -160,7 +160,7 @@ class DBMTLSection(ModelSection):
         return ordered
 
 
-@model("pepnet", "raytrec.models.pepnet:PEPNet")
+@model("pepnet", "raytrec.models.gates:PEPNet")
 class PEPNetSection(ModelSection):
     """A tower per task, whose inputs and hidden units are scaled by gates of each row's domain and person."""
 

@@ -41,7 +41,8 @@ def memory_map(tables: list[dict[str, float]], ranks: list[int] | None = None) -
     grid, names = _build_matrix(tables)
     if not grid.sum():
         return None
-    span = f", {_format_range(grid)}" if len(ranks) > 1 else ""
+    totals = grid.sum(axis=0)
+    span = f", {format_bytes(totals.min())} to {format_bytes(totals.max())} each" if len(ranks) > 1 else ""
     title = f"Table memory: {format_bytes(grid.sum())} on {format_count(len(ranks), 'rank')}{span}"
     fig, axes = _draw(grid, names, ranks, title, style.BYTES, LogNorm(grid[grid > 0].min() / 2, grid.max()))
     axes.set_ylabel("total")
@@ -136,12 +137,6 @@ def _write(axes: Axes, cells: np.ndarray, kind: FuncFormatter, norm: Normalize) 
 
 def _format_rank(ranks: list[int], x: float) -> str:
     return str(ranks[int(x)]) if x == int(x) and 0 <= x < len(ranks) else ""
-
-
-def _format_range(cells: np.ndarray) -> str:
-    """Return the smallest and the largest total over ranks as text."""
-    totals = cells.sum(axis=0)
-    return f"{format_bytes(totals.min())} to {format_bytes(totals.max())} each"
 
 
 EDGES = np.logspace(-4, 2, BINS + 1)  # bin edges of row_norm_counts
