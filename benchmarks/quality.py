@@ -45,7 +45,10 @@ PAGE = "docs/quality.md"
 PREPARED = "data/quality"
 BUDGET_S = 3600
 BASELINES = {"logistic regression": measure_logistic, "popularity": measure_popularity}  # without seeds
-SHORT = ["train.epochs=1", "train.max_steps=3", "train.eval_every_steps=null", "train.early_stopping=null"]
+SHORT = [
+    *("train.epochs=1", "train.max_steps=3", "train.eval_every_steps=null", "train.early_stopping=null"),
+    "checkpoint.keep_best=0",
+]
 
 
 @dataclass(frozen=True)
@@ -148,12 +151,12 @@ def chosen(rows: list[Row], only: str) -> list[Row]:
 
 
 def prepare(row: Row, source: Path, into: Path) -> Path | None:
-    """Prepare a row's data set if necessary; return its folder, or None if the source is missing."""
+    """Prepare or generate a row's data set if necessary; return its folder, or None if the source is missing."""
     from raytrec_datasets import app
 
     arguments = shlex.split(row.recipe.format(source=shlex.quote(str(source))))
-    original = Path(arguments[arguments.index("--source") + 1])
-    if not original.exists():
+    original = Path(arguments[arguments.index("--source") + 1]) if "--source" in arguments else None
+    if original and not original.exists():
         Console(stderr=True).print(f"{row.name}: skipped, because {original} does not exist", soft_wrap=True)
         return None
     app([*arguments, "--out", str(into / row.data)], standalone_mode=False)

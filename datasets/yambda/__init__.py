@@ -19,6 +19,7 @@ def prepare(
     min_history: Count = 0,
     candidates: PositiveCount = 1,
     first_day: Count = 0,
+    valid: bool = False,
     seed: int = 0,
     dim: int = 512,
     force: bool = False,
@@ -39,6 +40,7 @@ def prepare(
         candidates: Maximum number of listens in a request. With more than one, consecutive listens of a session
             share the history before the first of them.
         first_day: First day that is written; earlier days only fill the histories.
+        valid: Write the day before the last as valid instead of train.
     """
     options = {**locals()}
     from raytrec_datasets.yambda.recipe import write

@@ -1,7 +1,8 @@
 """Yambda's events as requests, in a folder per day.
 
-train/day=NNN/ has the rows of a day, user after user, each in the order of time; test/ has the last day. With
---candidates N of more than one, the columns marked with * are lists with a value for each candidate of a request.
+train/day=NNN/ has the rows of a day, user after user, each in the order of time; test/ has the last day, and with
+--valid, valid/ has the day before it. With --candidates N of more than one, the columns marked with * are lists with
+a value for each candidate of a request.
 
     listen_plus*       1 if at least half of the track was played
     liked*             1 if the user liked the item within LIKE_S seconds after the listen
@@ -64,6 +65,7 @@ def write(
     min_history: int,
     candidates: int,
     first_day: int,
+    valid: bool,
     seed: int,
     dim: int,
     force: bool,
@@ -86,7 +88,7 @@ def write(
                 facts = {"best_auc": write_source(folder, size, synthetic, days, seed)}
             events = read_events(folder, size)
             rows = Requests(events, history, min_history, candidates)
-            counts = _write_days(output.partial, rows, first_day)
+            counts = _write_days(output.partial, rows, first_day, valid)
             for name, keys in (("user", events.users), ("item", events.items)):
                 ids = np.arange(len(keys), dtype=np.int32)
                 write_table(output.partial / f"{name}s", pa.table({name: ids, f"{name}_key": keys}))
@@ -100,13 +102,14 @@ def write(
     output.summary("dlrm_v4", settings, lines)
 
 
-def _write_days(folder: Path, rows: Requests, first_day: int) -> dict[str, int]:
+def _write_days(folder: Path, rows: Requests, first_day: int, valid: bool) -> dict[str, int]:
     """Write the rows of each day, and return the number of rows in each split."""
-    counts = {"train": 0, "test": 0}
+    named = {rows.days - 1: "test"} | ({rows.days - 2: "valid"} if valid else {})
+    counts = dict.fromkeys(["train", *named.values()], 0)
     with progress("days", rows.days) as advance:
         for day in range(first_day, rows.days):
-            split = "test" if day == rows.days - 1 else "train"
-            place, writer = folder / split / ("" if split == "test" else f"day={day:03d}"), None
+            split = named.get(day, "train")
+            place, writer = folder / split / (f"day={day:03d}" if split == "train" else ""), None
             for table in rows.of_day(day):
                 group_rows = max(64, min(16_384, CHUNK_IDS // rows.history))
                 writer = writer or SplitWriter(place, table.schema, group_rows)
@@ -117,9 +120,9 @@ def _write_days(folder: Path, rows: Requests, first_day: int) -> dict[str, int]:
             advance(1)
     if not all(counts.values()):
         raise ConfigError(
-            f"there are {counts['train']} rows of train and {counts['test']} of test",
+            f"there are no rows of {', '.join(split for split, count in counts.items() if not count)}",
             where="raytrec prepare yambda",
-            expected="listens on the last day and on an earlier one",
+            expected="listens in each split",
             do="lower --first-day or --min-history, or use more days",
         )
     return counts

@@ -105,8 +105,8 @@ def _run(arguments: list[str] | None) -> None:
     try:
         try:
             app(arguments)
-        except ModuleNotFoundError as error:
-            raise _explain_missing_module(error) from error
+        except (ModuleNotFoundError, OSError) as error:
+            raise _explain_failed_import(error) from error
     except RaytrecError as error:
         from raytrec.cluster.session import leave
         from raytrec.tracking.progress_log import ERROR, write_message
@@ -120,10 +120,19 @@ def _run(arguments: list[str] | None) -> None:
         sys.exit(130)
 
 
-def _explain_missing_module(error: ModuleNotFoundError) -> Exception:
-    """Return an error that names the packages to install if an extra is missing, else `error`."""
+def _explain_failed_import(error: ModuleNotFoundError | OSError) -> Exception:
+    """Return an error with advice if an extra is missing or FBGEMM's library cannot be loaded, else `error`."""
     from raytrec.common.errors import RunError
 
+    if isinstance(error, OSError):
+        if "fbgemm_gpu" not in str(error):
+            return error
+        return RunError(
+            f"FBGEMM cannot be loaded: {error.__cause__ or error}",
+            where=str(error),
+            expected="on Linux with the CUDA packages, NVIDIA's driver, with which FBGEMM is linked",
+            do="run the command on a machine with the driver, or install the CPU packages here (docs/install.md)",
+        )
     package = (error.name or "").partition(".")[0]
     if package not in EXTRA_PACKAGES:
         return error

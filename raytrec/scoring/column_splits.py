@@ -34,7 +34,8 @@ class ColumnSplit:
         plain: Readers of plain users, plain candidates and plain rows; None: these are never plain.
         repeated: Columns of the user that features of candidates also read.
         inputs: Inputs of the model's program.
-        program: Program that takes one row per user of some inputs, and the user of each candidate last.
+        program: Program that takes one row per user of some inputs, the user of each candidate, and the dense
+            columns of users or None.
         once: Positions of the inputs of `program` with one row per user.
         min_candidates: Candidates per user from which this is faster than plain rows that repeat the user. None:
             not measured.
@@ -105,7 +106,7 @@ class ColumnSplit:
                 tensors.append(repeat_rows(user_inputs[key], users_B) + row_inputs[key])
             else:
                 tensors.append(row_inputs[key] if key in row_inputs else repeat_rows(user_inputs[key], users_B))
-        return self.program(*tensors, users_B)
+        return self.program(*tensors, users_B, user_inputs.get(("dense", "")))
 
 
 def find_min_candidates(score: Callable[[list[Any], bool], Any], rows: list[Any]) -> int:

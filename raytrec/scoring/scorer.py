@@ -300,12 +300,14 @@ class Scorer:
         once_names = user_names if user_names >= set(schema.dense) else user_names - set(schema.dense)
         read_names = [{each.feature} if each.feature else set(schema.dense) for each in inputs]
         once = frozenset(place for place, features in enumerate(read_names) if features <= once_names)
-        rewritten = rewrite_for_single_rows(module, inputs, once) if 0 < len(once) < len(inputs) else None
+        columns = () if once_names >= set(schema.dense) else [i for i, c in enumerate(schema.dense) if c in user_names]
+        is_divided = 0 < len(once) < len(inputs)
+        rewritten = rewrite_for_single_rows(module, inputs, once, columns) if is_divided else None
         if rewritten:
             self._rewritten.add(rewritten)
         else:
             once = frozenset()
-        program = rewritten or (lambda *tensors: module.forward(*tensors[:-1]))
+        program = rewritten or (lambda *tensors: module.forward(*tensors[: len(inputs)]))
         plain = [make_plain_reader(user_reader), make_plain_reader(other_reader), self.get_plain_reader("predict")]
         return ColumnSplit(names, user_reader, other_reader, plain, repeated, inputs, program, once)
 

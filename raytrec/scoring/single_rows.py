@@ -2,7 +2,8 @@
 
 A program of torch.export is a list of operators over tensors of B rows. If some inputs have one row per user, [U, …],
 an operator on such inputs alone also returns one row per user. Before any other operator, each candidate's row of the
-users is selected. Pointwise operators and matrix products broadcast the row of a single user.
+users is selected. Pointwise operators and matrix products broadcast the row of a single user. Dense columns of both
+users and candidates have one row per candidate; selections of users' columns read another tensor, [U, …].
 
 A linear layer over columns of both parts is divided: W · cat(user, candidate) = W₁ · user + W₂ · candidate. The dot
 products of all pairs of vectors are such columns, too: the products of two vectors of a user are computed once.
@@ -11,6 +12,7 @@ products of all pairs of vectors are such columns, too: the products of two vect
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +33,7 @@ ValueOrigin = Literal["user", "rows", "none", "size"]
 
 
 class RewrittenProgram:
-    """Program that takes one row per user of some inputs, and the user of each row, int64 [B].
+    """Program that takes one row per user of some inputs, and the additional inputs of `rewrite_for_single_rows`.
 
     Args:
         module: Graph, which shares the weights of the original program.
@@ -52,24 +54,31 @@ class RewrittenProgram:
 
 
 def rewrite_for_single_rows(
-    program: fx.GraphModule, inputs: Sequence[Input], once: Collection[int]
+    program: fx.GraphModule, inputs: Sequence[Input], once: Collection[int], user_columns: Collection[int] = ()
 ) -> RewrittenProgram | None:
     """Return a program that takes one row per user of some inputs, or None if the program cannot be rewritten.
 
     Args:
         program: Graph of ExportedProgram.module().
-        inputs: Inputs of the program. The returned program takes another one: the user of each row, int64 [B].
+        inputs: Inputs of the program. The returned program takes two more: the user of each row, int64 [B], and with
+            `user_columns`, the dense columns of users, float32 [U, n].
         once: Positions of the inputs with one row per user.
+        user_columns: Places of the user's dense columns, if the input of dense columns is not in `once`.
     """
     torch_state = torch.random.get_rng_state()
     try:
-        rewritten = _ProgramRewriter(program, once).result()
+        dense = next((place for place, each in enumerate(inputs) if user_columns and each.kind == "dense"), None)
+        rewritten = _ProgramRewriter(program, once, dense, user_columns).result()
         for users_B in map(torch.tensor, COMPARED_USERS):
             sizes = len(users_B), int(users_B.max()) + 1
             examples = [make_example_input(each, sizes[i in once]) for i, each in enumerate(inputs)]
+            columns_Un = None
+            if dense is not None:
+                columns_Un, columns = make_example_input(inputs[dense], sizes[1]), list(user_columns)
+                examples[dense][:, columns] = columns_Un[users_B][:, columns]
             repeated = [repeat_rows(t, users_B).contiguous() if i in once else t for i, t in enumerate(examples)]
             with torch.inference_mode():
-                pairs = zip(rewritten(*examples, users_B), program.forward(*repeated), strict=True)
+                pairs = zip(rewritten(*examples, users_B, columns_Un), program.forward(*repeated), strict=True)
                 if not all(a.shape == b.shape and _is_close(a, b) for a, b in pairs):
                     return None
     except (_UnsupportedProgram, RuntimeError, TypeError, ValueError, LookupError, AttributeError):
@@ -141,9 +150,9 @@ class _Value:
 
 
 class _ProgramRewriter:
-    """Rewriter of one program, node by node."""
+    """Rewriter of one program, node by node; `dense` is the position of dense columns of both users and rows."""
 
-    def __init__(self, program: fx.GraphModule, once: Collection[int]):
+    def __init__(self, program: fx.GraphModule, once: Collection[int], dense: int | None, columns: Collection[int]):
         self._program, self._graph = program, fx.Graph()
         self._weights: dict[str, torch.Tensor] = {}
         self._copy_weights: list[Callable[[], object]] = []
@@ -155,6 +164,8 @@ class _ProgramRewriter:
             self._values[node] = _Value(origin, node.meta["val"].shape, new[place])
         self._symbol = placeholders[0].meta["val"].shape[0].node.expr
         self._users_B = self._graph.placeholder("users")
+        self._columns_Un, self._user_columns = self._graph.placeholder("columns", default_value=None), {*columns}
+        self._dense = None if dense is None else placeholders[dense]
         self._sizes = [self._call(aten.sym_size.int, each, 0) for each in (new[min(once)], self._users_B)]
 
     def result(self) -> RewrittenProgram:
@@ -183,8 +194,11 @@ class _ProgramRewriter:
             if not factor.is_Integer:
                 raise _UnsupportedProgram("a size that is not a multiple of the number of rows")
             return _Value("size", (), *(self._call(operator.mul, size, int(factor)) for size in self._sizes))
-        kinds = {self._values[each].origin for each in node.all_input_nodes}
         shape = getattr(value, "shape", ())
+        if self._selects_user_columns(node):
+            select = self._copy(node, lambda value: self._columns_Un if value.origin == "rows" else value.new)
+            return _Value("user", shape, select)
+        kinds = {self._values[each].origin for each in node.all_input_nodes}
         if "rows" not in kinds:
             origin: ValueOrigin = "user" if kinds & {"user", "size"} else "none"
             return _Value(origin, shape, self._copy(node, lambda value: value.new))
@@ -194,6 +208,18 @@ class _ProgramRewriter:
             return _Value("rows", shape, self._copy(node, self._broadcast, aten.matmul.default))
         broadcasts = node.target in BROADCASTING_OPERATORS or torch.Tag.pointwise in getattr(node.target, "tags", ())
         return _Value("rows", shape, self._copy(node, self._broadcast if broadcasts else self._repeat))
+
+    def _selects_user_columns(self, node: fx.Node) -> bool:
+        """Return True if a node selects dense columns, all of which are those of the user."""
+        if self._dense is None or node.target not in (aten.select.int, aten.index_select.default):
+            return False
+        source, dim, places = node.args
+        if source.target is aten.slice.Tensor and source.args[1:] == (0, 0, sys.maxsize):
+            source = source.args[0]
+        if source is not self._dense or dim != 1:
+            return False
+        columns = self._weights[places.target].tolist() if isinstance(places, fx.Node) else [places]
+        return self._user_columns.issuperset(columns)
 
     def _copy(self, node: fx.Node, argument: Callable[[_Value], fx.Node], target: Any = None) -> fx.Node:
         args, kwargs = (fx.map_arg(a, lambda n: argument(self._values[n])) for a in (node.args, node.kwargs))

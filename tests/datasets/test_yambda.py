@@ -166,6 +166,17 @@ def test_short_histories_and_early_days_can_be_left_out(source, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out/train").iterdir()) == ["day=001", "day=002"]
 
 
+def test_day_before_the_last_can_be_valid(source, tmp_path):
+    for name, options in (("without", ()), ("with", ["--valid"])):
+        assert run("--out", tmp_path / name, "--source", source, "--history", HISTORY, *options).exit_code == 0
+    before, after = (pq.read_table(tmp_path / name / "train") for name in ("without", "with"))
+    valid = pq.read_table(tmp_path / "with/valid")
+    is_held_out = pc.equal(before["day"].cast(pa.int32()), DAYS - 2)
+    assert valid.equals(before.filter(is_held_out).drop_columns(["day"])) and len(valid)
+    assert after.drop_columns(["day"]).equals(before.filter(pc.invert(is_held_out)).drop_columns(["day"]))
+    assert pq.read_table(tmp_path / "with/test").equals(pq.read_table(tmp_path / "without/test"))
+
+
 def test_auc_equals_the_share_of_ordered_pairs():
     rng = np.random.default_rng(3)
     scores, labels = rng.random(60), rng.random(60) < 0.4

@@ -86,10 +86,11 @@ def to_arrays(tables, names):
 
 
 def iterate_user_columns(name, model, table):
-    """Yield columns of a user: of the query tower or sequences, then of parts of the features."""
+    """Yield columns of a user: of the query tower or sequences, then of parts of the features and dense columns."""
     schema, section = model.manifest.data_schema, MODELS.parts[name]
     own = model.manifest.towers["query"] if section.retrieves else list(model.manifest.sequences)
-    for features in (own, list(schema.sparse)[:1], list(schema.sparse)[1:]):
+    others = [feature for feature in schema.sparse if feature not in ("user", "topic")]  # not a sequence's target
+    for features in (own, list(schema.sparse)[:1], list(schema.sparse)[1:], [*others, *schema.dense[:1]]):
         mine = [c for c in schema.select_features(features).inputs if c in model.columns.names]
         mine = [c for c in mine if c not in schema.select_features(set(schema.sparse) - set(features)).inputs]
         if mine:

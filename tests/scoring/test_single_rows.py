@@ -37,6 +37,19 @@ class TimeFirst(nn.Module):
         return ((flat_ND.view(-1, 5, DIM).mean(1) * features[5] + steps_LBD[-1]).sum(1),)
 
 
+class SharedDense(nn.Module):
+    """Program whose first four dense columns are those of users, with a hidden layer on these columns and a feature."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("columns", torch.tensor([0, 2]), persistent=False)
+        self.layers = nn.Sequential(nn.Linear(2 + DIM, 256), nn.ReLU(), nn.Linear(256, DIM))
+
+    def forward(self, dense, *features):
+        users_BD = self.layers(torch.cat([dense.index_select(1, self.columns), features[0]], 1)) * dense[:, 1, None]
+        return ((users_BD * features[5]).sum(1) + dense[:, 5] + dense.sum(1),)
+
+
 def export(module):
     batch = torch.export.Dim("batch", min=2, max=1024)
     examples = tuple(make_example_input(each, 7) for each in INPUTS)
@@ -87,3 +100,20 @@ def test_refreshed_programs_follow_changed_weights():
         assert not torch.allclose(rewritten(*few, users_B)[0], program.forward(*whole)[0], rtol=1e-3)
         rewritten.refresh()
         torch.testing.assert_close(rewritten(*few, users_B)[0], program.forward(*whole)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("users", [[0] * ROWS, [i // 10 for i in range(ROWS)]])
+def test_layers_on_dense_columns_of_users_are_computed_once(users):
+    torch.manual_seed(0)
+    program, columns, users_B, once = export(SharedDense()), [0, 1, 2, 3], torch.tensor(users), {1, 2}
+    rewritten = rewrite_for_single_rows(program, INPUTS, once, columns)
+    few = [make_example_input(each, max(users) + 1 if i in once else ROWS) for i, each in enumerate(INPUTS)]
+    columns_Un, results = torch.randn(max(users) + 1, DIM), []
+    few[0][:, columns] = columns_Un[users_B][:, columns]
+    whole = [repeat_rows(each, users_B) if i in once else each for i, each in enumerate(few)]
+    for call in (lambda: program.forward(*whole), lambda: rewritten(*few, users_B, columns_Un)):
+        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+            results.append((call()[0], counter.get_total_flops()))
+    (expected, whole_flops), (actual, once_flops) = results
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    assert once_flops == whole_flops * (max(users) + 1) / ROWS
