@@ -129,7 +129,7 @@ def _explain_failed_import(error: ModuleNotFoundError | OSError) -> Exception:
             return error
         return RunError(
             f"FBGEMM cannot be loaded: {error.__cause__ or error}",
-            where=str(error),
+            where=str(error).rpartition(": ")[2],
             expected="on Linux with the CUDA packages, NVIDIA's driver, with which FBGEMM is linked",
             do="run the command on a machine with the driver, or install the CPU packages here (docs/install.md)",
         )

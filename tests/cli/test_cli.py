@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from small import make_small_schema
 
 from raytrec.cli import main
 
@@ -70,6 +71,27 @@ def test_driver_commands_work_without_torch(tmp_path):
 def test_package_and_worker_loop_import_without_torch():
     code = "import raytrec, raytrec.worker.loop; raytrec.train, raytrec.RunConfig, raytrec.evaluate"
     assert subprocess.run([sys.executable, "-c", WITHOUT_TORCH + code], timeout=60).returncode == 0
+
+
+UNLOADABLE_FBGEMM = """
+import os, torch
+torch.ops.load_library(os.path.join(os.path.dirname(__file__), "fbgemm_gpu_py.so"))
+"""
+
+
+def test_unloadable_fbgemm_is_reported_in_one_message(tmp_path, monkeypatch):
+    """As on a machine without NVIDIA's driver, on which the library of the CUDA packages cannot be loaded."""
+    package = tmp_path / "site/fbgemm_gpu"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(UNLOADABLE_FBGEMM)
+    (package / "fbgemm_gpu_py.so").write_bytes(b"\x7fELF")
+    (tmp_path / "schema.yaml").write_text(make_small_schema().to_yaml())
+    config = f"{{data: {{train: {tmp_path}/train, schema: {tmp_path}/schema.yaml}}, scaling: {{device: cuda}}}}"
+    (tmp_path / "run.yaml").write_text(config)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/site", prepend=":")
+    done = run("plan", tmp_path / "run.yaml", "--on", "8xh100", blocker="")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: FBGEMM cannot be loaded: " in done.stderr and f"where:    {package}/fbgemm_gpu_py.so" in done.stderr
 
 
 STARTUP_PROGRAM = """
