@@ -53,7 +53,7 @@ REQUIRED = {
 # Keys of a model's section that are removed for some values of an option.
 REMOVED = {("final_mlp", "gating", False): ["gate1", "gate2"]}
 LOSS_OPTIONS = {"cross_entropy": {"classes": 2}}
-MODEL_LOSSES = ["from_model"]  # the cases of models with a loss of their own have it
+MODEL_LOSSES = ["from_model"]  # the cases of such models have it
 
 
 def list_fixed_values(annotation):
