@@ -3,7 +3,7 @@
     python benchmarks/table_shards.py [--rounds 5] [--lookups 200] [--shards 2]
 
 The tables are those of a DLRM with 26 tables of 100,000 rows and dim 64. A lookup has 2,002 keys, 77 in the bag of each
-table, drawn by a power law. The sides are
+table, drawn from a power law. The sides are
 
 in process         tables that this process maps
 Flight             shards in Ray actors, over Arrow Flight; with and without the cache of frequent rows
@@ -87,7 +87,7 @@ class HandleShard:
 
 
 def draw_lookup(draw: np.random.Generator, keys: list[str], rows: int) -> AssembledTensors:
-    """Return one row with KEYS_PER_TABLE ids in each bag, drawn by a power law."""
+    """Return one row with KEYS_PER_TABLE ids in each bag, drawn from a power law."""
     ids = np.minimum(draw.zipf(1.2, len(keys) * KEYS_PER_TABLE) - 1, rows - 1)
     lengths = torch.full((len(keys),), KEYS_PER_TABLE, dtype=torch.int32)
     bags = Bags(keys, torch.from_numpy(ids), None, lengths, lengths.tolist(), 1)

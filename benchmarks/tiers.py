@@ -53,7 +53,7 @@ from tiers_side import BATCHES, DIM, IDS, ROW_BYTES, Settings, Trained, own_memo
 
 SAMPLE_S = 0.002
 WARM_UP = 2  # number of turns that are not counted
-PHASES = ("initialise", "train", "save", "save while training", "restore")
+PHASES = ("initialize", "train", "save", "save while training", "restore")
 
 
 @dataclass
@@ -92,7 +92,7 @@ def first_run(rank: int, device: Any, settings: Settings) -> tuple[dict[str, dic
     """Initialize, train and save; return memory and seconds by phase, and the losses since the last save began."""
     set_up_once(settings)
     base_bytes, phases = own_memory(), {name: Phase() for name in PHASES[:4]}
-    with watched(phases["initialise"], base_bytes):
+    with watched(phases["initialize"], base_bytes):
         trained = Trained(settings, settings.rows, fill=True)
     with watched(phases["train"], base_bytes):
         trained.train(settings.steps)

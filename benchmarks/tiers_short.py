@@ -93,7 +93,7 @@ def side(rank: int, world: int) -> Any:
 
 
 def power_law(uniform: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return ids drawn by a power law, k^-EXPONENT for the k-th most frequent id, spread over the table.
+    """Return ids drawn from a power law, k^-EXPONENT for the k-th most frequent id, spread over the table.
 
     Args:
         uniform: Uniform random numbers from 0 to 1, float64.

@@ -45,7 +45,8 @@ def write(
             }
             output.finish(schema_of(shape, dim), counts, best_auc=best)
     best = output.facts()["best_auc"]
-    output.summary("synthetic", lines=[f"best reachable AUC (the planted model itself): test {best['test']:.4f}"])
+    line = f"best achievable AUC (of the model that generated the labels): test {best['test']:.4f}"
+    output.summary("synthetic", lines=[line])
 
 
 def schema_of(shape: Shape, dim: int) -> Schema:

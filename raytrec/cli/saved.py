@@ -193,7 +193,7 @@ def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
     """Write a run's missing records to MLflow, e.g. if its server was unavailable when the run ended.
 
     Options:
-        follow: Continue until standard input ends, while another process trains the run.
+        follow: Continue until standard input ends, while another process executes the run.
     """
     from raytrec.common.redaction import hide
     from raytrec.driver.track import track

@@ -78,7 +78,7 @@ def promote(
     from raytrec.serving.command import promote as run
 
     run(uri, service=service, name=name, rollback=rollback, share=share, shadow=shadow)
-    print("restart      a restarted service loads the export that its command names")
+    print("restart      on a local Ray instance, a restarted service loads the export of its raytrec serve command")
 
 
 def verify(

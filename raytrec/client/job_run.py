@@ -25,7 +25,7 @@ STOPPED_LOG_LINES = 4  # last log lines shown for a stopped job: signal, save, s
 
 
 class JobApi(Jobs):
-    """Cluster reached at http://HOST:PORT of its dashboard; its runs are jobs."""
+    """Cluster accessed through the job API of its dashboard, http://HOST:PORT. Its runs are Ray jobs."""
 
     def train(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Run:
         """Submit a run; submitting the same run again resumes it."""

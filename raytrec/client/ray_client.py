@@ -75,7 +75,7 @@ class ClientRun(Run):
     Args:
         connection: Connection to the cluster.
         folder: Run folder.
-        driver: Actor of queries.Driver that trains the run; None for an existing run.
+        driver: Actor (queries.Driver) that executes the run; None for an existing run.
     """
 
     def __init__(self, connection: Connection, folder: str, driver: Any = None):

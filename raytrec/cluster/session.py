@@ -266,7 +266,7 @@ def stay_on_loopback() -> None:
 
 
 def get_loopback_environment() -> dict[str, str]:
-    """Return the environment variables that keep a new Ray, gloo and NCCL on loopback (stay_on_loopback)."""
+    """Return environment variables that restrict a new cluster, gloo and NCCL to loopback, as stay_on_loopback does."""
     interfaces = {name: os.environ.get(name, value) for name, value in get_interface_variables("lo").items()}
     return get_loopback_env() | (interfaces if sys.platform == "linux" else {})
 

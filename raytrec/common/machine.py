@@ -137,7 +137,7 @@ def check_fbgemm_support(kind: tuple[str, tuple[int, int]], host: str) -> Config
     return ConfigError(
         f"fbgemm-gpu {package} has no code for {gpu} (compute capability {'.'.join(map(str, capability))})",
         where=f"scaling.device=cuda, {host}",
-        expected=f"compute capability {', '.join(f'{a}.{b}' for a, b in sorted(supported))}, such as A100, "
+        expected=f"a GPU with compute capability {', '.join(f'{a}.{b}' for a, b in sorted(supported))}, such as A100, "
         "A10G, L4, L40S, H100, H200 or B200",
         do="use a supported GPU (docs/gpu.md), or set scaling.device=cpu",
     )

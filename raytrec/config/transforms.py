@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from raytrec.common.formatting import format_count
 from raytrec.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section, SmallCount, build_section_union
 
 OWN = "module:function"
@@ -44,7 +45,7 @@ class OnColumns(Section):
     @model_validator(mode="after")
     def _check_pairs(self) -> OnColumns:
         if self.into is not None and len(self.into) != len(self.columns):
-            raise ValueError(f"into has {len(self.into)} names, but columns has {len(self.columns)}")
+            raise ValueError(f"into has {format_count(len(self.into), 'name')}, but columns has {len(self.columns)}")
         return self
 
     @property

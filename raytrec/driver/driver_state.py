@@ -30,7 +30,7 @@ DRIVER_RECORD_FILE, LOG_FILE = "driver.json", "run.log"
 
 
 class DriverRecord(TypedDict, total=False):
-    """Content of driver.json, which states the driver process that trains the run and how the run ended.
+    """Content of driver.json, which states the driver process that executes the run and how the run ended.
 
     Attributes:
         pid, started, host: Process id of the driver, its start time in clock ticks, and its host name.

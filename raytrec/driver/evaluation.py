@@ -291,6 +291,6 @@ def read_run_schema(place: str | Path) -> Schema:
             "the run has not recorded any lookups since its workers started",
             where=str(folder / RANKS),
             expected="one line per rank for every tracking.every_steps steps",
-            do="train the run for longer, with tracking.every_steps set",
+            do="train for longer, with tracking.every_steps set",
         )
     return replace_lengths(config, schema, lengths)

@@ -54,7 +54,7 @@ def open_session(config: RunConfig) -> Iterator[None]:
 def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work: Callable[[], T]) -> T:
     """Run `work` in a Ray session; repeat it in a new session if the raylet of a local cluster ends.
 
-    Each repetition uses up one of scaling.max_failures, and begins after all processes of the earlier Ray have
+    Each repetition uses up one of scaling.max_failures, and begins after all processes of the previous Ray session have
     ended. A joined cluster cannot be restarted from here, and Ray ends this process once the GCS has been
     gone for a minute.
 

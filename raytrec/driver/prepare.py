@@ -41,7 +41,7 @@ RUN_RECORD_FILES = (METRICS, RANKS, CHECKS, EVENTS, DELTA_STREAM, DELIVERED, DRI
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Run whose inputs have been checked, ready to be trained.
+    """Training run whose inputs have been checked and that is ready to start.
 
     Attributes:
         config: Resolved configuration (`resolve`).

@@ -29,7 +29,7 @@ LOW_MEMORY_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_A
 
 
 class DeliveryProcess:
-    """Process that delivers a run to MLflow while the run is trained (tracking.delivery.follow).
+    """Process that delivers a run to MLflow while it is executed (tracking.delivery.follow).
 
     The process runs at low priority, and always ends with this process. Without tracking.enabled, it is
     not started. Only `ready` and `close` block.
@@ -167,7 +167,7 @@ def track(run: str | Path, allow_code: bool = False, follow: bool = False) -> Ru
     Args:
         run: Run folder.
         allow_code: True if a configuration written by another user may name a server and code.
-        follow: True to deliver until standard input ends, while another process trains the run.
+        follow: True to deliver until standard input ends, while another process executes the run.
 
     Returns:
         Configuration of the run.

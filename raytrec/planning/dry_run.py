@@ -214,9 +214,10 @@ class ClusterEstimator:
         return sum(size.device for size in sizes.values()) / GIB, share * memory * cluster.world
 
     def choose_clusters(self, machines: list[Machine], prices: Mapping[str, float]) -> list[ClusterEstimate]:
-        """Return the smallest fitting clusters, one per machine, sorted by number of GPUs, then by price.
+        """Return the smallest cluster of each machine type on which the run fits, by number of GPUs, then by price.
 
-        `prices` maps the names of machines to their prices per hour.
+        Machine types on which the run does not fit are left out. `prices` maps the names of machines to
+        their prices per hour.
         """
         estimates = [self.find_smallest_cluster(partial(Cluster.from_machine, machine=machine)) for machine in machines]
         return sorted(

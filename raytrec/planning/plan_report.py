@@ -80,10 +80,10 @@ class Plans:
 
 
 def print_plans(plans: Plans) -> None:
-    """Print the memory and time of all clusters, and any memory shortages.
+    """Print the predicted memory and time of each cluster, skewed tables, and why the run does not fit.
 
-    The plan is also printed if there is a single cluster, and the names of the smallest and the cheapest
-    cluster if clusters were chosen.
+    For a single cluster, also print its sharding plan. If clusters were chosen, also print the names of the
+    smallest and the cheapest one.
     """
     console = open_console()
     estimates = plans.on or plans.chosen

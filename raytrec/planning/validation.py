@@ -212,11 +212,12 @@ def check_qcomms(
     if widths and (group := gcd(*widths.values())) <= INT8_SCALE_BYTES:
         narrowest = min(widths, key=lambda table: widths[table])
         raise ConfigError(
-            f"int8 does not reduce exchanges: {group} values (the common divisor of all shard widths) would "
-            f"share {INT8_SCALE_BYTES} bytes of scale (a shard of table {narrowest} has {widths[narrowest]} columns)",
+            f"int8 would not make exchanges smaller: each group of {group} values (the greatest common divisor of all "
+            f"shard widths) needs {INT8_SCALE_BYTES} more bytes for its minimum and step size; a shard of table "
+            f"{narrowest} has {widths[narrowest]} columns",
             where="plan.qcomms",
             expected=f"shards whose widths have a common divisor above {INT8_SCALE_BYTES}, such as 16",
-            do="set plan.qcomms to fp16 or bf16, or the tables' dim to multiples of 16",
+            do="set plan.qcomms to fp16 or bf16, or choose dims whose shard widths are multiples of 16",
         )
 
 

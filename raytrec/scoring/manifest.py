@@ -166,8 +166,11 @@ class Manifest(Section):
             raise ValueError(f"stacks: the tables are not {', '.join(self.data_schema.tables)}")
         for stack in self.stacks:
             rows, dims = self.count_rows(stack), {self.data_schema.tables[name].dim for name in stack.tables}
-            if len(dims) > 1 or len(stack.files) != -(-rows // stack.block_rows):
-                raise ValueError(f"stacks: the files do not match the {rows:,} rows of {', '.join(stack.tables)}")
+            tables = ", ".join(stack.tables)
+            if len(dims) > 1:
+                raise ValueError(f"stacks: {tables} have different dims")
+            if len(stack.files) != -(-rows // stack.block_rows):
+                raise ValueError(f"stacks: the number of files does not match the {rows:,} rows of {tables}")
         if set(self.ids) != set(self.data_schema.managed):
             raise ValueError("ids: the entries do not match the tables with managed ids")
         return self

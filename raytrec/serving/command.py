@@ -45,8 +45,8 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
         open_filesystem(service_options.log_requests)
     if service_options.follow:
         if service_options.promote_from:
-            what, where = "a service that follows a run takes no promotions", "--promote-from"
-            raise ConfigError(what, where=where, expected="--follow or --promote-from")
+            what, where = "a service that follows a run does not accept promotions", "--promote-from"
+            raise ConfigError(what, where=where, expected="either --follow or --promote-from")
         wait_for_full_export(service_options.uri)
     service_options = service_options.fill_name()
     wait_for_port(service_options.port)

@@ -39,7 +39,7 @@ class OutputTensor(Message):
 
 
 class InferenceRequest(Message):
-    """JSON part of a request for an inference."""
+    """JSON part of an inference request."""
 
     id: str | None = None
     parameters: Parameters = Parameters()

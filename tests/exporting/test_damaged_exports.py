@@ -92,10 +92,10 @@ def edit_manifest(copy, edit):
             "golden.arrow does not contain the rows of user, tag",
         ),
         (lambda m: m["stacks"][0].update(precision="fp16"), "safetensors does not contain the rows"),
-        (lambda m: m["schema"]["tables"]["user"].update(rows=2**40), "files do not match the 1,099,511,"),
-        (lambda m: m["schema"]["tables"]["tag"].update(dim=16), "files do not match|rows of one dim"),
+        (lambda m: m["schema"]["tables"]["user"].update(rows=2**40), "number of files does not match the 1,099,511,"),
+        (lambda m: m["schema"]["tables"]["tag"].update(dim=16), "number of files does not match|different dims"),
         (lambda m: m["programs"]["predict"]["inputs"].pop(), "predict.pt2"),
-        (lambda m: m["stacks"][0].update(block_rows=1), "the files do not match"),
+        (lambda m: m["stacks"][0].update(block_rows=1), "the number of files does not match"),
     ],
 )
 def test_load_rejects_inconsistent_manifest(copy, edit, message):

@@ -151,7 +151,7 @@ class DBMTLSection(ModelSection):
             ready = [name for name, parents in remaining.items() if set(parents) <= set(ordered)]
             if not ready:
                 raise ConfigError(
-                    f"model.relations contains a cycle, on which {' and '.join(remaining)} depend",
+                    f"model.relations contains a cycle; tasks in it or dependent on it: {', '.join(remaining)}",
                     where="model.relations",
                     expected="relations without cycles",
                     do="remove one of the relations",

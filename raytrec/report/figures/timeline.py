@@ -32,7 +32,7 @@ EVENT_STYLES = {  # kind of event → label, color, marker
 
 @style.styled
 def draw_elastic_timeline(run: RunFolder) -> Figure | None:
-    """Draw the number of workers over time and, below it, steps, which decrease on failures, and events."""
+    """Draw the number of workers over time, and below it events and the step, which falls back after a failure."""
     record = build_timeline(run)
     if not record.groups:
         return None
