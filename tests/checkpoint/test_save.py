@@ -195,7 +195,7 @@ def test_remove_oldest_keeps_newest_and_best(tmp_path):
 
 def test_index_is_read_again_only_after_a_change(tmp_path, monkeypatch):
     read, original = [], retention.read_index
-    monkeypatch.setattr(files, "read_index", lambda folder: read.append(folder[-1]) or original(folder))
+    monkeypatch.setattr(retention, "read_index", lambda folder: read.append(folder[-1]) or original(folder))
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step, 0.5 + step / 10)
     retention.keep(str(tmp_path), 3, 0, BY_NE)

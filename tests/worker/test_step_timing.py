@@ -9,7 +9,6 @@ from ranks import run_on_ranks
 from standin import device, use_stand_in_gpu
 from standin.clock import SimulatedClock
 
-from raytrec.worker import progress
 from raytrec.worker import step_timing as module
 from raytrec.worker.step_timing import FlopCounter, PhaseTimer, Stopwatch, compute_flop_rates
 
@@ -104,7 +103,7 @@ def test_finished_events_are_read_promptly(gpu, monkeypatch):
 
 def test_rows_per_second_include_pending_gpu_steps(gpu, time):
     clock = Stopwatch()
-    with time.of(progress, "perf_counter"):
+    with time.of(module, "perf_counter"):
         clock.resume()
         for _ in range(6):
             gpu.work(0.05)
