@@ -65,6 +65,7 @@ def doctest_of(name):
     return test
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

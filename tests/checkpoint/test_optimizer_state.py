@@ -46,6 +46,7 @@ def collect_misplaced_state(rank, world, name, plan, folder):
     return found + find_misplaced_state(other, "trained on")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["data_parallel", "row_wise"])
 @pytest.mark.parametrize("name", ["adam", "adagrad", "sgd"])
 def test_fused_optimizer_state_is_on_the_parameter_device(name, plan, tmp_path):

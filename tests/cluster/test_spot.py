@@ -116,6 +116,7 @@ def test_ec2_accepts_every_node_type(account):
     assert spot == {"g6.12xlarge", "c7i.4xlarge"}
 
 
+@pytest.mark.slow
 def test_node_resources_match_ec2_instance_types(account):
     """The autoscaler uses EC2's own data of the instance types."""
     ec2, _, config, _ = account

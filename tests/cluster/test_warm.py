@@ -98,6 +98,7 @@ def test_forked_worker_behaves_like_a_new_process(folder, place):
     assert {one["pid"], one["id"], one["random"]}.isdisjoint({other["pid"], other["id"], other["random"]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [{"job": "02000000"}, {"MALLOC_ARENA_MAX": "3"}, {"RAY_worker_niceness": "3"}])
 def test_changed_startup_settings_prevent_forking(folder, place, wrong):
     assert not run_worker(folder, place, **wrong)["warm"]

@@ -124,6 +124,7 @@ def test_transient_storage_errors_are_retried(make_flaky_storage, tmp_path):
     assert handler.opened == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_run_skips_and_counts_bad_rows(tmp_path):
     folder = parquet.write_dataset(tmp_path / "d")  # 2 files of 1000 rows, groups of 300

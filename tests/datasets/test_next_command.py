@@ -96,6 +96,7 @@ def test_next_command_fits_the_prepared_dataset(source, tmp_path, monkeypatch, a
         assert set(schema.tables) == {"item"} or named == "own.yaml"
 
 
+@pytest.mark.slow
 def test_recall_with_several_right_items_matches_numpy(ray_cluster, source, tmp_path, monkeypatch):
     """Run the example of docs/retrieval.md and compare its recall with NumPy."""
     (tmp_path / "x.csv").write_bytes((source / "x.csv").read_bytes())

@@ -360,6 +360,7 @@ def test_bad_values_in_footers_are_reported_before_start(tmp_path):
     assert open_data(load_config(settings, ["data.on_error=skip"]))[1]["test"].rows == 50
 
 
+@pytest.mark.slow
 def test_run_rejects_more_workers_than_cpus(tiny_data, tmp_path):
     with pytest.raises(ConfigError, match=r"no room for 6 workers and their readers \(\d+ CPUs"):
         driver.train(parquet.config_values(tiny_data, tmp_path / "run", scaling__num_workers=6))

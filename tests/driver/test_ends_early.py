@@ -13,7 +13,7 @@ import raytrec
 from raytrec.common.errors import DataError
 from raytrec.driver import run as driver
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 LAST_STEP = 30  # evaluation every 10 steps, nothing learned after the first, patience 2
 EARLY_STOPPING = {"metric": "auc", "patience": 2}
 

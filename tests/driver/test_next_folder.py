@@ -65,6 +65,7 @@ def run(folder, tmp_path_factory, ray_cluster):
     return train
 
 
+@pytest.mark.slow
 def test_days_are_evaluated_before_they_are_trained_on_any_number_of_workers(run, folder):
     results = [run(workers) for workers in (1, 2)]
     _, datasets = open_data(make_config(folder))

@@ -21,6 +21,8 @@ from raytrec.exporting.export import export
 from raytrec.prediction.predict import predict
 from raytrec.scoring.load import load as load_export
 
+pytestmark = pytest.mark.slow
+
 TASKS = [
     {"name": "click"},
     {"name": "list", "loss": "listwise_softmax", "options": {"learn_temperature": True}, "weight": 0.5},

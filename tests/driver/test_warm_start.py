@@ -18,7 +18,7 @@ from raytrec.config.schema import Schema
 from raytrec.driver import run as driver
 from raytrec.inspection.propose import inspect
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 NO_LEARNING = ["optim.embeddings.lr=1e-30", "optim.dense.lr=1e-30"]
 
 

@@ -14,6 +14,8 @@ import raytrec
 from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.scoring.request_rows import to_table
 
+pytestmark = pytest.mark.slow
+
 ROWS = 300
 SCHEMA = {
     "labels": ["clicked", "watched", "kind"],

@@ -80,6 +80,7 @@ def test_predictions_match_the_evaluation_of_the_run(run, folder, undisturbed_pr
     assert again.metrics["predict.rows"] == ROWS
 
 
+@pytest.mark.slow
 def test_predict_handles_bad_rows_and_empty_files(run, tmp_path):
     """Unreadable rows keep their position and have no score. Unknown ids follow the table's rule."""
     table = parquet.make_tiny_table(90, 3).drop(["label"])

@@ -20,6 +20,8 @@ from raytrec.prediction.predict import predict
 from raytrec.retrieval.build import index
 from raytrec.retrieval.index import read_vectors
 
+pytestmark = pytest.mark.slow
+
 USERS, ITEMS, ROWS = 30, 40, 600
 SCHEMA = f"""\
 labels: [label]

@@ -145,6 +145,7 @@ def test_unwritable_mlflow_store_keeps_the_outcome_files(search, tmp_path):
     assert (search.folder / "best.yaml").exists()
 
 
+@pytest.mark.slow
 def test_outcome_is_written_to_the_mlflow_parent_run(search, tmp_path):
     from mlflow import MlflowClient
     from stores import reuse_first_store

@@ -11,6 +11,8 @@ from torch import nn
 from raytrec.common.errors import ConfigError
 from raytrec.common.machine import require_compiler
 
+pytestmark = pytest.mark.slow
+
 ROWS = {"sharding_type": "row_wise"}
 # "aot_eager" runs all of torch.compile except the slow C++ compiler, which `make parity` also runs.
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.survive)]

@@ -48,6 +48,7 @@ def copy_with_outlier_row(folder, place, price):
     return copied
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_nonfinite_loss_stops_the_run_and_dumps_the_batch(tiny_data, tmp_path):
     """The dump contains the batch of the nonfinite step, including the bad row, and no later batch."""

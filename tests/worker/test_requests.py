@@ -108,6 +108,7 @@ def run_compiled(rank, world, name):
         nn.Module.compile = plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.survive), 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_requests_train_like_repeated_rows(name, world):
@@ -122,6 +123,7 @@ def test_requests_train_like_repeated_rows(name, world):
     assert figures == pytest.approx(their_figures, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.survive), 3])
 @pytest.mark.parametrize("name,tasks", [("dlrm", GROUP_TASKS), ("mf", VECTOR_TASKS)], ids=["in requests", "in batches"])
 def test_losses_that_compare_candidates_train_like_repeated_rows(name, tasks, world):

@@ -307,6 +307,7 @@ def record_forwards_before_ids(rank, world, changes, folder):
 CACHED = ("plan.tables.city.sharding_type=row_wise", "plan.tables.city.compute_kernel=fused_uvm_caching")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes,kind", [((), "TimedPipeline"), (CACHED, "TimedPrefetchPipeline")])
 def test_ids_are_assigned_during_a_forward_pass(changes, kind, tmp_path):
     # A step's ids are assigned after the forward pass two steps earlier; the first two before any.

@@ -127,6 +127,7 @@ def make_combinations():
         yield pytest.param(world, plan, settings, marks=[] if few else pytest.mark.survive)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world,plan,settings", make_combinations())
 def test_all_checks_pass_without_a_fault(world, plan, settings):
     answers = run_on_ranks(world, run_with_fault, SHARDING_PLANS[plan], None, STEPS[settings])
