@@ -40,7 +40,7 @@ def is_job_driver() -> bool:
 
 
 def starts_local_ray(address: str | None) -> bool:
-    """Return True if a run with this scaling.address starts its own Ray on this machine."""
+    """Return True if a run with this scaling.address starts its own Ray cluster on this machine."""
     return not (address or os.environ.get("RAY_ADDRESS") or is_job_driver())
 
 
@@ -52,7 +52,7 @@ def describe_connection(address: str | None) -> str:
 
 
 def warm_up_early(purpose: str = TRAINING) -> None:
-    """Start the warm process before it is known whether this command starts its own Ray.
+    """Start the warm process before it is known whether this command starts its own Ray cluster.
 
     Commands call this function before their other imports. A process that has already imported Ray is not a
     new command, so the call does nothing there.
@@ -211,7 +211,7 @@ def _require_single_address(addresses: list[str], source: str) -> str:
 def _connect(where: str, **options: Any) -> None:
     import ray
 
-    # After this Ray has ended, late calls from other threads must not start or join another Ray.
+    # After this cluster has ended, late calls from other threads must not start or join another one.
     disable_auto_connect()
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)

@@ -18,6 +18,7 @@ from typing import Any
 from raytrec.cluster.session import pin_to_node, ray_session
 from raytrec.common.errors import RaytrecError, RunError, get_first_line, get_last_line, get_root_cause
 from raytrec.common.file_hashes import compute_code_hash
+from raytrec.common.formatting import format_count
 from raytrec.common.machine import PACKAGES
 from raytrec.common.storage import open_filesystem
 from raytrec.compat.ray_core import list_alive_nodes
@@ -283,7 +284,11 @@ def check_storage(nodes: ThisHost, uri: str) -> Diagnoses:
         for host, reason, missing in zip(nodes.names, reasons, missing_by_host, strict=True):
             if not reason and missing:
                 failed = isinstance(missing, Exception)
-                what = f"cannot be listed: {missing}" if failed else f"lacks {len(missing)} files of other nodes"
+                what = (
+                    f"cannot be listed: {missing}"
+                    if failed
+                    else f"lacks {format_count(len(missing), 'file')} of other nodes"
+                )
                 mount_repair = f"mount the same storage at {uri} on every node, or use s3://"
                 yield Diagnosis(FAILURE, f"{uri} on this node {what}", mount_repair, hosts=(host,))
         if not any(reasons) and not any(missing_by_host):

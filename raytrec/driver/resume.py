@@ -10,7 +10,7 @@ from typing import Any
 from raytrec.checkpoint.files import find, find_newest_checkpoint
 from raytrec.checkpoint.rows import parse_stored_schema, resolve_warm_starts
 from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError, convert_os_errors
-from raytrec.common.formatting import flatten
+from raytrec.common.formatting import flatten, format_count
 from raytrec.common.reading import parse_json, read_bytes, read_text
 from raytrec.common.storage import make_absolute, quote_for_shell
 from raytrec.config.base import Mark
@@ -176,8 +176,8 @@ def check_same_data(
             )
         elif rewritten := list_rewritten_files(old_files, new_files):
             lines.append(
-                f"data.{name}: {len(rewritten)} files were rewritten, the first is {rewritten[0]}; their "
-                "sizes, footers and samples are unchanged, so the files are treated as copies"
+                f"data.{name}: {format_count(len(rewritten), 'rewritten file')}, the first is {rewritten[0]}; sizes, "
+                "footers and samples are unchanged, so rewritten files are treated as copies"
             )
     return lines
 

@@ -23,6 +23,7 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption, Sto
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from raytrec.common.errors import ConfigError
+from raytrec.common.formatting import format_count
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -167,7 +168,7 @@ class Search:
             room = f"{sizes.ddr / GIB:.1f} GiB of memory per worker"
             room += f", and {sizes.ssd / GIB:.1f} GiB of disk per worker" if MMAP_KERNEL in kernels else ""
         return ConfigError(
-            f"cannot place {len(self.schema.tables)} tables ({gib:.2f} GiB of weights) on "
+            f"cannot place {format_count(len(self.schema.tables), 'table')} ({gib:.2f} GiB of weights) on "
             f"{self.topology.world_size} workers: {reason}",
             where="plan, scaling.num_workers",
             expected=f"tables that fit with sharding types {allowed} and plan.tables into {room}",

@@ -13,6 +13,7 @@ from typing import Any
 from pyarrow import fs
 
 from raytrec.common.errors import DataError, get_first_line
+from raytrec.common.formatting import format_count
 from raytrec.common.storage import open_filesystem
 from raytrec.config.data import to_folder_list
 from raytrec.data.files.partitions import (
@@ -83,7 +84,7 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
         counts = Counter(file if "://" in file else os.path.realpath(file) for file in files)
         if duplicates := [file for file, count in counts.items() if count > 1]:
             raise DataError(
-                f"{len(duplicates)} files are listed more than once; the first is {duplicates[0]}",
+                f"data contains {format_count(len(duplicates), 'file')} more than once; the first is {duplicates[0]}",
                 where=f"{key}={join_folder_names(places)}",
                 expected="folders that do not contain each other",
                 do="list each folder once, because every row is trained once per epoch",
