@@ -83,13 +83,13 @@ class NextItem(nn.Module, ABC):
             own_B = self._own_loss(states_ND, packed, inputs)
         elif self.config.own_loss:
             own_B = item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
-        query = encode_requests_once(lambda *_: self._query(states_ND, packed), dense, inputs) / self.config.temperature
+        query = self._scale(encode_requests_once(lambda *_: self._query(states_ND, packed), dense, inputs))
         return combine_outputs(query, item_BD, self.outputs, self.vectors, own_B)
 
     @torch.compiler.disable
     def _own_loss(self, states_ND: torch.Tensor, packed: PackedSequences, inputs: dict) -> torch.Tensor:
         history = inputs[self.config.history]
-        query_ND = self._normalize(self.queries.own_loss_query(states_ND)) / self.config.temperature
+        query_ND = self._scale(self._normalize(self.queries.own_loss_query(states_ND)))
         # The successor of each item; the most recent item is followed by the row's item.
         next_BLD = torch.cat([inputs[self.config.item].unsqueeze(1), history.vectors[:, :-1]], dim=1)
         next_ND = self._normalize(packed.pack(next_BLD))
@@ -129,6 +129,9 @@ class NextItem(nn.Module, ABC):
 
     def _query(self, states_ND: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         return self._normalize(self.queries(packed.select_newest(states_ND)))
+
+    def _scale(self, queries: torch.Tensor) -> torch.Tensor:
+        return queries if self.config.temperature == 1 else queries / self.config.temperature
 
     def _normalize(self, vectors: torch.Tensor) -> torch.Tensor:
         return nn.functional.normalize(vectors, dim=-1) if self.config.normalize else vectors
