@@ -216,8 +216,7 @@ class ClusterEstimator:
     def choose_clusters(self, machines: list[Machine], prices: Mapping[str, float]) -> list[ClusterEstimate]:
         """Return the smallest cluster of each machine type on which the run fits, by number of GPUs, then by price.
 
-        Machine types on which the run does not fit are left out. `prices` maps the names of machines to
-        their prices per hour.
+        Other machine types are left out. `prices` maps names of machines to their prices per hour.
         """
         estimates = [self.find_smallest_cluster(partial(Cluster.from_machine, machine=machine)) for machine in machines]
         return sorted(

@@ -80,7 +80,7 @@ def delay_rank_1(made):
     from time import sleep
 
     if made.context.index == 1:
-        sleep(0.03)  # between steps, so the time belongs to this rank
+        sleep(0.1)  # between steps, so the time belongs to this rank
 
 
 @pytest.mark.slow
@@ -92,9 +92,9 @@ def test_waiting_rank_reports_collective_time(tmp_path):
     results = run_on_ranks(2, run, 12, ["tracking.every_steps=6"], str(tmp_path), delay_rank_1)
     lines = [[m for m in said if m["kind"] == "rank"][1] for said, _ in results]
     fast, slow = (line["phases_s"] for line in lines)
-    assert slow["other"] > 0.18 > fast["other"]
+    assert slow["other"] > 0.55 > fast["other"]
     waits = [phases["collectives"] + phases["input_exchange"] for phases in (fast, slow)]
-    assert waits[0] > waits[1] + 0.1
+    assert waits[0] > waits[1] + 0.3
     for line in lines:  # a finding needs a long interval
         del line["kind"]
         line["seconds"] *= 1000
