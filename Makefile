@@ -1,6 +1,7 @@
 # make train              install raytrec, generate data, train and evaluate a model on 2 CPU workers
 # make test               run all tests except those of the targets below
 # make test-slow          run the slower tests of single parts, which test leaves out
+# make test-whole         run test and test-slow at once, as continuous integration does
 # make test-fast          run the tests that need neither Ray nor several processes (under 90 s)
 # make test-all           run every test: test, test-slow, test-survive, mutations, parity, golden, cluster-test
 # make smoke              run the smallest form of every target in this file
@@ -69,7 +70,7 @@ DATA ?= .
 # Number of test processes. Tests that share the Ray cluster run one after another.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-slow test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-sync bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check gpu-lease cuda-wheels bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-resume bench-ids-quality weight map
+.PHONY: train test test-fast test-slow test-whole test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-sync bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check gpu-lease cuda-wheels bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-resume bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -82,6 +83,9 @@ test-fast: install
 
 test-slow: install
 	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup --no-loadscope-reorder -m "slow and not parity and not survive and not cluster and not mutations"
+
+test-whole: install
+	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup --no-loadscope-reorder -m "not parity and not survive and not cluster and not mutations"
 
 # Losses are compared with those of the pinned versions, bit for bit or within 1e-4 over 10 steps (tests/golden).
 test-next: .venv-next/installed

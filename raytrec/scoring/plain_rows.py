@@ -109,7 +109,7 @@ class PlainRowReader:
         """Return the rows of mappings of columns to values, or None if they are not plain."""
         try:
             values = self._convert({"rows": rows}, self._row_decoder.type).rows
-        except self._errors:
+        except (*self._errors, UnicodeEncodeError):  # a name with a surrogate
             return None
         return self._read_values(list(map(self._as_tuple, values)), max_ids) if values else None
 

@@ -18,6 +18,8 @@ from raytrec.common.errors import ConfigError
 from raytrec.driver import check
 from raytrec.driver import run as driver
 
+pytestmark = pytest.mark.slow
+
 
 def settings(folder, tmp_path):
     tables = {"user": {"sharding_type": "column_wise", "ranks": [1, 0]}, "tag": {"sharding_type": "row_wise"}}
@@ -97,7 +99,6 @@ SABOTAGE = {
 }
 
 
-@pytest.mark.slow
 def test_failed_check_prints_and_stores_its_findings(tmp_path, monkeypatch, capsys):
     """The findings are made up; test_check_detects_wrong_arithmetic produces real ones."""
     limits = {"forward": 1e-6, "gradient": 1e-5}

@@ -24,6 +24,8 @@ from raytrec.driver.nodes import GpuNode
 from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.planning.memory import estimate_copy_bytes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def cpu_build():
@@ -45,7 +47,6 @@ def settings(workers=2, readers=1, **scaling):
     return RunConfig.model_validate(values)
 
 
-@pytest.mark.slow
 def test_auto_chooses_cpu_if_torch_is_built_for_cpus(ray_with_gpus, cpu_build, console):
     assert nodes.choose_device(settings(), nodes.list_gpu_nodes(), console) == "cpu"
     (said,) = console.said
@@ -53,7 +54,6 @@ def test_auto_chooses_cpu_if_torch_is_built_for_cpus(ray_with_gpus, cpu_build, c
     assert "make install DEVICE=cuda" in said
 
 
-@pytest.mark.slow
 def test_cpu_training_rejects_cuda_graphs(ray_with_gpus, cpu_build, console):
     values = settings()
     values.train.compile = "graphs"
@@ -62,7 +62,6 @@ def test_cpu_training_rejects_cuda_graphs(ray_with_gpus, cpu_build, console):
     assert error.value.do == "set train.compile=true"
 
 
-@pytest.mark.slow
 def test_cuda_device_requires_a_cuda_build_of_torch(ray_with_gpus, cpu_build, tiny_data, tmp_path):
     with pytest.raises(ConfigError, match="torch is built for CPUs on this machine") as error:
         driver.train(parquet.config_values(tiny_data, tmp_path / "run", scaling__device="cuda"))

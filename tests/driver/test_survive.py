@@ -24,6 +24,8 @@ from raytrec.checkpoint.index import read_index
 from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.driver import run as driver
 
+pytestmark = pytest.mark.slow
+
 STEPS = 240  # 15 epochs of 16 steps
 BRIEF_STEPS = 160  # 2 epochs of 80 steps
 

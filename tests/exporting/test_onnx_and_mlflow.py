@@ -116,6 +116,7 @@ def assert_scores(found, expected):
         np.testing.assert_allclose(got, values, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_mlflow_model_matches_the_export_without_pickles(run, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
     model = mlflow.pyfunc.load_model(run.model)

@@ -22,6 +22,8 @@ from waiting import wait_for
 from raytrec.driver import run as driver
 from raytrec.prediction.predict import predict
 
+pytestmark = pytest.mark.slow
+
 ROWS, FILES = 12_000, 10
 COLUMNS = ["row", "tags", "label"]
 
@@ -80,7 +82,6 @@ def test_predictions_match_the_evaluation_of_the_run(run, folder, undisturbed_pr
     assert again.metrics["predict.rows"] == ROWS
 
 
-@pytest.mark.slow
 def test_predict_handles_bad_rows_and_empty_files(run, tmp_path):
     """Unreadable rows keep their position and have no score. Unknown ids follow the table's rule."""
     table = parquet.make_tiny_table(90, 3).drop(["label"])

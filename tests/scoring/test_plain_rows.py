@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from raytrec.common.errors import DataError, RaytrecError
@@ -142,6 +142,7 @@ def test_plain_json_rows_equal_rows_read_by_the_general_reader(reader, assembler
 
 @settings(max_examples=300, deadline=None)
 @given(bodies())
+@example(b'{"rows": [{"\\ud800price": 1.5, "age": 33}]}')
 def test_plain_mappings_equal_rows_read_by_the_general_reader(reader, assembler, body):
     try:
         rows = json.loads(body)["rows"]

@@ -250,7 +250,7 @@ def test_command_waits_for_the_first_export(folder, exports, monkeypatch, capsys
     command.wait_for_full_export(str(folder.path), 0.05)
     assert f"run small has not written a full export ({folder.path})" in capsys.readouterr().out
     options = ServiceOptions(uri=str(folder.path), follow=True, promote_from=str(folder.path))
-    with pytest.raises(ConfigError, match="takes no promotions"):
+    with pytest.raises(ConfigError, match="does not accept promotions"):
         command.serve(options)
 
 

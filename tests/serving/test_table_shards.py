@@ -215,7 +215,7 @@ def test_request_with_too_many_vectors_is_an_error_of_the_client(exports, monkey
         expected = http.scores({"rows": table.to_pylist()})
         monkeypatch.setattr(lookups, "MAX_VALUE_BYTES", 10_000)
         status, content, _ = http.ask("/predict", {"rows": table.to_pylist() * 50})
-        assert status == 400 and "have vectors of" in json.loads(content)["error"]
+        assert status == 400 and "the vectors of all ids take" in json.loads(content)["error"]
         assert http.scores({"rows": table.to_pylist()}) == expected
 
 

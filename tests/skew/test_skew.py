@@ -18,6 +18,8 @@ from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.request_log import RequestLog
 from raytrec.skew.compare import LARGE_PSI, skew
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def two_exports(tmp_path_factory):
@@ -82,7 +84,6 @@ def write_log(folder, loaded, served, asked=None, error=0.0):
     return str(folder)
 
 
-@pytest.mark.slow
 def test_skew_finds_nothing_in_a_log_without_skew(two_exports, loaded_export, training_folder, tmp_path):
     log = write_log(tmp_path, loaded_export, make_skew_rows(2, 1200))
     found = skew(log, two_exports[0], data=training_folder).metrics
@@ -104,7 +105,6 @@ def empty_scored_bags(rows):
     return rows.set_column(8, "scored", pa.array([[]] * len(rows), pa.list_(pa.int64())))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, error, first",
     [

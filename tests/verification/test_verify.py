@@ -26,6 +26,8 @@ from raytrec.verification import replica_connection, stored_state
 from raytrec.verification.replica_connection import ReplicaConnection
 from raytrec.verification.verify import verify
 
+pytestmark = pytest.mark.slow
+
 PRECISIONS = (None, "fp16", "int8", "int4")
 
 
@@ -109,7 +111,6 @@ def weight(run):
     return min(name for name in names if name.startswith("model.towers.item"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_service_equals_its_checkpoint_unless_a_row_differs(run, precision):
     with Replicas(run / f"export-{precision}") as service:
@@ -122,7 +123,6 @@ def test_service_equals_its_checkpoint_unless_a_row_differs(run, precision):
     assert difference["examples"][0].startswith("row 33 by ") and 0 < difference["largest"] < 0.1
 
 
-@pytest.mark.slow
 def test_changed_ids_and_weights_of_any_program_are_named(run, weight):
     with Replicas(run / "export-None") as service:
         scorer = service.scorers["one"]
@@ -145,7 +145,6 @@ def test_changed_ids_and_weights_of_any_program_are_named(run, weight):
     assert any(f"dense item/{weight}: 1 differ, such as value 3 by 0.25" in line for line in result.next_steps)
 
 
-@pytest.mark.slow
 def test_other_shapes_and_missing_names_are_named(run, weight, tmp_path):
     folder = str(shutil.copytree(get_step_folder(f"{run}/checkpoints", 2), tmp_path / "step-2"))
     index = {key: value for key, value in read_index(folder).items() if key not in ("format", "sha256")}
@@ -167,7 +166,6 @@ def test_other_shapes_and_missing_names_are_named(run, weight, tmp_path):
     assert len(examples) == 8
 
 
-@pytest.mark.slow
 def test_each_replica_is_compared_and_unreached_replicas_are_named(run):
     with Replicas(run / "export-int8", ("one", "two"), unreached=["three"]) as service:
         flip_row(service.scorers["two"], "tag", 4)

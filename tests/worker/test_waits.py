@@ -122,7 +122,7 @@ CONFIGURATIONS = {
     "in-batch softmax": Case(model={"name": "two_tower", **TOWERS}, tasks=({"loss": "in_batch_softmax"},)),
 }
 # Cases of `make test`, and cases of `make test-survive`, whose parts are in other cases. The others are slow.
-MARKS = dict.fromkeys(("default", "skip and max_grad_norm", "two_tower shared"), ())
+MARKS = dict.fromkeys(("default",), ())
 MARKS |= dict.fromkeys(
     ("deltas", "deltas of managed ids", "max_grad_norm", "skip", "hstu", "hstu_rank", "dien", "bst"),
     pytest.mark.survive,
