@@ -15,7 +15,14 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from raytrec.common.errors import MAX_WORD_LENGTH, ConfigError, find_similar_word, join_first_lines, shorten_repr
+from raytrec.common.errors import (
+    MAX_WORD_LENGTH,
+    ConfigError,
+    find_similar_word,
+    format_suggestion,
+    join_first_lines,
+    shorten_repr,
+)
 from raytrec.common.reading import parse_yaml
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import join_uri
@@ -233,8 +240,7 @@ def _explain(place: str, mistakes: list[dict]) -> str:
     texts = dict.fromkeys(MAPPING_MESSAGE.sub("a mapping of keys", mistake["msg"]) for mistake in mistakes)
     message = " or ".join(texts).replace(f" or {EXPECTED}", " or ")
     if isinstance(error["input"], dict) and "names" in (context := error.get("ctx", {})):  # base.build_section_union
-        near = find_similar_word(str(error["input"].get(context["key"])), context["names"].split(", "))
-        message += f"; did you mean '{near}'?" if near else ""
+        message += format_suggestion(str(error["input"].get(context["key"])), context["names"].split(", "))
     return f"{place}: {message} (got {shorten_repr(hide_all({place: error['input']})[place])})"
 
 

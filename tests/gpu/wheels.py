@@ -8,7 +8,7 @@ operators that get tensors on a GPU, with the dtypes of these tensors. `check` t
 
 - the modules of workers can be imported, and the warm process may still fork workers that use GPUs,
 - each recorded operator has a kernel for CUDA. Kernels check dtypes when they run, so `check` only lists them,
-- torch and FBGEMM contain machine code for the GPUs of docs/gpu.md.
+- torch and FBGEMM contain machine code for the GPUs that raytrec accepts (raytrec/common/machine.py).
 
 It prints a table and exits with status 1 if a check failed.
 """
@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,6 @@ sys.path[:0] = [str(TESTS.parent), *(str(TESTS / name) for name in ("helpers", "
 CHOSEN_ON_CPU = re.compile("_for_cpu")
 # A kernel for one of these keys is used for CUDA tensors.
 CUDA_KEYS = ("CUDA", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
-# Compute capabilities of the GPUs in docs/gpu.md, and those whose machine code they run.
-CAPABILITIES = {"A100": (80,), "A10G": (80, 86), "L4, L40S": (80, 86, 89), "H100, H200": (90,), "B200": (100,)}
 FAT_BINARY_MAGIC, ELF_KIND = b"\x50\xed\x55\xba", 2
 
 
@@ -151,7 +150,9 @@ def has_cuda_kernel(name: str) -> bool:
 
 
 def check_machine_code() -> str:
-    """Check that torch and FBGEMM contain machine code for each GPU of docs/gpu.md."""
+    """Check that torch and FBGEMM contain machine code for every GPU that raytrec accepts."""
+    from raytrec.common.machine import FBGEMM_CAPABILITIES
+
     found = {
         package: sorted(set().union(*(read_capabilities(library) for library in libraries)))
         for package, libraries in {
@@ -160,10 +161,10 @@ def check_machine_code() -> str:
         }.items()
     }
     lacking = [
-        f"{package} for {gpu}"
-        for package, capabilities in found.items()
-        for gpu, usable in CAPABILITIES.items()
-        if not set(usable) & set(capabilities)
+        f"{package} for compute capability {major}.{minor}"
+        for package, codes in found.items()
+        for major, minor in sorted(FBGEMM_CAPABILITIES[version("fbgemm-gpu")])
+        if not any(code // 10 == major and code % 10 <= minor for code in codes)
     ]
     if lacking:
         raise RuntimeError(f"no machine code: {', '.join(lacking)} (found: {found})")
