@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from harness import Grid
-from next_item_plain import PlainStep, padded
+from next_item_plain import PlainModel, PlainStep, padded
 from rank_group import Ranks, Rig, compare, rig, run_script, trainer
 
 SIDES = {"plain": True, "raytrec": False}
@@ -125,7 +125,7 @@ def piece_of(rank_rig: Rig, shape: dict[str, Any], rows: tuple[np.ndarray, ...],
 def build_plain(shape: dict[str, Any]) -> tuple[Any, Iterator[Any]]:
     """Return the plain torch step and its batches."""
     pieces = [rows_of(shape, seed) for seed in range(PIECES)]
-    return PlainStep(shape), (padded(*piece, shape) for piece in cycle(pieces))
+    return PlainStep(PlainModel(shape)), (padded(*piece, shape) for piece in cycle(pieces))
 
 
 def build(rank: int, world: int, shape: dict[str, Any], plain: bool) -> tuple[Any, Iterator[Any]]:

@@ -109,13 +109,16 @@ class HstuBlock(nn.Module):
 
 
 class PlainStep:
-    """Training step of the plain model, with the same `train` method as raytrec's Step.
+    """Training step of a plain model, with the same `train` method as raytrec's Step.
 
-    Adam updates every row of the table, as in raytrec on CPU, where FBGEMM has no kernel for Adam.
+    Adam updates every row of the tables, as in raytrec on CPU, where FBGEMM has no kernel for Adam.
+
+    Args:
+        model: Model that maps a batch to its loss.
     """
 
-    def __init__(self, shape: dict):
-        self.model = PlainModel(shape)
+    def __init__(self, model: nn.Module):
+        self.model = model
         self.optimizer = torch.optim.Adam(self.model.parameters(), fused=True)
 
     def train(self, batches: Iterator[tuple[torch.Tensor, ...]], steps: int) -> Iterator[torch.Tensor]:

@@ -2,8 +2,8 @@
 
     python benchmarks/sequences.py [--only lengths,models,balance] [--lengths 10,50,100,200,500] [--workers 1,2]
 
-`lengths` compares sequences that are read id by id with the mean of all ids. `models` is next_item.py, and `balance`
-is level_lengths.py.
+`lengths` compares sequences that are read id by id with the mean of all ids. `models` is next_item.py
+and hstu_rank.py, and `balance` is level_lengths.py.
 
 Id by id, TorchRec's EmbeddingCollection returns the vector of each id, up to a maximum number of ids. The
 mean is pooled by TorchRec's EmbeddingBagCollection, and ranks exchange only sums. Both sides train on 512
@@ -20,9 +20,11 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import product
 from typing import Annotated, Any
 
 import harness
+import hstu_rank
 import level_lengths
 import next_item
 import numpy as np
@@ -139,15 +141,14 @@ def measure_lengths(worlds: list[int], lengths: list[int], rounds: int) -> list[
     return points
 
 
-def measure_models(worlds: list[int], cases: dict[tuple[str, str], dict], rounds: int) -> list[dict[str, Any]]:
-    """Return each side's measurements for each number of workers and case."""
+def measure_models(worlds: list[int], rounds: int, smallest: bool) -> list[dict[str, Any]]:
+    """Return each side's measurements for each number of workers and each case of next_item.py and hstu_rank.py."""
     points = []
-    for world in worlds:
+    for world, module in product(worlds, (next_item, hstu_rank)):
         with ExitStack() as stack:
-            sides = {
-                side: Ranks("next_item.py", 1 if plain else world, stack) for side, plain in next_item.SIDES.items()
-            }
-            for (model, shape), sizes in cases.items():
+            script = f"{module.__name__}.py"
+            sides = {side: Ranks(script, 1 if plain else world, stack) for side, plain in next_item.SIDES.items()}
+            for (model, shape), sizes in (module.SMALLEST if smallest else module.CASES).items():
                 figures = next_item.measure(sides, model, sizes, rounds)
                 points.append({"model": model, "shape": shape, "workers": world, **figures})
                 print(json.dumps(points[-1]), flush=True)
@@ -169,8 +170,7 @@ def main(
         results["points"] = measure_lengths(worlds, harness.integers(lengths), rounds)
         lengths_table(results["points"]).show()
     if "models" in harness.split(only):
-        cases = next_item.SMALLEST if smallest else next_item.CASES
-        results["models"] = measure_models(worlds, cases, rounds)
+        results["models"] = measure_models(worlds, rounds, smallest)
     if "balance" in harness.split(only):
         results["balance"] = level_lengths.measure(2, rounds, **level_lengths.SMALLEST if smallest else {})
     print(document(results))

@@ -130,6 +130,7 @@ def test_node_resources_match_ec2_instance_types(account):
         assert resources.get("GPU", 0) == sum(each["Count"] for each in gpus)
 
 
+@pytest.mark.slow
 def test_ray_adds_no_security_group_or_rule(account):
     """Given the security group of cluster.yaml, Ray creates no group and opens no port."""
     ec2, _, config, _ = account
@@ -139,6 +140,7 @@ def test_ray_adds_no_security_group_or_rule(account):
     assert "head_node" in config and config["head_node"] == {}  # no role with all permissions either
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("free", "expected"), [(100, {"spot": 3}), (1, {"spot": 1, "on demand": 2}), (0, {"on demand": 3})]
 )
@@ -151,6 +153,7 @@ def test_spot_machines_are_preferred_to_on_demand(account, free, expected):
     assert {each["ray-user-node-type"] for each in tags} == {"gpu"}
 
 
+@pytest.mark.slow
 def test_plain_ray_gets_no_machine_without_spot_capacity(account):
     from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
 
@@ -161,6 +164,7 @@ def test_plain_ray_gets_no_machine_without_spot_capacity(account):
     assert count_purchases(ec2) == {}
 
 
+@pytest.mark.slow
 def test_config_mistake_fails_the_on_demand_request(account):
     ec2, provider, config, _ = account
     config["available_node_types"]["gpu"]["node_config"]["IamInstanceProfile"] = {"Arn": "arn:aws:iam::1:x/no"}

@@ -85,7 +85,9 @@ def test_weights_keys_and_reserved_stay_with_their_rows(folder, expected_rows):
     assert sorted(seen) == sorted(expected_rows)
 
 
-@pytest.mark.parametrize("shuffle", ["none", "groups", "window"])
+@pytest.mark.parametrize(
+    "shuffle", [pytest.param("none", marks=pytest.mark.slow), pytest.param("groups", marks=pytest.mark.slow), "window"]
+)
 def test_every_row_is_read_once_with_its_values(folder, expected_rows, shuffle):
     order = Order(128, 6, shuffle, 2, seed=3)
     one = collect_global_batches(folder, order, 1)
@@ -101,6 +103,7 @@ def test_every_row_is_read_once_with_its_values(folder, expected_rows, shuffle):
     assert [{row for row, _ in b} for b in resumed] == [{row for row, _ in b} for b in one[5:]]
 
 
+@pytest.mark.slow
 def test_several_readers_keep_the_order(folder, tmp_path):
     uneven = tmp_path / "d"
     uneven.mkdir()

@@ -65,6 +65,7 @@ def test_kaggle_layout_is_hashed(tmp_path):
     assert len(set(ids.values())) == 50, "the hash must reach all rows"
 
 
+@pytest.mark.slow
 def test_1tb_layout_uses_a_frequency_vocabulary(tmp_path):
     days = [make_lines(200, day) for day in range(3)]
     (tmp_path / "day_0").write_text("\n".join(days[0]) + "\n")
@@ -87,6 +88,7 @@ def test_1tb_layout_uses_a_frequency_vocabulary(tmp_path):
         assert Schema.load(tmp_path / "out/schema.yaml").tables[f"C{i + 1}"].rows == len(expected) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "field,value,message",
     [(5, "x", "I5 is 'x'"), (16, "zz", "C3 is 'zz'"), (0, "7", "label is '7'"), (None, None, "3 fields")],
@@ -108,6 +110,7 @@ def test_malformed_line_is_named(tmp_path, field, value, message):
     assert sum(len(read_rows(tmp_path / "out" / s)) for s in ("train", "valid", "test")) == 299
 
 
+@pytest.mark.slow
 def test_every_line_is_in_one_chunk(tmp_path, monkeypatch):
     text = [f"line {i} {'x' * (i % 50)}" for i in range(1000)]
     path = Path(tmp_path / "file")
@@ -118,6 +121,7 @@ def test_every_line_is_in_one_chunk(tmp_path, monkeypatch):
         assert found == [line.encode() for line in text]
 
 
+@pytest.mark.slow
 def test_single_day_is_split_by_rows(tmp_path):
     (tmp_path / "day_3").write_text("\n".join(make_lines(70, 1)) + "\n")
     for source, layout in ((tmp_path, "auto"), (tmp_path / "day_3", "auto"), (tmp_path, "kaggle")):

@@ -16,10 +16,11 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.models.base import MODELS
 
 SCORE_TOLERANCE = 1e-6
-# The model of each family that exports the rarest operators. The other models run in test-survive.
+# A model with ordinary layers, then the model of each family that exports the rarest operators. The other models run
+# in test-survive.
 MARKS = dict.fromkeys(CASES, pytest.mark.survive)
-MARKS |= dict.fromkeys(("masknet", "dien", "sequence", "two_tower", "esmm", "wide_deep"), pytest.mark.slow)
-MARKS |= dict.fromkeys(("hstu",), ())
+MARKS |= dict.fromkeys(("hstu", "masknet", "dien", "sequence", "two_tower", "esmm", "wide_deep"), pytest.mark.slow)
+MARKS |= dict.fromkeys(("dcn",), ())
 
 
 def assert_close(found, expected, names):

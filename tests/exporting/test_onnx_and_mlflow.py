@@ -164,6 +164,7 @@ class IdentityModel:
         return rows
 
 
+@pytest.mark.slow
 def test_mlflow_model_belongs_to_its_unchanged_run(run):
     client = mlflow.MlflowClient()
     (found,) = client.search_runs([client.get_experiment_by_name("films").experiment_id])
@@ -193,6 +194,7 @@ def test_embedded_export_works_without_the_original(run, tmp_path):
     assert model.input_example is None, "the model contains rows of the data"
 
 
+@pytest.mark.slow
 def test_export_refuses_a_run_missing_in_mlflow(run, tmp_path):
     folder, out = tmp_path / "run", str(tmp_path / "out")
     shutil.copytree(run.folder, folder)

@@ -1,7 +1,8 @@
 """Every registered model, compared with one plain torch process, under a plan of several sharding types.
 
-CASES has an entry for each model: its schema, its configuration section, and its tasks. `make test` runs each
-model on one rank with activation checkpointing and Adam for dense layers; `make parity` adds 2 and 3 ranks.
+CASES has an entry for each model: its schema, its configuration section, and its tasks. On one rank, with activation
+checkpointing and Adam for dense layers, `make test` runs the models of FAST and `make test-slow` the others;
+`make parity` adds 2 and 3 ranks.
 """
 
 from dataclasses import dataclass
@@ -123,6 +124,8 @@ SHARED_NEGATIVES_CASES = {
     ),
 }
 ALL_CASES = CASES | SHARED_NEGATIVES_CASES
+# Models of each family whose gradients take the most different paths through the tables.
+FAST = ("dlrm", "dcn", "two_tower, shared", "mmoe", "din", "sasrec", "hstu_rank")
 
 MIXED_PLAN = {
     "user": {"sharding_type": "row_wise"},
@@ -168,9 +171,14 @@ def test_every_model_has_a_case():
     assert set(CASES) == set(MODELS.parts)
 
 
-@pytest.mark.parametrize("model", ALL_CASES)
-@pytest.mark.parametrize(
-    "place", [pytest.param(p, marks=[] if p == (1, 1) else [pytest.mark.parity]) for p in PLACES], ids=str
-)
+def make_combinations():
+    """Yield the combinations of models and places, marked by the suite that runs them."""
+    for place in PLACES:
+        for model in ALL_CASES:
+            slow = [] if model in FAST else [pytest.mark.slow]
+            yield pytest.param(model, place, marks=slow if place == (1, 1) else [pytest.mark.parity])
+
+
+@pytest.mark.parametrize(("model", "place"), make_combinations(), ids=str)
 def test_model_matches_one_process(model, place):
     assert_parity([ModelCase(model, place, **PLACES[place])], place)

@@ -142,6 +142,7 @@ def test_all_checks_pass_without_a_fault(world, plan, settings):
     assert all(o["figure"] < 1e-6 for o in answers[0] if o["check"] == "parity"), "the limit is ten times as large"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", ALL_STEPS)
 @pytest.mark.parametrize("plan", list(SHARDING_PLANS))
 def test_twice_divided_means_are_detected(plan, settings):
