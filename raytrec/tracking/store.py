@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 from raytrec.common.errors import ConfigError
@@ -61,8 +61,9 @@ class Store:
         import_quietly()
         from mlflow import MlflowClient
 
-        with _initialize_sqlite_file(self.uri) if self._is_file else nullcontext():
-            self._client = MlflowClient(tracking_uri=self.uri)
+        if self._is_file:
+            _initialize_sqlite_file(self.uri)
+        self._client = MlflowClient(tracking_uri=self.uri)
         self._experiment_id = self._find_experiment()
 
     def write_metrics(self, records: list[Record]) -> None:
@@ -208,23 +209,24 @@ def choose_artifact_folder(uri: str, folder: Path) -> Path:
     return (store if store in folder.parents else folder.parent) / "mlartifacts"
 
 
-@contextmanager
-def _initialize_sqlite_file(uri: str) -> Iterator[None]:
-    """Check the database file early, and hold a lock for its initialization for the duration of the block.
+def _initialize_sqlite_file(uri: str) -> None:
+    """Check the database file early, and create the tables of a new one.
 
     MLflow 3.17 tries for 100 s to open a file that is not a database. Processes that concurrently create the
     tables of a new database fail, because the constructor (SqlAlchemyStore.__init__) takes no lock. The lock
     used here is on the folder and leaves no file behind; on file systems without such locks, no lock is
-    taken.
+    taken. MLflow cannot complete the tables if a process was killed while it created them, so they are created
+    in another file, which then replaces the empty one.
 
     Raises:
         OSError, sqlite3.DatabaseError: The folder cannot be created, or the file is not a writable database.
     """
+    from mlflow import MlflowClient
     from sqlalchemy.engine import make_url
 
-    path = make_url(uri).database
+    url = make_url(uri)
+    path = url.database
     if not path or path == ":memory:":
-        yield
         return
     folder = Path(path).absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -232,7 +234,12 @@ def _initialize_sqlite_file(uri: str) -> Iterator[None]:
     try:
         lock_file(handle, wait=True)  # file systems without locks are accepted
         _check_writable(path)
-        yield
+        if not os.path.getsize(path):
+            new = f"{path}.new"
+            for left in (new, f"{new}-journal"):  # of a process that was killed
+                Path(left).unlink(missing_ok=True)
+            MlflowClient(tracking_uri=url.set(database=new).render_as_string(hide_password=False))
+            os.replace(new, path)
     finally:
         os.close(handle)
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from itertools import count
 from threading import Timer
 from time import monotonic, perf_counter, sleep
 from urllib.error import URLError
@@ -21,6 +22,7 @@ from waiting import wait_for
 from raytrec.common.errors import ConfigError
 from raytrec.driver.track import DeliveryProcess
 from raytrec.tracking.delivery import Delivery
+from raytrec.tracking.store import Store
 
 
 class MlflowServer:
@@ -220,6 +222,35 @@ def test_delivery_process_reports_an_invalid_store(tmp_path):
     with pytest.raises(ConfigError, match="cannot open the MLflow store"):
         follower.ready()
     assert follower.close("FINISHED") is None
+
+
+def open_and_die(store, upgrade):
+    """Open a store, and kill this process at the end of an upgrade by which MLflow creates its tables."""
+    from sqlalchemy import event
+    from sqlalchemy.engine import Engine
+
+    upgrades = count(1)
+
+    @event.listens_for(Engine, "before_cursor_execute")
+    def die(connection, cursor, statement, *_):
+        if statement.startswith("UPDATE alembic_version") and next(upgrades) == upgrade:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    store.open()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("upgrade", [3, 12])
+def test_process_killed_while_it_creates_tables_leaves_a_usable_store(tmp_path, preloaded_processes, upgrade):
+    config = tracked.write_tracked_config(tmp_path / "run", {"tracking": {"uri": f"sqlite:///{tmp_path}/mlflow.db"}})
+    creator = preloaded_processes.Process(target=open_and_die, args=(Store(config, tmp_path / "run"), upgrade))
+    creator.start()
+    creator.join()
+    assert creator.exitcode == -signal.SIGKILL
+    store = Store(config, tmp_path / "run")
+    store.open()
+    assert mlflow_client(store.uri).get_run(store.run_id)
+    assert [path.name for path in tmp_path.glob("mlflow.db*")] == ["mlflow.db"]
 
 
 WRITERS, STEPS, FIGURES = 8, 6, 100
