@@ -36,7 +36,7 @@ def prepare(
     Options:
         split: Method that divides rows into train, valid and test.
         history: Maximum number of ids in a history: liked items before a rating, or with leave-one-out or
-            --rows user, all earlier items.
+            --rows user, all earlier items. Ratings in valid and test are in histories only with --split time.
         download: Download this set from GroupLens.
         negatives: Number of items drawn for each pair of train, with leave-one-out and the layout of
             NAME.test.negative.

@@ -106,7 +106,8 @@ class Ratings:
     Ids are positions in sorted vocabularies, from 1; 0 is unknown. A history contains the user's last
     `history` liked items in train with a timestamp strictly before the row's own. `rated` contains all rated
     items instead, with their ratings (`rated_values`) and timestamps (`rated_times`). Neither the row's own
-    label nor any label in valid or test is ever an input.
+    label nor any label in valid or test is ever an input, except that with the split by time, the earlier
+    ratings of valid and test are also in histories: at the time of the row, they are known.
     """
 
     def __init__(self, data: MovieLens, split: str, seed: int, history: int):
@@ -125,7 +126,8 @@ class Ratings:
         self._bags = _bags(self._items["genres"], self._genres)
         self._of_item = np.concatenate([[0], _index(self._years, self._items["year"])])
         self._of_user = self._user_attributes()
-        self._likes, self._rated = self._index_train(self._rating >= LIKED), self._index_train(self._rating > 0)
+        known = np.full(len(frame), True) if split == "time" else self._split == 0
+        self._likes, self._rated = self._sort_by_user_and_time(known & (self._rating >= LIKED)), self._sort_by_user_and_time(known)
 
     def __len__(self) -> int:
         return len(self._rating)
@@ -142,9 +144,9 @@ class Ratings:
             out[name] = np.concatenate([[0], codes + 1])
         return out
 
-    def _index_train(self, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return keys and indices of the ratings of train in a mask, sorted by user and time."""
-        kept = np.flatnonzero(kept & (self._split == 0))
+    def _sort_by_user_and_time(self, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return keys and indices of the ratings in a mask, sorted by user and time."""
+        kept = np.flatnonzero(kept)
         kept = kept[np.lexsort((self._item[kept], self._time[kept], self._user[kept]))]
         # User and time share one sort key, with the user in the high bits and the time in the low bits.
         return (self._user[kept] << TIME_BITS) + self._time[kept], kept
