@@ -127,7 +127,8 @@ class Ratings:
         self._of_item = np.concatenate([[0], _index(self._years, self._items["year"])])
         self._of_user = self._user_attributes()
         known = np.full(len(frame), True) if split == "time" else self._split == 0
-        self._likes, self._rated = self._sort_by_user_and_time(known & (self._rating >= LIKED)), self._sort_by_user_and_time(known)
+        self._likes = self._sort_by_user_and_time(known & (self._rating >= LIKED))
+        self._rated = self._sort_by_user_and_time(known)
 
     def __len__(self) -> int:
         return len(self._rating)
