@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
@@ -20,6 +20,7 @@ from raytrec.cluster.warm_process import TRAINING, fork_workers, warm_up
 from raytrec.common.errors import RunError, get_first_line
 from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE, get_own_address, resolve_bootstrap_address
 from raytrec.compat.ray_start import (
+    STARTUP_TIMEOUT_TEXT,
     disable_auto_connect,
     get_logs_folder,
     get_loopback_env,
@@ -117,7 +118,22 @@ def _join_cluster(address: str, source: str) -> Iterator[None]:
 
 @contextmanager
 def _start_local_ray(num_cpus: int | None) -> Iterator[None]:
-    """Start a local Ray cluster for this process alone, and stop it at the end of the block."""
+    """Start a local Ray cluster for this process alone, and stop it at the end of the block.
+
+    If Ray does not start in 30 s (a constant of Ray), as on a machine with a high load, it is started once more.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_start_ray_once(num_cpus))
+        except RunError as error:
+            if STARTUP_TIMEOUT_TEXT not in error.what:
+                raise
+            stack.enter_context(_start_ray_once(num_cpus))
+        yield
+
+
+@contextmanager
+def _start_ray_once(num_cpus: int | None) -> Iterator[None]:
     stay_on_loopback()
     options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, **make_idle_arguments()}
     with (

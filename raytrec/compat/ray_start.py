@@ -12,6 +12,8 @@ from raytrec.compat.versions import private, replace_private
 
 # File in RAY_TMPDIR that contains HOST:PORT of the cluster that was started last.
 CURRENT_CLUSTER_FILE = "ray/ray_current_cluster"
+# Part of the error if a node is not up after Ray's fixed 30 s.
+STARTUP_TIMEOUT_TEXT = "timed out during startup"
 # Longest path that Ray appends to RAY_TMPDIR; the length of a Unix socket's address is limited.
 LONGEST_SOCKET_PATH = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 # Prefixes of environment variables that Python, C libraries or Ray read when loaded; exceptions, which are read

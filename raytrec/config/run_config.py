@@ -253,9 +253,13 @@ def _find_nearest_key(place: str) -> str | None:
     keys = [key for key, _ in _iterate_fields()]
     if near := get_close_matches(place, keys, n=1, cutoff=0.85):
         return near[0]
+    section, _, name = place.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
+    if meant := find_similar_word(name, list(siblings)):
+        return siblings[meant]
     last = {key.rpartition(".")[2]: key for key in keys}
-    meant = find_similar_word(place.rpartition(".")[2], list(last))
-    return last[meant] if meant else None
+    near = get_close_matches(name, list(last), n=1, cutoff=0.7)
+    return last[near[0]] if near else None
 
 
 def list_keys_with(mark: Mark) -> tuple[str, ...]:

@@ -202,6 +202,7 @@ class Decay(OnColumns):
 class Cast(OnColumns):
     """Conversion of values to another type: text to numbers, whole floats and decimals to integers.
 
+    Times and dates become whole seconds since 1970, and durations whole seconds, as for side features.
     NaN becomes null in integer columns. A number with a fraction cannot become an integer.
     """
 

@@ -172,6 +172,10 @@ def _cast(spec: t.Cast, array: pa.Array) -> pa.Array:
     kind = {"int64": pa.int64(), "float32": pa.float32(), "string": pa.string()}[spec.to]
     if is_text(array.type) and spec.to != "string":
         array = pc.utf8_trim_whitespace(array.cast(pa.string()))
+    if spec.to != "string" and (types.is_timestamp(array.type) or types.is_date(array.type)):
+        array = pc.floor(_to_seconds(to_timestamps(array, None)))
+    if spec.to != "string" and types.is_duration(array.type):
+        array = pc.floor(_to_seconds(array))
     if pa.types.is_floating(array.type) and spec.to == "int64":  # pandas writes integers with nulls as floats
         array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
     if pa.types.is_decimal(array.type) and spec.to == "float32":

@@ -172,7 +172,9 @@ class Actions(nn.Module):
         parts = []
         for (place, is_mask), values_A in zip(self.columns, self.buffers(), strict=True):
             value_N1 = side_features_Nn[:, place, None]
-            parts.append(torch.bitwise_and(value_N1.long(), values_A) > 0 if is_mask else value_N1 >= values_A)
+            parts.append(
+                torch.bitwise_and(value_N1.long().clamp(min=0), values_A) > 0 if is_mask else value_N1 >= values_A
+            )
         return self.encoder(torch.cat(parts, dim=1).float())
 
 

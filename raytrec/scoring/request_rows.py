@@ -90,6 +90,8 @@ def name_rows(part: str) -> Iterator[None]:
     except DataError as error:
         where = (error.where or "").replace(ROWS_PLACE, part, 1)
         error.where = where.removesuffix(", row 0") if part == "user" else where
+        if part == "candidates" and error.do:
+            error.do = error.do.replace("to each row", "to the user or to each candidate", 1)
         raise
 
 

@@ -203,7 +203,8 @@ def _decode_json(body: bytes, scorer: Scorer, program: ProgramName, limits: Limi
     rows = values.get("rows", values.get("candidates"))
     if not isinstance(rows, list):
         raise _make_refusal("the rows are not a list", "rows or candidates", "a list of objects")
-    _check_count(rows, limits)  # before rows are converted and take more memory
+    # before rows are converted and take more memory
+    _check_count(rows, limits, "rows" if "rows" in values else "candidates")
     if "rows" in values:
         return Query(scorer, program, ObjectRows(rows, scorer.get_reader(program).columns))
     if program != "predict":
@@ -234,12 +235,13 @@ def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
     return pa.table(arrays)
 
 
-def _check_count(rows: Sized, limits: Limits) -> None:
-    """Raise a RefusedRequest if a request has no rows, or too many."""
+def _check_count(rows: Sized, limits: Limits, kind: str = "rows") -> None:
+    """Raise a RefusedRequest if a request has no rows or candidates, or too many."""
+    where = ROWS_PLACE if kind == "rows" else kind
     if not len(rows):
-        raise _make_refusal("there are no rows", ROWS_PLACE, "at least one row")
+        raise _make_refusal(f"there are no {kind}", where, "at least one")
     if len(rows) > limits.rows:
-        raise _make_refusal(f"there are {len(rows):,} rows", ROWS_PLACE, f"at most {limits.rows:,} rows", 413)
+        raise _make_refusal(f"there are {len(rows):,} {kind}", where, f"at most {limits.rows:,} {kind}", 413)
 
 
 def _check_lists(rows: pa.Table | ObjectRows, limits: Limits) -> None:

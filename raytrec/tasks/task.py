@@ -168,7 +168,8 @@ def _loss(section: TaskSection, where: str) -> Loss:
     try:
         inspect.signature(loss_class).bind(**section.options)
     except TypeError as error:
-        expected = "the keyword arguments of the loss class"
+        names = ", ".join(inspect.signature(loss_class).parameters)
+        expected = f"options of the loss: {names}" if names else "no options, because the loss has none"
         raise ConfigError(f"{what}: {error}", where=options, expected=expected) from None
     try:
         return loss_class(**section.options)

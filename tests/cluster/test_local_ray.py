@@ -262,6 +262,32 @@ def test_cleaner_queries_its_own_cluster(ray_cluster):
     assert not is_own_actor_alive(actor, 1)
 
 
+TWICE_STARTED_CODE = """
+import ray
+from unittest.mock import patch
+from raytrec.cluster.session import ray_session
+from raytrec.compat.ray_start import STARTUP_TIMEOUT_TEXT
+
+start, failures = ray.init, [Exception(f"The current node {STARTUP_TIMEOUT_TEXT}.")]
+
+def init(**options):
+    if failures:
+        raise failures.pop()
+    return start(**options)
+
+if __name__ == "__main__":
+    with patch("ray.init", init), ray_session(num_cpus=1):
+        print(ray.cluster_resources()["CPU"], failures)
+"""
+
+
+@pytest.mark.slow
+def test_ray_is_started_again_if_it_was_not_up_in_time():
+    """The first start fails with Ray's text, as on a machine with a high load."""
+    done = subprocess.run([sys.executable, "-c", TWICE_STARTED_CODE], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "1.0 []\n", done.stderr
+
+
 def test_run_in_its_own_ray_starts_no_unused_actors():
     """Each actor would be a process that Ray wakes a hundred times per second."""
     from ray.train import ScalingConfig

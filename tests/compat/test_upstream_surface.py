@@ -273,6 +273,7 @@ TEXTS = {
     "ray/_private/runtime_env/working_dir.py": ['"working_dir_files"'],
     "ray/dashboard/modules/job/job_supervisor.py": ["RAY_JOB_CONFIG_JSON_ENV_VAR"],
     "ray/_common/utils.py": ['"ray_current_cluster"'],
+    "ray/_private/node.py": ["timed out during startup"],
     "ray/_private/ray_constants.py": ['"ray::IDLE"'],
     "ray/util/client/worker.py": ["Initialization failure from server"],
     "ray/util/client/server/proxier.py": ["Starting Ray client server failed"],

@@ -73,10 +73,18 @@ def test_overrides_set_table_plans():
     assert plan.colocate == [["a", "b"]]
 
 
+def test_unlike_keys_are_not_suggested():
+    with pytest.raises(ConfigError, match=r"run\.folder: unknown key") as raised:
+        load_config(BASE, ["run.folder=a"])
+    assert "did you mean" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     "override,expected_text",
     [
         ("scaling.wokers=2", "scaling.wokers: unknown key; did you mean scaling.num_workers?"),
+        ("model={name: hstu_rank, actions: {a: []}}", "model.actions.a: "),
+        ("run.sed=1", "did you mean run.seed?"),
         ("train.batch_size=2", "did you mean data.global_batch_size"),
         ("trian.epochs=2", "did you mean train"),
         ("scaling.num_workers=two", "scaling.num_workers: Input should be a valid integer or a mapping"),

@@ -23,19 +23,8 @@ class SharedRay:
     def use(self, gpus):
         if self.gpus != gpus:
             self.close()
-            self._start(gpus)
+            self._running.enter_context(_started(gpus))
             self.gpus = gpus
-
-    def _start(self, gpus, attempts=3):
-        """Start Ray, again if it was not up within Ray's fixed 30 s, as happens while other tests use all CPUs."""
-        from raytrec.common.errors import RunError
-
-        for attempt in range(1, attempts + 1):
-            try:
-                return self._running.enter_context(_started(gpus))
-            except RunError as error:
-                if attempt == attempts or "timed out during startup" not in str(error):
-                    raise
 
     def close(self):
         self._running.close()

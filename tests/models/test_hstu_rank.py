@@ -68,7 +68,7 @@ def make_inputs(of, lengths=LENGTHS, now=1e5):
     if "now" in of.dense:
         dense[:, of.dense.index("now")] = now + HOUR_S * torch.arange(rows)
     at = (torch.rand(rows, LENGTH) * now).sort(descending=True).values
-    sides = torch.stack([at, torch.randint(0, 4, (rows, LENGTH)), torch.rand(rows, LENGTH) * 3], 2).double()
+    sides = torch.stack([at, torch.randint(-1, 4, (rows, LENGTH)), torch.rand(rows, LENGTH) * 3], 2).double()
     found["history"] = found["history"]._replace(side_features=sides * found["history"].present.unsqueeze(2))
     return dense, found
 
@@ -83,7 +83,7 @@ def encode(w, name, x):
 
 def list_actions(keys, side):
     """Return the values of all actions of an event."""
-    values = [(int(side[1]) >> bit) & 1 for bit in range(2)] + [side[2] >= 0.5, side[2] >= 2]
+    values = [(max(int(side[1]), 0) >> bit) & 1 for bit in range(2)] + [side[2] >= 0.5, side[2] >= 2]
     return torch.tensor([float(value) for value in values]) if keys["actions"] else None
 
 
@@ -310,7 +310,7 @@ def test_higher_bits_and_later_times_do_not_change_scores():
         ({"time": "age"}, {}, "'age' is not a side feature of history"),
         ({"heads": 5}, {}, "model.width is 12"),
         ({"candidate": ["cost"]}, {}, "no feature or dense column matches 'cost'"),
-        ({"request_time": "price", "candidate": ["price"]}, {}, "'price' is not an unscaled dense column"),
+        ({"request_time": "price", "candidate": ["price"]}, {}, "'price' is a column of candidates"),
         ({"request_time": "now"}, {"scale": {"now": {"std": 2.0}}}, "'now' is not an unscaled dense column"),
         ({}, {"candidates": ["y", "item", "shop", "price"]}, "price is a column of candidates"),
     ],

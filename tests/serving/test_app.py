@@ -96,6 +96,7 @@ def get_valid_rows(made):
         ({"body": {}}, 400, "the body has the keys []"),
         ({"body": {"rows": [], "user": {}}}, 400, "the body has the keys [rows, user]"),
         ({"body": {"rows": []}}, 400, "there are no rows"),
+        ({"body": {"user": {}, "candidates": []}}, 400, "there are no candidates"),
         ({"body": {"rows": {}}}, 400, "the rows are not a list"),
         ({"body": {"rows": [3]}}, 400, "the row is not a mapping: 3"),
         ({"body": {"columns": {"a": 3}}}, 400, "not an object of lists"),

@@ -163,3 +163,5 @@ def test_temperatures_do_not_change_predictions_and_follow_their_tasks():
 def test_learn_temperature_must_be_a_bool():
     with pytest.raises(ConfigError, match="learn_temperature is 'no', not true or false"):
         make_objective([{"loss": "listwise_softmax", "options": {"learn_temperature": "no"}}])
+    with pytest.raises(ConfigError, match="options of the loss: temperature, learn_temperature"):
+        make_objective([{"loss": "listwise_softmax", "options": {"temp": 2}}])

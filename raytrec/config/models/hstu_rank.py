@@ -24,10 +24,12 @@ class HstuRankSection(TargetedSection):
     candidate: list[str] = Field(default_factory=list)
     """Features and dense columns (or patterns) of candidates in addition to the targets. All others, except
     sequences, are the context of the request."""
-    actions: dict[str, Annotated[SmallCount, Field(le=52)] | list[Number]] = Field(default_factory=dict)
+    actions: dict[str, Annotated[SmallCount, Field(le=52)] | Annotated[list[Number], Field(min_length=1)]] = Field(
+        default_factory=dict
+    )
     """Side features of the first sequence that describe the user's actions: {COLUMN: n} for a bit mask of n
-    actions (higher bits are ignored), or {COLUMN: [2, 4]} for numbers, with one action per threshold that the
-    number reaches."""
+    actions (higher bits are ignored, and negative numbers mean no action), or {COLUMN: [2, 4]} for numbers, with
+    one action per threshold that the number reaches."""
     interleave: bool = True
     """Alternate tokens of items and actions. False: one token per event, the sum of item and actions."""
     time: str | None = None
@@ -82,10 +84,17 @@ class HstuRankSection(TargetedSection):
                 do=f"add {missing[0]} to model.candidate",
             )
         time = self.request_time
-        if time is not None and (time in schema.scale or time not in {*schema.dense} & self.request_members(schema)):
+        if time is not None and time in self.candidate_members(schema):
             raise ConfigError(
-                f"'{time}' is not an unscaled dense column of the request",
+                f"'{time}' is a column of candidates",
                 where="model.request_time",
-                expected="a dense column without scale that is not in model.candidate",
+                expected="a dense column of the request",
+                do=f"remove {time} from model.candidate, or set model.request_time to another column",
+            )
+        if time is not None and (time in schema.scale or time not in schema.dense):
+            raise ConfigError(
+                f"'{time}' is not an unscaled dense column",
+                where="model.request_time",
+                expected="a dense column without scale",
                 do=f"list {time} in `dense` of schema.yaml and remove it from `scale`",
             )
