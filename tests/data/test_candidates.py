@@ -37,6 +37,20 @@ def write(path, rows=30, group=10, **columns):
     return made
 
 
+@pytest.mark.parametrize("task", [TaskRows("y", "it"), TaskRows("y", "it", mask="shown")], ids=["plain", "masked"])
+@pytest.mark.parametrize("of_row", [0, 29])
+def test_data_without_candidates_is_detected_from_footers(tmp_path, task, of_row):
+    plan, names = ReadPlan(SCHEMA, tasks=(task,)), CANDIDATE_COLUMNS
+    write(tmp_path / "a.parquet", **{name: [[]] * 30 for name in names})
+    why = "its label 'y' has no candidate with a value in any row"
+    assert dict(scan(str(tmp_path), plan).empty_tasks) == {"it": why}
+    kept = make_request_table(30, 1)
+    lists = {name: kept[name].to_pylist() for name in names}
+    some = {name: [v if row == of_row else [] for row, v in enumerate(values)] for name, values in lists.items()}
+    write(tmp_path / "a.parquet", **some)
+    assert not scan(str(tmp_path), plan).empty_tasks
+
+
 @pytest.mark.parametrize("labels", [["y"], ["w"]])
 def test_forgotten_candidates_are_suggested(tmp_path, labels):
     write(tmp_path / "a.parquet")

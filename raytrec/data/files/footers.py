@@ -138,14 +138,14 @@ class FooterStatistics:
         The set of reasons is empty if some rows of the row group may count. The result is empty if all rows
         have weight 1 in every task.
         """
-        return {
-            task.name: self._find_exclusions(task) for task in self._form.plan.tasks if self._form.plan.has_task_weights
-        }
+        plan, candidates = self._form.plan, self._form.schema.candidates
+        tasks = plan.tasks if plan.has_task_weights or candidates else ()
+        return {task.name: self._find_exclusions(task, task.label in candidates) for task in tasks}
 
-    def _find_exclusions(self, task: TaskRows) -> list[set[str]]:
+    def _find_exclusions(self, task: TaskRows, of_candidates: bool) -> list[set[str]]:
         conditions = [
             (i, why, excludes)
-            for name, why, excludes in _list_exclusion_conditions(task)
+            for name, why, excludes in _list_exclusion_conditions(task, of_candidates)
             if name not in self._outputs
             for i in self._columns(name)
         ]
@@ -218,9 +218,13 @@ def _list_statistics_checks(form: ResolvedReadPlan, outputs: set[str]) -> Iterat
             yield column, partial(_is_out_of_range, low=0, high=table.rows - 1)
 
 
-def _list_exclusion_conditions(task: TaskRows) -> Iterator[tuple[str, str, Callable[[pq.ColumnChunkMetaData], bool]]]:
+def _list_exclusion_conditions(
+    task: TaskRows, of_candidates: bool
+) -> Iterator[tuple[str, str, Callable[[pq.ColumnChunkMetaData], bool]]]:
     """Yield (column, reason why no row is usable, function that returns True if the reason applies to a chunk)."""
-    if task.nulls == "skip":
+    if of_candidates:  # Parquet counts empty lists as nulls
+        yield task.label, f"its label '{task.label}' has no candidate with a value in any row", _is_all_null
+    elif task.nulls == "skip":
         yield task.label, f"its label '{task.label}' is null in every row", _is_all_null
     for mask in (task.mask, task.mask_label):
         if mask:
