@@ -212,9 +212,11 @@ def to_column(values: Sequence[Any], field: pa.Field) -> pa.Array:
         # If each value fits alone, some times are text and others numbers.
         not_text = (i for i, value in enumerate(values) if not isinstance(value, str | None))
         at = next(chain(invalid, not_text))
-        raise _make_type_error(
-            f"column '{name}' has the invalid value {shorten_repr(values[at])}", at, name, _describe_type(field.type)
-        ) from None
+        value, inner = values[at], list_element_type(field.type)
+        if inner is not None and isinstance(value, list):  # name the first wrong element of a long list
+            value = next((element for element in value if not _is_convertible(element, inner)), value)
+        what = f"column '{name}' has the invalid value {shorten_repr(value)}"
+        raise _make_type_error(what, at, name, _describe_type(field.type)) from None
 
 
 def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
@@ -255,7 +257,7 @@ def _describe_type(kind: pa.DataType) -> str:
     if inner is not None:
         return f"a list of values, each {_describe_type(inner)}"
     if types.is_integer(kind):
-        return "a whole number below 2⁶³" if kind == pa.int64() else f"a whole number ({kind})"
+        return "a whole number below 2⁶³, without a decimal point" if kind == pa.int64() else f"a whole number ({kind})"
     if types.is_floating(kind):
         return "a number"
     if types.is_timestamp(kind):
