@@ -156,7 +156,7 @@ def test_request_log_keeps_types_and_compares_every_column(folder, exported_run,
     rows = to_json_rows(table)
     user = {name: rows[0][name] for name in ("user", "history")}
     others = [{k: v for k, v in row.items() if k not in user} for row in rows[:9]]
-    split, of_user, candidates = model.to_ranking_tables(user, others)
+    candidates, of_user, split = model.to_ranking_tables(user, others)
     query = Query(model, "predict", candidates, of_user, split)
     log.offer("/predict", query, query.score([candidates], [of_user]))
     for at in range(len(table)):
