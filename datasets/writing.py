@@ -170,7 +170,7 @@ class SplitWriter:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, table: pa.Table) -> None:
-        """Add rows, and write all full row groups. A row group can contain rows of several calls."""
+        """Add rows, and write all full row groups. A row group can contain rows from several calls."""
         self._waiting.append(table.cast(self._schema))
         self.rows += len(table)
         waiting = sum(map(len, self._waiting))

@@ -177,7 +177,7 @@ def read_negatives(path: Path) -> dict[int, list[int]]:
     """Read NAME.test.negative as user → distinct candidates, of which the first is the left-out item.
 
     Raises:
-        DataError: A line is not a user with candidates; the error names the line.
+        DataError: A line does not contain a user and candidates; the error names the line.
     """
     candidates: dict[int, list[int]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -185,9 +185,9 @@ def read_negatives(path: Path) -> dict[int, list[int]]:
         pair = PAIR.fullmatch(first.strip())
         if not pair or not others or not all(item.strip().isdecimal() for item in others):
             raise DataError(
-                f"line {number} is not a user with candidates",
+                f"line {number} does not contain a user and candidates",
                 where=str(path),
-                expected="(user,item) and items, separated by tabs",
+                expected="(user,item) followed by items, separated by tabs",
             )
         candidates[int(pair[1])] = list(dict.fromkeys([int(pair[2]), *map(int, others)]))
     if not candidates:

@@ -237,18 +237,20 @@ def _broken(path: Path, divider: str, time: str | None, why: str) -> DataError:
 
     The error names the first line with an unexpected number of fields or an invalid time, if there is any.
     """
-    expected = "the same number of fields in each line" + f", {time}: a number or timestamp" * bool(time)
+    expected = "the same number of fields in each line" + f", and a number or timestamp as {time}" * bool(time)
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             lines = plain_csv.reader(file, delimiter=divider)
             names = next(lines, [])
             for line in filter(None, lines):
-                problem = f"{len(line)} fields instead of {len(names)}" if len(line) != len(names) else None
+                problem = (
+                    f"the line has {len(line)} fields instead of {len(names)}" if len(line) != len(names) else None
+                )
                 if not problem and time and not _is_time(line[names.index(time)]):
-                    problem = f"{line[names.index(time)]!r} as {time}"
+                    problem = f"column {time} contains {line[names.index(time)]!r}"
                 if problem:
                     where = f"{path}, line {lines.line_num}"
-                    return DataError(f"the line has {problem}", where=where, expected=expected, do="correct the line")
+                    return DataError(problem, where=where, expected=expected, do="correct the line")
     except (OSError, ValueError):
         pass  # pyarrow's message is enough
     return DataError(f"cannot parse the file: {why}", where=str(path), expected=expected)

@@ -113,7 +113,7 @@ def _key(users: np.ndarray, items: np.ndarray) -> np.ndarray:
 
 
 def write_candidates(output: Output, source: Path, negatives: int, seed: int, dim: int) -> None:
-    """Write the dataset of a source with this layout.
+    """Convert a source in the layout that the module describes to a dataset with the splits train, valid and test.
 
     - train: each pair, with `negatives` items drawn from the items that the user has not seen in train, in
       random order.

@@ -1,4 +1,4 @@
-"""Criteo-shaped data with a planted model."""
+"""Synthetic data with the same kinds of columns as Criteo, and labels from a known model."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class Planted:
         return self._bias + sum(self._scale[name] * part for name, part in self._parts(rows).items())
 
     def ids(self, feature: int, ranks: np.ndarray) -> np.ndarray:
-        """Return the ids of ranks, scattered so that an id does not reveal its frequency; int64 [n]."""
+        """Convert ranks by frequency to ids, int64 [n], which are scattered so that they do not reveal frequencies."""
         factor, shift = self._scatter[feature]
         return (ranks * factor + shift) % self.shape.tables[feature]
 

@@ -73,9 +73,9 @@ def read_events(source: Path, size: str) -> Events:
         raise DataError(
             "the source does not have Yambda's layout",
             where=str(source),
-            expected=f"flat/{size}/ or sequential/{size}/ with multi_event.parquet or listens.parquet, …, and "
-            + " and ".join(path.name for path in mapping.values()),
-            do="pass the folder into which yandex/yambda was downloaded as --source, and its --size",
+            expected=f"flat/{size}/ or sequential/{size}/, with multi_event.parquet or files such as listens.parquet; "
+            "and beside flat/ or sequential/, " + " and ".join(path.name for path in mapping.values()),
+            do="set --source to the folder with the downloaded files of yandex/yambda, and --size to their size",
         )
     table = pa.concat_tables([_read(path) for path in paths])
     if len(paths) > 1:

@@ -120,10 +120,10 @@ def _write_days(folder: Path, rows: Requests, first_day: int, valid: bool) -> di
             advance(1)
     if not all(counts.values()):
         raise ConfigError(
-            f"there are no rows of {', '.join(split for split, count in counts.items() if not count)}",
+            f"these splits have no rows: {', '.join(split for split, count in counts.items() if not count)}",
             where="raytrec prepare yambda",
             expected="listens in each split",
-            do="lower --first-day or --min-history, or use more days",
+            do="lower --first-day or --min-history, or increase --days with --synthetic",
         )
     return counts
 

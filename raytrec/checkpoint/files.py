@@ -49,7 +49,7 @@ def steps(root: str) -> list[int]:
 def iterate_indexes(
     root: str, find_obstacle: Callable[[dict[str, Any]], str | None]
 ) -> Iterator[tuple[str, dict[str, Any], CheckpointError | None]]:
-    """Yield (folder, index, None), or (folder, {}, error) if unusable, for each checkpoint, newest first.
+    """Yield (folder, index, None) for each usable checkpoint and (folder, {}, error) for others, newest first.
 
     Args:
         root: Folder of all checkpoints.

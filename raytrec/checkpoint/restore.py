@@ -131,7 +131,7 @@ class _FirstRowsReader(ShardReader):
         self._rows = rows
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, in which these tables have only their first rows."""
+        """Return the checkpoint's metadata, with the tables in `rows` truncated to their first rows."""
         metadata = super().read_metadata(*args, **kwargs)
         for name, entry in metadata.state_dict_metadata.items():
             rows = self._rows.get(name.split("/")[1]) if name.startswith("tables/") else None

@@ -96,7 +96,7 @@ def tune(
 
 
 def check(config: RequiredConfig, overrides: Overrides = None, json: Json = False):
-    """Compare a config's sharded training with a single torch process; exit code 1 if they differ."""
+    """Compare a config's sharded training with a single torch process. The exit code is 1 if they differ."""
     from raytrec.driver.check import check as run
     from raytrec.driver.check import print_check
 
@@ -116,13 +116,13 @@ def doctor(
     ranks: Annotated[int | None, typer.Option(min=1)] = None,
     json: Json = False,
 ):
-    """Find problems on this machine or on each node of a cluster; exit code 1 on a failure.
+    """Find problems on this machine or on each node of a cluster. The exit code is 1 if a check fails.
 
     Options:
         config: Config whose cluster, run folder and checkpoints are examined.
         address: auto, HOST:PORT or ray://HOST:PORT of a Ray cluster; default: this machine.
         storage (URI): Path that every node must be able to write and read (repeatable).
-        share: Print Markdown for an issue, without hosts, users, paths and addresses.
+        share: Print Markdown for an issue, without host names, user names, paths or addresses.
         measure (FILE): Only measure this machine's ranks, and write their rates as JSON.
         ranks: Number of ranks in the measurement; default: one per GPU, or 2 on CPU.
     """

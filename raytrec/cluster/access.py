@@ -84,10 +84,10 @@ def describe_token_source() -> str:
 
 
 def load_or_create_token(file: Path) -> str:
-    """Return the token in a file; create the file for its owner alone if it does not exist.
+    """Return the token in a file, which is created if it does not exist. Only its owner can read it.
 
     Raises:
-        OSError: The file can be neither created nor read.
+        OSError: The file cannot be created or read.
     """
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)

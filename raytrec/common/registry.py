@@ -142,5 +142,5 @@ def find_code(path: str, kind: str, where: str, folder: str | None = None) -> An
             f"cannot import {kind} {path}: the module has no attribute '{name}'"
             + format_suggestion(name, [n for n in vars(sys.modules[module]) if not n.startswith("_")]),
             where=where,
-            expected="module:name",
+            expected=f"module:name of an object in {module}",
         ) from None

@@ -128,7 +128,9 @@ def _check_trainable(dtype: object) -> object:
 
 def _check_local(value: str) -> str:
     if "://" in value:
-        raise ValueError("plan.mmap_dir: tables cannot train in an object store; use a folder on a disk of each node")
+        raise ValueError(
+            "plan.mmap_dir: tables in an object store cannot be trained; use a folder on a disk of each node"
+        )
     return value
 
 

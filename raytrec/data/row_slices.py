@@ -43,7 +43,7 @@ class Chunk:
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Chunk:
-        """Return a chunk that views a record batch of a canonical table."""
+        """Return a chunk whose arrays are views of a record batch in canonical form (canonical.py)."""
         matrices, arrays, present, reserved = {}, {}, None, {}
         for name, array in zip(batch.schema.names, batch.columns, strict=True):
             if name == "present":

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raytrec.common.errors import DataError
+from raytrec.common.formatting import format_count
 from raytrec.config.features import resolve_input_columns, select_needed_transforms
 from raytrec.config.tasks import RetrievalSection
 from raytrec.config.transforms import Sample
@@ -60,10 +61,10 @@ def check_item_keys(items: Dataset, column: str) -> None:
     order = np.argsort(keys, kind="stable")
     if len(duplicates := order[1:][keys[order[1:]] == keys[order[:-1]]]):
         raise DataError(
-            f"{len(duplicates):,} items repeat the key of an earlier item",
+            f"the items contain {format_count(len(duplicates), 'duplicate key')}",
             where=_place(items, column, int(duplicates.min())),
             expected="one row for each item",
-            do="remove the duplicates, or set another column",
+            do="remove the duplicates, or choose another column of keys (eval.retrieval.item, or --item)",
         )
 
 

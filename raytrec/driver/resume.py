@@ -65,10 +65,10 @@ def resume_config(place: str | Path, source: Any, overrides: list[str], allow_co
         config.tracking.uri = config.tracking.uri or stored.tracking.uri
     if changed := _list_differences(stored, config):
         raise ConfigError(
-            "these settings affect the result and cannot change on resume:\n" + "\n".join(changed),
+            "these settings affect the result and cannot be changed on resume:\n" + "\n".join(changed),
             where=str(file),
             expected="the configuration that the run started with",
-            do=f"restore these settings, or start a new run from its weights: raytrec train --warm-start "
+            do=f"restore these settings, or start a new run from the weights of this run: raytrec train --warm-start "
             f"{quote_for_shell(place)}",
         )
     return config

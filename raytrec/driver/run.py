@@ -42,12 +42,12 @@ PREVIOUS_DRIVER_TIMEOUT_S = 60.0  # time for an earlier driver to end, in additi
 
 
 class Unfinished(RunError):
-    """Error of a run that is completely trained, but whose model or result could not be written.
+    """Raised if a run has finished training, but its model or result could not be written.
 
     The run can be resumed. The error is also raised if the MLflow store of the run could not be opened.
 
     Attributes:
-        result: Metrics of the run.
+        result: Result of the run; None until it is set.
     """
 
     result: Result | None = None
@@ -198,7 +198,7 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
 
 
 def _make_exports(config: RunConfig, console: RunConsole) -> DeltaExports | None:
-    """Return the exporter of a run with deltas, else None."""
+    """Return the exporter of deltas, or None if export.deltas is not set."""
     if config.export.deltas is None:
         return None
     from raytrec.driver.delta_exports import DeltaExports

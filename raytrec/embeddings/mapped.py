@@ -84,9 +84,9 @@ class MappedFileFactory:
 
     def _refused(self, tables: list[str], size: int, why: str) -> RunError:
         return RunError(
-            f"cannot create a {format_bytes(size)} file for the rows of {', '.join(tables)}: {why}",
+            f"cannot create a file of {format_bytes(size)} for the rows of {', '.join(tables)}: {why}",
             where=f"plan.mmap_dir, {self._folder}",
-            expected="a folder on a disk of the node with room for its tables and their optimizer state",
+            expected="a folder on a local disk with enough space for the node's tables and their optimizer state",
             do=advise_disk_space(self._config),
         )
 

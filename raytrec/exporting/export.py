@@ -252,7 +252,7 @@ def _write_tables(target: ExportFolder, trained: TrainedModel, manifest: Manifes
 
 
 def encode_arrow(table: pa.Table) -> bytes:
-    """Return an Arrow IPC file with a table."""
+    """Return a table in the format of Arrow IPC files."""
     sink = io.BytesIO()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)

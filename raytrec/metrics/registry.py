@@ -279,7 +279,7 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
         raise ConfigError(f"metric {name} does not support @{places}", where=where, expected=name)
     if not re.fullmatch(r"[1-9]\d{0,8}", places):
         raise ConfigError(
-            f"metric {name} counts the first k places, but k is {places or 'missing'}",
+            f"metric {name} is computed from the k highest scores, but k is {places or 'missing'}",
             where=where,
             expected=f"an integer of at least 1 after @, such as {name}@10",
         )

@@ -226,7 +226,7 @@ class ClusterEstimator:
 
 
 def compute_hourly_price(estimate: ClusterEstimate, prices: Mapping[str, float]) -> float | None:
-    """Return the price per hour of a prediction's cluster, or None if the price is unknown."""
+    """Return the hourly price of an estimate's cluster, or None if it is unknown."""
     machine = estimate.cluster.machine
     price = prices.get(machine.name) if machine else None
     return None if price is None else estimate.cluster.hosts * price
@@ -283,9 +283,9 @@ def dry_run(
 
 @contextmanager
 def _set_ranks_per_host(ranks: int) -> Iterator[None]:
-    """Set the variable from which TorchRec reads the ranks per host (plan.agree_on_hosts) in the block.
+    """Within the block, set LOCAL_WORLD_SIZE, from which TorchRec reads the number of ranks per host.
 
-    TorchRec's warnings about the hypothetical topology and dense layers are silenced.
+    See plan.agree_on_hosts. TorchRec's warnings about the hypothetical topology and dense layers are suppressed.
     """
     logger, name = logging.getLogger("torchrec.distributed.planner"), "LOCAL_WORLD_SIZE"
     level, previous_value = logger.level, os.environ.get(name)

@@ -206,8 +206,8 @@ def estimate_ids_per_row(schema: Schema, features: Features) -> dict[str, float]
     """Return the expected number of ids per row of each sparse feature.
 
     The number is the mean length measured by `raytrec inspect`. For sequences read id by id, the number is at
-    most the length that the model reads. Without statistics, the number is this length for sequences and 1
-    for other features.
+    most the length that the model reads. Without statistics, the number is that length for these sequences and
+    1 for all other features.
     """
     lengths = {}
     for name in schema.sparse:

@@ -217,7 +217,8 @@ def split_columns(
 ) -> Iterator[dict[str, ParameterConstraints]]:
     """Yield constraints that split the columns of tables into 2, 4, 8, … parts.
 
-    Only tables that may be split by columns are included, with fewer parts than in `constraints`.
+    Each result contains only tables that may be sharded by column and whose dim can be divided into this number of
+    parts, if the minimum width in `constraints` does not already allow only fewer parts.
     """
     max_parts = {
         table: dims[table] // each.min_partition

@@ -40,11 +40,11 @@ class IdRows:
         return unhash_bits(self._keys), self._rows
 
     def replace(self, listed_L: torch.Tensor, ids_N: torch.Tensor, rows_N: torch.Tensor) -> IdRows:
-        """Return a copy in which all listed rows have lost their id, and then ids have got rows.
+        """Return a copy in which the listed rows are first released, and then assigned to ids.
 
         Args:
             listed_L: Listed rows, int64 [L].
-            ids_N: Ids that get a row, int64 [N].
+            ids_N: Ids to which rows are assigned, int64 [N].
             rows_N: Row of each of these ids, int64 [N]; all are listed.
 
         Raises:

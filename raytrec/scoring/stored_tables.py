@@ -151,7 +151,7 @@ class RowStack:
         self.write(rows_N, self.read_rows(rows_N))  # the same values, which readers do not notice
 
     def write(self, rows_N: torch.Tensor, stored_N: torch.Tensor) -> None:
-        """Replace stored rows after `prepare_writing`; the rows are int64 [N], the values [N, …]."""
+        """Replace rows, int64 [N], by stored values, [N, …]. Call `prepare_writing` for these rows first."""
         self._stored.index_copy_(0, rows_N, stored_N)
 
     def read_rows(self, rows_N: torch.Tensor) -> torch.Tensor:

@@ -91,11 +91,11 @@ class Query:
         return table
 
     def score(self, parts: Sequence[pa.Table | ObjectRows | Rows], users: Sequence[Any] = ()) -> list[np.ndarray]:
-        """Return the scores of rows of this query, or of queries to the same program, as Scorer.score does.
+        """Score rows of this query and of other queries to the same program, and return what Scorer.score returns.
 
         Args:
             parts: Rows that are scored together.
-            users: User of each part; none if rows are complete.
+            users: User of each part; empty if the rows are complete.
 
         Raises:
             DataError: A value does not fit the model.

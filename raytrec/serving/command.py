@@ -83,8 +83,13 @@ def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
         stream = find_stream(folder)
         state = f"run {stream.run} has not written a full export" if stream else "no run has written to the folder"
         if monotonic() > deadline:
-            do = "check that a run with export.deltas.to trains and saves checkpoints"
-            raise RunError(f"after {EXPORT_TIMEOUT_S} s, {state}", where=folder, expected="a full export", do=do)
+            do = "check that a run with this folder as export.deltas.to is training and saving checkpoints"
+            raise RunError(
+                f"there is no full export after {EXPORT_TIMEOUT_S} s: {state}",
+                where=folder,
+                expected="a full export",
+                do=do,
+            )
         if state != printed:
             printed = state
             print(f"waiting      up to {deadline - monotonic():.0f} s: {state} ({hide(folder)})", flush=True)

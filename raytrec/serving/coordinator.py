@@ -196,7 +196,11 @@ class Coordinator:
         if errors or len(versions) != 1:
             self._publish_order()
             different = "the replicas have loaded different files"
-            raise errors[0] if errors else RunError(different, where=uri, do="promote an export in a new folder")
+            raise (
+                errors[0]
+                if errors
+                else RunError(different, where=uri, do="write the export to a new folder, and promote it")
+            )
         return Export(uri, versions.pop())
 
     def _remember(

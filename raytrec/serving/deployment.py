@@ -131,8 +131,12 @@ class Replica:
         check_type(request.headers.get("content-type", ""), JSON)
         promotion = Promotion.parse(await self.service.read(request))
         if self._follower:
-            what, do = "the service follows the deltas of a run", "start a service of the export without --follow"
-            raise RefusedRequest(409, RunError(what, where="/promote", expected="a service of an export", do=do))
+            what = "exports cannot be promoted, because the service follows the deltas of a run"
+            expected, do = (
+                "a service that was started without --follow",
+                "start a service of the export without --follow",
+            )
+            raise RefusedRequest(409, RunError(what, where="/promote", expected=expected, do=do))
         uri = resolve_export(promotion.uri, self._promote_from) if promotion.uri else None
         arguments = uri, promotion.share, promotion.shadow
         return json_response(await self._ask_coordinator(lambda: self._coordinator.promote.remote(*arguments)))

@@ -1,4 +1,4 @@
-"""Samples of rows from a request log or training data, read, counted and scored by an export."""
+"""Sample rows from a request log or training data, compute their statistics, and score them with an export."""
 
 from __future__ import annotations
 

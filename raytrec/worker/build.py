@@ -58,8 +58,8 @@ def build_step(
 ) -> tuple[Step, ShardingPlan]:
     """Build this rank's model, optimizers and pipeline, and the sharding plan.
 
-    This is a collective operation: every rank must call it. Initial weights depend only on run.seed: dense layers are
-    drawn identically on every rank, tables row by row.
+    This is a collective operation: every rank must call it. Initial weights depend only on run.seed: every rank
+    draws the same weights of dense layers, and the weights of a table are drawn separately for each row.
 
     Args:
         config: Configuration of the run.

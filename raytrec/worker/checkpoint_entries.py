@@ -111,7 +111,7 @@ def add_advice(error: NonfiniteStateError, task: WorkerTask, newest: int | None)
     else:
         folder = get_step_folder(task.checkpoint, newest)
         do = (
-            "restart with the weights of the last checkpoint, which is finite, and lower learning rates "
-            f"or train.max_grad_norm: raytrec train --warm-start {quote_for_shell(folder)} {lower}"
+            "start a new run from the last checkpoint, whose values are finite, with lower learning rates or a lower "
+            f"train.max_grad_norm: raytrec train --warm-start {quote_for_shell(folder)} {lower}"
         )
     return NonfiniteStateError(error.what, where=error.where, expected=error.expected, do=do)

@@ -110,7 +110,7 @@ class Step:
 
     Attributes:
         trained: Number of steps for which the model has been trained. Learning rates depend only on this
-            number, and dropout on this number, seed and rank, so a restored run continues exactly.
+            number, and dropout depends on this number, the seed and the rank. A restored run thus continues exactly.
         drain_every: Number of steps between drains of the pipeline (only with managed ids); None: no regular drains.
         phases: Training time by phase; measured if tracking.every_steps is set.
         flops: Floating-point operations of this rank's matrix products in the second step; None until then, and

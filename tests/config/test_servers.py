@@ -294,5 +294,5 @@ def test_resume_with_own_config_cannot_change_checkpoint_dir(tmp_path, account):
     mine = values(tmp_path, "s3://mine/x?endpoint_override=storage.mine:9000", "checkpoint.dir")
     with pytest.raises(ConfigError, match=r"checkpoint\.dir: s3"):
         resume_config(run, parquet.config_values(tmp_path / "none", run), [])
-    with pytest.raises(ConfigError, match="cannot change on resume"):
+    with pytest.raises(ConfigError, match="cannot be changed on resume"):
         resume_config(run, mine, [])

@@ -222,8 +222,8 @@ def test_leave_one_out_is_deterministic_per_seed(tmp_path):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("x.test.negative", "(0,1)\n", "line 1 is not a user with candidates"),
-        ("x.test.negative", "(0,1)\t2\tx\n", "line 1 is not a user"),
+        ("x.test.negative", "(0,1)\n", "line 1 does not contain a user and candidates"),
+        ("x.test.negative", "(0,1)\t2\tx\n", "line 1 does not contain a user"),
         ("x.test.negative", "", "the file contains no users"),
         ("x.test.rating", "0\t249\t5\t1\n", "the test item of user 0 is 249, but"),
         ("x.test.rating", "a\tb\n", "does not match the layout"),

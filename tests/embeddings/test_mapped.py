@@ -128,7 +128,7 @@ def test_full_disk_and_tmpfs_are_rejected(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(RunError, match="cannot create a 4 MiB file for the rows of user: No space left") as error:
+    with pytest.raises(RunError, match="cannot create a file of 4 MiB for the rows of user: No space left") as error:
         allocate_zeros(tmp_path / "new")
     assert str(tmp_path) in str(error.value)
     if Path("/dev/shm").is_dir():

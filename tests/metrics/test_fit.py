@@ -31,7 +31,7 @@ def get_selection_error(*metrics, **about):
 
 @pytest.mark.parametrize("places", ["0", "-1", "1.5", "", "ten", "01", "9999999999"])
 def test_metric_k_must_be_a_positive_integer(places):
-    with pytest.raises(ConfigError, match="metric recall counts the first k places, but k is") as refused:
+    with pytest.raises(ConfigError, match="metric recall is computed from the k highest scores, but k is") as refused:
         find_metric(f"recall@{places}")
     assert "recall@10" in str(refused.value)
 

@@ -178,7 +178,7 @@ def test_index_describes_its_content(run, folder, items_index):
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        (lambda t: pa.concat_tables([t, t.slice(3, 2)]), DataError, "2 items repeat the key of an earlier item"),
+        (lambda t: pa.concat_tables([t, t.slice(3, 2)]), DataError, "the items contain 2 duplicate keys"),
         (lambda t: t.drop_columns(["genres"]), DataError, "column 'genres' is missing"),
         (lambda t: t.set_column(0, "item", pa.nulls(ITEMS, pa.int64())), DataError, "an item is missing"),
     ],

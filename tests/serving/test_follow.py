@@ -242,7 +242,7 @@ def test_command_waits_for_the_first_export(folder, exports, monkeypatch, capsys
     with pytest.raises(RunError, match="the run has not written a full export yet"):
         follow.Follower(str(folder.path))
     monkeypatch.setattr(command, "EXPORT_TIMEOUT_S", 0.1)
-    with pytest.raises(RunError, match=r"after 0.1 s, run small has not written a full export"):
+    with pytest.raises(RunError, match=r"after 0.1 s: run small has not written a full export"):
         command.wait_for_full_export(str(folder.path), 0.05)
     monkeypatch.setattr(command, "EXPORT_TIMEOUT_S", 60)
     timer = threading.Timer(0.2, folder.add_export, [1, exports(1)])

@@ -116,7 +116,7 @@ class Numerics(Check):
         return Sizes(values, squares, ratios)
 
     def _reduce_over_ranks(self, mine: Sizes) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the maxima of values, and the combined squares, over all ranks; both by name.
+        """Combine all ranks, and return (name → maximum of the values, name → combined squares).
 
         Squares are combined by the maximum for dense layers, which are replicated, and by the sum for tables.
         """

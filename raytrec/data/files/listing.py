@@ -84,10 +84,10 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
         counts = Counter(file if "://" in file else os.path.realpath(file) for file in files)
         if duplicates := [file for file, count in counts.items() if count > 1]:
             raise DataError(
-                f"data contains {format_count(len(duplicates), 'file')} more than once; the first is {duplicates[0]}",
+                f"{format_count(len(duplicates), 'file')} would be read more than once; the first is {duplicates[0]}",
                 where=f"{key}={join_folder_names(places)}",
-                expected="folders that do not contain each other",
-                do="list each folder once, because every row is trained once per epoch",
+                expected="folders that do not overlap",
+                do="list each folder once",
             )
     return Listing(tuple(files), dict(left_out))
 
