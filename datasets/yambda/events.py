@@ -74,7 +74,7 @@ def read_events(source: Path, size: str) -> Events:
             "the source does not have Yambda's layout",
             where=str(source),
             expected=f"flat/{size}/ or sequential/{size}/, with multi_event.parquet or files such as listens.parquet; "
-            "and beside flat/ or sequential/, " + " and ".join(path.name for path in mapping.values()),
+            "and next to flat/ or sequential/, " + " and ".join(path.name for path in mapping.values()),
             do="set --source to the folder with the downloaded files of yandex/yambda, and --size to their size",
         )
     table = pa.concat_tables([_read(path) for path in paths])
