@@ -27,7 +27,7 @@ def test_replicas_follow_a_run_and_catch_up_after_a_kill(tmp_path, options, monk
     folder.write_steps(steps, 1, 2)
     folder.add_export(1, steps.export(1, tmp_path / "first"))
     rows = json.loads(json.dumps(steps.table.to_pylist()))
-    with run_service(str(folder.path), 2, tmp_path, options=["--follow", *options]) as service:
+    with run_service(str(folder.path), 2, tmp_path, promote_from=None, options=["--follow", *options]) as service:
 
         def wait_for_step(step):
             version = f"small-{step}-{folder.checksums[step][:8]}"
