@@ -90,9 +90,7 @@ class Delivery:
         except Exception as error:
             self._schedule_retry(error)
             return False
-        if self._pause_s:
-            self._pause_s = 0.0
-            self._notify(RECOVERY_NOTICE)
+        self._report_recovery()
         return True
 
     def finish(self, status: str, patience_s: float) -> str | None:
@@ -182,6 +180,12 @@ class Delivery:
                 for record in batch.records:
                     self._write(self._store.write_metrics, [record])
             self._feed.mark_batch_written()
+            self._report_recovery()  # a slow store may take long to write all records
+
+    def _report_recovery(self) -> None:
+        if self._pause_s:
+            self._pause_s = 0.0
+            self._notify(RECOVERY_NOTICE)
 
     def _upload_files(self) -> None:
         for path, version in self._changed_files().items():
