@@ -51,6 +51,7 @@ def build_raytrec(shape: dict[str, Any], rank: int, world: int) -> tuple[Any, It
     optim = {"embeddings": {"name": "adam", "lr": 1e-3}, "dense": {"lr": 1e-3}}
     model = {"name": "hstu_rank", **columns, **sizes}
     rank_rig = rig(schema, model, world, shape["rows"], ["history"], optim=optim)
+    rank_rows = slice(rank * shape["rows"] // world, (rank + 1) * shape["rows"] // world)
     pieces = []
     for seed in range(next_item.PIECES):
         rows = rows_of(shape, seed)
@@ -63,7 +64,6 @@ def build_raytrec(shape: dict[str, Any], rank: int, world: int) -> tuple[Any, It
             shape["rows"],
             side_features_of={"history": np.stack([rows["actions"], rows["times"]], 1).astype(np.float64)},
         )
-        rank_rows = slice(rank * shape["rows"] // world, (rank + 1) * shape["rows"] // world)
         pieces.append(rank_rig.pieces(table)[rank_rows])
     return rank_rig.step, rank_rig.repeat(pieces)
 

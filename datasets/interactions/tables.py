@@ -243,10 +243,10 @@ def _broken(path: Path, divider: str, time: str | None, why: str) -> DataError:
             lines = plain_csv.reader(file, delimiter=divider)
             names = next(lines, [])
             for line in filter(None, lines):
-                problem = (
-                    f"the line has {len(line)} fields instead of {len(names)}" if len(line) != len(names) else None
-                )
-                if not problem and time and not _is_time(line[names.index(time)]):
+                problem = None
+                if len(line) != len(names):
+                    problem = f"the line has {len(line)} fields instead of {len(names)}"
+                elif time and not _is_time(line[names.index(time)]):
                     problem = f"column {time} contains {line[names.index(time)]!r}"
                 if problem:
                     where = f"{path}, line {lines.line_num}"

@@ -14,7 +14,7 @@ from pyarrow import types
 from raytrec.common.storage import open_filesystem, read_text
 from raytrec.config import transforms as t
 from raytrec.data.arrow import is_number, is_text, to_plain_array
-from raytrec.data.column_conversion import UNITS_PER_SECOND
+from raytrec.data.column_conversion import UNITS_PER_SECOND, to_float64
 from raytrec.data.ids import hash_integers, hash_text
 
 # Transform class → function (transform, values) that returns an array of the same length.
@@ -172,10 +172,9 @@ def _cast(spec: t.Cast, array: pa.Array) -> pa.Array:
     kind = {"int64": pa.int64(), "float32": pa.float32(), "string": pa.string()}[spec.to]
     if is_text(array.type) and spec.to != "string":
         array = pc.utf8_trim_whitespace(array.cast(pa.string()))
-    if spec.to != "string" and (types.is_timestamp(array.type) or types.is_date(array.type)):
-        array = pc.floor(_to_seconds(to_timestamps(array, None)))
-    if spec.to != "string" and types.is_duration(array.type):
-        array = pc.floor(_to_seconds(array))
+    is_time = types.is_timestamp(array.type) or types.is_date(array.type) or types.is_duration(array.type)
+    if is_time and spec.to != "string":
+        array = pa.array(np.floor(to_float64(array)), from_pandas=True)  # nulls are NaN
     if pa.types.is_floating(array.type) and spec.to == "int64":  # pandas writes integers with nulls as floats
         array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
     if pa.types.is_decimal(array.type) and spec.to == "float32":

@@ -204,7 +204,7 @@ def _decode_json(body: bytes, scorer: Scorer, program: ProgramName, limits: Limi
     if not isinstance(rows, list):
         raise _make_refusal("the rows are not a list", "rows or candidates", "a list of objects")
     # before rows are converted and take more memory
-    _check_count(rows, limits, "rows" if "rows" in values else "candidates")
+    _check_count(rows, limits, "row" if "rows" in values else "candidate")
     if "rows" in values:
         return Query(scorer, program, ObjectRows(rows, scorer.get_reader(program).columns))
     if program != "predict":
@@ -235,13 +235,13 @@ def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
     return pa.table(arrays)
 
 
-def _check_count(rows: Sized, limits: Limits, kind: str = "rows") -> None:
+def _check_count(rows: Sized, limits: Limits, kind: str = "row") -> None:
     """Raise a RefusedRequest if a request has no rows or candidates, or too many."""
-    where = ROWS_PLACE if kind == "rows" else kind
+    where = ROWS_PLACE if kind == "row" else "candidates"
     if not len(rows):
-        raise _make_refusal(f"there are no {kind}", where, "at least one")
+        raise _make_refusal(f"there are no {kind}s", where, f"at least one {kind}")
     if len(rows) > limits.rows:
-        raise _make_refusal(f"there are {len(rows):,} {kind}", where, f"at most {limits.rows:,} {kind}", 413)
+        raise _make_refusal(f"there are {len(rows):,} {kind}s", where, f"at most {limits.rows:,} {kind}s", 413)
 
 
 def _check_lists(rows: pa.Table | ObjectRows, limits: Limits) -> None:

@@ -195,12 +195,8 @@ class Coordinator:
         versions = {report.prepared for report in prepared.values()}
         if errors or len(versions) != 1:
             self._publish_order()
-            different = "the replicas have loaded different files"
-            raise (
-                errors[0]
-                if errors
-                else RunError(different, where=uri, do="write the export to a new folder, and promote it")
-            )
+            what, do = "the replicas have loaded different files", "write the export to a new folder, and promote it"
+            raise errors[0] if errors else RunError(what, where=uri, do=do)
         return Export(uri, versions.pop())
 
     def _remember(

@@ -132,10 +132,8 @@ class Replica:
         promotion = Promotion.parse(await self.service.read(request))
         if self._follower:
             what = "exports cannot be promoted, because the service follows the deltas of a run"
-            expected, do = (
-                "a service that was started without --follow",
-                "start a service of the export without --follow",
-            )
+            expected = "a service that was started without --follow"
+            do = "start a service of the export without --follow"
             raise RefusedRequest(409, RunError(what, where="/promote", expected=expected, do=do))
         uri = resolve_export(promotion.uri, self._promote_from) if promotion.uri else None
         arguments = uri, promotion.share, promotion.shadow

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 from raytrec.common.errors import ConfigError
@@ -61,9 +61,8 @@ class Store:
         import_quietly()
         from mlflow import MlflowClient
 
-        if self._is_file:
-            _initialize_sqlite_file(self.uri)
-        self._client = MlflowClient(tracking_uri=self.uri)
+        with _initialize_sqlite_file(self.uri) if self._is_file else nullcontext():
+            self._client = MlflowClient(tracking_uri=self.uri)
         self._experiment_id = self._find_experiment()
 
     def write_metrics(self, records: list[Record]) -> None:
@@ -209,8 +208,9 @@ def choose_artifact_folder(uri: str, folder: Path) -> Path:
     return (store if store in folder.parents else folder.parent) / "mlartifacts"
 
 
-def _initialize_sqlite_file(uri: str) -> None:
-    """Check the database file early, and create the tables of a new one.
+@contextmanager
+def _initialize_sqlite_file(uri: str) -> Iterator[None]:
+    """Check the database file early, create the tables of a new one, and hold a lock for the duration of the block.
 
     MLflow 3.17 tries for 100 s to open a file that is not a database. Processes that concurrently create the
     tables of a new database fail, because the constructor (SqlAlchemyStore.__init__) takes no lock. The lock
@@ -227,6 +227,7 @@ def _initialize_sqlite_file(uri: str) -> None:
     url = make_url(uri)
     path = url.database
     if not path or path == ":memory:":
+        yield
         return
     folder = Path(path).absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -235,11 +236,13 @@ def _initialize_sqlite_file(uri: str) -> None:
         lock_file(handle, wait=True)  # file systems without locks are accepted
         _check_writable(path)
         if not os.path.getsize(path):
+            path = os.path.realpath(path)
             new = f"{path}.new"
             for left in (new, f"{new}-journal"):  # of a process that was killed
                 Path(left).unlink(missing_ok=True)
             MlflowClient(tracking_uri=url.set(database=new).render_as_string(hide_password=False))
             os.replace(new, path)
+        yield
     finally:
         os.close(handle)
 

@@ -55,6 +55,7 @@ NAN = float("nan")
         ({"do": "cast", "to": "int64"}, [True, False, None], [1, 0, None]),
         ({"do": "cast", "to": "int64"}, [["7"], [None, "8"]], [[7], [8]]),
         ({"do": "cast", "to": "int64"}, [datetime(1970, 1, 2, 0, 0, 1, 900_000), None], [86_401, None]),
+        ({"do": "cast", "to": "int64"}, [[datetime(1970, 1, 2), datetime(1970, 1, 1)], []], [[86_400, 0], []]),
         ({"do": "cast", "to": "float32"}, [date(1970, 1, 2), None], [86_400, None]),
         ({"do": "cast", "to": "int64"}, [timedelta(minutes=2), None], [120, None]),
         ({"do": "cast", "to": "float32"}, ["0.5", "1e3", None], [0.5, 1000, None]),
