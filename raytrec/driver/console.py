@@ -79,8 +79,8 @@ class RunConsole:
 
     def event(self, event: str, cause: str = "", reason: str = "", again: bool = False, **_: Any) -> None:
         """Show an event of the run, such as a failure or a requested restart."""
-        if event == "failed":
-            self.warn(f"{cause}; {'restarting' if again else 'giving up'}")
+        if event == "failed" and again:  # otherwise, the command prints the error that ends the run
+            self.warn(f"{cause}; restarting")
         elif event == "waiting":
             self.warn(cause)
         elif event == "asked":
