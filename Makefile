@@ -32,7 +32,6 @@
 # make bench-ids          cost of managed ids compared with a static table
 # make bench-ids-quality DATA=DIR
 #                         AUC on MovieLens-1M with managed ids, hashing and a vocabulary
-# make bench-ids-resume   distinct ids in few rows, resumed with other numbers of workers
 # make bench-metrics      memory of evaluation metrics for 100,000 to 10,000,000 rows
 # make bench-online       CPU time of deltas during training, and delay until a service has loaded them
 # make bench-plan         predicted memory and step time compared with measurements
@@ -70,7 +69,7 @@ DATA ?= .
 # Number of test processes. Tests that share the Ray cluster run one after another.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-slow test-whole test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-sync bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check gpu-lease cuda-wheels bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-resume bench-ids-quality weight map
+.PHONY: train test test-fast test-slow test-whole test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-sync bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check gpu-lease cuda-wheels bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -172,9 +171,6 @@ bench-requests: install
 
 bench-ids: install
 	$(BIN)/python -W ignore benchmarks/ids.py
-
-bench-ids-resume: install
-	$(BIN)/python -W ignore benchmarks/ids_resume.py
 
 bench-ids-quality: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/ids_quality.py $(DATA)

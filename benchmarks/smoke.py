@@ -57,7 +57,6 @@ TARGETS = {
     "bench-requests": "-W ignore benchmarks/grouped.py --smallest",
     "bench-ids": "-W ignore benchmarks/ids.py --smallest",
     "bench-tiers": "-W ignore benchmarks/tiers.py --smallest --folder {folder}/tiers",
-    "bench-ids-resume": "-W ignore benchmarks/ids_resume.py --smallest",
     "bench-ids-quality": "-W ignore benchmarks/ids_quality.py --smallest",
     "quality": "-W ignore benchmarks/quality.py --smallest --only ml100k_dlrm",
     "bench-export": "-W ignore benchmarks/export.py --smallest",
