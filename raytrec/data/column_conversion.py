@@ -69,6 +69,8 @@ def read_number_column(
 def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None) -> np.ndarray:
     """Return a dense column with its scale applied, float32 [n]; all values are finite.
 
+    With `nulls: mean`, nulls and NaN become 0, the scaled mean.
+
     Args:
         column: Decoded column.
         name: Column name.
@@ -76,7 +78,7 @@ def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: 
         scale: Scale of the column in the schema; None: the numbers are not changed.
 
     Raises:
-        DataError: A value is not finite, or is null and the scale does not replace nulls.
+        DataError: A value is infinite, or a value is null or NaN and the scale does not replace it.
     """
     if scale is None:
         return read_number_column(column, name, place)
@@ -91,7 +93,7 @@ def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: 
 
 
 def standardize(values: np.ndarray, mean: float | np.ndarray, std: float | np.ndarray) -> np.ndarray:
-    """Return (x − mean) ÷ std of each number in float64, as float32; infinite if too large."""
+    """Return (x − mean) ÷ std of each number x, computed in float64, as float32; infinite beyond float32's range."""
     with np.errstate(over="ignore"):
         return ((values - mean) / std).astype(np.float32)
 
@@ -200,7 +202,7 @@ def make_row_lookup(offsets: np.ndarray) -> Callable[[int], int]:
 
 
 def to_float64(array: pa.Array) -> np.ndarray:
-    """Return numbers, or times, dates and durations in seconds, as float64; NaN for nulls."""
+    """Return numbers as float64, and timestamps, dates and durations as seconds in float64; NaN for nulls."""
     kind = array.type
     scale: float = 1
     if types.is_timestamp(kind) or types.is_duration(kind):
@@ -252,7 +254,8 @@ def task_weights(
 ) -> list[np.ndarray]:
     """Return, for each task, the factor of each row, float32 [n] ≥ 0.
 
-    The factor is 0 for rows without a label of the task and for rows that the mask excludes, else the sample weight.
+    The factor is 0 for rows without a label of the task and for rows that the task's mask or mask_label
+    excludes. For other rows, the factor is the sample weight, or 1 if the task has none.
 
     Args:
         table: Table with the mask and weight columns.
@@ -261,7 +264,7 @@ def task_weights(
         place: Location of the first row.
 
     Raises:
-        DataError: A mask is not 0, 1, null or NaN; or a weight is not a finite number ≥ 0.
+        DataError: A mask value is not 0, 1, null or NaN; or a sample weight is not a finite number ≥ 0.
     """
     ones = np.ones(table.num_rows, np.float32)
 
@@ -296,7 +299,7 @@ def _read_sample_weights(column: pa.ChunkedArray, name: str, place: Place) -> np
 
 
 def _read_mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
-    """Return a mask column as bool [n]: True for 1, False for 0 and null."""
+    """Return a mask column as bool [n]: True for 1; False for 0, null and NaN."""
     values, _ = to_nullable_floats(column, name, place)
     if (row := find_first_true((values != 0) & (values != 1))) is not None:
         raise DataError(
