@@ -1,4 +1,4 @@
-"""Canonical form of rows: a table with few columns. Columns without content are absent.
+"""Convert decoded tables to canonical form, a table with few columns. Columns without content are absent.
 
     labels     fixed_size_list<float32>[labels]            (absent if no labels are read)
     dense      fixed_size_list<float32>[dense columns]

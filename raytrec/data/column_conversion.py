@@ -25,7 +25,13 @@ FIRST_INEXACT_INTEGER = 2**53  # float64 represents every integer up to this one
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a decoded table's first row: file, row group (None: not from a file) and row in the row group."""
+    """Location of the first row of a decoded table, for messages.
+
+    Attributes:
+        path: Path or URI of the file, or the name of another source.
+        group: Index of the row group; None: the rows are not from a file.
+        first: Index of the first row in the row group.
+    """
 
     path: str
     group: int | None

@@ -1,4 +1,4 @@
-"""Datasets as ordered lists of row groups, and the scan of a dataset's footers."""
+"""Define datasets as ordered lists of row groups, and scan the footers of a dataset's files."""
 
 from __future__ import annotations
 

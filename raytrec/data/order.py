@@ -1,4 +1,4 @@
-"""Order of rows: the rows that each rank reads at each step.
+"""Compute which rows each rank reads at each step.
 
 The order is computed from row-group sizes, seed, epoch, batch_rows, lanes, shuffle and window. The number of
 workers only decides which rank reads which lanes.

@@ -172,7 +172,10 @@ def _could_be_rating(s: ColumnStats) -> bool:
 
 
 def _pair_weights(findings: list[Finding]) -> None:
-    """Turn each list of floats named after a list of ids into the weights of the ids; keep null ids."""
+    """Turn each list of floats named after a list of ids into the weights of the ids.
+
+    Null ids in such a list are replaced by an additional id, because removing them would shorten the list.
+    """
     lists = {f.stats.name: f for f in findings if f.kind == "sparse" and f.stats.is_list}
     for f in findings:
         name = f.stats.name

@@ -1,4 +1,4 @@
-"""Result of an inspection: schema.yaml, a table of columns, and a training command."""
+"""Present the result of an inspection as schema.yaml, a table of columns, and a training command."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class RowSample:
         rows: Number of rows.
         requests: Number of distinct requests in a log; 0 for training data.
         dense: Dense columns, float32 [rows, dense columns].
-        ids: Feature → looked-up ids, int64.
+        ids: Feature → looked-up ids, int64 [lookups].
         lengths: Feature → bag lengths, int32 [rows].
         odd_lookups: Feature → number of lookups whose id is out of range or, in managed tables, has no dedicated row.
         nulls: Dense column or feature → number of rows with a null in any of its source columns.

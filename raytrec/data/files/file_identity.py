@@ -1,4 +1,4 @@
-"""Fingerprints of a dataset's files, compared on resume.
+"""Compute fingerprints of a dataset's files, which are compared on resume.
 
 Names and row counts alone would not detect flipped labels or rewritten files. A fingerprint therefore covers
 each file's size, its footer (byte for byte: layout, sizes and statistics of every column) and its content.
