@@ -1,4 +1,4 @@
-"""Access to Arrow columns by name, plain types and flat arrays; checks of Arrow streams. Does not import torch."""
+"""Find, read and convert Arrow columns, and detect compressed Arrow streams. Does not import torch."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def value_type(kind: pa.DataType) -> pa.DataType:
 
 @lru_cache(maxsize=1024)
 def plain(kind: pa.DataType) -> pa.DataType:
-    """Return the type of the array that `plain_array` returns."""
+    """Return the type to which `plain_array` converts an array of type `kind`."""
     if isinstance(kind, pa.BaseExtensionType):
         return plain(kind.storage_type)
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
@@ -232,7 +232,7 @@ def to_plain_array(column: pa.ChunkedArray) -> pa.Array:
 
 
 def find_common_type(first: pa.DataType | None, second: pa.DataType) -> pa.DataType | None:
-    """Return a type that holds the values of both types, e.g. int64 for int32 and int64; None if there is none."""
+    """Return a type that holds the values of both types, e.g. int64 for int32 and int64; None if none does."""
     if first is None or first == second:
         return second
     schemas = [pa.schema([("x", kind)]) for kind in (first, second)]
@@ -243,7 +243,7 @@ def find_common_type(first: pa.DataType | None, second: pa.DataType) -> pa.DataT
 
 
 def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
-    """Return (offsets int32 [n + 1] from 0, flat values); scalars count as one-element lists, nulls as empty."""
+    """Return (offsets int32 [n + 1] from 0, flat values). Scalars count as one-element lists, nulls as empty lists."""
     if pa.types.is_list(array.type) and not array.null_count:
         offsets, flat = array.offsets.to_numpy(), array.flatten()
         offsets = offsets - offsets[0] if offsets[0] else offsets
@@ -256,15 +256,17 @@ def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
     return offsets, plain_array(flat)
 
 
-RECORD_BATCH, DICTIONARY_BATCH = 3, 2  # of Arrow's MessageHeader (format/Message.fbs)
-VERSION_5 = 4  # of Arrow's MetadataVersion; earlier versions may name a compression in custom_metadata
+RECORD_BATCH, DICTIONARY_BATCH = 3, 2  # values of MessageHeader in Arrow's format/Message.fbs
+VERSION_5 = 4  # value of MetadataVersion; messages of earlier versions may name a compression in custom_metadata
 
 
 def has_compressed_buffers(stream: bytes | pa.Buffer) -> bool:
-    """Return True if a stream contains compressed buffers, for which Arrow allocates the size that they claim.
+    """Return True if an Arrow IPC stream contains compressed buffers.
+
+    To decompress a buffer, Arrow allocates the uncompressed size that the buffer claims, whatever this size is.
 
     Raises:
-        pa.ArrowException, OSError, struct.error: The bytes are not a stream.
+        pa.ArrowException, OSError, struct.error: The bytes are not a valid stream.
     """
     return any(_is_compressed(message.metadata) for message in pa.ipc.MessageReader.open_stream(stream))
 

@@ -61,9 +61,8 @@ class Assembler:
             missing from the form's schema are empty or 0. Default: the features of a model that reads no
             sequence id by id.
         pin_memory: True to allocate page-locked memory, from which a GPU copies asynchronously.
-        part: (rank, number of ranks), which selects this rank's part of each global batch. Together, the
-            parts of all ranks contain every id of the features in ResolvedReadPlan.full_vocabulary_features.
-            None: these features have no ids.
+        part: (rank, number of ranks). Each feature in ResolvedReadPlan.full_vocabulary_features gets this
+            rank's share of all ids; together, the ranks have every id once. None: these features have no ids.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Assembler:
         }
 
     def assemble(self, pieces: list[Rows], padded_rows: int) -> AssembledTensors:
-        """Return tensors of `padded_rows` rows: the pieces' rows, then padding. Skipped rows count as padding."""
+        """Return tensors of `padded_rows` rows: the pieces' rows, then padding. Skipped rows have weight 0."""
         batch = JoinedRows(pieces)
         matrices = {name: self._matrix(name, batch, padded_rows) for name in self._matrices}
         weights, values = self._allocate(padded_rows, torch.float32)
@@ -121,7 +120,7 @@ class Assembler:
     def _candidate_tensors(self, batch: JoinedRows) -> dict[str, torch.Tensor | None]:
         """Return the tensors of candidates: requests, labels, dense_of_candidates and task_weights.
 
-        task_weights is None if no task weights rows.
+        task_weights is None if every row has weight 1 in every task.
         """
         rows, widths = batch.rows, self._form.of_candidates
         counts = batch.lengths(f"ids.{self._candidate_feature}") if rows else np.zeros(0, np.int32)
@@ -175,9 +174,10 @@ class Assembler:
         return tensor, tensor.numpy()
 
     def _sum_change_counts(self, batch: JoinedRows) -> torch.Tensor | None:
-        """Return the number of ids brought into range and of all ids, int64 [2, sparse features read].
+        """Return the number of ids brought into range and the number of all ids, int64 [2, sparse features].
 
-        The counts are sums over the batch's rows. The result is None if no table accepts out-of-range ids.
+        The features are those of the read plan. The counts are sums over the batch's rows. The result is None
+        if no table accepts out-of-range ids.
         """
         if not self._form.accepts_out_of_range_ids:
             return None
@@ -250,7 +250,7 @@ class Assembler:
         )
 
     def _replace_with_all_ids(self, bags: Bags) -> Bags:
-        """Return bags in which each full-vocabulary feature contains this rank's part of all ids."""
+        """Return bags in which each full-vocabulary feature contains this rank's share of all ids."""
         if self._part is None or not self._form.full_vocabulary_features:
             return bags
         (rank, world), rows, counts = self._part, bags.rows, list(bags.counts)

@@ -16,7 +16,7 @@ from raytrec.data.row_slices import Rows
 
 
 class NewRows(NamedTuple):
-    """Rows of a managed table whose ids have changed, over all ranks.
+    """Rows of a managed table to which any rank's batch has assigned new ids.
 
     Attributes:
         rows: Table rows, int64 [n].
@@ -40,9 +40,10 @@ class Batch(Pipelineable):
         dense: Dense features, float32 [B, number of dense columns].
         sparse: KeyedJaggedTensor of stride B with int64 values, int32 lengths and, if the schema has weights,
             float32 weights; length_per_key is set. The keys are the schema's sparse features in its order.
-            A sequence that is read id by id has one key per position (raytrec/config/features.py).
-        labels: Labels, float32 [B, number of labels]; rows without a label have a value the loss accepts.
-        weights: 1 for a row, 0 for padding, float32 [B]. Padding has empty bags and 0 for all other values.
+            The bag of a sequence that is read id by id contains the most recent ids, the most recent first.
+        labels: Labels, float32 [B, number of labels]; rows without a label have a value that the loss accepts.
+        weights: 1 for a row, 0 for padding and skipped rows, float32 [B]. Rows with weight 0 have empty bags
+            (except in full-vocabulary features) and 0 for all other values.
         global_rows: Number of rows of the global batch over all ranks, without padding.
         step: Index of the step in the run or, for an evaluation, in the evaluation; the first step is 0.
         changed: Number of ids brought into range (clamped or hashed) and number of all ids, int64 [2, sparse
@@ -51,8 +52,8 @@ class Batch(Pipelineable):
         task_weights: Factor of each row in each task, float32 [B, T], in the order of the configuration. The
             factor is the sample weight (raytrec/data/column_conversion.py); 0 for padding, rows without a
             label of the task and rows that the task's mask excludes. None: `weights` applies to every task.
-        keys: Group keys of the columns in ReservedColumnSet.keys, int64 [B, K]: integers are unchanged, other
-            values are hashed (raytrec/data/ids.py). 0 for padding.
+        keys: Group keys of the columns in ReservedColumnSet.keys, int64 [B, K], as computed by
+            `ids.compute_group_keys`. 0 for padding.
         reserved: Columns in ReservedColumnSet.columns for the rows whose `weights` are 1, in row order; on
             the host.
         side_features: Sequence that is read id by id and has n side features → float64 [N, n], in the order
@@ -127,7 +128,7 @@ class Collator(Assembler):
     """Callable that builds one rank's Batch from row slices."""
 
     def __call__(self, pieces: list[Rows], padded_rows: int, global_rows: int, step: int = 0) -> Batch:
-        """Return a Batch of `padded_rows` rows: the pieces' rows, then padding. Skipped rows count as padding."""
+        """Return a Batch of `padded_rows` rows: the pieces' rows, then padding. Skipped rows have weight 0."""
         values = dict(vars(self.assemble(pieces, padded_rows)))
         bags = values.pop("bags")
         sparse = KeyedJaggedTensor(

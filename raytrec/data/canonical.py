@@ -1,20 +1,20 @@
-"""Canonical form of rows: a table with few columns. Columns without content are absent.
+"""Convert decoded tables to canonical form, a table with few columns. Columns without content are absent.
 
     labels     fixed_size_list<float32>[labels]            (absent if no labels are read)
     dense      fixed_size_list<float32>[dense columns]
-    ids        fixed_size_list<int>[single features]       one id a row; `no_id` for a missing id
-    ids.NAME   list<int>                                   ids of each other feature
-    weights.NAME  list<float32>                            weights of each feature that has weights
+    ids        fixed_size_list<int>[single features]       one id per row; `no_id` for a missing id
+    ids.NAME   list<int>                                   ids of each feature in ResolvedReadPlan.bags
+    weights.NAME  list<float32>                            weights of the ids of each feature with weights
     side_features.NAME  list<float64>   n values for each id of a feature with n side features
     task_weights  fixed_size_list<float32>[tasks]   factor of each row in each task (absent: 1 in all tasks)
-    keys       fixed_size_list<int64>[key columns]
+    keys       fixed_size_list<int64>[key columns]         group keys (ids.compute_group_keys)
     reserved.NAME  any     values of each reserved column, unchanged
     present    bool      False for skipped rows (column exists only with data.on_error: skip)
     candidates list<float32>  labels, dense columns and task_weights of each candidate (only if rows are
                          requests; the columns above then hold the values of requests only)
-    changed    list<int32>  for each sparse feature, the number of ids brought into range, then the number of
-                         all ids, for a whole decoded table, in one of its rows (only if a table accepts ids
-                         that are out of range)
+    changed    list<int32>  number of ids brought into range for each sparse feature, then number of all ids
+                         for each. One row contains the counts of its whole decoded table; other rows have
+                         empty lists (only if a table accepts ids that are out of range).
 
 int is int32 if every table has at most 2³¹ rows and no managed ids, else int64. Does not import torch.
 """
@@ -92,7 +92,7 @@ class CandidatePlace(Place):
     """Location of the first candidate of a decoded table.
 
     Attributes:
-        offsets: Index of each row's first candidate, then the number of candidates; int32 [rows + 1].
+        offsets: Index of each row's first candidate, then the total number of candidates; int32 [rows + 1].
     """
 
     offsets: np.ndarray
@@ -103,9 +103,9 @@ class CandidatePlace(Place):
 
 
 def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> tuple[pa.Table, CandidatePlace]:
-    """Return task columns and candidates' dense columns with one row per candidate, and their location.
+    """Return labels, task columns and candidates' dense columns with one row per candidate, and their location.
 
-    Values of a request are repeated for each of its candidates.
+    A column with one value per request is repeated for each candidate of the request.
 
     Raises:
         DataError: The lists of a row have different lengths, or a list is null. The error names the file,
@@ -190,10 +190,10 @@ def build_canonical_table(
         dense: n values of each dense column of requests, or one value for all rows.
         singles: n ids of each single-id feature, or one id for all rows.
         lists: (offsets int32 [n + 1] from 0, ids [offsets[n]], weights float32 [offsets[n]] or None) of each
-            other feature.
+            feature in `form.bags`.
         rows: Number of rows, n.
-        tally: Counts of ids that were brought into range; None: no counts are stored.
-        weights_of_tasks: n weights for each task; empty if no task weights rows.
+        tally: Counts of each feature's ids (ids.ChangeCounts); None: no counts are stored.
+        weights_of_tasks: n weights for each task; empty if every row has weight 1 in every task.
         keys: n group keys for each key column.
         reserved: Reserved columns, in the order of the plan.
         side_features_of: Feature → float64 [offsets[n], number of side features]; None: no feature has side

@@ -25,7 +25,13 @@ FIRST_INEXACT_INTEGER = 2**53  # float64 represents every integer up to this one
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a decoded table's first row: file, row group (None: not from a file) and row in the row group."""
+    """Location of the first row of a decoded table, for messages.
+
+    Attributes:
+        path: Path or URI of the file, or the name of another source.
+        group: Index of the row group; None: the rows are not from a file.
+        first: Index of the first row in the row group.
+    """
 
     path: str
     group: int | None
@@ -69,6 +75,8 @@ def read_number_column(
 def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None) -> np.ndarray:
     """Return a dense column with its scale applied, float32 [n]; all values are finite.
 
+    With `nulls: mean`, nulls and NaN become 0, the scaled mean.
+
     Args:
         column: Decoded column.
         name: Column name.
@@ -76,7 +84,7 @@ def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: 
         scale: Scale of the column in the schema; None: the numbers are not changed.
 
     Raises:
-        DataError: A value is not finite, or is null and the scale does not replace nulls.
+        DataError: A value is infinite, or a value is null or NaN and the scale does not replace it.
     """
     if scale is None:
         return read_number_column(column, name, place)
@@ -91,7 +99,7 @@ def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: 
 
 
 def standardize(values: np.ndarray, mean: float | np.ndarray, std: float | np.ndarray) -> np.ndarray:
-    """Return (x − mean) ÷ std of each number in float64, as float32; infinite if too large."""
+    """Return (x − mean) ÷ std of each number x, computed in float64, as float32; infinite beyond float32's range."""
     with np.errstate(over="ignore"):
         return ((values - mean) / std).astype(np.float32)
 
@@ -200,7 +208,7 @@ def make_row_lookup(offsets: np.ndarray) -> Callable[[int], int]:
 
 
 def to_float64(array: pa.Array) -> np.ndarray:
-    """Return numbers, or times, dates and durations in seconds, as float64; NaN for nulls."""
+    """Return numbers as float64, and timestamps, dates and durations as seconds in float64; NaN for nulls."""
     kind = array.type
     scale: float = 1
     if types.is_timestamp(kind) or types.is_duration(kind):
@@ -252,7 +260,8 @@ def task_weights(
 ) -> list[np.ndarray]:
     """Return, for each task, the factor of each row, float32 [n] ≥ 0.
 
-    The factor is 0 for rows without a label of the task and for rows that the mask excludes, else the sample weight.
+    The factor is 0 for rows without a label of the task and for rows that the task's mask or mask_label
+    excludes. For other rows, the factor is the sample weight, or 1 if the task has none.
 
     Args:
         table: Table with the mask and weight columns.
@@ -261,7 +270,7 @@ def task_weights(
         place: Location of the first row.
 
     Raises:
-        DataError: A mask is not 0, 1, null or NaN; or a weight is not a finite number ≥ 0.
+        DataError: A mask value is not 0, 1, null or NaN; or a sample weight is not a finite number ≥ 0.
     """
     ones = np.ones(table.num_rows, np.float32)
 
@@ -296,7 +305,7 @@ def _read_sample_weights(column: pa.ChunkedArray, name: str, place: Place) -> np
 
 
 def _read_mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
-    """Return a mask column as bool [n]: True for 1, False for 0 and null."""
+    """Return a mask column as bool [n]: True for 1; False for 0, null and NaN."""
     values, _ = to_nullable_floats(column, name, place)
     if (row := find_first_true((values != 0) & (values != 1))) is not None:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Datasets as ordered lists of row groups, and the scan of a dataset's footers."""
+"""Define datasets as ordered lists of row groups, and scan the footers of a dataset's files."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Dataset: row groups in file order, and facts derived from the files' footers.
+    """Row groups of a dataset in file order, and facts derived from the files' footers.
 
     Attributes:
         uri: Names of the dataset's folders, for messages.
@@ -123,9 +123,10 @@ class Dataset:
         return (part(is_held_out=False), held_out) if held_out.groups else (self, None)
 
     def split_after_first_folder(self, batch_rows: int) -> dict[int, Dataset]:
-        """Return the rows of each folder but the first, by the last step that trains none of them.
+        """Return datasets of the folders after the first, keyed by the number of steps before their first row.
 
         The rows are trained in file order. Folders that begin in the same global batch form one dataset.
+        Folders that begin in the first global batch are left out.
 
         Args:
             batch_rows: Number of rows in a global batch.
@@ -154,7 +155,7 @@ def scan(
     declared: Iterable[str] = (),
     skip: bool = False,
 ) -> Dataset:
-    """Read the footers of Parquet folders or files, and check every file's columns against the plan.
+    """Read the footers of a dataset's Parquet files, and check every file's columns against the plan.
 
     Args:
         places: Folders (searched recursively, without hidden files and folders; see list_files) or files.
@@ -224,7 +225,7 @@ class _FileFacts:
         from_folders: Columns whose values are in folder names instead of the file.
         groups: Row groups with rows.
         lists: Sparse features whose column is a list after the transforms.
-        accused: Indexes of row groups that contradict the schema (footers.FooterStatistics).
+        accused: Indexes of row groups whose statistics contradict the schema (footers.FooterStatistics).
         excluded: Task → for each nonempty row group, the reasons why the task uses none of its rows
             (footers.FooterStatistics).
         constant: Label → value, for labels with a single value (footers.FooterStatistics).

@@ -1,4 +1,4 @@
-"""Checked ids of sparse features, stable id hashes, and keys for grouping rows. Does not import torch."""
+"""Read and check the ids of sparse features, hash ids, and compute group keys. Does not import torch."""
 
 from __future__ import annotations
 
@@ -57,9 +57,12 @@ class Feature:
 
 
 def read_single_ids(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray:
-    """Return the valid ids of a single-id feature, [n] of any integer type; `no_id` for nulls.
+    """Return the ids of a single-id feature, brought into range, [n] of any integer type; `no_id` for nulls.
 
     Whole floats are accepted as ids, and NaN as null, because pandas writes integers with nulls as floats.
+
+    Raises:
+        DataError: The column contains lists, or an id is fractional, or out of range and rejected by its table.
     """
     array = to_plain_array(table[feature.column])
     if is_list(array.type):
@@ -79,11 +82,15 @@ def read_single_ids(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray
 
 
 def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return the valid ids of a feature as bags, with their weights.
+    """Return the ids of a feature as bags, brought into range, with their weights.
 
     Returns:
         Offsets, int32 [n + 1] from 0; ids, [offsets[n]] of any integer type; weights, float32 [offsets[n]],
-        or None. A null row is an empty bag.
+        or None if the feature has no weights. A null row is an empty bag.
+
+    Raises:
+        DataError: A list contains a null, an id is out of range and rejected by its table, or the weights are
+            not one finite number per id.
     """
     name, spec, column = feature.name, feature.spec, to_plain_array(table[feature.column])
     offsets, flat = unnest(convert_float_ids(column, name, feature.column, feature.place))
@@ -129,7 +136,7 @@ def _align_with_ids(table: pa.Table, name: str, feature: Feature, offsets: np.nd
 
 
 def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.ndarray:
-    """Return valid ids as integers; text is hashed to table rows, or to 64 bits if ids are managed.
+    """Return ids as integers in range; text is hashed to table rows, or to 64 bits if ids are managed.
 
     Args:
         flat: Ids of all rows.
@@ -148,12 +155,17 @@ def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.nda
 
 
 def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> np.ndarray:
-    """Bring ids into [0, table.rows) as table.out_of_range requires; managed ids are only cast to int64.
+    """Bring ids into [0, table.rows) as table.out_of_range requires, and count them in the feature's tally.
+
+    Managed ids are cast to int64; NO_MANAGED_ID is replaced by the next larger integer.
 
     Args:
         ids: Ids of any integer type.
         feature: Feature to which the ids belong.
         rows: Function from a position in `ids` to its row, for error messages.
+
+    Raises:
+        DataError: An id is out of range, and table.out_of_range is error.
     """
     name, table, tally = feature.name, feature.table, feature.tally
     tally[name] = 0, len(ids)

@@ -1,4 +1,4 @@
-"""Read tasks, which decode items and convert their rows to canonical form. Does not import torch."""
+"""Decode items (order.LaneItem) and convert their rows to canonical form, in read tasks. Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from raytrec.data.transform import Draw, apply_transforms
 
 ITEMS_AHEAD = 2  # number of items decoded ahead, each in its own thread
 DECODER_NICE = 10  # nice value of the decoding threads
-MAX_LOCATED_BAD_ROWS = 64  # per row group; beyond this limit, whole slices are skipped
+MAX_LOCATED_BAD_ROWS = 64  # maximum number of bad rows located in a row group; beyond it, whole slices are skipped
 CHECK_BATCH_ROWS = 1 << 16  # number of rows that checks before the run read at a time
-MAX_CHECKED_SUSPECT_GROUPS = 4  # maximum number of row groups read because of their footers
+MAX_CHECKED_SUSPECT_GROUPS = 4  # maximum number of suspect row groups that are read before a run
 
 
 def read_items(
@@ -171,7 +171,10 @@ def _split_rows(part: Part, table: pa.Table, first: int) -> pa.Table:
 def _skip_bad_rows(
     table: pa.Table, form: ResolvedReadPlan, place: Place, faults: ReadErrorPolicy, budget: list | None = None
 ) -> pa.Table:
-    """Return a table in canonical form with a column `present`, False for bad rows (found by bisection)."""
+    """Return a table in canonical form with a column `present`, False for bad rows, which bisection finds.
+
+    `budget` contains the number of bad rows that may still be located; None: MAX_LOCATED_BAD_ROWS.
+    """
     budget = [MAX_LOCATED_BAD_ROWS] if budget is None else budget
     try:
         return canonical(table, form, place).append_column("present", pa.array(np.ones(len(table), bool)))
@@ -192,10 +195,10 @@ def _make_skipped_rows(rows: int, form: ResolvedReadPlan) -> pa.Table:
 
 
 def check_suspect_groups(dataset: Dataset) -> None:
-    """Read the first row groups whose footers show values that the schema forbids.
+    """Read the first MAX_CHECKED_SUSPECT_GROUPS row groups whose footers show values that the schema forbids.
 
     Raises:
-        DataError: A row group contains such a value. The error names the file, row group, column and row.
+        DataError: A row group contains a forbidden value. The error names the file, row group, column and row.
     """
     for group in dataset.suspect_groups[:MAX_CHECKED_SUSPECT_GROUPS]:
         for first in range(0, group.rows, CHECK_BATCH_ROWS):

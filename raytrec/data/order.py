@@ -1,4 +1,4 @@
-"""Order of rows: the rows that each rank reads at each step.
+"""Compute which rows each rank reads at each step.
 
 The order is computed from row-group sizes, seed, epoch, batch_rows, lanes, shuffle and window. The number of
 workers only decides which rank reads which lanes.
@@ -28,7 +28,7 @@ class Part:
         group: Index of the row group in the file.
         first: Index of the first row, counted in the row group or in `split`.
         rows: Number of rows.
-        number: Index of the first row among all rows of the dataset, in file order.
+        number: Number of rows in all earlier row groups of the dataset, before any split, plus `first`.
         is_cut: True if the row group is large and therefore read in several pieces.
         split: Subset of the row group's rows to which `first` and `rows` refer; None: all rows.
     """
@@ -123,7 +123,7 @@ class Order:
     def shares(self, rows: int, step: int, rank: int, world: int) -> list[tuple[int, int]]:
         """Return (lane, number of rows taken from the lane at a step) for each lane of a rank.
 
-        File order (shuffle: none) has lane 0 only.
+        With `shuffle: none`, all rows of the rank are attributed to lane 0.
         """
         if self.shuffle == "none":
             return [(0, self.local_rows(rows, step, rank, world))]
@@ -170,7 +170,13 @@ class Order:
 
 
 class _EpochLayout:
-    """Permuted pieces of an epoch, viewed as one sequence of rows."""
+    """Permuted pieces of an epoch, viewed as one sequence of rows.
+
+    Attributes:
+        ends: End of each piece in the sequence, int64 [pieces].
+        full: Number of full batches.
+        tail: Number of rows in a smaller last batch; 0 if there is no such batch.
+    """
 
     def __init__(self, dataset: Dataset, order: Order, epoch: int):
         self.order, self.epoch = order, epoch

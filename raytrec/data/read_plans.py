@@ -1,4 +1,4 @@
-"""Read plan of a run, which is independent of files, and its resolved form for the files of a dataset.
+"""Read plan of a run, and its resolved form, which adds facts about the files of a dataset.
 
 This module does not import torch.
 """
@@ -71,7 +71,7 @@ class TaskRows:
         return [read for read in (mask, weight) if read.column]
 
 
-ValueRange = tuple[float, float]
+ValueRange = tuple[float, float]  # (smallest, largest) allowed value
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ReadPlan:
         tasks: Rules for the rows of each task, in the order of the configuration; (): every row has weight 1.
         reserved: Columns read in addition to those of the schema.
         label_ranges: Label → (smallest, largest) allowed value, or None for any finite number; labels not in
-            the mapping must be in 0 to 1.
+            the mapping must be in [0, 1].
         whole_labels: Labels that must be whole numbers.
         read_labels: False to read no labels; all labels are then 0.
         folder: Folder to search for the transforms' modules, in addition to Python's path.
@@ -160,8 +160,8 @@ class ReadPlan:
     def skips_nulls(self, label: str) -> bool:
         """Return True if rows may lack this label.
 
-        This requires that all tasks that learn the label skip such rows, or that the label is only used as a
-        mask.
+        Rows may lack a label if all tasks that learn the label skip such rows, or if the label is used only as
+        a mask.
         """
         rules = {task.nulls for task in self.tasks if task.label == label}
         return rules == {"skip"} if rules else any(task.mask_label == label for task in self.tasks)
@@ -193,7 +193,7 @@ class ResolvedReadPlan:
 
     @property
     def folders(self) -> dict[str, pa.DataType | None]:
-        """Return a mapping from column to the type for the columns read from folder names; None: text."""
+        """Return a mapping from column to type, for the columns read from folder names; None: text."""
         return {name: self.types.get(name) for name in self.from_folders}
 
     @cached_property
@@ -269,7 +269,7 @@ class ResolvedReadPlan:
 
     @cached_property
     def full_vocabulary_features(self) -> dict[str, int]:
-        """Return the number of ids of each feature that has every id exactly once in each global batch."""
+        """Return the number of ids of each feature that contains every id exactly once in each global batch."""
         samples = (transform for transform in self.plan.transforms if isinstance(transform, Sample))
         rows = {sample.column: sample.rows for sample in samples if sample.count == "all"}
         columns = {name: self.schema.get_ids_column(name) for name in self.schema.sparse}

@@ -1,4 +1,4 @@
-"""Exchange of rows between ranks, after which the costs of the rows are level over the ranks of a global batch."""
+"""Exchange the rows of a global batch between ranks, so that every rank's rows have about the same total cost."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ from raytrec.data.canonical import take_rows
 from raytrec.data.read_plans import ResolvedReadPlan
 from raytrec.data.row_slices import JoinedRows, Rows
 
-EXPONENTS = {"length": 1, "squared_length": 2}  # value of data.balance → exponent of the cost of a row
-CLOSE_INTERVAL_S = 0.1  # a closed stream leaves an exchange that other ranks have not entered after this time
+EXPONENTS = {"length": 1, "squared_length": 2}  # value of data.balance → exponent of a row's number of ids
+CLOSE_INTERVAL_S = 0.1  # interval at which a waiting exchange checks whether its stream has been closed
 
 
 class RowExchange:
     """Exchange that moves the rows of a global batch to the ranks that `assign_rows` selects.
 
-    A rank calls the exchange in the threads of its training stream; the constructor is a collective in the
-    main thread. The rows of a rank depend only on the rows of the global batch, so a resumed run computes
-    the same assignment. Ranks have at most as many rows as before, so the padding does not change.
+    All ranks must construct the exchange together, in their main threads. The threads of the training stream
+    call it. The assignment depends only on the global batch, so a resumed run computes the same one. No rank
+    gets more rows than the padded number, so the padding does not change.
 
     Args:
         balance: Value of data.balance, a key of EXPONENTS.
         form: Resolved read plan of the rows.
         features: Features of the run; ids that the model does not read have no cost.
-
     """
 
     def __init__(self, balance: str, form: ResolvedReadPlan, features: Features):
         self._exponent, self._waiting = EXPONENTS[balance], set[int]()
         self._max_lengths = {f"ids.{name}": features.sequences.get(name) for name in form.bags}
-        # Two consecutive epochs are read at the same time, in separate threads. A rank may wait for another
-        # rank during a whole evaluation, and the coordinator detects hangs.
+        # Two consecutive epochs are read at the same time, in separate threads. The timeout is long, because a
+        # rank may wait for another rank during a whole evaluation. The coordinator detects hangs.
         self._groups = [dist.new_group(backend="gloo", timeout=timedelta(days=1)) for _ in range(2)]
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
 
@@ -49,11 +48,11 @@ class RowExchange:
         return bool(self._waiting)
 
     def exchange(self, pieces: list[Rows], max_rows: int, epoch: int, is_closed: Callable[[], bool]) -> list[Rows]:
-        """Return the rows of a global batch that are assigned to this rank; a collective of the streams' threads.
+        """Return the rows of a global batch that are assigned to this rank. All ranks must call this for each batch.
 
         Args:
             pieces: Rows that this rank has read.
-            max_rows: Maximum number of rows per rank; the same on all ranks.
+            max_rows: Maximum number of rows per rank, before and after the exchange; the same on all ranks.
             epoch: Epoch of the rows.
             is_closed: Function that returns True if the stream has been closed.
 
@@ -80,7 +79,7 @@ class RowExchange:
         return [Rows.of(batch) for table in tables for batch in table.to_batches()]
 
     def _compute_costs(self, pieces: list[Rows], out: np.ndarray) -> int:
-        """Write the cost of each row to the start of `out`, and return the number of rows."""
+        """Write the cost of each row to the start of `out`, int64 [max_rows], and return the number of rows."""
         joined = JoinedRows(pieces)
         if joined.rows:
             lengths = (joined.lengths(name).clip(max=longest) for name, longest in self._max_lengths.items())
@@ -103,7 +102,7 @@ class RowExchange:
 
 
 def assign_rows(costs: np.ndarray, ranks: int, max_rows: int) -> np.ndarray:
-    """Assign rows to ranks with level sums of costs, and return the rank of each row, int64 [n].
+    """Assign rows to ranks so that the ranks' sums of costs are balanced; return the rank of each row, int64 [n].
 
     In order of decreasing cost, each row is assigned to the rank with the smallest sum among the ranks that
     have fewer than `max_rows` rows (Graham's rule of the longest processing time).
@@ -114,7 +113,7 @@ def assign_rows(costs: np.ndarray, ranks: int, max_rows: int) -> np.ndarray:
         max_rows: Maximum number of rows per rank.
     """
     assigned, order = np.empty(len(costs), np.int64), np.argsort(-costs, kind="stable")
-    sums = [(0, rank, max_rows) for rank in range(ranks)]  # heap of (sum of costs, rank, number of further rows)
+    sums = [(0, rank, max_rows) for rank in range(ranks)]  # heap of (sum of costs, rank, free rows)
     for row, cost in zip(order.tolist(), costs[order].tolist(), strict=True):
         total, rank, room = sums[0]
         assigned[row] = rank

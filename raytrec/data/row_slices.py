@@ -1,4 +1,4 @@
-"""Slices of canonical tables: row slices, concatenated slices, and a queue of slices for each lane.
+"""Slices of canonical tables, concatenations of slices, and a queue of slices for each lane.
 
 This module does not import torch.
 """
@@ -30,7 +30,7 @@ class Chunk:
         present: True for rows that are not skipped, bool [n]; None: no row is skipped.
         reserved: Reserved columns, with the prefix removed from their names; None: there are no reserved
             columns.
-        batch: Record batch that the arrays view; None: the arrays were not read from files.
+        batch: Record batch that the arrays view; None: the arrays are not views of a record batch.
     """
 
     matrices: dict[str, np.ndarray]
@@ -104,7 +104,7 @@ class Rows:
 
 
 class JoinedRows:
-    """Concatenation of several slices of chunks.
+    """Concatenation of several slices of chunks that have the same columns.
 
     Attributes:
         rows: Total number of rows.
@@ -141,6 +141,10 @@ class JoinedRows:
 
 class LaneQueues:
     """Queues of rows that have been read but not yet taken, one for each lane.
+
+    Args:
+        items: Items in the order in which they are read.
+        tables: Rows of the items in this order; the boundaries of tables and items may differ.
 
     Attributes:
         due: Number of rows still to be read.

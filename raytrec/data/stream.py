@@ -29,7 +29,7 @@ from raytrec.data.row_exchange import RowExchange
 from raytrec.data.row_slices import LaneQueues
 
 NODE_POLL_INTERVAL_S = 10.0  # the list of nodes is refreshed at this interval
-MIN_TASK_ROWS = 65_536  # starting a task costs as much as decoding about 40,000 rows
+MIN_TASK_ROWS = 65_536  # rows per task, at least; starting a task costs as much as decoding about 40,000 rows
 BLOCK_BYTES = 16 << 20  # target size of the blocks that a task yields
 
 
@@ -37,17 +37,17 @@ BLOCK_BYTES = 16 << 20  # target size of the blocks that a task yields
 class Stream:
     """Source of one rank's batches from a dataset, in the order given by `order`.
 
-    Rows are read, checked and shuffled by Ray Data tasks, which request no CPUs from Ray. A thread of this
-    process slices and concatenates the rows, `prefetch` batches ahead of the step.
+    Ray Data tasks, which request no CPUs from Ray, read, check and shuffle the rows. A thread of this process
+    slices and concatenates the rows, up to `prefetch` batches ahead of the training step.
 
     Args:
         dataset: Dataset to read.
         order: Order of the rows; an Order or an object with the same methods.
         rank: Rank that receives the batches.
         world: Number of ranks.
-        readers: Maximum number of concurrent read tasks.
+        readers: Maximum number of concurrent read tasks of this rank.
         read_on: Choice of nodes for the read tasks (data.read_on); see `choose_read_options`.
-        prefetch: Number of batches prepared ahead.
+        prefetch: Maximum number of batches prepared ahead.
         faults: Treatment of unreadable rows. None: a DataError is raised.
         buffer_bytes: Maximum number of bytes in Ray's object store for rows that are read but not yet
             received.
@@ -192,7 +192,7 @@ class PrefetchIterator:
 
     Args:
         make: Function that yields the batches, called in the thread with this iterator.
-        prefetch: Number of batches prepared ahead.
+        prefetch: Maximum number of batches prepared ahead.
         device: GPU index; page-locked buffers are allocated in its context. By default, a thread uses GPU 0,
             where each rank would otherwise open a context. None: no GPU.
 
@@ -257,13 +257,14 @@ def choose_read_options(readers: int, read_on: str = "auto") -> dict[str, Any]:
 
     If a cluster has nodes with and without GPUs, the CPUs of GPU nodes are primarily reserved for training.
     The task is assigned to a node without GPUs, drawn at random. The nodes are weighted by their number of
-    CPUs, because tasks request none. If the node no longer exists, Ray chooses another node. If there are
-    more readers than CPUs on these nodes, Ray places the excess tasks itself, preferably on this node. On
-    other clusters, Ray places all tasks in this way.
+    CPUs, because tasks request none. If the node is lost or full, Ray chooses another node. If there are more
+    readers than CPUs on these nodes, Ray places the excess tasks itself, preferably on the worker's node. On
+    clusters of one kind of nodes, Ray places all tasks in this way.
 
     Args:
         readers: Total number of readers over all ranks.
-        read_on: Value of data.read_on; with gpu_nodes, Ray places all tasks; with cpu_nodes, none.
+        read_on: Value of data.read_on. gpu_nodes: Ray places all tasks. cpu_nodes: all tasks are assigned to
+            nodes without GPUs, even if there are more readers than CPUs.
     """
     nodes = {} if read_on == "gpu_nodes" else _count_nodes(int(monotonic() / NODE_POLL_INTERVAL_S))
     share = 1.0 if read_on == "cpu_nodes" else sum(nodes.values()) / readers
@@ -273,6 +274,6 @@ def choose_read_options(readers: int, read_on: str = "auto") -> dict[str, Any]:
     return {"scheduling_strategy": prefer_node(node)}
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=1)  # the argument changes every NODE_POLL_INTERVAL_S, and the nodes are then listed again
 def _count_nodes(_: int) -> dict[str, float]:
     return find_nodes_without_gpus()

@@ -1,8 +1,8 @@
 """Apply data.transforms to decoded tables. config/transforms.py describes the transforms.
 
-Ids drawn by a transform are computed from run.seed, the epoch and the row's index in the dataset. The ids
-depend neither on the reader nor on other rows of the same read, and stay the same after a resume. This module
-does not import torch.
+Ids drawn by a transform are computed from run.seed, the epoch, the name of the target column and the row's
+index in the dataset. The ids depend neither on the reader nor on other rows of the same read, and stay the same
+after a resume. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Draw:
     first: int = 0
 
 
-EVALUATION_DRAW = Draw()  # for evaluations, and if only types or existing values matter
+EVALUATION_DRAW = Draw()  # used in evaluations, and where drawn ids do not matter, such as checks of types
 
 
 def apply_transforms(
@@ -117,9 +117,9 @@ def _with_columns(table: pa.Table, names: list[str], columns: list[pa.Array]) ->
 
 
 def _cast_null_array(array: pa.Array, transform: t.Transform) -> pa.Array:
-    """Return an array, cast to a type that the transform accepts if the array has type null.
+    """Return an array, cast to a type that the transform accepts if its values have type null.
 
-    A column has type null in a file that contains only nulls in this column.
+    A column, or the lists in it, has type null in a file that contains no other values in this column.
     """
     if not pa.types.is_null(value_type(array.type)):
         return array
@@ -150,7 +150,7 @@ def _map_list_values(array: pa.Array, on_values: Callable[[pa.Array], pa.Array])
 
 
 def _read_sample_vocabulary(spec: t.Sample, table: pa.Table) -> pa.Array | None:
-    """Return the vocabulary to draw from, in the type of the first excluded column that has values."""
+    """Return the vocabulary to draw from, in the type of the first excluded column whose type is not null."""
     if spec.vocabulary is None:
         return None
     kinds = (value_type(table.schema.field(name).type) for name in spec.exclude)

@@ -36,7 +36,7 @@ SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 
 
 def register_transform(kind: type) -> Callable[[Callable[..., pa.Array]], Callable[..., pa.Array]]:
-    """Return a decorator that registers the function for a transform class."""
+    """Return a decorator that registers a function in VALUE_FUNCTIONS as the function of a transform class."""
     return lambda function: VALUE_FUNCTIONS.setdefault(kind, function)
 
 
@@ -111,7 +111,11 @@ def _lookup_vocabulary(spec: t.LookupVocabulary, array: pa.Array) -> pa.Array:
 
 @lru_cache
 def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
-    """Return the values of a vocabulary, cast to the type of a column; None: in the type of the file.
+    """Return the values of a vocabulary, in the order of its file.
+
+    Args:
+        uri: Parquet file, whose first column is read, or text file with one value per line.
+        kind: Type of the result; None: the type in the file.
 
     Raises:
         ValueError: The vocabulary contains duplicate values.
@@ -134,7 +138,7 @@ def read_cumulative_shares(uri: str, column: str, power: float) -> np.ndarray:
     The size of a part is proportional to frequency ** power.
 
     Raises:
-        ValueError: A frequency is negative or null, or the sum of all frequencies is zero or infinite.
+        ValueError: A frequency is negative, null or NaN, or the sum of all frequencies is zero or infinite.
     """
     filesystem, path = open_filesystem(uri)
     table = pq.read_table(path, columns=[column], filesystem=filesystem)
@@ -202,11 +206,11 @@ def extract_date_part(spec: t.DatePart, array: pa.Array) -> pa.Array:
 
 @register_transform(t.Age)
 def compute_age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Array:
-    """Return the time from each value until another time, as float32 in `spec.unit`; null for nulls.
+    """Return the time from each value until an end time, as float32 in `spec.unit`; null for nulls.
 
     Args:
         spec: Settings of the transform.
-        array: Times, or durations, which are already ages.
+        array: Times; or durations, which are only converted to the unit.
         until: End time for each value; None: `spec.until`.
 
     Raises:

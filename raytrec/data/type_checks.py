@@ -1,4 +1,4 @@
-"""Type checks of a dataset's columns against the schema."""
+"""Check that the columns of a dataset's files exist and have types that fit the schema."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_present(
         arrow: Schema of a file.
         columns: Names of the required columns.
         where: Path or URI of the file, for messages.
-        form: Resolved read plan that requires the columns, for messages.
+        form: Resolved read plan; supplies the configuration keys and folder columns named in messages.
         fields: True if struct fields are accepted as columns.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Roles of columns in a schema, and the transforms that they need; propose.py states the rules."""
+"""Assign a role in the schema to each column, with the transforms that it needs; propose.py states the rules."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ POSITIVE_TEXT = re.compile(
     "|conversion|success|good|win|ja|oui|si|sí"
 )
 MAX_LABEL_VALUES = 20  # a text column with more values is not a label
+# Unit → range [low, high) of integers that could be times since 1970 in this unit.
 TIMES = {"s": (10**8, 10**10), "ms": (10**11, 10**13), "us": (10**14, 10**16), "ns": (10**17, 10**19)}
-MAX_ID_RANGE_FACTOR = 10  # ids fill their range if it is below this factor × the number of distinct values
+MAX_ID_RANGE_FACTOR = 10  # ids fill their range if its width is below this factor × the number of distinct values
 MAX_CODE_VALUES = 100  # maximum number of distinct values of codes and ordinals
 REASON_CONSTANT = "constant: the model cannot learn anything from it"
-MAX_EXACT_INTEGER = 2**53  # integers of at least this magnitude are ids, not quantities
+MAX_EXACT_INTEGER = 2**53  # repeated integers of at least this magnitude are ids, not quantities
 MAX_NAME_CHARS = 1000  # YAML keys have at most 1,024 characters
 
 
@@ -32,7 +33,7 @@ class Finding:
 
     Attributes:
         stats: Statistics of the column.
-        kind: Role: label, dense, sparse, weights, reserved or skipped.
+        kind: Role of the column: label, dense, sparse, weights, reserved or skipped.
         why: Reason for the role.
         notes: Notes on the column for the user.
         transforms: Entries of data.transforms that the column needs.
@@ -59,7 +60,7 @@ def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> F
         other_labels: True if some column with a label's name contains only numbers in [0, 1].
 
     Raises:
-        SchemaError: The column was chosen as a label but cannot be one.
+        SchemaError: The column is a label, by `labels` or by its name, but its values cannot be labels.
     """
     if s.name in (labels or ()) or (not labels and has_label_name(s.name)):
         if s.is_probability or labels or not other_labels:
@@ -87,7 +88,7 @@ def find_reserved(s: ColumnStats) -> Finding:
 
 
 def has_label_name(name: str) -> bool:
-    """Return True if labels often have this name."""
+    """Return True if a name is common for labels (LABEL_NAMES), in upper or lower case."""
     return name.lower() in LABEL_NAMES
 
 
@@ -195,7 +196,7 @@ def _label(s: ColumnStats, why: str) -> Finding:
 
 
 def _threshold(s: ColumnStats) -> float:
-    """Return the lowest value in the upper quarter of a label's range."""
+    """Return the lowest value in the upper quarter of a label's range, or the quarter's start if values are unknown."""
     start = s.lowest + 0.75 * (s.highest - s.lowest)
     above = [v for v in s.few or () if v >= start]
     least = min(above, default=start)
@@ -253,7 +254,7 @@ def _has_id_name(s: ColumnStats) -> str | None:
 
 
 def is_ordinal(s: ColumnStats) -> bool:
-    """Return True for numbers such as ages, whose unseen values can be replaced by the nearest known one."""
+    """Return True for numbers such as ages, whose unseen values can be replaced by the nearest known value."""
     return s.distinct <= MAX_CODE_VALUES and not s.is_list and not _has_id_name(s)
 
 

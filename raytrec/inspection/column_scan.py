@@ -21,7 +21,7 @@ from raytrec.data.files.partitions import build_folder_column, parse_folder_valu
 from raytrec.inspection.column_stats import ColumnStats, pair_with_labels
 from raytrec.inspection.column_types import find_common_columns, infer_folder_column_types, unify_columns
 
-MAX_COLUMNS_PER_READ = 100  # columns read at once; limits memory, and updates the progress bar for wide files
+MAX_COLUMNS_PER_READ = 100  # limits memory, and lets the progress bar advance within row groups of wide files
 
 
 @dataclass
@@ -53,13 +53,14 @@ def scan_columns(
     also: dict[str, str] | None = None,
     is_label: Callable[[str], bool] = lambda name: False,
 ) -> Scan:
-    """Return the statistics of all columns.
+    """Read the columns of Parquet files, and return their statistics.
 
     Args:
         uri: Folder or file of training data.
-        max_rows: Approximate number of rows to read from each part; None: all rows.
-        also: Name → path of validation and test data. Paths without Parquet files, or without the labels,
-            are skipped.
+        max_rows: Approximate number of rows to read from each of training, validation and test data; None:
+            all rows.
+        also: Name → path of validation and test data. Data whose files cannot be read, or lack a label of the
+            training data, is skipped.
         is_label: Predicate on column names, True for labels; default: no column is a label.
 
     Raises:
@@ -92,7 +93,7 @@ def scan_columns(
 
 
 def _footers(listing: Listing) -> dict:
-    """Return a mapping from path to the footer for all files of a listing."""
+    """Return a mapping from path to footer, for all files of a listing."""
     return {path: read_footer(path) for path in listing.files}
 
 
@@ -117,8 +118,9 @@ def _read_columns(
 
     Args:
         columns: Statistics of each column; changed in place.
-        chosen: Part of the data → (path, index of the row group, rows) for the row groups to read.
-        footers: Part of the data → path → footer.
+        chosen: Name of validation or test data, or None for training data → (path, index of the row group,
+            rows) of each row group to read.
+        footers: Name as in `chosen` → path → footer.
         kinds: Key of key=value folders that is a column → its type.
         labels: Possible labels, with which other columns are compared.
 

@@ -18,7 +18,7 @@ from raytrec.data.arrow import is_list, to_plain_array, unnest
 from raytrec.data.column_conversion import signed_log
 from raytrec.inspection.sketches import MAX_KEPT_HASHES, HotIds, SmallestHashes, count_distinct
 
-MAX_COUNTED_LENGTH = 10_000  # length as which longer bags are counted
+MAX_COUNTED_LENGTH = 10_000  # longer bags are counted as bags of this length
 MAX_EXACT_VALUES = 64  # maximum number of distinct values that are counted one by one
 NUMBERS = frozenset({"integer", "float", "bool", "decimal"})
 LOG_SCALE_DEVIATIONS = 10  # distance from the mean, in standard deviations, above which logarithms are used
@@ -26,28 +26,31 @@ LOG_SCALE_DEVIATIONS = 10  # distance from the mean, in standard deviations, abo
 
 @dataclass
 class ColumnStats:
-    """Statistics of one column, or of a field of a struct.
+    """Statistics of a column, or of a field of a struct, in training data and in validation and test data.
 
     Attributes:
         name: Name of the column, or path of the field.
-        type: Arrow type of the column.
+        type: Arrow type of the column, as text.
         base: Kind of the values, also inside lists: integer, float, bool, decimal, text, time, null or other.
         is_list: True if the column contains lists.
         types: Arrow type → first file with this type.
         mixed: True if values must be cast because files have different types.
         trouble: Reason why the column cannot be used, or None.
-        lacking: Reason that names validation or test files without the column, or None.
-        rows, values, nulls, nan, infinite: Counts; for a list, `values`, `nan` and `infinite` count elements.
+        lacking: Reason that names the validation or test files that lack the column, or None.
+        rows, values, nulls, nan, infinite: Counts. In a list column, `values`, `nan` and `infinite` count
+            elements, and `nulls` counts null lists.
         nulls_inside: Number of nulls inside lists.
         low, high: Lowest and highest finite number.
         whole: True if no number has a fraction.
-        few: Value → count; None if there are more than MAX_EXACT_VALUES values.
-        lengths: Histogram of list lengths.
-        pairs: Label → value → the label's only value in the same rows; None if there are several.
+        few: Value → count; None if there are more than MAX_EXACT_VALUES distinct values.
+        lengths: Number of lists of each length, int64 [MAX_COUNTED_LENGTH + 1]; empty without lists.
+        pairs: Label → value → the label's only value in rows with this value; None instead of the inner mapping
+            if the label has several values for one value.
         stats_by_part: Name of validation or test data → statistics of the column there.
         hot: Counters of the most frequent whole numbers, or SipHash hashes of text.
-        moments: Count, and Σ and Σ² of the numbers' differences from `first` and of their logarithms.
-        first: First number, from which differences are taken; None without numbers.
+        moments: float64 [5]: number of numbers x; sum and sum of squares of x − `first`; sum and sum of squares
+            of signed_log(x).
+        first: First number, which is subtracted for accuracy; None if the column contains no numbers.
         smallest: Smallest hashes of the values.
     """
 
@@ -88,7 +91,7 @@ class ColumnStats:
         return [self, *self.stats_by_part.values()]
 
     def count(self, what: str) -> int:
-        """Return the sum of a count over all parts; `what` names the count, such as nulls or nan."""
+        """Return the sum of a count over all `parts`; `what` names the count, such as nulls or nan."""
         return sum(getattr(part, what) for part in self.parts)
 
     def count_missing(self) -> int:
@@ -149,13 +152,16 @@ class ColumnStats:
 
     @property
     def is_unique(self) -> bool:
-        """Return True if a column has more than 100 values which, by their hashes, all differ."""
+        """Return True if a column without lists has more than 100 values, and (almost) no value occurs twice.
+
+        If the number of distinct values is an estimate, at least 98 % of the values must be distinct.
+        """
         least = self.values if len(self.hashes) < MAX_KEPT_HASHES else 0.98 * self.values
         return not self.is_list and self.values > 100 and self.distinct >= least
 
     @property
     def range_text(self) -> str:
-        """Return the range of the numbers as text; "" for times, and without numbers."""
+        """Return the range of the numbers in training data as text; "" for times and if there are no numbers."""
         return f"{self.low:.10g} to {self.high:.10g}" if self.low <= self.high and self.base != "time" else ""
 
     def add(self, column) -> None:
@@ -224,7 +230,8 @@ class ColumnStats:
     def scale(self) -> Scale:
         """Return the scale that maps the numbers to mean 0 and variance 1.
 
-        Logarithms are used if numbers exceed LOG_SCALE_DEVIATIONS or the deviation exceeds MAX_AMOUNT.
+        Logarithms are scaled instead if a number is more than LOG_SCALE_DEVIATIONS standard deviations from
+        the mean, or if the standard deviation exceeds MAX_AMOUNT.
         """
         count, apart, squares, logs, log_squares = self.moments
         nulls = "mean" if self.count_missing() else "error"
@@ -247,7 +254,7 @@ def _scale(mean: float, std: float, **options: Any) -> Scale:
 def _as_integers(values: np.ndarray) -> np.ndarray:
     """Return numbers as int64; floats that are fractional or too large are represented by their bits.
 
-    Equal numbers of different types have equal hashes.
+    Equal numbers of different types therefore have equal hashes.
     """
     if values.dtype.kind != "f":
         return values.astype(np.int64)
@@ -270,7 +277,10 @@ def to_comparable(array, base: str, mixed: bool):
 
 
 def pair_with_labels(column: ColumnStats, data: Mapping[str, pa.ChunkedArray], labels: Sequence[ColumnStats]) -> None:
-    """Add a row group's pairs of values and label values; `pairs` becomes None if pairs are not unique.
+    """Add the pairs (value, label value) of a row group to the column's `pairs`.
+
+    `pairs` becomes None for a label that has several values for one value of the column, and if either column
+    contains lists or more than MAX_EXACT_VALUES distinct values.
 
     Args:
         column: Column whose values are paired; its `pairs` are changed.

@@ -1,4 +1,4 @@
-"""Columns of a folder's files, and their common types over all files."""
+"""Find the columns of a folder's files, and a common type of each column over all files."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from raytrec.data.arrow import (
 from raytrec.data.files.partitions import collect_folder_values, infer_folder_types, parse_folder_values
 from raytrec.inspection.column_stats import NUMBERS, ColumnStats
 
-# Folder keys and values that are times, which are not features because new data has new values.
+# Folder keys and values that are times. They are not features, because new data has new values.
 TIMES = {"date", "day", "ds", "dt", "hour", "hr", "minute", "month", "quarter", "time", "ts", "week", "year"}
 DATE_PATTERN = re.compile(r"(19|20)\d\d-?[01]\d(-?[0-3]\d|$)|__|$")
 
 
 def find_common_columns(footers: dict) -> set[str]:
-    """Return the columns that all files contain, including keys of their folders."""
+    """Return the columns that all files contain, including the keys of their key=value folders."""
     names = ({*leaf_names(f.schema.to_arrow_schema()), *parse_folder_values(path)} for path, f in footers.items())
     return set.intersection(*names)
 
 
 def infer_folder_column_types(footers: dict) -> dict[str, pa.DataType]:
-    """Return a mapping from folder key to the type for the keys of key=value folders that are columns.
+    """Return a mapping from key to type, for the keys of key=value folders that become columns.
 
-    Such a key has several values, which are not times, and at least one file lacks a column of this name.
+    A key becomes a column if it has several values, neither the key nor all values are times, and at least one
+    file lacks a column of this name.
     """
     values = {key: {value or "" for value in texts} for key, texts in collect_folder_values(footers).items()}
     if not values:

@@ -2,27 +2,27 @@
 
 The role of a column is inferred in this order (column_roles.py):
 
-    label      named with --label, or called label, target, click, …; a transform (binarize) converts labels
-               with values outside [0, 1] to 0 and 1
+    label      named with --label, or called label, target, click, …; a transform (binarize) converts text
+               and numbers outside [0, 1] to 0 and 1
     reserved   named with --reserve: kept with its rows, not a feature
     skipped    missing in a file, or of incompatible types; constant or only nulls; integers and text that
                differ in each row; copies of a label; dates and times (also integers that could be times
                since 1970)
     sparse     lists of integers or text (mean pooling; sequences if called history, clicked, …); text;
-               whole numbers called …id; integers that repeat and fill a range, wherever it begins; integers
-               with few values, or too large to be quantities
+               whole numbers called …id; repeated integers that fill a range, wherever it begins, or are too
+               large to be quantities; codes (few, often repeated integers in a range far above 0)
     weights    lists of floats named after a sparse list: tags_weights or tags_weight for tags
     dense      other numbers; if no column is sparse, they are also looked up in buckets (bucketize)
 
 Struct fields are columns, such as user.age. Features share a table if their names and values agree, or if
-their common values cannot be due to chance (text, hashed ids; shared_tables.py).
+they have many values in common that cannot agree by chance (text, ids with large gaps; shared_tables.py).
 
 A table whose ids fill their range has one row for each id up to the highest, and `out_of_range: clamp`. For
-ordinals (at most 100 values, such as an age), larger values are read as the highest one. Other larger ids use
+ordinals (at most 100 values, such as an age), larger values are read as the highest value. Other larger ids use
 one additional row, which is not trained. If only a sample was read, the table has a tenth more rows, and
-larger ids are hashed. Text, wide ids and negative ids are hashed. Their table has at least ten rows per value
-(two if there are many values), so that frequent values rarely share a row (shared_tables.py). Whole floats
-are treated like integers.
+larger ids are hashed. Text, ids with large gaps and negative ids are hashed. Their table has at least ten rows
+per value (two if there are many values), so that frequent values rarely share a row (shared_tables.py). Whole
+floats are treated like integers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from raytrec.inspection.shared_tables import (
     make_table_name,
 )
 
-MIN_COPY_ROWS = 100  # with at most this many rows, columns may agree by chance
+MIN_COPY_ROWS = 100  # with at most this many rows, a column may agree with a label by chance
 # Order of transforms. In lists, all except fill_null remove nulls, but not the weights of the nulls.
 ORDER = ("fill_null", "cast", "drop_null", "binarize", "clip", "bucketize")
 
@@ -67,10 +67,11 @@ def inspect(
             inspected, and the other folders are read for ids, nulls and types. A folder train/ next to such
             folders is treated in the same way.
         dim: Width of the tables.
-        labels: Columns to predict; default: columns with a name that is usual for labels.
+        labels: Columns to predict; default: columns with a name that is common for labels (LABEL_NAMES).
         reserve_columns: Columns, also from key=value folders, to keep with their rows instead of using them
             as features.
-        max_rows: Approximate number of rows to read per part, in row groups spread over the files; None: all.
+        max_rows: Approximate number of rows to read from each of training, validation and test data, in row
+            groups spread over the files; None: all rows.
 
     Raises:
         DataError: The path is empty, or contains no Parquet files or rows.
@@ -147,7 +148,7 @@ def _check_has_label(findings: list[Finding], uri: str) -> None:
 
 
 def _skip_copies(findings: list[Finding]) -> None:
-    """Skip features that copy a label."""
+    """Change the role of features that copy a label to skipped."""
     labels = [f.stats.name for f in findings if f.kind == "label"]
     for f in findings:
         if f.kind in ("dense", "sparse") and (label := _find_copied_label(f.stats, labels)):
@@ -171,7 +172,10 @@ def _could_be_rating(s: ColumnStats) -> bool:
 
 
 def _pair_weights(findings: list[Finding]) -> None:
-    """Turn each list of floats named after a list of ids into the weights of the ids; keep null ids."""
+    """Turn each list of floats named after a list of ids into the weights of the ids.
+
+    Null ids in such a list are replaced by an additional id, because removing them would shorten the list.
+    """
     lists = {f.stats.name: f for f in findings if f.kind == "sparse" and f.stats.is_list}
     for f in findings:
         name = f.stats.name

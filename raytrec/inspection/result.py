@@ -1,4 +1,4 @@
-"""Result of an inspection: schema.yaml, a table of columns, and a training command."""
+"""Present the result of an inspection as schema.yaml, a table of columns, and a training command."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Inspection:
 
     @property
     def tasks(self) -> list[dict]:
-        """Return the entries of `tasks`, or [] for one label without nulls, which the default task fits."""
+        """Return the entries of `tasks`; [] for a single label without nulls, for which the default task suffices."""
         of_labels = [f.stats for f in self.findings if f.kind == "label"]
         tasks = [{"label": s.name} | ({"nulls": "skip"} if s.count_missing() else {}) for s in of_labels]
         return tasks if len(tasks) > 1 or "nulls" in tasks[0] else []
@@ -94,6 +94,8 @@ class Inspection:
 
     def show(self, out: str | None = None, overwrite: bool = False) -> None:
         """Print a table of the columns to stderr, and write the schema to stdout or a file.
+
+        If the schema is written to a file, a command that trains with it is printed to stderr as well.
 
         Args:
             out: Path of the file; None: stdout.
@@ -203,7 +205,10 @@ def _nulls_text(s: ColumnStats) -> str:
 
 
 def format_bag_lengths(s: ColumnStats) -> str:
-    """Return the range, mean, 95th percentile and share of zeros of bag lengths as text; "" without ids."""
+    """Return the range, mean and 95th percentile of bag lengths, and the share of empty bags, as text.
+
+    The result is "" for columns without lists or rows.
+    """
     if not s.is_list or not s.lengths.sum():
         return ""
     counts, lengths = s.lengths, np.flatnonzero(s.lengths)

@@ -44,10 +44,12 @@ class SharedTable:
     comment: str = ""
 
     def choose_size(self, sampled: bool) -> dict:
-        """Return `rows` and `out_of_range` for all features' ids in training, validation and test data.
+        """Return `rows` and `out_of_range` of the table, and set `comment`.
+
+        The size is computed from all features' ids in training, validation and test data.
 
         Args:
-            sampled: True if only a part of the rows was read.
+            sampled: True if only some of the rows were read.
         """
         parts, hot = [part for f in self.members for part in f.stats.parts], HotIds()
         for part in parts:
@@ -66,7 +68,7 @@ def has_history_name(f: Finding) -> bool:
 
 
 def find_tables(findings: list[Finding]) -> list[SharedTable]:
-    """Return the tables of sparse features; features with one id per row are assigned before lists."""
+    """Return the tables of all sparse features. Features with one id per row are assigned before lists."""
     tables: list[SharedTable] = []
     for f in sorted((f for f in findings if f.kind == "sparse"), key=lambda f: f.stats.is_list):
         is_distinctive = _is_distinctive(f.stats)
@@ -105,7 +107,10 @@ def _explain_sharing(f: Finding, owner: Finding, is_distinctive: bool) -> str | 
 
 
 def _is_distinctive(s: ColumnStats) -> bool:
-    """Return True for at least ten texts or integers with gaps, whose common values are not due to chance."""
+    """Return True if values in common with another column are not due to chance.
+
+    The column must contain at least ten distinct texts, or integers that do not fill their range.
+    """
     fills = s.lowest >= 0 and s.highest < MAX_ID_RANGE_FACTOR * s.distinct
     return (s.base == "text" or not fills) and s.distinct >= 10
 
@@ -148,7 +153,7 @@ def table_size(low: float, high: float, distinct: int, hot: HotIds, kind: str, s
         distinct: Number of distinct values.
         hot: Counters of the most frequent values.
         kind: Kind of the values: text, id or ordinal.
-        sampled: True if only a part of the rows was read.
+        sampled: True if only some of the rows were read.
     """
     if kind == "text" or low < 0 or high >= max(MAX_ID_RANGE_FACTOR * distinct, 100_000):
         rows, shared = _size_hashed_table(distinct, hot, kind == "text")
@@ -181,9 +186,9 @@ def _size_hashed_table(distinct: int, hot: HotIds, is_text: bool) -> tuple[int, 
 
 
 def bucket_boundaries(scale: Scale) -> list[float]:
-    """Return the boundaries of ten buckets with about equal counts.
+    """Return the boundaries of ten buckets with about equal counts, ascending; equal boundaries are merged.
 
-    Scaled numbers (`Scale`) are assumed to be normally distributed.
+    The scaled numbers are assumed to be normally distributed.
     """
     deciles = scale.mean + scale.std * np.array([NormalDist().inv_cdf(k / 10) for k in range(1, 10)])
     numbers = np.sign(deciles) * np.expm1(np.abs(deciles).clip(max=700)) if scale.log else deciles

@@ -1,4 +1,4 @@
-"""Sketches of columns in bounded memory: counters of frequent ids, and numbers of distinct values."""
+"""Sketches of columns in bounded memory, which count frequent ids and estimate numbers of distinct values."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 
 MAX_ID_COUNTERS = 65_536  # maximum number of ids with a counter
 TOP_ID_COUNTS = (1, 10, 100, 1_000, 10_000)
-MAX_KEPT_HASHES = 65_536  # maximum number of hashes; counts of distinct values are exact below, ± 0.4 % above
+MAX_KEPT_HASHES = 65_536  # counts of distinct values are exact below this number, and accurate to about 0.4 % above
 
 
 class SmallestHashes:
-    """The smallest hashes of a column's values, from which the number of distinct values is estimated."""
+    """Smallest distinct hashes of a column's values, from which `count_distinct` estimates the number of values."""
 
     def __init__(self) -> None:
         self._hashes = np.empty(0, np.uint64)
@@ -18,7 +18,7 @@ class SmallestHashes:
         self._new_count = 0
 
     def add(self, hashes: np.ndarray) -> None:
-        """Add the hashes of some values, uint64 [n]."""
+        """Add the hashes of values, uint64 [n]."""
         if len(self._hashes) == MAX_KEPT_HASHES:
             hashes = hashes[hashes < self._hashes[-1]]
         self._new.append(hashes)
@@ -41,7 +41,8 @@ def count_distinct(hashes: np.ndarray) -> int:
     """Estimate the number of distinct values from their smallest hashes (Bar-Yossef et al. 2002).
 
     Args:
-        hashes: Smallest hashes, uint64, ascending; fewer than MAX_KEPT_HASHES are the hashes of all values.
+        hashes: Smallest hashes, uint64, ascending. If there are fewer than MAX_KEPT_HASHES, they must be the
+            hashes of all values.
     """
     if len(hashes) < MAX_KEPT_HASHES:
         return len(hashes)
@@ -88,15 +89,15 @@ class HotIds:
         self._ids, self._counts = ids, sums
 
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the most frequent ids, uint64 [n], and their numbers of lookups, int64 [n]."""
+        """Return the counted ids, uint64 [n], ascending, and their numbers of lookups, int64 [n]."""
         if self._new:
             self._merge()
         return self._ids, self._counts + self._taken
 
     def shares(self) -> list[float]:
-        """Return the shares of lookups for the 1, 10, 100, 1,000 and 10,000 most frequent ids.
+        """Return the shares of lookups that go to the 1, 10, 100, 1,000 and 10,000 most frequent ids.
 
-        The list ends before the first of these numbers that is not below the number of counted ids.
+        Numbers that are not smaller than the number of counted ids are left out.
         """
         counts = np.sort(self.counts()[1])[::-1]
         sums = np.cumsum(counts) / max(1, self._all)

@@ -19,10 +19,10 @@ from raytrec.scoring.load import load
 from raytrec.scoring.scorer import TOLERANCE
 from raytrec.skew.samples import RowSample, group_by_version, read_rows
 
-SAMPLE_ROWS = 50_000  # approximate number of rows sampled from the log, and from the training data
+SAMPLE_ROWS = 50_000  # default number of rows to sample from the log, and from the training data
 MODERATE_PSI, LARGE_PSI = 0.1, 0.25  # psi above which a change is moderate or large (Siddiqi 2006)
 DECILES = 10  # bins for comparing numbers, bounded by the deciles of the training data
-NUM_TOP_IDS = 20  # number of most frequent ids with separate bins; all other ids share a bin
+NUM_TOP_IDS = 20  # the most frequent ids of the training data get separate bins; all other ids share a bin
 LENGTH_BOUNDS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256])  # upper bounds of bins for bag lengths
 
 
@@ -32,11 +32,12 @@ class ColumnDifference:
 
     Attributes:
         column: Name of a dense column, feature or score.
-        measure: Name of the measure, such as nulls.
+        measure: Name of the measure: values, nulls, scores, ids, unseen ids, ids out of range, ids without a row
+            or length.
         psi: Population stability index (`psi`).
         chance: Value that psi exceeds by chance once in a thousand comparisons of equal distributions.
-        log: Name → value of the log.
-        training: Name → value of the training data.
+        log: Name → value, for summary statistics of the log, such as mean or share.
+        training: The same statistics of the training data.
     """
 
     column: str
@@ -48,7 +49,7 @@ class ColumnDifference:
 
     @property
     def differs(self) -> bool:
-        """Return True if psi is at least moderate and cannot be explained by chance."""
+        """Return True if psi exceeds MODERATE_PSI and cannot be explained by chance."""
         return self.psi > max(MODERATE_PSI, self.chance)
 
 
@@ -61,7 +62,7 @@ class Skew:
             (column → max, mean and share of score differences), data_rows, columns (all measures; measures
             that differ come first, then by descending psi), differs (names of differences, in this order),
             undecided (names of measures for which the samples cannot distinguish even a large change from
-            chance), needed (number of requests and of training rows from which they can).
+            chance), needed (number of requests, and of training rows, that suffices for these measures).
         measures: Measures in the order of `metrics["columns"]`.
     """
 
@@ -109,16 +110,16 @@ class Skew:
 def skew(log: str, export: str, *, data: str | None = None, rows: int = SAMPLE_ROWS, allow_code: bool = False) -> Skew:
     """Compare a log of `raytrec serve --log-requests` with the export that served it and with training data.
 
-    The export scores the log's rows again; a difference shows that the service deviates from the export. The
-    distributions of the log's columns and scores are compared with those of training data read and scored by
-    the export.
+    The export scores the log's rows again. A score that differs from the log shows that the service deviates
+    from the export. The distributions of the log's columns and scores are compared with those of the training
+    data, which the export also reads and scores.
 
     Args:
         log: Folder of the log; local, s3:// or gs://. Rows of other versions are only counted.
         export: Folder of the export.
-        data: Parquet file, or folder of Parquet files, with training data; None: columns are not compared.
+        data: Parquet file, or folder of Parquet files, with training data; None: distributions are not compared.
         rows: Approximate number of rows to sample from the log, and from the training data.
-        allow_code: If True, the export's transforms may name code, which is then executed.
+        allow_code: If True, transforms of the export may execute Python code.
 
     Raises:
         RunError: The log contains no rows of the export's version, or the export cannot be loaded.
@@ -194,14 +195,14 @@ class _Comparison:
         return ColumnDifference(column, measure, psi(log_B, expected_B), by_chance, *figures)
 
     def _measure_numbers(self, column: str, measure: str, values: list[np.ndarray]) -> ColumnDifference:
-        """Compare numbers (log, training) in bins bounded by the deciles of the training data."""
+        """Compare the numbers of log and training data in bins bounded by the deciles of the training data."""
         bounds = np.unique(np.quantile(values[1], np.linspace(0, 1, DECILES + 1)))
         return self._measure(
             column, measure, [_count_in_bins(each, bounds) for each in values], map(_describe_values, values)
         )
 
     def _measure_share(self, column: str, measure: str, shares: list[float]) -> ColumnDifference:
-        """Compare shares (log, training) of rows or lookups."""
+        """Compare a share of the log's rows or lookups with the same share in the training data."""
         counts = [np.array([s, 1 - s]) * each.rows for s, each in zip(shares, self._sides, strict=True)]
         return self._measure(column, measure, counts, [{"share": share} for share in shares])
 

@@ -26,7 +26,7 @@ from raytrec.scoring.request_rows import RowReader
 from raytrec.scoring.scorer import Scorer
 
 REQUEST_COLUMN = "_request"  # column of a log that contains request ids
-VERSION_KEY = b"raytrec.version"  # metadata key of a log file for the version that served its requests
+VERSION_KEY = b"raytrec.version"  # key in a log file's metadata; its value is the version that served the requests
 MAX_ROW_GROUPS = 64  # number of row groups to sample if each contains enough rows
 ROWS_PER_SCORING = 2048  # rows scored together
 
@@ -41,12 +41,12 @@ class RowSample:
         rows: Number of rows.
         requests: Number of distinct requests in a log; 0 for training data.
         dense: Dense columns, float32 [rows, dense columns].
-        ids: Feature → looked-up ids, int64.
+        ids: Feature → looked-up ids, int64 [lookups].
         lengths: Feature → bag lengths, int32 [rows].
-        odd_lookups: Feature → number of lookups that are out of range or use fallback rows.
-        nulls: Dense column or feature → number of rows with a null in its source columns.
+        odd_lookups: Feature → number of lookups whose id is out of range or, in managed tables, has no dedicated row.
+        nulls: Dense column or feature → number of rows with a null in any of its source columns.
         scores: Scores in the log; for training data, the export's scores.
-        rescored: The export's scores.
+        rescored: Scores that the export computes for the rows.
     """
 
     rows: int
@@ -61,7 +61,7 @@ class RowSample:
 
     @property
     def independent_values(self) -> int:
-        """Return the number of values that are certainly independent: requests, or training data rows."""
+        """Return the number of values that can be treated as independent: requests, or rows of training data."""
         return self.requests or self.rows
 
 
@@ -72,7 +72,7 @@ def group_by_version(place: str, key: str) -> dict[str, list[RowGroup]]:
 
     Args:
         place: Folder of the files.
-        key: Option that names the folder, for errors.
+        key: Option or argument that names the folder, for errors.
     """
     files, groups = list_files(place, key).files, defaultdict(list)
     with ThreadPoolExecutor(16) as pool:
@@ -86,7 +86,10 @@ def group_by_version(place: str, key: str) -> dict[str, list[RowGroup]]:
 def _iterate_tables(
     groups: Sequence[RowGroup], rows: int, reader: RowReader, columns: list[str]
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Sample about `rows` rows: one random slice of each of up to MAX_ROW_GROUPS random row groups.
+    """Yield about `rows` sampled rows: one random slice of each row group, until enough rows are sampled.
+
+    Row groups are visited in random order. MAX_ROW_GROUPS of them suffice unless some are small. A fixed seed
+    makes the sample reproducible.
 
     Yields:
         (file, table of at most ROWS_PER_SCORING rows).
@@ -108,7 +111,7 @@ def _iterate_tables(
 
 
 def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: bool) -> RowSample:
-    """Sample about `rows` rows, and read and score them with an export.
+    """Sample about `rows` rows, read and score them with an export, and return their columns and scores.
 
     Args:
         scorer: Scorer of the export.
@@ -151,7 +154,7 @@ def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: 
 
 
 def _count_odd_lookups(scorer: Scorer, feature: str, ids_N: torch.Tensor, rows: AssembledTensors, place: int) -> int:
-    """Return the number of a feature's lookups that are out of range or use fallback rows."""
+    """Return the number of a feature's lookups whose id is out of range or, in managed tables, has no dedicated row."""
     schema = scorer.reader.form.schema
     name = schema.sparse[feature].table
     if schema.tables[name].ids:

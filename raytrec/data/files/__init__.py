@@ -1,1 +1,1 @@
-"""Files of a dataset: listing, partitions, footers and fingerprints."""
+"""List the files of a dataset, parse their folders and footers, and compute their fingerprints."""

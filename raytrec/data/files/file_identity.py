@@ -1,4 +1,4 @@
-"""Fingerprints of a dataset's files, compared on resume.
+"""Compute fingerprints of a dataset's files, which are compared on resume.
 
 Names and row counts alone would not detect flipped labels or rewritten files. A fingerprint therefore covers
 each file's size, its footer (byte for byte: layout, sizes and statistics of every column) and its content.
@@ -37,9 +37,9 @@ OBJECT_VERSION_KEYS = ("ETag", "crc32c", "generation")
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """Identity of a file's content. Two instances are equal if the files have the same content.
+    """Identity of a file's content. Two instances are equal if their names and (sampled) contents are equal.
 
-    The folders and modification times of the files are not compared.
+    Modification times, object-store versions and folders other than those in `name` are not compared.
 
     Attributes:
         name: File name, preceded by the partition folders that supply columns; for a vocabulary, its config
@@ -63,7 +63,7 @@ class FileIdentity:
     version: str | None = field(default=None, compare=False)
 
     def is_rewritten(self, other: FileIdentity) -> bool:
-        """Return True if the file was rewritten and only sampled ranges have been compared."""
+        """Return True if the file was rewritten and only sampled ranges of it have been compared."""
         if self.whole or (self.version and self.version == other.version):
             return False
         return (self.modified_ns, self.version) != (other.modified_ns, other.version)

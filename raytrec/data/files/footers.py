@@ -1,8 +1,8 @@
 """Check Parquet footers, and evaluate their column statistics.
 
-Most footers contain column statistics, which require no additional reads. Row groups whose statistics show
-invalid values are read before a run starts (item_reader.check_suspect_groups), so that the error can name the
-row. This module does not import torch.
+Most footers contain column statistics, which require no additional reads. The first row groups whose
+statistics show invalid values are read before a run starts (item_reader.check_suspect_groups), so that the
+error can name the row. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -111,7 +111,12 @@ def read_footer(uri: str) -> pq.FileMetaData:
 
 
 class FooterStatistics:
-    """Statistics of a file's row groups, by column."""
+    """Statistics of a file's row groups, by column.
+
+    Args:
+        metadata: Footer of the file.
+        form: Resolved read plan, which defines the valid values of each column.
+    """
 
     def __init__(self, metadata: pq.FileMetaData, form: ResolvedReadPlan):
         self._form = form
@@ -153,13 +158,16 @@ class FooterStatistics:
         return [{why for i, why, excludes in conditions if excludes(group.column(i))} for group in groups]
 
     def constant_labels(self) -> dict[str, float]:
-        """Return a mapping from label to the value, for labels with the same value in all rows that have the label."""
+        """Return a mapping from label to value, for labels with the same value in all rows that have the label."""
         columns = {name: self._columns(name) for name in self._form.plan.labels if name not in self._outputs}
         values = {name: self._find_constant_value(places[0]) for name, places in columns.items() if len(places) == 1}
         return {name: value for name, value in values.items() if value is not None}
 
     def large_columns(self) -> dict[str, float]:
-        """Return the largest absolute value of dense columns without transform and scale, if it is large."""
+        """Return the largest absolute value of each dense column without transform or scale, by column.
+
+        Columns whose values do not exceed MAX_UNSCALED_VALUE are left out.
+        """
         names = {*self._form.schema.dense} - {*self._form.schema.scale} - self._outputs
         places = [(name, place) for name in names for place in self._columns(name)]
         bounds = ((name, _bounds(group.column(place)) or ()) for name, place in places for group in self._groups)

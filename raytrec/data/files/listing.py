@@ -51,7 +51,7 @@ class Listing:
         return f"{text}; left out: {', '.join(reasons)}" if self.left_out else text
 
     def record(self) -> dict[str, Any]:
-        """Return the record for the run folder: a summary, counts by reason, and the paths of some files."""
+        """Return the record for the run folder: a summary, counts by reason, and the first paths of each reason."""
         counts = {"read": len(self.files)} | {why: len(paths) for why, paths in self.left_out.items()}
         left_out = {why: paths[:MAX_NAMES_PER_REASON] for why, paths in self.left_out.items()}
         return {"text": str(self), "counts": counts, "left_out": left_out}
@@ -147,7 +147,7 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
     )
 
 
-ListedFile = tuple[str, int | None]  # (path, size in bytes or None for a pipe, a device or a broken link)
+ListedFile = tuple[str, int | None]  # (path, size in bytes; None: not readable, see REASON_UNREADABLE)
 
 
 def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str]]) -> list[ListedFile]:
@@ -264,7 +264,7 @@ def _select_parquet_files(
 
 
 def _find_rejection_reason(filesystem: fs.FileSystem, path: str) -> str | None:
-    """Return why a file is not Parquet, according to its first and last bytes; None for a Parquet file."""
+    """Return the reason why a file is not read, according to its first and last bytes; None for a Parquet file."""
     try:
         with filesystem.open_input_file(path) as file:
             size = file.size()

@@ -26,9 +26,9 @@ INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # canonical spelling only: 04 and
 DIGITS = re.compile(r"-?[0-9]+")  # values compared as numbers, in any spelling
 
 
-MAX_PARENT_LEVELS = 7  # number of levels to search: partition keys, a folder such as data/, and the table
-# Table format → (pattern of its records' path below the table, code that writes current rows as Parquet).
+MAX_PARENT_LEVELS = 7  # number of folders to search upwards: partition folders, one such as data/, and the table
 SPARK_CONVERSION = 'spark.read.format("{}").load("{{table}}").write.parquet("plain")'
+# Table format → (pattern of its records' path below the table, code that writes current rows as Parquet).
 TABLE_FORMATS = {
     "a Delta Lake table": (
         r"_delta_log",

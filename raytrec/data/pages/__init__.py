@@ -1,8 +1,9 @@
 """Read rows from the middle of a large row group. Does not import torch.
 
-pyarrow always reads a row group from its first row. However, columns are stored as pages of about ten
-thousand rows, and each page can be decoded separately (with the column's dictionary, if any). This module walks the
-page headers to find the pages with the requested rows. It passes pyarrow a file in which these pages come first.
+pyarrow always reads a row group from its first row. However, columns are stored as pages (of about 20,000 rows
+in files from Spark and Arrow), and each page can be decoded separately, with the column's dictionary if it has one.
+This module walks the page headers to find the pages with the requested rows. It passes pyarrow a file in which
+these pages come first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DECODING_ERRORS = (ValueError, LookupError, TypeError, OverflowError, pa.ArrowEx
 
 STREAM_BUFFER_BYTES = 64 << 10  # buffer size of pyarrow's reads
 READ_AHEAD_BYTES = 4 << 20  # bytes per read from an object store during a search for pages
-BATCH_ROWS = 65_536  # number of rows decoded at a time if preceding rows must be decoded as well
+BATCH_ROWS = 65_536  # rows per decoded batch, unless all rows that must be decoded fit into twice as many
 MAX_PAGE_CACHE_BYTES = 16 << 20  # memory limit for page positions in each process
 
 _page_cache: dict[tuple[FileVersion, int, int], PageIndex] = {}  # (file, row group, leaf column) → page positions
@@ -43,8 +44,8 @@ def read_rows(
 ) -> pa.Table:
     """Return columns for rows [first, last) of a row group, or for fewer rows if the row group ends earlier.
 
-    If pages are not understood, the row group is decoded in batches from its first row. This is slower, but
-    pyarrow can then either read the pages or report an error in the file.
+    Columns whose pages have an unexpected format are decoded in batches from the row group's first row. This is
+    slower, but pyarrow can then either read the pages or report an error in the file.
 
     Args:
         file: Open file.
@@ -214,7 +215,12 @@ def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: l
 
 
 class ReadAheadReader:
-    """Callable that reads at least `size` bytes at a time, so that subsequent requests need no read."""
+    """Callable that reads at least `size` bytes at a time, so that later requests for these bytes need no read.
+
+    Args:
+        read_at: Function that reads bytes from the storage.
+        size: Minimum number of bytes per read.
+    """
 
     def __init__(self, read_at: ReadAt, size: int):
         self._read_at, self._size = read_at, size

@@ -1,4 +1,4 @@
-"""Page positions, page headers (Thrift's compact protocol) and row counts of column chunks, without PyTorch."""
+"""Find pages of column chunks, parse their headers (Thrift compact protocol), and count rows. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 ReadAt = Callable[[int, int], bytes]  # (offset, size) → bytes; fewer than `size` only at the end of the file
 MAX_HEADER_BYTES = 1 << 20  # maximum size of a page header
 DATA, DATA_PAGE_V2 = 0, 3  # PageType of parquet.thrift
-TYPE, UNCOMPRESSED, COMPRESSED, CRC, DATA_HEADER, DATA_HEADER_V2 = 1, 2, 3, 4, 5, 8  # fields of PageHeader
+TYPE, UNCOMPRESSED, COMPRESSED, CRC, DATA_HEADER, DATA_HEADER_V2 = 1, 2, 3, 4, 5, 8  # field ids of PageHeader
 DATA_HEADERS = {DATA: DATA_HEADER, DATA_PAGE_V2: DATA_HEADER_V2}
-VALUES, ENCODING, LEVELS_ENCODING = 1, 2, 4  # fields of DataPageHeader; VALUES is also a field of DataPageHeaderV2
-V2_ENCODING, V2_LEVELS_BYTES = 4, 6  # fields of DataPageHeaderV2
+VALUES, ENCODING, LEVELS_ENCODING = 1, 2, 4  # field ids of DataPageHeader; VALUES is the same in DataPageHeaderV2
+V2_ENCODING, V2_LEVELS_BYTES = 4, 6  # field ids of DataPageHeaderV2
 RLE, DICTIONARY_ENCODINGS = 3, (2, 8)  # values of Encoding; (PLAIN_DICTIONARY, RLE_DICTIONARY)
-MAX_UNCOUNTED_BYTES = 100  # dictionary header, which early Java writers did not include in the size of a chunk
+MAX_UNCOUNTED_BYTES = 100  # size of a dictionary page's header, which early Java writers left out of a chunk's size
 
 
 class DamagedPageError(Exception):
@@ -60,7 +60,7 @@ class PageIndex:
 
         Raises:
             DamagedPageError: The pages contradict the footer.
-            One of pages.DECODING_ERRORS: The pages are not understood.
+            One of pages.DECODING_ERRORS: The pages have an unexpected format.
         """
         with self._lock:
             while self._left > 0 and self._at < self._end:
@@ -116,7 +116,7 @@ class PageIndex:
         self._at += size + body
 
     def _header(self, read_at: ReadAt) -> tuple[dict[int, Any], int]:
-        """Return (field id → value of the next page's header, size of the header in bytes)."""
+        """Return the next page's header as (field id → value, size of the header in bytes)."""
         size, room = 128, min(MAX_HEADER_BYTES, self._end - self._at)
         while True:
             try:
@@ -286,6 +286,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _integer(data: bytes, at: int) -> tuple[int, int]:
-    """Return (zigzag-encoded integer at byte `at`, end position)."""
+    """Return (value of the zigzag-encoded integer at byte `at`, end position)."""
     value, at = _varint(data, at)
     return (value >> 1) ^ -(value & 1), at

@@ -21,11 +21,11 @@ from raytrec.data.pages import FileVersion, read_rows
 from raytrec.data.pages.chunks import DamagedPageError
 
 SKIPPED_ROWS_FILE = "skipped.jsonl"  # file in the run folder that lists skipped rows
-_footers: dict[FileVersion, pq.FileMetaData] = {}  # shared by the threads of this process
+_footers: dict[FileVersion, pq.FileMetaData] = {}  # footer of each file version, shared by all threads
 _lock = threading.Lock()
 MAX_FOOTER_CACHE_BYTES = 16 << 20
 MAX_OPEN_FILES = 8  # per thread
-MAX_FULL_DECODE_ROWS = 65_536  # row groups of at most this many rows are decoded completely, then sliced
+MAX_FULL_DECODE_ROWS = 65_536  # row groups with at most this many rows, or twice the rows to read, are decoded fully
 
 
 @dataclass(frozen=True)
