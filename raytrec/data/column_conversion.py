@@ -158,7 +158,7 @@ def convert_float_ids(array: pa.Array, feature: str, column: str, place: Place) 
     if (row := find_first_true(~exact)) is not None:
         raise DataError(
             f"sparse feature '{feature}' contains the value {values[row]:.17g}",
-            where=place.of(feature, row),
+            where=place.of(column, row),
             expected="ids; in a column of floats, whole numbers below 2**53",
             do="list the column under dense; or "
             f"{advise_transform('bucketize', column, boundaries='[…]')}; or {SKIP_ADVICE}",

@@ -208,7 +208,8 @@ def scan(
     lists = frozenset().union(*(facts.lists for facts in files))
     accused = tuple(g for facts in files for g in facts.groups if not skip and g.index in facts.accused)
     empty = explain_empty_tasks(facts.excluded for facts in files)
-    constant = dict(set.intersection(*(set(facts.constant.items()) for facts in files if facts.groups)))
+    bounds = {label: set().union(*(facts.label_bounds[label] for facts in files)) for label in plan.labels}
+    constant = {label: next(iter(values)) for label, values in bounds.items() if len(values) == 1}
     large = {name: max(facts.large.get(name, 0.0) for facts in files) for facts in files for name in facts.large}
     form = replace(form, lists=lists)
     facts_of_all = tuple(left_out), accused, empty, constant, large
@@ -228,7 +229,7 @@ class _FileFacts:
         accused: Indexes of row groups whose statistics contradict the schema (footers.FooterStatistics).
         excluded: Task → for each nonempty row group, the reasons why the task uses none of its rows
             (footers.FooterStatistics).
-        constant: Label → value, for labels with a single value (footers.FooterStatistics).
+        label_bounds: Label → smallest and largest values of row groups (footers.FooterStatistics).
         large: Dense column → largest absolute value, for unscaled columns with large values.
     """
 
@@ -239,7 +240,7 @@ class _FileFacts:
     lists: set[str]
     accused: list[int]
     excluded: dict[str, list[set[str]]]
-    constant: dict[str, float]
+    label_bounds: dict[str, set[float]]
     large: dict[str, float]
 
 
@@ -260,7 +261,7 @@ def _look(uri: str, form: ResolvedReadPlan) -> _FileFacts:
     groups = [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows]
     types = {name: plain(arrow.field(name).type) for name in form.plan.reserved.names}
     footer = FooterStatistics(metadata, form)
-    facts = footer.list_suspect_groups(), footer.list_exclusions(), footer.constant_labels(), footer.large_columns()
+    facts = footer.list_suspect_groups(), footer.list_exclusions(), footer.label_bounds(), footer.large_columns()
     return _FileFacts(uri, types, form.from_folders, groups, lists, *facts)
 
 

@@ -68,7 +68,7 @@ def read_single_ids(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray
     if is_list(array.type):
         raise DataError(
             f"feature '{feature.name}' has changed to a column of lists",
-            where=feature.place.of(feature.name),
+            where=feature.place.of(feature.column),
             expected="one id per row, as in the earlier scan of the files",
             do="do not modify the files while they are read",
         )
@@ -98,7 +98,7 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
     if (index := find_first_null(flat)) is not None:
         raise DataError(
             f"feature '{name}' contains a null inside a list",
-            where=feature.place.of(name, rows(index)),
+            where=feature.place.of(feature.column, rows(index)),
             expected="ids; an empty list, or null instead of the list, for a row without ids",
             do=advise_transform("drop_null", feature.column),
         )
@@ -179,7 +179,7 @@ def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> 
         index, key = int(outside.argmax()), f"tables.{feature.spec.table}"
         raise DataError(
             f"id {ids[index]} of feature '{name}' is out of range for table '{feature.spec.table}'",
-            where=feature.place.of(name, rows(index)),
+            where=feature.place.of(feature.column, rows(index)),
             expected=f"0 ≤ id < {table.rows} ({key}.rows)",
             do=f"correct the data or {key}.rows, or set {key}.out_of_range to clamp or hash, or {key}.ids to managed",
         )

@@ -148,8 +148,10 @@ def _read_columns(
                         for column in usable
                         if (error := _add(column, part, data[column.name], f"{path}, row group {index}"))
                     ]
-                    for column in usable if label_columns else []:
-                        pair_with_labels(column, data, [c for c in label_columns if not c.trouble])
+                    # A label in a later slice of columns has no trouble yet if it could not be read.
+                    readable = [c for c in label_columns if not (c.trouble or isinstance(data[c.name], Exception))]
+                    for column in usable if readable else []:
+                        pair_with_labels(column, data, readable)
     if errors and all(column.trouble for column in columns):
         raise errors[0]
 

@@ -27,6 +27,7 @@ floats are treated like integers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -179,7 +180,7 @@ def _pair_weights(findings: list[Finding]) -> None:
     lists = {f.stats.name: f for f in findings if f.kind == "sparse" and f.stats.is_list}
     for f in findings:
         name = f.stats.name
-        owner = name.removesuffix("s").removesuffix("_weight")
+        owner = re.sub("_weights?$", "", name)
         owner = f"{name.removesuffix('.value')}.key" if name.endswith(".value") else owner  # of a map
         floats = f.stats.is_list and f.stats.base in ("float", "decimal") and not f.stats.trouble
         if floats and owner in lists and owner != name:

@@ -298,6 +298,15 @@ def test_error_for_ids_beyond_63_bits_suggests_managed_ids(tmp_path):
     assert first == third != second[:1] and second[1] == 5
 
 
+@pytest.mark.parametrize(
+    "values", [pa.array([1, 500, 1]), pa.array([1.5, 2, 3]), pa.array([[1], [500], []]), pa.array([[1], [None], []])]
+)
+def test_errors_of_ids_name_their_column_and_not_their_feature(tmp_path, values):
+    with pytest.raises(DataError) as error:
+        write_and_read_rows(tmp_path, {**BASE, "clicked": values}, schema(x={"column": "clicked"}))
+    assert "column clicked, row" in error.value.where
+
+
 def test_advised_struct_field_is_readable(tmp_path):
     with pytest.raises(DataError) as error:
         write_and_read_rows(tmp_path, {**BASE, "who": USER}, schema(x={"column": "who"}))

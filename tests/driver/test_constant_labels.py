@@ -48,6 +48,8 @@ def test_constant_class_label_is_rejected(plan, task):
     assert "data.train" in error.value.where and "in_batch_softmax" in error.value.do
     with pytest.raises(DataError):
         list_warnings(plan(lambda row: None if row % 9 == 3 else 1, nulls="skip"))
+    with pytest.raises(DataError):  # the label of the first file is null in all rows
+        list_warnings(plan(lambda row: None if row < 20 else 1, nulls="skip"))
 
 
 def test_trained_model_may_continue_with_one_class(plan):

@@ -7,7 +7,7 @@ import pytest
 from any_parquet import write
 from rich.progress import Progress
 
-from raytrec.common.errors import DataError
+from raytrec.common.errors import DataError, SchemaError
 from raytrec.inspection import column_stats
 from raytrec.inspection.propose import inspect
 
@@ -67,14 +67,28 @@ def test_disjoint_columns_are_not_compared_in_full(tmp_path, monkeypatch):
     assert len(inspect(str(tmp_path)).schema.tables) == 41 and not compared
 
 
-def test_inspect_rejects_files_without_readable_columns(tmp_path):
-    write(tmp_path / "a.parquet", table(300), compression="none", use_dictionary=False)
-    path = tmp_path / "a.parquet"
+def damage(path, columns):
+    """Overwrite the first page of columns, given by index."""
     raw, footer = bytearray(path.read_bytes()), pq.read_metadata(path)
-    for i in range(footer.num_columns):
+    for i in columns:
         begin = footer.row_group(0).column(i).data_page_offset
         raw[begin : begin + 20] = bytes(20)
     path.write_bytes(raw)
+
+
+def test_unreadable_label_after_many_columns_is_named(tmp_path):
+    columns = {f"c{i}": np.arange(300) % 7 for i in range(150)}
+    path = tmp_path / "a.parquet"
+    write(path, pa.table({**columns, "label": np.arange(300) % 2}), compression="none", use_dictionary=False)
+    damage(path, [150])
+    with pytest.raises(SchemaError, match=r"column 'label' cannot be the label: cannot be read in .*a\.parquet"):
+        inspect(str(tmp_path))
+
+
+def test_inspect_rejects_files_without_readable_columns(tmp_path):
+    path = tmp_path / "a.parquet"
+    write(path, table(300), compression="none", use_dictionary=False)
+    damage(path, range(pq.read_metadata(path).num_columns))
     with pytest.raises(DataError, match=r"(?s)cannot read the row group.*a\.parquet, row group 0"):
         inspect(str(tmp_path))
 

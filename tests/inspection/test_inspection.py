@@ -504,6 +504,13 @@ def test_weights_must_match_the_lengths_of_their_ids(tmp_path):
     assert found["tags_weights"].kind == "skipped" and "lengths differ from tags" in found["tags_weights"].why
 
 
+def test_plural_of_ids_is_not_the_name_of_their_weights(tmp_path):
+    ids, numbers = pa.array([[1, 2], [3, 4]] * 50), pa.array([[0.5, 1.5], [1.0, 2.0]] * 50)
+    write(tmp_path / "a.parquet", pa.table({"label": [0, 1] * 50, "price": ids, "prices": numbers}))
+    found = {f.stats.name: f for f in inspect(str(tmp_path)).findings}
+    assert found["price"].kind == "sparse" and found["prices"].kind == "skipped"
+
+
 @pytest.mark.parametrize("kind", [pa.float64(), pa.decimal256(60, 0)])
 def test_integers_beyond_int64_are_not_ids(tmp_path, kind):
     values = pa.array([10**20 * (i % 7 - 3) for i in range(100)], pa.decimal256(60, 0)).cast(kind)

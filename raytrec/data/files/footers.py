@@ -26,6 +26,7 @@ MAX_GROUP_ROWS = 2**31 - 1  # maximum number of rows in a row group; far more th
 MIN_FULLY_CHECKED_ROWS = 65_536  # all columns are checked in row groups with more rows
 SIGNATURE_BYTES = 28  # number of bytes after a plaintext footer if columns are encrypted
 MAX_UNSCALED_VALUE = 1000.0  # largest absolute value of an unscaled dense column without a warning
+UNKNOWN_BOUNDS = (0.0, 1.0)  # of labels that may vary, because there are no statistics
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 # (column, function that returns True if a chunk of the column contains invalid values).
 StatisticsCheck = tuple[str, Callable[[pq.ColumnChunkMetaData], bool]]
@@ -157,11 +158,9 @@ class FooterStatistics:
         groups = (group for group in self._groups if group.num_rows)
         return [{why for i, why, excludes in conditions if excludes(group.column(i))} for group in groups]
 
-    def constant_labels(self) -> dict[str, float]:
-        """Return a mapping from label to value, for labels with the same value in all rows that have the label."""
-        columns = {name: self._columns(name) for name in self._form.plan.labels if name not in self._outputs}
-        values = {name: self._find_constant_value(places[0]) for name, places in columns.items() if len(places) == 1}
-        return {name: value for name, value in values.items() if value is not None}
+    def label_bounds(self) -> dict[str, set[float]]:
+        """Return the smallest and largest values of each label in the row groups; none for labels that are all null."""
+        return {name: self._find_label_bounds(name) for name in self._form.plan.labels}
 
     def large_columns(self) -> dict[str, float]:
         """Return the largest absolute value of each dense column without transform or scale, by column.
@@ -174,17 +173,13 @@ class FooterStatistics:
         values = sorted((abs(float(bound)), name) for name, ends in bounds for bound in ends)
         return {name: value for value, name in values if value > MAX_UNSCALED_VALUE}
 
-    def _find_constant_value(self, place: int) -> float | None:
-        constant = None
-        for group in self._groups:
-            chunk = group.column(place)
-            if not group.num_rows or _is_all_null(chunk):
-                continue
-            least, greatest = _bounds(chunk) or (0, 1)
-            if least != greatest or constant not in (None, float(least)):
-                return None
-            constant = float(least)
-        return constant
+    def _find_label_bounds(self, name: str) -> set[float]:
+        places = [] if name in self._outputs else self._columns(name)
+        if len(places) != 1:
+            return set(UNKNOWN_BOUNDS)
+        chunks = [group.column(places[0]) for group in self._groups if group.num_rows]
+        present = [chunk for chunk in chunks if not _is_all_null(chunk)]
+        return {float(bound) for chunk in present for bound in _bounds(chunk) or UNKNOWN_BOUNDS}
 
     def _columns(self, name: str) -> list[int]:
         """Return the leaf-column indexes of a column; the values of a list are stored in a leaf column."""
