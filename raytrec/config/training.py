@@ -39,7 +39,7 @@ class ScalingSection(Section):
     hang_timeout_s: PositiveFloat = 45
     """Seconds without a step after which the worker group is restarted, once training has started."""
     max_failures: NonNegativeInt = 8
-    """Worker failures that a run survives. Lost and preempted nodes are not counted."""
+    """Maximum number of worker failures after which the run restarts. Lost and preempted nodes are not counted."""
     shutdown_grace_s: PositiveFloat = 30
     """Seconds that Ctrl-C, SIGTERM or `ray job stop` wait for a final checkpoint."""
 
@@ -80,11 +80,11 @@ class CheckpointSection(Section):
     cross-entropy)."""
     async_save: bool = True
     """Write while training continues, from a copy in host memory. Tables on CPUs that are updated in the
-    backward pass are not copied; their rows are set aside before they change. false: training waits."""
+    backward pass are not copied as a whole; each row is copied before it changes. false: training waits."""
 
 
 class DeltasSection(Section):
-    """Deltas, from which services follow a run (docs/online.md)."""
+    """Deltas, i.e. changes of the model that running services load during training (docs/online.md)."""
 
     to: str = Field(min_length=1)
     """Folder of the deltas and of the full exports that they continue; local, s3:// or gs://."""
@@ -93,7 +93,7 @@ class DeltasSection(Section):
     full_every: PositiveInt = 100
     """Number of deltas after which the next checkpoint is exported in full, at low priority."""
     keep: PositiveInt = 2
-    """Number of full exports to keep. Deltas older than the oldest one are removed."""
+    """Number of full exports to keep. Deltas older than the oldest of these exports are removed."""
     quantize: Literal["fp16", "int8", "int4"] | None = None
     """Precision of the tables of full exports, as in `raytrec export`; null: fp32. Deltas contain fp32."""
 
@@ -167,7 +167,7 @@ class TrainSection(Section):
     """Recompute the activations of each block of the dense model in the backward pass instead of keeping
     them. Uses less memory and more time; results are the same. Cannot be combined with train.compile."""
     max_grad_norm: PositiveFloat | None = None
-    """Maximum L2 norm of the whole gradient, including tables; null: no clipping."""
+    """Maximum L2 norm to which the gradient of all parameters is clipped (see clip_tables); null: no clipping."""
     clip_tables: bool = True
     """Include tables in train.max_grad_norm. false: only the gradient of the dense layers is measured and
     clipped."""
@@ -176,7 +176,7 @@ class TrainSection(Section):
     the average, and checkpoints contain both. Tables are not averaged. null: no average."""
     on_nan: Annotated[Literal["stop", "skip"], FREE] = "stop"
     """Reaction to a non-finite loss. stop: stop the run, and save the batch in the run folder. skip: skip the
-    step on all ranks, and count the step."""
+    step on all ranks, and count it as skipped."""
     matmul: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Precision of the dense layers' matrix products, in training and evaluation. tf32: float32 with a 10-bit
     fraction on tensor cores; fp32 on CPU. bf16: autocast to bfloat16; parameters, losses, embeddings and

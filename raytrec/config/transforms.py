@@ -107,7 +107,7 @@ class Bucketize(OnColumns):
 
 
 class Hash(OnColumns):
-    """Hashes of all integers or text, in [0, rows). The schema's out_of_range: hash instead keeps valid ids."""
+    """Hashes of all integers or text, in [0, rows). In contrast, out_of_range: hash in the schema keeps valid ids."""
 
     do: Literal["hash"]
     rows: PositiveInt
@@ -212,7 +212,7 @@ class Cast(OnColumns):
 
 
 class DropNull(OnColumns):
-    """Removal of nulls from lists, which become shorter, unlike the lists of their weights; see fill_null."""
+    """Removal of nulls from lists. Lists of weights are not shortened to match; for weighted lists, use fill_null."""
 
     do: Literal["drop_null"]
 

@@ -162,7 +162,7 @@ class DBMTLSection(ModelSection):
 
 @model("pepnet", "raytrec.models.gates:PEPNet")
 class PEPNetSection(ModelSection):
-    """A tower per task, whose inputs and hidden units are scaled by gates of each row's domain and person."""
+    """A tower per task, with inputs gated by domain features and hidden units gated by personal features."""
 
     name: Literal["pepnet"]
     domain: list[str] = Field([])
