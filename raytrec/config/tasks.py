@@ -76,11 +76,11 @@ class RetrievalSection(Section):
     item: Column = "item"
     """Column of `items` that contains the item's key."""
     right_items: Column | None = None
-    """Column of evaluated rows with the key of the right item, or a list of keys. With a list, each of its
-    items is right, and metrics such as recall and NDCG refer to the list. null: the column `item`."""
+    """Column of the evaluated rows with the key of the right (relevant) item, or with a list of the keys of all right
+    items. null: the column `item`."""
     seen: list[Column] = Field(default_factory=list, max_length=20)
-    """List columns of the evaluated rows, such as history: keys of items that are excluded from the row's
-    ranking, except right items."""
+    """List columns of the evaluated rows, such as history, with the keys of items to exclude from the row's ranking.
+    Right items are never excluded."""
     at: list[SmallCount] = Field([10], min_length=1, max_length=20)
     """Cutoffs k of hit rate, recall, NDCG and MAP."""
 
@@ -101,5 +101,5 @@ class EvalSection(Section):
     number, areas under curves are computed from bins, with a bound on their error, and grouped rows are
     written to temporary files."""
     retrieval: RetrievalSection | None = None
-    """Rank each evaluated row's item among all items: items, item, right_items, seen, at; null: no
+    """Rank each evaluated row's right items among all items (items, item, right_items, seen, at); null: no
     ranking."""

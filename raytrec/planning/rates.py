@@ -161,7 +161,7 @@ class Rates:
         The rates were measured with two ranks of one core each (benchmarks/results/plan.json). Hosts are
         assumed to have as many cores as this machine and to be connected by 10 Gb/s. On such hosts, sums over
         three or four ranks have about (ranks − 1)² times the latency of sums over two. `group_s` is the difference
-        between the measured steps of several ranks and the sum of their other parts; gloo's threads are in it.
+        between measured steps of several ranks and the sum of all other parts. It includes the time of Gloo's threads.
         """
         rings = (world - 1) ** 2
         fused = {name: LookupRates(*of.cpu_lookup) for name, of in OPTIMIZERS.parts.items() if of.cpu_lookup}

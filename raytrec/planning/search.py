@@ -161,7 +161,7 @@ class Search:
         sizes, allowed = self.topology.devices[0].storage, ", ".join(self.config.plan.sharding_types)
         kernels = {constraint.kernel for constraint in constraints.values()}
         if self.topology.compute_device == "cuda":
-            room = f"{sizes.hbm / GIB:.1f} GiB per GPU, of which 15 % are reserved"
+            room = f"{sizes.hbm / GIB:.1f} GiB per GPU, of which 15 % is reserved"
             if kernels & {*UVM_KERNELS}:
                 room += f", and {sizes.ddr / GIB:.1f} GiB of host memory per GPU"
         else:
@@ -171,8 +171,8 @@ class Search:
             f"cannot place {format_count(len(self.schema.tables), 'table')} ({gib:.2f} GiB of weights) on "
             f"{self.topology.world_size} workers: {reason}",
             where="plan, scaling.num_workers",
-            expected=f"tables that fit with sharding types {allowed} and plan.tables into {room}",
-            do="add workers, allow row_wise, or make tables smaller",
+            expected=f"tables that, with sharding types {allowed} and the constraints in plan.tables, fit into {room}",
+            do="add workers, allow row_wise, or reduce the size of the tables",
         )
 
 
@@ -217,8 +217,8 @@ def split_columns(
 ) -> Iterator[dict[str, ParameterConstraints]]:
     """Yield constraints that split the columns of tables into 2, 4, 8, … parts.
 
-    Each result contains only tables that may be sharded by column and whose dim can be divided into this number of
-    parts, if the minimum width in `constraints` does not already allow only fewer parts.
+    Each result contains only tables that may be sharded by column, whose dim can be divided into this number of parts
+    with widths that are multiples of 4, and whose minimum width in `constraints` allows a larger number of parts.
     """
     max_parts = {
         table: dims[table] // each.min_partition

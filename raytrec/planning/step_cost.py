@@ -61,8 +61,8 @@ def estimate_memory(
         ranks.
     pipeline batches: Three batches of B rows (ids 8 bytes, bags 4, dense columns and labels 4), and the ids
         received from other ranks for two batches.
-    checkpoint copies, with checkpoint.async_save: On GPUs, the dense layers and all tables, in device or host
-        memory; on CPU, only dense layers and tables with dense updates.
+    checkpoint copies, with checkpoint.async_save: On GPUs, copies in host memory of the dense layers and of all
+        tables; on CPU, only of dense layers and of tables with dense updates.
     read ahead: data.buffer_gib; process, objects, CUDA: PROCESS_GIB, PYTHON_OBJECTS_MIB, CUDA_CONTEXT_GIB.
     """
     device, world = "cpu" if config.scaling.device == "cpu" else "cuda", len(loads.pooled)
@@ -167,28 +167,28 @@ def estimate_step_time(
 
     lookup = bytes touched ÷ random-access rate + ids × time per id + shards × time per shard + bytes of dense
         updates ÷ memory rate + bytes of host memory ÷ host link + rows of files × time per row.
-    input exchange = ids and lengths: three all-to-alls (sizes, lengths, ids) per sharding type.
-    output exchange = sums and gradients: two collectives per sharding type, and the slower of links and
-        network, which work concurrently.
+    input exchange = ids and lengths: an all-to-all of sizes, and two all-to-alls (lengths, ids) per group of tables.
+    output exchange = sums and gradients: two collectives per group (four for table_row_wise and grid_shard), and the
+        slower of links and network, which work concurrently.
     dense layers = products ÷ their rate + small matrices × time per matrix + other operators' bytes ÷ memory
         rate + the optimizer, which reads weights, gradients and state and writes weights and state.
-    all-reduce = 2 × gradients ÷ links (a ring: (W−1)/W sent twice), and once to other hosts.
+    all-reduce = buckets × latency + rings: 2·(L−1)/L × gradients ÷ links over the L ranks of a host, and 2·(H−1)/H ×
+        gradients ÷ L ÷ network over the H hosts.
     host launches = operators of the dense layers × time per operator + tensors × time per tensor + the time
         of a step and, on several ranks, of each sharding type + assembly of the next batch, which on GPUs
         counts only while it holds the same Python lock.
     ingest = columns and ids read by the reader processes, of which as many run at once as there are CPUs.
 
-    On GPUs, the device, host, readers and copies work concurrently. Ids are sent during the previous step,
-    and half of the dense layers' time hides the all-reduce:
-        step = max(lookup + output exchange + dense + max(0, all-reduce − dense ÷ 2),
-                   host, ingest, copies, ids)
-    On CPU, ranks execute their own sends, so a step is the sum of its parts. W ranks on a host share C cores:
-    work that takes tᵣ of CPU time on rank r takes max(max tᵣ, Σ tᵣ ÷ C). Collectives are measured with the
-    same number of ranks, and every part waits for the slowest rank.
+    On GPUs, the device, host, readers and copies work concurrently. Ids are sent during the previous step, and half of
+    the dense layers' time hides the all-reduce:
+        step = max(lookup + output exchange + dense + max(0, all-reduce − dense ÷ 2), host, ingest, copies, ids)
+    On CPU, ranks execute their own sends, so a step is the sum of its parts except ingest, or ingest if it takes
+    longer. W ranks on a host share C cores: work that takes tᵣ of CPU time on rank r takes max(max tᵣ, Σ tᵣ ÷ C).
+    Collectives are measured with the same number of ranks, and every part waits for the slowest rank.
 
     `hosts` and `gpus` are the number of groups of ranks with fast links and the number of ranks per group
-    (Cluster.linked). `cpus` is the number of CPUs per rank: two for the rank's processes, the others for
-    readers; 0 means enough.
+    (Cluster.linked). `cpus` is the number of CPUs per rank: two for the rank's processes, the others for readers; 0
+    means enough.
     """
     world, total = hosts * gpus, config.data.global_batch_size
     batch, on_cpu = -(-total // world), rates.device == "cpu"
