@@ -44,7 +44,7 @@ class RunSection(Section):
     """Folder to which paths of data and runs are relative; default: the environment variable RAYTREC_ROOT,
     which is set on cluster nodes, else the working directory."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
-    """Seed for initial weights, epoch order and dropout."""
+    """Seed for initial weights, the order of rows, ids drawn by transforms, and dropout."""
 
 
 class WarmStartSection(Section):

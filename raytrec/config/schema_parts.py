@@ -64,7 +64,7 @@ Ids = Annotated[ManagedIds | None, BeforeValidator(_parse_managed_ids)]
 
 
 class Table(SchemaPart):
-    """An embedding table of `rows` × `dim` float32 values."""
+    """An embedding table of `rows` × `dim` values, float32 unless plan.tables sets dtype: fp16."""
 
     rows: PositiveInt
     """Number of rows. Valid ids are 0 to rows - 1 unless ids are managed."""

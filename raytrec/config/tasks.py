@@ -69,7 +69,7 @@ class TaskSection(Section):
 
 
 class RetrievalSection(Section):
-    """Ranking of each evaluated row's items among all items, for models with query and item vectors."""
+    """Ranking of each evaluated row's right items among all items, for models with query and item vectors."""
 
     items: str
     """Folder or file of Parquet with one row per item: its key and the features of the item tower."""
@@ -97,8 +97,8 @@ class EvalSection(Section):
     """Columns of data.reserve_columns with few values, such as country. Rows, AUC and calibration of each
     task are reported for the 10 largest and the 10 worst values."""
     max_exact_rows: PositiveInt = 2_000_000
-    """Rows of an evaluation that a worker keeps in memory for rank-based and grouped metrics. Beyond this
-    number, areas under curves are computed from bins, with a bound on their error, and grouped rows are
+    """Maximum number of rows of an evaluation that a worker keeps in memory for rank-based and grouped metrics. Beyond
+    this number, areas under curves are computed from bins, with a bound on their error, and grouped rows are
     written to temporary files."""
     retrieval: RetrievalSection | None = None
     """Rank each evaluated row's right items among all items (items, item, right_items, seen, at); null: no

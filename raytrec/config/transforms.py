@@ -122,7 +122,7 @@ class LookupVocabulary(OnColumns):
     """Text file with one value per line, or Parquet file whose first column contains the values (local, s3:// or
     gs://). Every node must be able to read the file."""
     unknown: int | None = Field(None, ge=0)
-    """Id of all other values; default: other values have no id."""
+    """Id of values that are not in the vocabulary; default: such values have no id."""
 
 
 class Binarize(OnColumns):
@@ -277,9 +277,9 @@ class Sample(Section):
 class Python(Section):
     """A user-defined function `function(table: pyarrow.Table, **options) -> pyarrow.Table`.
 
-    The function receives a whole row group as columns, and returns as many rows in the same order. The result
-    for a row must depend only on this row, because the rows of a call differ between runs. Before a run
-    starts, the function is called with an empty table to determine the types of its columns.
+    The function receives some consecutive rows of a file, and returns as many rows in the same order. The result for a
+    row must depend only on this row, because the rows of a call differ between runs. Before a run starts, the function
+    is called with an empty table to determine the types of its columns.
     """
 
     do: str

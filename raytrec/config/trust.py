@@ -64,7 +64,7 @@ def list_user_code(values: dict[str, Any]) -> list[str]:
 
 
 def refuse_code(original_code: dict[str, str], values: dict[str, Any], where: str) -> None:
-    """Raise if a configuration from elsewhere names code or servers that overrides have not replaced.
+    """Raise an error if an untrusted configuration names code or servers that overrides have not replaced.
 
     Args:
         original_code: Result of `find_foreign_code` for the values before overrides.
@@ -80,8 +80,8 @@ def refuse_code(original_code: dict[str, str], values: dict[str, Any], where: st
         raise ConfigError(
             f"an untrusted configuration names code to run or servers to contact: {'; '.join(named)}",
             where=where,
-            expected="a configuration without module:name, cluster address, URI that selects its server, or MLflow "
-            "server while an MLflow password is set",
+            expected="a configuration that names no code (module:name), no cluster address, no URI that selects its "
+            "server and, while an MLflow password is set, no MLflow server",
             do="add --allow-code or use your own copy of the file if you trust its source; else override these keys",
         )
 

@@ -49,8 +49,8 @@ class Diagnosis:
 
     Attributes:
         result: ok, warning or failure.
-        finding: State of the host in words.
-        do: Repair; empty if the result is ok.
+        finding: Description of the state that the check found.
+        do: Instructions for a repair; empty if the result is ok.
         check: Name of the check.
         hosts: Hosts with this finding; empty: all hosts, or the hosts named in `finding`.
     """

@@ -206,7 +206,7 @@ def check_same_packages(nodes: ThisHost) -> Diagnoses:
 
 
 def check_clocks(nodes: ThisHost) -> Diagnoses:
-    """Check that the clocks of all nodes agree with this process's clock, up to the uncertainty of the measurement."""
+    """Check that all nodes' clocks are within WARNING_SKEW_S of this process's, up to the measurement's uncertainty."""
     skews: dict[str, tuple[float, float]] = {}
     for number, name in enumerate(nodes.names):
         for _ in range(CLOCK_MEASUREMENTS):

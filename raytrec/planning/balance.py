@@ -28,7 +28,7 @@ class DoesNotFitError(Exception):
 
 
 class PlanBalancer:
-    """Balancer that chooses the plan of one configuration on identical ranks.
+    """Heuristic search for the plan of one configuration with the best score on identical ranks.
 
     Tables with fixed ranks stay on these ranks, and each group of tables stays together on one rank.
 
@@ -47,7 +47,7 @@ class PlanBalancer:
         )
 
     def choose(self) -> list[ShardingOption]:
-        """Return the sharding options of all tables, with ranks, in a plan with nearly the best score.
+        """Return the sharding options of all tables, with the rank of each shard, in the chosen plan.
 
         Among plans whose scores are within SCORE_TOLERANCE of the best, the plan whose fullest rank uses the smallest
         share of its memory, rounded to a tenth, is chosen. Ties are resolved by score.

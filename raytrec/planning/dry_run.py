@@ -69,12 +69,12 @@ class ClusterEstimate:
 
     @property
     def name(self) -> str:
-        """Name of the cluster."""
+        """Return the name of the cluster."""
         return self.cluster.name
 
     @property
     def fits(self) -> bool:
-        """True if there is a plan and every tier has enough memory."""
+        """Return True if there is a plan and every tier has enough memory."""
         return self.refusal is None and not self.lacks
 
 
@@ -177,8 +177,8 @@ class ClusterEstimator:
     ) -> ClusterEstimate | None:
         """Return the prediction for the fewest hosts on which the run fits, or None if none is found.
 
-        The number of hosts is doubled, starting from `min_hosts`, and then bisected. `make_cluster` returns
-        the cluster with a given number of hosts.
+        The number of hosts is doubled, starting from `min_hosts` (with fused kernels only, at least the number whose
+        devices can hold the tables), and then bisected. `make_cluster` returns the cluster with a number of hosts.
         """
         single_host = make_cluster(1)
         config = _configure_for(self._config, single_host)

@@ -84,7 +84,7 @@ class Machine(NamedTuple):
 
     @property
     def gpu_network(self) -> float:
-        """Network bandwidth per GPU in one direction, in 10⁹ bytes/s."""
+        """Return the network bandwidth per GPU in one direction, in 10⁹ bytes/s."""
         return self.network / self.gpus
 
 
@@ -168,22 +168,22 @@ class Cluster(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the cluster, e.g. 2x8xh100-sxm, or "2 × 4" for hosts without a machine type."""
+        """Return the name of the cluster, e.g. 2x8xh100-sxm, or "2 × 4" for hosts without a machine type."""
         return f"{self.hosts}x{self.machine.name}" if self.machine else f"{self.hosts} × {self.gpus}"
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.hosts * self.gpus
 
     @property
     def gib_by_tier(self) -> dict[str, float]:
-        """Tier (memory.TIERS) → GiB per rank; ranks share their host's memory and disk equally."""
+        """Return tier (memory.TIERS) → GiB per rank; ranks share their host's memory and disk equally."""
         return {"device": self.memory_gib, "host": self.host_memory_gib / self.gpus, "disk": self.disk_gib / self.gpus}
 
     @property
     def linked(self) -> tuple[int, int]:
-        """(groups, GPUs per group) connected by links within a host, or by NVLink across hosts."""
+        """Return (groups, GPUs per group) connected by links within a host, or by NVLink across hosts."""
         return group_linked_ranks(self.hosts, self.gpus, [self.machine.gpu] if self.machine else [])
 
 

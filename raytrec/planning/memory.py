@@ -1,7 +1,7 @@
 """Memory and disk use of tables with their optimizer state, and the choice of tables to keep in files on CPU.
 
-TorchRec considers GPU memory and host memory but does not support files. This module does not import torch,
-so the driver can import the module.
+TorchRec considers GPU memory and host memory but does not support files. This module does not import torch, so that
+the driver can use it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Footprint(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Sum of the bytes in all tiers."""
+        """Return the sum of the bytes in all tiers."""
         return self.device + self.host + self.disk
 
 
@@ -147,7 +147,7 @@ class RankPart:
 
     @property
     def size(self) -> Footprint:
-        """Sum of all parts."""
+        """Return the sum of all parts."""
         return add_footprints(self.parts.values())
 
 

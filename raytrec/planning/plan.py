@@ -130,7 +130,7 @@ def merge_resources(places: list[RankLocation], config: PlanSection) -> Hosts:
 
 
 def select_rates(hosts: Hosts, device: str, world: int) -> Rates:
-    """Return the rates of CPU ranks, or of the slowest GPU by its data sheet; unknown GPUs count as V100.
+    """Return the rates of CPU ranks, or of the GPU with the least memory bandwidth; unknown GPUs count as V100.
 
     Args:
         hosts: Hosts of all ranks.

@@ -18,7 +18,7 @@ from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, find_gpu
 # all_to_all exchanges ids and the sums of whole tables, reduce_scatter the sums of tables split by rows,
 # all_gather the gradients of these sums, and all_reduce the gradients of dense layers.
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
-DENSE = "dense"  # update type of rows without a fused optimizer
+DENSE = "dense"  # update type of tables without a fused optimizer
 # Shares of the data sheets' rates that steps reach: fp32 products as in TorchRec's published 149,000 rows/s
 # on A100; tf32, bf16, memory and links as assumed in docs/gpu.md; half for random rows of a few hundred bytes.
 REACHED_RATE_SHARES = {"fp32": 0.9, "tf32": 0.65, "bf16": 0.5, "copy": 0.75, "lookup": 0.5, "wire": 0.7}

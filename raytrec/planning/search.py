@@ -127,7 +127,7 @@ class Search:
 
     @property
     def _batch(self) -> int:
-        """Number of rows in the batch of one rank."""
+        """Return the number of rows in the batch of one rank."""
         return -(-self.config.data.global_batch_size // self.topology.world_size)
 
     def _get_room(self, upstream: dict[str, ParameterConstraints]) -> np.ndarray:

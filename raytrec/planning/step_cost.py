@@ -59,8 +59,8 @@ def estimate_memory(
     exchange buffers: Pooled lookup results and their gradients; received results for B rows and their
         gradients; on GPUs, 40 bytes per id that the update sorts; on CPU, GLOO_COPIES copies of the sums over
         ranks.
-    pipeline batches: Three batches of B rows (ids 8 bytes, bags 4, dense columns and labels 4), and the ids
-        received from other ranks for two batches.
+    pipeline batches: Three batches of B rows (ids 8 bytes; lengths of bags, dense columns, labels and row weights 4),
+        and the ids received from other ranks for two batches.
     checkpoint copies, with checkpoint.async_save: On GPUs, copies in host memory of the dense layers and of all
         tables; on CPU, only of dense layers and of tables with dense updates.
     read ahead: data.buffer_gib; process, objects, CUDA: PROCESS_GIB, PYTHON_OBJECTS_MIB, CUDA_CONTEXT_GIB.

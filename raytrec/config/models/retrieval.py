@@ -152,7 +152,7 @@ class NcfSection(PairSection):
     name: Literal["ncf"]
     gmf_dim: NonNegativeInt | None = None
     """Number of leading elements of each embedding that are used for the products; the others are used for
-    the MLP. 0: MLP only. All elements: products only. Default: half of the elements."""
+    the MLP. 0: MLP only. All elements: products only. Default: half of the smaller dim."""
     shared: bool = False
     """Use the whole embeddings for both products and MLP; cannot be combined with gmf_dim."""
     mlp: Annotated[Sizes, Field(min_length=1)] = Field([64, 32, 16])

@@ -117,7 +117,7 @@ class DinSection(TargetedSection):
 
 @model("dien", "raytrec.models.dien:DIEN")
 class DienSection(TargetedSection):
-    """Deep Interest Evolution Network: evolution of interests towards the target (models/dien.py)."""
+    """Deep Interest Evolution Network, which models how interests evolve towards the target (models/dien.py)."""
 
     name: Literal["dien"]
     negatives: str | None = None
@@ -199,7 +199,7 @@ class BstSection(TargetedSection):
 
 
 class NextItemSection(SampledSection):
-    """Section of a causal model of a history of items (models/next_item.py)."""
+    """Section of a model that attends causally to a history of items (models/next_item.py)."""
 
     gives_vectors: ClassVar[bool | None] = True
     retrieves: ClassVar[bool] = True
