@@ -23,7 +23,7 @@ from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.planning.memory import CACHED_ROWS_SHARE, DTYPE_BYTES, PlannedTable
 
 ID_BYTES, LENGTH_BYTES, VALUE_BYTES = 8, 4, 4
-WIRE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.125}  # int8: with scales of 64 values
+WIRE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.125}  # int8: with 8 bytes of scales per 64 values
 # Share of lookups that go to the hottest fifth of the rows of a table without statistics. Zipf's law with
 # exponent 1 gives 0.89 for a million rows; 0.8 leaves a margin.
 DEFAULT_HIT_SHARE = 0.8

@@ -37,11 +37,11 @@ class Gpu(NamedTuple):
     linked: int = 0
 
 
-# Keys are the names used by NVIDIA's driver and torch, without "NVIDIA ". Values are from its data sheets
-# (A10G: AWS), halved if the data sheet counts sparsity or both directions of a link. NVLink has 600 GB/s
-# (A100), 900 (H100 SXM, H200) or 1,800 (B200), and PCIe x16 has 64 (fourth generation) or 128 (fifth). If
-# NVLink connects only pairs, as on PCIe cards, the link is PCIe. In GB200 NVL72, NVLink connects the GPUs of
-# 18 hosts, and also the CPUs.
+# Keys are the names used by NVIDIA's driver and torch, without "NVIDIA ". Values are from NVIDIA's data sheets
+# (A10G: AWS), halved if the data sheet counts sparsity or both directions of a link. In both directions together,
+# NVLink has 600 GB/s (A100), 900 (H100 SXM, H200) or 1,800 (B200), and PCIe x16 has 64 (fourth generation) or 128
+# (fifth). If NVLink connects only pairs of GPUs, as on PCIe cards, intra_host is the bandwidth of PCIe. In GB200 NVL72,
+# NVLink connects the GPUs of 18 hosts, and also connects GPUs to CPUs.
 GPUS = {
     "A10G": Gpu(22.0, 31.5, 35, 70, 600, 32, 32),
     "L4": Gpu(22.0, 30.3, 60, 121, 300, 32, 32),

@@ -193,9 +193,9 @@ class Rates:
     def for_gpu(cls, name: str, network: float = UNKNOWN_NETWORK) -> Rates:
         """Return the rates in a GPU's data sheet, multiplied by REACHED_RATE_SHARES.
 
-        Host rates are those of benchmarks/results/host.json: milliseconds and launches of a single rank, and
-        the ratio of a rank of 8 with two sharding types to a single rank. A launch is assumed to take 2.7 µs
-        longer on CUDA than an operator of one row on CPU. A collective is assumed to take 20 µs plus 1 µs per
+        Host rates are derived from benchmarks/results/host.json: host time and launches of a single rank, and the ratio
+        of the host time of one of 8 ranks with two sharding types to that of a single rank. A launch is assumed to take
+        2.7 µs longer on CUDA than an operator of one row on CPU. A collective is assumed to take 20 µs plus 1 µs per
         peer, which is the right order of magnitude for NCCL.
 
         Args:

@@ -1,8 +1,8 @@
 """Search for a plan among the options that TorchRec enumerates.
 
 The number of options grows neither with tables × tables nor with tables × ranks. Storage is estimated once
-per shard size. With many tables and ranks, only the tables that need it may be split across all ranks
-(docs/scaling.md).
+per shard size. With many tables and ranks, only the tables with the most bytes or lookups may be split across all
+ranks (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -251,8 +251,8 @@ def estimate_once_per_size(options: list[ShardingOption], estimate: Callable[[li
 class CorrectedEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator with corrected sizes and locations of weights and optimizer state.
 
-    TorchRec (1.8.0) assumes that optimizer state has the dtype of the weights, which halves the size of the
-    state for fp16 tables. TorchRec also places state next to the weights, although FBGEMM always keeps
+    TorchRec (1.8.0) assumes that optimizer state has the dtype of the weights, and therefore counts only half of the
+    state of fp16 tables. TorchRec also places state next to the weights, although FBGEMM always keeps
     row-wise state on the GPU. TorchRec does not support tables in files.
 
     Args:

@@ -30,7 +30,7 @@ CUDA_CONTEXT_GIB = 1.5  # GPU memory of the CUDA context with its kernels, and o
 PROCESS_GIB = {"cpu": 0.45, "cuda": 6.0}
 PYTHON_OBJECTS_MIB = 6  # Python objects of model, plan and pipeline, with allocator overhead (make bench-plan)
 GLOO_COPIES = 3  # copies in Gloo's reduce-scatter and all-gather (make bench-plan)
-SORT_BUFFER_BYTES_PER_ID = 40  # in FBGEMM's update on GPUs: row and position, unsorted and sorted, and the run
+SORT_BUFFER_BYTES_PER_ID = 40  # in FBGEMM's update on GPUs: row and position, unsorted and sorted, and run of rows
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ def estimate_batch_bytes(schema: Schema, loads: Loads, rows: int) -> float:
 
 
 ALL_REDUCE_BUCKET_BYTES = 25 << 20  # bytes of gradients in one all-reduce (DistributedDataParallel)
-COMPILED_BYTES_RATIO = 0.5  # relative to eager layers (docs/gpu.md)
-# Host time of compiled layers relative to eager layers. By benchmarks/results/host.json, they take as long as
-# eager fp32 layers; the casts of bf16, a quarter of the eager operators, are compiled away.
+COMPILED_BYTES_RATIO = 0.5  # bytes moved by compiled layers, relative to eager layers (docs/gpu.md)
+# Host time of compiled layers relative to eager layers. According to benchmarks/results/host.json, the host times are
+# equal in fp32. The casts of bf16, a quarter of the eager operators, are compiled away.
 COMPILED_LAUNCHES_RATIOS = {"fp32": 1.0, "tf32": 1.0, "bf16": 0.72}
 GRAPH_LAUNCHES_RATIO = 0.15  # assumed host time of replaying a CUDA graph, relative to compiled layers
 # Share of a batch's assembly for which the launching thread waits for Python's lock (benchmarks/results/host.json).
