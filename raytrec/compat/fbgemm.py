@@ -14,7 +14,7 @@ from torch import nn
 from raytrec.compat.torchrec_ import iterate_sharded_kernels, list_kernel_tables
 from raytrec.compat.versions import private
 
-# Settings of a fused kernel with a cache: count hits, and lock rows in the cache until their batch's step ends.
+# Settings of a fused kernel with a cache: count hits, and lock a batch's rows in the cache until its step ends.
 CACHE_SETTINGS = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
 
 
@@ -22,7 +22,7 @@ class ResidentRows(Protocol):
     """In-memory copies of rows of a table that is stored in a file; see embeddings.mapped.HotRowCache."""
 
     def look_up(self, rows: torch.Tensor, *, trains: bool) -> torch.Tensor:
-        """Return the indices at which the kernel finds the rows; `trains` states whether they get updated."""
+        """Return the indices at which the kernel finds the rows; `trains` is True if the rows will be updated."""
         ...
 
     def take_hit_share(self) -> float | None:
@@ -52,7 +52,7 @@ class ResidentRows(Protocol):
 def find_resident_rows(kernel: nn.Module) -> ResidentRows | None:
     """Return the object that keeps rows of a kernel's table in memory, or None if there is no such object.
 
-    Only tables in files can have one.
+    Only tables in files can have such an object.
     """
     return getattr(find_fused_lookup(kernel), "resident_rows", None)
 
@@ -181,7 +181,7 @@ def get_update_count(kernel: nn.Module) -> int:
 
 
 def set_update_count(kernel: nn.Module, count: int) -> None:
-    """Set the number of updates from which a fused Adam kernel continues to count."""
+    """Set the number of updates counted by a fused Adam kernel."""
     _get_undocumented(kernel.emb_module, "set_optimizer_step")(count)
     # FBGEMM computes with `iter_cpu`, and reads `iter` only while `iter_cpu` is 0.
     _get_undocumented(kernel.emb_module, "iter_cpu").fill_(count)
@@ -210,7 +210,7 @@ def pad_empty_shards(model: nn.Module) -> None:
 
     FBGEMM on a CPU treats a fused kernel without weights as a GPU kernel, and fails. If a kernel's last table is
     empty, backward reads beyond hash_size_cumsum. An additional last row, which belongs to no table and is never
-    looked up, prevents both.
+    looked up, prevents both errors.
     """
     for kernel in iterate_sharded_kernels(model):
         lookup = kernel.emb_module

@@ -1,4 +1,4 @@
-"""FBGEMM lookups (1.8.0), customized for raytrec, which TorchRec (1.8.0) creates for a sharded model."""
+"""Customized FBGEMM lookups (1.8.0), which TorchRec (1.8.0) creates for a sharded model of raytrec."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FusedPerIdLookup(PerIdLookup, SplitTableBatchedEmbeddingBagsCodegen):
 
 
 class DensePerIdLookup(PerIdLookup, DenseTableBatchedEmbeddingBagsCodegen):
-    """Per-id lookup of a table with a dense kernel; FBGEMM on a CPU treats PoolingMode.NONE as SUM for it."""
+    """Per-id lookup of a table with a dense kernel, for which FBGEMM on a CPU treats PoolingMode.NONE as SUM."""
 
 
 ONE_TABLE_SETTINGS: dict[str, Any] = {"feature_table_map": [0], "pooling_mode": PoolingMode.SUM}
@@ -83,8 +83,8 @@ def map_table(weight: nn.Parameter, state: Mapping[str, str], name: str = "") ->
     Args:
         weight: Weights of the table.
         state: FBGEMM's name of an optimizer state → granularity of the state, "value" or "row".
-        name: Name of the table if some of its rows may also be in memory. The table then has a separate lookup. "":
-            all rows are only in the file.
+        name: Name of the table if some of its rows may also be in memory, which gives the table a separate lookup;
+            "" if all rows are only in the file.
     """
     (settings,) = private(weight, "_optimizer_kwargs", "torch")
     settings[MAPPED] = (name, *state.items())

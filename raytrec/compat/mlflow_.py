@@ -22,8 +22,8 @@ CLIENT_ENVIRONMENT = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 QUIET = {  # logger → level; the caller reports outages
-    "alembic": logging.WARNING,  # one line per migration of a new database
-    "mlflow.pyfunc": logging.WARNING,  # lines about test predictions of a model
+    "alembic": logging.WARNING,  # logs one line per migration of a new database
+    "mlflow.pyfunc": logging.WARNING,  # logs lines about test predictions of a model
     "mlflow.store": logging.WARNING,
     "mlflow.store.db.utils": logging.CRITICAL,
     "urllib3.connectionpool": logging.ERROR,
@@ -69,9 +69,9 @@ def block_unneeded_packages() -> None:
 
 
 def import_quietly() -> None:
-    """Import MLflow, set up for few retries and little output.
+    """Import MLflow with settings for few retries and little output.
 
-    The import takes seconds but calls no server.
+    The import takes seconds, and does not contact a server.
     """
     for name, value in CLIENT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -16,8 +16,8 @@ JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the environ
 GCS_PROBE_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 CLIENT_PROBE_METHOD = "/ray.rpc.RayletDriver/ClusterInfo"
 HEAD_PROCESSES = ("gcs_server", "ray.util.client.server")  # processes that serve the addresses of a cluster
-# From ray/train/v2/_internal/constants.py: interval at which exits and errors are detected, time to wait for
-# resources that turn out to be missing, and whether Ray watches for nodes that will be preempted.
+# From ray/train/v2/_internal/constants.py: interval between checks for exits and errors of workers, timeout for the
+# start of a worker group, and whether Ray watches for nodes that will be preempted.
 HEALTH_CHECK_INTERVAL_S = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
 WORKER_GROUP_START_TIMEOUT_S = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 ENABLE_PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
@@ -33,7 +33,7 @@ def is_head(command: list[str]) -> bool:
 
 
 def list_alive_nodes() -> list[dict[str, Any]]:
-    """Return the alive nodes of the cluster, in the format of ray.nodes()."""
+    """Return the nodes of the cluster that are alive, in the format of ray.nodes()."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]
@@ -97,7 +97,7 @@ def make_gcs_client(address: str) -> Any:
 
 
 def drain(gcs_address: str, node: str, why: str, deadline_ms: int) -> tuple[bool, str]:
-    """Drain a node as if it were preempted; return (True if Ray accepts, reason for refusal).
+    """Drain a node as if it were preempted; return (True if Ray accepts the request, reason for refusal).
 
     `deadline_ms` is a Unix time in milliseconds.
     """

@@ -63,7 +63,7 @@ def throttle_executors() -> None:
 
     In Ray 2.60, such a thread (execution/streaming_executor.py) spins while it holds back the output of its
     tasks, or has no more tasks. If batches arrive faster than training consumes them, the thread spins
-    most of the time. During a step, it then uses all available time of a core, and of the GIL.
+    most of the time. It then occupies a core and the GIL whenever they are free during a step.
     """
     from ray.data._internal.execution.streaming_executor import StreamingExecutor
 

@@ -16,24 +16,24 @@ CURRENT_CLUSTER_FILE = "ray/ray_current_cluster"
 STARTUP_TIMEOUT_TEXT = "timed out during startup"
 # Longest path that Ray appends to RAY_TMPDIR; the length of a Unix socket's address is limited.
 LONGEST_SOCKET_PATH = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-# Prefixes of environment variables that Python, C libraries or Ray read when loaded; exceptions, which are read
-# later or again; and variables that cannot be read again after a fork.
+# Prefixes of environment variables that Python, C libraries or Ray read when they are loaded; prefixes of exceptions,
+# which are read later or again; and variables whose value cannot be changed after a fork.
 LOAD_TIME_PREFIXES = ("LD_", "MALLOC_", "PYTHON", "RAY_")
 LATE_READ_PREFIXES = ("RAY_AUTH_", "RAY_TRAIN_", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC")
 UNCHANGEABLE_VARIABLES = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 # Makes ray.init return without waiting for prestarted workers.
 NO_PRESTART_ENV = {"RAY_prestart_worker_first_driver": "0"}
-# Settings for periodic work in the processes of a Ray cluster that serves one run (ray_config_def.h).
+# Settings that make periodic work rare in the processes of a Ray cluster for a single run (ray_config_def.h).
 INFREQUENT_WORK_SETTINGS = {
-    "enable_metrics_collection": False,  # for a dashboard or Prometheus; half the CPU time of an idle Ray
-    "task_events_report_interval_ms": 0,  # 0: never; for lists of tasks
-    "event_stats": False,  # durations of handlers, for Ray's logs
+    "enable_metrics_collection": False,  # needed by a dashboard or Prometheus; takes half the CPU time of an idle Ray
+    "task_events_report_interval_ms": 0,  # 0: never; needed to list tasks
+    "event_stats": False,  # durations of handlers in Ray's logs
     "io_context_monitor_probe_interval_ms": 10_000,
-    "report_worker_backlog_interval_ms": 10_000,  # for an autoscaler
+    "report_worker_backlog_interval_ms": 10_000,  # needed by an autoscaler
     "raylet_check_gc_period_milliseconds": 1_000,
     "kill_idle_workers_interval_ms": 1_000,
 }
-# Such a setting for Ray's agent, which measures all processes for the dashboard (dashboard/modules/reporter).
+# The same for Ray's agent, which measures all processes for the dashboard (dashboard/modules/reporter).
 INFREQUENT_REPORTS_ENV = {"REPORTER_UPDATE_INTERVAL_MS": "600000"}
 # Modules with the actors of Ray Serve.
 SERVE_MODULES = ("ray.serve._private.controller", "ray.serve._private.replica")

@@ -166,11 +166,11 @@ class RequestingPolicy(ScalingPolicy):
 
     @property
     def resources_per_worker(self) -> dict[str, float]:
-        """Resources that Ray reserves for each worker, by name."""
+        """Return the resources that Ray reserves for each worker, by name."""
         return self.scaling_config._resources_per_worker_not_none
 
     def request_resources(self) -> None:
-        """Renew the request before it expires, unless it is recent; do nothing without an autoscaler."""
+        """Renew the request before it expires, unless the last one is recent; do nothing without an autoscaler."""
         if not self._has_autoscaler:
             return
         self._maybe_send_resource_request()

@@ -268,7 +268,7 @@ def save_memory(file: Path) -> None:
 
 
 def make_fake_store() -> Any:
-    """Return the store of the process group `fake`, which the import of the store makes available."""
+    """Return a store for a process group with the backend `fake`, which importing the store registers."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()

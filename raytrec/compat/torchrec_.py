@@ -53,8 +53,8 @@ def iterate_sharded_collections(model: nn.Module) -> Iterator[nn.Module]:
 def watch_distinct_ids(model: nn.Module, on_lookup: Callable[[KeyedJaggedTensor], object]) -> None:
     """Call a function at each lookup of a collection that sends only distinct ids (use_index_dedup).
 
-    The function receives the ids sent for each sharding type. Ids of a table can be listed under any feature
-    that reads the table. A feature is repeated for each column shard.
+    The function is called once per sharding type, with the ids sent for this type. Ids of a table can be listed under
+    any feature that reads the table. A feature is repeated for each column shard.
     """
     for module in iterate_sharded_collections(model):
         if not getattr(module, "_use_index_dedup", False):

@@ -1,8 +1,8 @@
 """TorchRec's train pipelines (1.8.0) with timed parts.
 
-Most of the pipelines' methods are private. The pipelines are idle between steps. Both exchange the next batch's
-ids during the current batch's forward. For tables in host memory with a cache on the GPU, PrefetchPipeline also
-loads the next batch's rows into the cache during the current step.
+Most of the pipelines' methods are private. The pipelines are idle between steps. Both exchange the ids of the next
+batch during the forward pass of the current batch. For tables in host memory with a cache on the GPU, PrefetchPipeline
+also loads the next batch's rows into the cache during the current step.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _receive_splits(self: SplitsAllToAllAwaitable, receive: Any = SplitsAllToAll
     return splits
 
 
-# To check sizes before and after their exchange, TorchRec reads them from the device. The host would wait for this
-# in every step, once per feature and sharding type.
+# To check sizes before and after their exchange, TorchRec reads the sizes from the device. The host would wait for
+# these reads in every step, once per feature and sharding type.
 embedding_sharding._safe_tolist = lambda tensor: []
 SplitsAllToAllAwaitable._wait_impl = _receive_splits
 utils.KJTAllToAllForward = _PinnedSizesForward

@@ -15,7 +15,7 @@ MAX_HEAD_BYTES = 32 << 10  # request line and headers; also consecutive bytes ou
 MAX_PIPELINED = 100  # requests on one connection that wait for the response to an earlier request
 MAX_CONNECTIONS = 4096  # per process
 CLOSE_GRACE_S = 1  # seconds in which clients with open connections may send a request to a closing server
-ACTIVE_S = 5.0  # seconds since the last request in which a connection counts as active
+ACTIVE_S = 5.0  # seconds after its start or last request for which a connection counts as active
 CONNECTION_TOLERANCE = 0.1  # share of the fair number of connections by which a server may exceed that number
 CLOSE_HEADER = (b"connection", b"close")
 CLIENT_TIMEOUT_S = 90  # seconds within which a client must send a (further) request, and read the response
@@ -88,7 +88,7 @@ class DrainingServer(Server):
         """Close the sockets, and return when all requests are complete."""
         waiting, copies = [], [each.dup() for each in sockets or ()]
         for server in self.servers:
-            server.close()  # the event loop accepts no more connections; those that wait are lost without the copies
+            server.close()  # the event loop accepts no more connections; without the copies, waiting ones would be lost
         for listening in copies:
             listening.setblocking(False)
             with listening, suppress(BlockingIOError):
@@ -105,14 +105,14 @@ class DrainingServer(Server):
 
 
 def list_active(server: Server) -> list[BoundedProtocol]:
-    """Return the connections of a server with a request in the last ACTIVE_S."""
+    """Return the connections that serve a request, or have waited for the client for less than ACTIVE_S."""
     oldest = monotonic() - ACTIVE_S
     connections: list[BoundedProtocol] = [*server.server_state.connections]  # type: ignore[list-item]
     return [each for each in connections if each.waiting_since > oldest]
 
 
 def close_surplus(server: Server, fair_count: float) -> None:
-    """Let the next responses close connections of a server that has more active ones than `fair_count`."""
+    """Mark surplus connections, which their next response closes, if a server exceeds `fair_count` by the tolerance."""
     active = list_active(server)
     surplus = len(active) - fair_count
     if surplus >= max(1.0, CONNECTION_TOLERANCE * fair_count):
@@ -121,7 +121,7 @@ def close_surplus(server: Server, fair_count: float) -> None:
 
 
 async def abort_slow(server: Server) -> None:
-    """Abort a server's connections whose clients have exceeded CLIENT_TIMEOUT_S."""
+    """Abort a server's connections whose clients have neither sent nor read in time (CLIENT_TIMEOUT_S)."""
     now = get_running_loop().time()
     for connection in [*server.server_state.connections]:
         if now - connection.waiting_since > CLIENT_TIMEOUT_S:  # type: ignore[union-attr]

@@ -13,7 +13,8 @@ from raytrec.common.errors import RunError
 from raytrec.common.machine import REINSTALL_ADVICE, get_installed_version, get_torch_cuda_version
 
 # Releases of torch, TorchRec and FBGEMM belong together: FBGEMM is compiled for one torch version, and TorchRec
-# calls FBGEMM's operators. File in requirements/ → package → version or version prefix (compared by a test).
+# calls FBGEMM's operators. Keys are files in requirements/; values map packages to versions or version prefixes. A test
+# compares the versions with the files.
 PAIRS = {
     "cpu.txt (or cuda.txt, notebook.txt)": {
         "torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"

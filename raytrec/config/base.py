@@ -1,4 +1,4 @@
-"""Base class, number types and marks for the sections of a configuration, and their JSON Schema."""
+"""Base class, number types and marks of configuration sections, and the JSON Schema of a configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raytrec.common.registry import PYTHON_PATH
 from raytrec.common.storage import read_yaml
 
 MAX_COUNT = 2**53  # larger integers lose precision in JSON
-MAX_AMOUNT = 1e9  # a thread can wait this many seconds; GiB, rates and norms stay below this limit
+MAX_AMOUNT = 1e9  # largest float setting (seconds, GiB, rates, norms); a thread can still wait this many seconds
 
 
 def _reject_bool(value: Any) -> Any:
@@ -40,13 +40,13 @@ NonNegativeFloat = Annotated[Number, Field(ge=0, le=MAX_AMOUNT)]
 
 
 class Mark(Enum):
-    """Mark in the Annotated type of a key or a section; the keys of a section inherit its mark.
+    """Mark in the Annotated type of a configuration key or section. The keys of a section inherit its marks.
 
     Attributes:
         FREE: A resumed run may change the key, because the key does not affect the trained model.
         FIXED: A resumed run must not change the key, although its section is FREE.
-        COMMON: A search must not vary the key, so that the metrics of its trials are comparable and their
-            files are separate.
+        COMMON: A hyperparameter search must not vary the key, so that the metrics of the trials are comparable
+            and each trial writes separate files.
     """
 
     FREE = "free"
@@ -118,9 +118,10 @@ def read_settings(uri: str, what: str, missing: RaytrecError) -> Any:
 
 
 def build_json_schema(config: type[Section]) -> dict[str, Any]:
-    """Return the JSON Schema of a configuration for editors. A key's description is the docstring below the key.
+    """Return the JSON Schema of a configuration, with the docstring below each key as the key's description.
 
-    Pydantic's use_attribute_docstrings would parse the docstrings in every process that imports these modules (0.1 s).
+    Editors use the schema to complete and check configuration files. Pydantic's use_attribute_docstrings is not used,
+    because it would parse the docstrings in every process that imports these modules (0.1 s).
     """
     schema = config.model_json_schema(by_alias=True)
     parts = {**schema["$defs"], config.__name__: schema}
@@ -143,7 +144,7 @@ def _iterate_subclasses(section: type[Section]) -> Iterator[type[Section]]:
 
 @cache
 def _parse_docstrings(module: str) -> dict[str, dict[str, str]]:
-    """Return the docstring below each key of each class in a module of this package, as one line."""
+    """Return class → key → one-line docstring below the key, for a module of this package; {} for other modules."""
     docstrings: dict[str, dict[str, str]] = {}
     if not module.startswith(__package__):
         return docstrings

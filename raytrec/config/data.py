@@ -12,7 +12,7 @@ from raytrec.common.storage import get_sibling
 from raytrec.config.base import Mark, Number, PositiveFloat, PositiveInt, Section, SmallCount
 from raytrec.config.transforms import BUILT_IN, Transform
 
-FREE = Mark.FREE  # paths are free, because a resumed run compares the contents of the data instead
+FREE = Mark.FREE  # a resumed run may change paths, because it compares the contents of the data
 RUN_NAME_PATTERN = re.compile(r"\w[\w .,:+=@()-]{0,149}")
 
 
@@ -42,9 +42,9 @@ class RunSection(Section):
     """Run folder, which stores the result, checkpoints and config; default: runs/NAME."""
     root: Annotated[str | None, FREE, Mark.COMMON] = None
     """Folder to which paths of data and runs are relative; default: the environment variable RAYTREC_ROOT,
-    which cluster nodes set, else the working directory."""
+    which is set on cluster nodes, else the working directory."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
-    """Seed for initial weights, epoch order and dropout."""
+    """Seed for initial weights, the order of rows, ids drawn by transforms, and dropout."""
 
 
 class WarmStartSection(Section):
@@ -59,8 +59,9 @@ class WarmStartSection(Section):
     the rows that both tables have and initialize additional rows. new: initialize all rows. drop: ignore the
     checkpoint's table."""
     dense: Literal["exact", "matching"] = "exact"
-    """exact: raise an error if the shape of a dense parameter changed. matching: initialize such
-    parameters."""
+    """exact: raise an error if a key of `model` except dropout, or the schema's labels, dense columns or sparse
+    features, differ from the checkpoint's. matching: load the dense parameters whose name and shape are unchanged,
+    and initialize the others."""
 
 
 Folders = str | Annotated[list[str], Field(min_length=1)]
@@ -107,8 +108,8 @@ class DataSection(Section):
         description=f"Column transforms, applied before the schema: {', '.join(BUILT_IN)}, or module:function.",
     )
     holdout: Annotated[Number, Field(gt=0, le=0.5)] | Literal["auto"] | None = None
-    """Share of the rows of data.train that is held out of training and used as data.valid; ignored if
-    data.valid is set. auto: a tenth, at most about 100,000 rows. null: no rows are held out."""
+    """Share of the rows of data.train, rounded to 1/n for an integer n, that is held out of training and used as
+    data.valid; ignored if data.valid is set. auto: a tenth, at most about 100,000 rows. null: no rows are held out."""
     reserve_columns: ReservedColumns = Field(default_factory=list)
     """Columns that are passed through unchanged, for task groups and items, evaluation slices, and keys of
     predictions. Any type with one value per row is allowed, including columns from key=value folders."""
@@ -118,17 +119,18 @@ class DataSection(Section):
     """none: file order. groups: row groups in a new seeded order each epoch. window: also shuffle rows within
     a window of row groups."""
     window: SmallCount = 2
-    """Number of row groups per lane whose rows shuffle: window mixes. Large row groups are split into pieces
-    of 20,000 rows."""
+    """Number of consecutive row groups per lane whose rows are shuffled together by shuffle: window. Large row groups
+    are split into pieces of window × 20,000 rows (at least 40,000), and each piece is shuffled separately."""
     lanes: SmallCount = 24
-    """Number of positions in the data from which each global batch is read; also the maximum number of workers."""
+    """Number of contiguous spans of the row order from which each global batch is composed; also the maximum number
+    of workers. shuffle: none reads each batch from a single position."""
     on_error: Literal["fail", "skip"] = "fail"
     """Treatment of rows that cannot be read or violate the schema: fail, or skip the rows. Skipped rows
     contribute no loss, are counted (train.skipped_rows), and are listed in skipped.jsonl."""
     balance: Annotated[Literal["none", "length", "squared_length"], FREE] = "none"
     """Assignment of a global batch's rows to workers. none: each worker trains on the rows that it reads. length:
-    workers exchange rows so that their sums of row lengths are level; a row's length is the number of ids in
-    its lists, up to the model's max_length. squared_length: level sums of squared lengths, for attention."""
+    workers exchange rows so that the sums of their row lengths are nearly equal; a row's length is the number of ids
+    in its lists, up to the model's max_length. squared_length: nearly equal sums of squared lengths, for attention."""
     drop_last: bool = False
     """Skip the last, smaller batch of each epoch."""
     readers: Annotated[SmallCount, FREE] = 1

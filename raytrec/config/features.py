@@ -26,7 +26,7 @@ class Features:
     """Features of a row and their lookups.
 
     Attributes:
-        schema: Schema of the user, as stored with the data and in the run folder.
+        schema: Schema written by the user, as stored with the data and in the run folder.
         sequences: Sequence feature that the model reads id by id → maximum number of ids.
     """
 
@@ -40,7 +40,7 @@ class Features:
 
     @cached_property
     def side_features(self) -> dict[str, int]:
-        """Return the number of side features of each sequence that is read id by id and has side features."""
+        """Return sequence → number of its side features, for sequences read id by id that have side features."""
         counts = {feature: len(self.schema.sparse[feature].side_features) for feature in self.sequences}
         return {feature: count for feature, count in counts.items() if count}
 

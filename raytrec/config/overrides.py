@@ -21,7 +21,7 @@ Overrides = Iterable[str] | Mapping[str, Any]
 
 
 def to_override_texts(overrides: Overrides | None) -> list[str]:
-    """Return overrides as on the command line: section.key=value.
+    """Return overrides as command line arguments: section.key=value.
 
     Raises:
         ConfigError: A value of a mapping cannot be written as YAML.
@@ -54,8 +54,8 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
         sections: Names of all sections.
 
     Raises:
-        ConfigError: The text is not an override, its value is not valid YAML, or its key names a section, task or part
-            that does not exist.
+        ConfigError: The text is not an override, its value is not valid YAML, its key names a section or list entry
+            that does not exist, or a part of the key before the last names a plain value.
     """
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")

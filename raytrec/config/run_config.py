@@ -132,13 +132,13 @@ class RunConfig(Section):
         return self.checkpoint.dir or join_uri(self.run.dir, "checkpoints")
 
     def to_yaml(self) -> str:
-        """Return the configuration as YAML, including all defaults, with the keys of the file."""
+        """Return the configuration as YAML, including all defaults, under the keys used in configuration files."""
         return yaml.safe_dump(self.model_dump(by_alias=True, mode="json"), sort_keys=False)
 
     def get_changed_values(self) -> dict[str, Any]:
         """Return the plain values that differ from the defaults.
 
-        The result is the same for a configuration and for its resolved form, which lists all defaults.
+        Keys that are explicitly set to their defaults, as in the config.yaml of a run folder, are omitted.
         """
         return self.model_dump(by_alias=True, mode="json", exclude_defaults=True)
 
@@ -162,7 +162,7 @@ def load_config(
             or a mapping of such keys (overrides.py).
         elsewhere: Origin of values that another user may have written (trust.py). Default for a file: the result of
             `find_origin`, which treats every URI as such an origin.
-        allow_code: Allow values from elsewhere to name code and servers.
+        allow_code: Accept code and servers named by values that another user may have written.
 
     Raises:
         ConfigError: The file does not exist or is not YAML, the values name code that is not allowed, or keys, types or

@@ -226,7 +226,7 @@ class Schema(SchemaPart):
         return cls.parse(read_settings(str(path), "schema", missing), str(path))
 
     def to_yaml(self, comments: Mapping[tuple[str, str], str] | None = None) -> str:
-        """Return the text of a schema.yaml: one line per feature and table, without defaults.
+        """Return the text of a schema.yaml: one line per feature and table, without keys that have default values.
 
         Args:
             comments: (section, name) → one-line comment on a label, dense column, feature or table.

@@ -45,8 +45,8 @@ class ManagedIds(SchemaPart):
     seen (lfu), or none. With none, later ids get no row. With lfu, at most 1/64 of the rows change owners in
     one step."""
     ttl_steps: PositiveInt | None = None
-    """Number of steps without an occurrence after which an id loses its row, possibly up to an eighth later;
-    default: ids do not expire."""
+    """Number of steps without an occurrence after which an id loses its row. Expired ids are searched for every
+    ttl_steps ÷ 8 steps; default: ids do not expire."""
     fallback_rows: PositiveInt = 1
     """Number of rows at the end of the table that ids without a dedicated row share. A hash of the id
     selects the row."""
@@ -64,7 +64,7 @@ Ids = Annotated[ManagedIds | None, BeforeValidator(_parse_managed_ids)]
 
 
 class Table(SchemaPart):
-    """An embedding table of `rows` × `dim` float32 values."""
+    """An embedding table of `rows` × `dim` values, float32 unless plan.tables sets dtype: fp16."""
 
     rows: PositiveInt
     """Number of rows. Valid ids are 0 to rows - 1 unless ids are managed."""

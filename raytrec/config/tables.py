@@ -26,8 +26,8 @@ class EmbeddingOptim(Section):
     eps: PositiveFloat = 1e-8
     """Number added to the root of the second moment (ignored by sgd)."""
     weight_decay: NonNegativeFloat = 0.0
-    """L2 penalty on whole tables. Only dense updates support it (compute_kernel: dense, data_parallel, adam
-    on CPU); FBGEMM's fused kernels do not."""
+    """Factor of the L2 penalty on all rows of a table, including rows outside the batch. Only dense updates support it
+    (compute_kernel: dense, data_parallel, adam on CPU); FBGEMM's fused kernels do not."""
 
 
 class TableOptim(Section):
@@ -38,9 +38,9 @@ class TableOptim(Section):
     lr: PositiveFloat | None = None
     """Learning rate; default: optim.embeddings.lr."""
     eps: PositiveFloat | None = None
-    """See optim.embeddings.eps."""
+    """Default: optim.embeddings.eps."""
     weight_decay: NonNegativeFloat | None = None
-    """See optim.embeddings.weight_decay."""
+    """Default: optim.embeddings.weight_decay."""
 
 
 Beta = Annotated[Number, Field(ge=0, lt=1)]
@@ -50,13 +50,13 @@ class DenseOptim(Section):
     """Optimizer of the dense layers."""
 
     name: Literal["adam", "adagrad", "sgd"] = "adam"
-    """Name of the optimizer."""
+    """Optimizer from torch.optim."""
     lr: PositiveFloat = 1e-3
     """Learning rate."""
     eps: PositiveFloat = 1e-8
     """Number added to the root of the second moment (ignored by sgd)."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of adam's averages of the gradients and of their squares."""
+    """Decay rates of Adam's moving averages of the gradients and of the squared gradients."""
     weight_decay: NonNegativeFloat = 0.0
     """Factor of the L2 penalty."""
 
@@ -68,7 +68,7 @@ class DenseOptim(Section):
 
 
 class Schedule(Section):
-    """Factor on all learning rates. The factor depends only on the step and is not saved."""
+    """Factor by which all learning rates are multiplied. The factor depends only on the step and is not saved."""
 
     warmup_steps: NonNegativeInt = 0
     """Number of steps in which the factor grows linearly to 1."""
@@ -138,9 +138,9 @@ class TablePlan(Section):
     """Constraints on the plan of a table. The planner chooses all settings that are null."""
 
     sharding_type: Sharding | None = None
-    """Sharding type."""
+    """Division of the table among ranks (docs/sharding.md)."""
     ranks: list[NonNegativeInt] | None = Field(None, min_length=1)
-    """Ranks that hold the table. A single rank implies table_wise."""
+    """Ranks that hold the table. A single rank implies table_wise; several ranks require sharding_type."""
     compute_kernel: Kernel | Literal["dense"] | None = None
     """fused: in device memory, updated in the backward pass. dense: ordinary gradients and a dense update. fused_uvm:
     in host memory. fused_uvm_caching: in host memory, with a fifth of the rows cached on the device.

@@ -69,18 +69,18 @@ class TaskSection(Section):
 
 
 class RetrievalSection(Section):
-    """Ranking of each evaluated row's items among all items, for models with query and item vectors."""
+    """Ranking of each evaluated row's right items among all items, for models with query and item vectors."""
 
     items: str
     """Folder or file of Parquet with one row per item: its key and the features of the item tower."""
     item: Column = "item"
     """Column of `items` that contains the item's key."""
     right_items: Column | None = None
-    """Column of evaluated rows with the key of the right item, or a list of keys. With a list, each of its
-    items is right, and metrics such as recall and NDCG refer to the list. null: the column `item`."""
+    """Column of the evaluated rows with the key of the right (relevant) item, or with a list of the keys of all right
+    items. null: the column `item`."""
     seen: list[Column] = Field(default_factory=list, max_length=20)
-    """List columns of the evaluated rows, such as history: keys of items that are excluded from the row's
-    ranking, except right items."""
+    """List columns of the evaluated rows, such as history, with the keys of items to exclude from the row's ranking.
+    Right items are never excluded."""
     at: list[SmallCount] = Field([10], min_length=1, max_length=20)
     """Cutoffs k of hit rate, recall, NDCG and MAP."""
 
@@ -97,9 +97,9 @@ class EvalSection(Section):
     """Columns of data.reserve_columns with few values, such as country. Rows, AUC and calibration of each
     task are reported for the 10 largest and the 10 worst values."""
     max_exact_rows: PositiveInt = 2_000_000
-    """Rows of an evaluation that a worker keeps in memory for rank-based and grouped metrics. Beyond this
-    number, areas under curves are computed from bins, with a bound on their error, and grouped rows are
+    """Maximum number of rows of an evaluation that a worker keeps in memory for rank-based and grouped metrics. Beyond
+    this number, areas under curves are computed from bins, with a bound on their error, and grouped rows are
     written to temporary files."""
     retrieval: RetrievalSection | None = None
-    """Rank each evaluated row's item among all items: items, item, right_items, seen, at; null: no
+    """Rank each evaluated row's right items among all items (items, item, right_items, seen, at); null: no
     ranking."""

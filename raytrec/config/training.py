@@ -39,7 +39,7 @@ class ScalingSection(Section):
     hang_timeout_s: PositiveFloat = 45
     """Seconds without a step after which the worker group is restarted, once training has started."""
     max_failures: NonNegativeInt = 8
-    """Worker failures that a run survives. Lost and preempted nodes are not counted."""
+    """Maximum number of worker failures after which the run restarts. Lost and preempted nodes are not counted."""
     shutdown_grace_s: PositiveFloat = 30
     """Seconds that Ctrl-C, SIGTERM or `ray job stop` wait for a final checkpoint."""
 
@@ -75,16 +75,16 @@ class CheckpointSection(Section):
     """Number of best checkpoints to keep in addition, ranked by the evaluations of train.eval_every_steps. A
     checkpoint is then saved at each evaluation."""
     best_metric: str | None = None
-    """Metric that keep_best compares: a metric of the task, or TASK.METRIC if there are several tasks.
-    Default: the first training metric for which either lower or higher values are better (ne with binary
-    cross-entropy)."""
+    """Metric that keep_best compares: a metric of the task, or TASK.METRIC if there are several tasks. Default: the
+    first metric for which lower or higher values are better (ne with binary cross-entropy); metrics that are also
+    computed in training take precedence."""
     async_save: bool = True
     """Write while training continues, from a copy in host memory. Tables on CPUs that are updated in the
-    backward pass are not copied; their rows are set aside before they change. false: training waits."""
+    backward pass are not copied as a whole; each row is copied before it changes. false: training waits."""
 
 
 class DeltasSection(Section):
-    """Deltas, from which services follow a run (docs/online.md)."""
+    """Deltas, which services load to follow the model during training (docs/online.md)."""
 
     to: str = Field(min_length=1)
     """Folder of the deltas and of the full exports that they continue; local, s3:// or gs://."""
@@ -93,7 +93,7 @@ class DeltasSection(Section):
     full_every: PositiveInt = 100
     """Number of deltas after which the next checkpoint is exported in full, at low priority."""
     keep: PositiveInt = 2
-    """Number of full exports to keep. Deltas older than the oldest one are removed."""
+    """Number of full exports to keep. Deltas older than the oldest of these exports are removed."""
     quantize: Literal["fp16", "int8", "int4"] | None = None
     """Precision of the tables of full exports, as in `raytrec export`; null: fp32. Deltas contain fp32."""
 
@@ -102,7 +102,7 @@ class ExportSection(Section):
     """Exports that a run writes during training."""
 
     deltas: DeltasSection | None = None
-    """Write the rows, ids and dense weights that have changed every few seconds; null: no deltas."""
+    """Write deltas every few seconds, i.e. the rows, ids and dense weights that have changed; null: no deltas."""
 
 
 class EarlyStoppingSection(Section):
@@ -151,8 +151,8 @@ class TrainSection(Section):
     """Passes over data.train. auto: 1 to 10 passes, for about a million rows in total; more on small
     data, for at least 100 steps."""
     initial_bias: Literal["drawn", "log_odds"] = "drawn"
-    """Initial bias of a model's last layer. drawn: random. log_odds: log-odds of the share of positives in a
-    million rows of data.train, for tasks that learn log-odds and models with a single last layer."""
+    """Initial bias of a model's last layer. drawn: random. log_odds: log-odds of the share of positives in
+    about a million rows of data.train, for tasks that learn log-odds and models with a single last layer."""
     max_steps: PositiveInt | None = None
     """Maximum number of steps; null: no limit."""
     eval_every_steps: Annotated[PositiveInt | Literal["auto", "next_folder"] | None, FREE, Mark.COMMON] = None
@@ -167,7 +167,7 @@ class TrainSection(Section):
     """Recompute the activations of each block of the dense model in the backward pass instead of keeping
     them. Uses less memory and more time; results are the same. Cannot be combined with train.compile."""
     max_grad_norm: PositiveFloat | None = None
-    """Maximum L2 norm of the whole gradient, including tables; null: no clipping."""
+    """Maximum L2 norm to which the gradient of all parameters is clipped (see clip_tables); null: no clipping."""
     clip_tables: bool = True
     """Include tables in train.max_grad_norm. false: only the gradient of the dense layers is measured and
     clipped."""
@@ -176,7 +176,7 @@ class TrainSection(Section):
     the average, and checkpoints contain both. Tables are not averaged. null: no average."""
     on_nan: Annotated[Literal["stop", "skip"], FREE] = "stop"
     """Reaction to a non-finite loss. stop: stop the run, and save the batch in the run folder. skip: skip the
-    step on all ranks, and count the step."""
+    step on all ranks, and count it as skipped."""
     matmul: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Precision of the dense layers' matrix products, in training and evaluation. tf32: float32 with a 10-bit
     fraction on tensor cores; fp32 on CPU. bf16: autocast to bfloat16; parameters, losses, embeddings and
@@ -209,8 +209,8 @@ class TrackingSection(Section):
     tags: dict[str, str] = Field(default_factory=dict)
     """Additional tags of the MLflow run."""
     every_steps: PositiveInt | None = 100
-    """Steps between records of table statistics, phase times and load of every rank; also recorded at the
-    end; null: never."""
+    """Steps between records of table statistics, phase times and load of every rank; the last step is also recorded.
+    null: never."""
     report: bool = True
     """Write plots and report.html at the end of the run."""
 
@@ -224,9 +224,9 @@ class ChecksSection(Section):
     """Live checks during training, and the reaction to a failed check."""
 
     every_steps: PositiveInt | None = 500
-    """Steps between checks, in addition to the check at the start; null: check only at the start."""
+    """Steps between checks, in addition to checks at the start and before checkpoints; null: only these checks."""
     at_checkpoints: bool = True
-    """Also check before each checkpoint."""
+    """Check before each checkpoint."""
     same_environment: Reaction = "stop"
     """Configuration, schema, code and libraries are the same on all ranks."""
     shards: Reaction = "stop"
@@ -241,7 +241,7 @@ class ChecksSection(Section):
     """Managed ids and their rows correspond one to one over all ranks."""
     finite: Reaction = "stop"
     """Weights and optimizer state contain neither NaN nor infinite values. A state with such values is never
-    saved, whatever this key is set to."""
+    saved, even if this check is off."""
     numerics: Reaction = "warn"
     """Gradients are finite, norms do not explode, and calibration does not drift."""
     custom: dict[ModuleName, Reaction] = Field(default_factory=dict)

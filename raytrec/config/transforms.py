@@ -107,7 +107,7 @@ class Bucketize(OnColumns):
 
 
 class Hash(OnColumns):
-    """Hashes of all integers or text, in [0, rows). The schema's out_of_range: hash instead keeps valid ids."""
+    """Hashes of all integers or text, in [0, rows). In contrast, out_of_range: hash in the schema keeps valid ids."""
 
     do: Literal["hash"]
     rows: PositiveInt
@@ -122,7 +122,7 @@ class LookupVocabulary(OnColumns):
     """Text file with one value per line, or Parquet file whose first column contains the values (local, s3:// or
     gs://). Every node must be able to read the file."""
     unknown: int | None = Field(None, ge=0)
-    """Id of all other values; default: other values have no id."""
+    """Id of values that are not in the vocabulary; default: such values have no id."""
 
 
 class Binarize(OnColumns):
@@ -212,7 +212,7 @@ class Cast(OnColumns):
 
 
 class DropNull(OnColumns):
-    """Removal of nulls from lists, which become shorter, unlike the lists of their weights; see fill_null."""
+    """Removal of nulls from lists. Lists of weights are not shortened to match; for weighted lists, use fill_null."""
 
     do: Literal["drop_null"]
 
@@ -277,9 +277,9 @@ class Sample(Section):
 class Python(Section):
     """A user-defined function `function(table: pyarrow.Table, **options) -> pyarrow.Table`.
 
-    The function receives a whole row group as columns, and returns as many rows in the same order. The result
-    for a row must depend only on this row, because the rows of a call differ between runs. Before a run
-    starts, the function is called with an empty table to determine the types of its columns.
+    The function receives some consecutive rows of a file, and returns as many rows in the same order. The result for a
+    row must depend only on this row, because the rows of a call differ between runs. Before a run starts, the function
+    is called with an empty table to determine the types of its columns.
     """
 
     do: str

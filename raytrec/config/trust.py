@@ -1,9 +1,9 @@
 """Detect code and servers in configurations that other users may have written.
 
 A configuration can name code that its run imports (`module:name`) and servers that receive the user's credentials. It
-can also name a cluster with which the run exchanges pickles and Ray's token. All are accepted in a configuration that
-the user wrote. Configurations from a URI, a checkpoint, or the folder of a run or search may be another user's. Code
-and servers in these configurations are refused without --allow-code.
+can also name a cluster with which the run exchanges pickles and Ray's token. All of these are accepted in a
+configuration that the user wrote. Configurations from a URI, a checkpoint, or the folder of a run or search may be
+another user's. Code and servers in these configurations are refused without --allow-code.
 
 Configurations in the user's own run and search folders carry a mark: a MAC of the file. Its key is in the
 home folder, where only this user can read it. The mark moves with the folder, and becomes invalid if another
@@ -41,7 +41,7 @@ RUN_FILES = ("driver.json", "events.jsonl", "plan.json", "checkpoints", CONFIG +
 SEARCH_FILES = ("search.json", "trials.json", "outcome.json")
 SEARCH_CONFIG_FILES = ("best.yaml", "space.yaml")
 MLFLOW_SECRETS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_AUTH")
-# Values of these sections follow other rules, or are links or code.
+# Sections that are not searched for URIs: their values are checked separately, or are links or code.
 SECTIONS_WITHOUT_PLACES = ("tracking", "scaling", "tasks")
 
 
@@ -64,7 +64,7 @@ def list_user_code(values: dict[str, Any]) -> list[str]:
 
 
 def refuse_code(original_code: dict[str, str], values: dict[str, Any], where: str) -> None:
-    """Raise if a configuration from elsewhere names code or servers that overrides have not replaced.
+    """Raise an error if an untrusted configuration names code or servers that overrides have not replaced.
 
     Args:
         original_code: Result of `find_foreign_code` for the values before overrides.
@@ -80,8 +80,8 @@ def refuse_code(original_code: dict[str, str], values: dict[str, Any], where: st
         raise ConfigError(
             f"an untrusted configuration names code to run or servers to contact: {'; '.join(named)}",
             where=where,
-            expected="a configuration without module:name, cluster address, URI that selects its server, or MLflow "
-            "server while an MLflow password is set",
+            expected="a configuration that names no code (module:name), no cluster address, no URI that selects its "
+            "server and, while an MLflow password is set, no MLflow server",
             do="add --allow-code or use your own copy of the file if you trust its source; else override these keys",
         )
 

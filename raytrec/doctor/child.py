@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ANSWER_PREFIX = "raytrec-doctor "
 ROOT = str(Path(__file__).parents[2])
-LOAD_TIMEOUT_S, GPU_TIMEOUT_S = 120.0, 120.0  # a first import from a network file system takes long
+LOAD_TIMEOUT_S, GPU_TIMEOUT_S = 120.0, 120.0  # the first import from a network file system is slow
 MEASURE_TIMEOUT_PER_RANK_S = 180.0  # time limit of a measurement, per rank
 PINNED_REQUIREMENTS, *_ = PAIRS
 CUDA_LIBRARY_PATTERN = re.compile(r"lib(cud|cublas|cufft|curand|cusparse|cusolver|nccl|nv)\w*\.so")
@@ -44,22 +44,22 @@ OLD_LIBC_PATTERN = re.compile(r"version `?(GLIBC|GLIBCXX|CXXABI)_")
 
 
 class ChildError(Exception):
-    """Error that a child process has reported, or that ended the process."""
+    """Exception raised by a function in a child process, or unexpected end of the process."""
 
 
 def run_child(
     function: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float, **environment: str
 ) -> dict[str, Any]:
-    """Call a function of a module in a new Python process, and return its result.
+    """Call a module-level function in a new Python process, and return its result.
 
     Args:
-        function: Function to call.
-        arguments: Arguments of the function; plain values.
+        function: Function to call; its result must be JSON-serializable.
+        arguments: Arguments of the function; must be JSON-serializable.
         limit_s: Seconds after which the process is killed.
         environment: Additional environment variables of the process.
 
     Raises:
-        ChildError: The process ended with an error, or without a response.
+        ChildError: The function raised an exception, or the process ended without a result.
         TimeoutError: The process did not end in time.
     """
     env = os.environ | environment
@@ -229,7 +229,7 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
 
     Args:
         ranks: Number of ranks, at least 1.
-        show: Function called with lines about the measurement.
+        show: Function called with each line of output about the measurement.
 
     Raises:
         RunError: A rank failed.
@@ -264,13 +264,13 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
 def main() -> None:
     """Call the function named on the command line, and print its result for `run_child`."""
     limit_s, *arguments = json.loads(sys.argv[2])
-    signal.alarm(int(limit_s) + 5)  # the parent process may be gone
+    signal.alarm(int(limit_s) + 5)  # end this process even if its parent has died
     try:
         answer = load_code(sys.argv[1])(*arguments)
     except BaseException as error:
         answer = {"error": " ".join((str(error) or type(error).__name__).split())[:600]}
     print(f"\n{ANSWER_PREFIX}{json.dumps(answer)}", flush=True)
-    os._exit(0)  # at a normal exit, a failed group may wait for its peers
+    os._exit(0)  # a normal exit could wait for the other ranks of a failed process group
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from raytrec.doctor.nodes import (
     open_nodes,
 )
 
-CLUSTER_CHECKS: dict[str, Callable[[ThisHost], Diagnoses]] = {  # skipped for one host
+CLUSTER_CHECKS: dict[str, Callable[[ThisHost], Diagnoses]] = {  # skipped if only one host is examined
     "interfaces": network.check_interfaces,
     "ports": network.check_ports,
     "all-reduce": network.check_all_reduce,
@@ -94,7 +94,9 @@ class Examination:
 def examine(
     address: str | None = None, storage: list[str] | None = None, show: Callable[[str], None] = lambda _: None
 ) -> Examination:
-    """Examine this host, or every node of a cluster. Nothing is changed, and no check raises.
+    """Examine this host, or every node of a cluster. Errors become diagnoses instead of exceptions.
+
+    The checks change nothing, except that temporary files are written to `storage` and removed.
 
     Args:
         address: Address as in scaling.address; default: RAY_ADDRESS or the cluster of the job, else this host
@@ -119,7 +121,7 @@ def diagnose(config: RunConfig | None, address: str | None, storage: list[str]) 
     """Call `examine` for the command line, and show the current check on terminals.
 
     Args:
-        config: Resolved configuration, whose cluster, run folder and checkpoints are examined as well.
+        config: Resolved configuration, whose cluster, run folder and checkpoint folder are also examined; may be None.
         address: As in `examine`.
         storage: As in `examine`; paths may be relative.
     """
@@ -209,7 +211,7 @@ def anonymize_examination(examination: Examination) -> Examination:
 
 
 def to_json_values(examination: Examination) -> dict[str, Any]:
-    """Return the numbers of failures and warnings, hosts, raytrec's version, and a row per diagnosis."""
+    """Return an examination as JSON values: numbers of failures and warnings, hosts, version, and diagnoses."""
     rows = [
         asdict(each) | {"finding": to_plain_text(each.finding), "do": to_plain_text(each.do)}
         for each in examination.diagnoses

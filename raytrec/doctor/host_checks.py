@@ -1,4 +1,4 @@
-"""Checks of a host without torch, for `raytrec doctor` and, before Ray starts, for `raytrec train`."""
+"""Checks of a host that do not import torch, for `raytrec doctor` and, before Ray starts, for `raytrec train`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ SHARED_MEMORY_FOLDER, NVIDIA_GPUS_FOLDER = Path("/dev/shm"), Path("/proc/driver/
 # Bytes of shared memory; Docker gives 64 MiB.
 MIN_SHARED_MEMORY_BYTES, RECOMMENDED_SHARED_MEMORY_BYTES = 64 * MIB, GIB
 MIN_OPEN_FILES, RECOMMENDED_OPEN_FILES = 1024, 8192  # open files of a process
-# Bytes that each Ray process maps, and the object store's share of main memory, which each maps as well. With
-# 24 GiB of memory, a run ended under `ulimit -v` of 12 GiB, but not of 20 GiB.
+# Each Ray process maps MIN_VIRTUAL_MEMORY_BYTES and the object store, which takes OBJECT_STORE_SHARE of main memory.
+# On a host with 24 GiB, a run failed with `ulimit -v` of 12 GiB, but not of 20 GiB.
 MIN_VIRTUAL_MEMORY_BYTES, OBJECT_STORE_SHARE = 12 * GIB, 0.3
 MIN_MEMORY_BYTES = GIB  # a worker needs about this much before it holds any table
 MIN_DISK_BYTES, RAY_MAX_DISK_SHARE = 200 * MIB, 0.95  # Ray 2.60: local_fs_capacity_threshold
@@ -49,8 +49,8 @@ class Diagnosis:
 
     Attributes:
         result: ok, warning or failure.
-        finding: State of the host in words.
-        do: Repair; empty if the result is ok.
+        finding: Description of the state that the check found.
+        do: Instructions for a repair; empty if the result is ok.
         check: Name of the check.
         hosts: Hosts with this finding; empty: all hosts, or the hosts named in `finding`.
     """
@@ -70,7 +70,7 @@ PRE_RUN_CHECKS = ("driver", "shared memory", "limits", "memory", "Ray's folder")
 def host_check(
     name: str, limit_s: float = DEFAULT_CHECK_LIMIT_S
 ) -> Callable[[Callable[[], Diagnoses]], Callable[[], Diagnoses]]:
-    """Return a decorator that registers a check of the local host."""
+    """Return a decorator that registers a check of the local host, with a time limit in seconds."""
 
     def register(function: Callable[[], Diagnoses]) -> Callable[[], Diagnoses]:
         HOST_CHECKS[name] = function, limit_s
@@ -104,7 +104,7 @@ def diagnose_error(error: Exception) -> Diagnosis:
 def call_within(limit_s: float, function: Callable[[], Any]) -> Any:
     """Call a function in a thread, and return its result or raise its exception.
 
-    A function that hangs is abandoned in its thread.
+    A function that exceeds the limit continues to run in its thread.
 
     Raises:
         TimeoutError: The function has not returned in time.
@@ -204,7 +204,7 @@ def check_limits() -> Diagnoses:
         yield Diagnosis(FAILURE, f"{what}: Ray processes map more virtual memory, and exit at startup", do)
     do = "raise the limit: ulimit -n 65536, LimitNOFILE=65536 (systemd), docker run --ulimit nofile=65536"
     if files != resource.RLIM_INFINITY and files < RECOMMENDED_OPEN_FILES:
-        yield Diagnosis(FAILURE if files < MIN_OPEN_FILES else WARNING, f"{what}: Ray needs more files", do)
+        yield Diagnosis(FAILURE if files < MIN_OPEN_FILES else WARNING, f"{what}: Ray needs more open files", do)
     elif locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
         do = "set ulimit -l unlimited, LimitMEMLOCK=infinity (systemd) or docker run --ulimit memlock=-1"
         yield Diagnosis(WARNING, f"{what}: InfiniBand needs unlimited locked memory", do)
@@ -272,7 +272,7 @@ def check_clusters() -> Diagnoses:
 
 @host_check("token")
 def check_token() -> Diagnoses:
-    """Check that Ray's token is present if a cluster requires it, and readable only by its owner."""
+    """Check that Ray's token file, if it exists and is used, is readable by this user and by no other user."""
     file = token_file()
     if os.environ.get(AUTH_MODE_VARIABLE, "token").lower() != "token":
         yield Diagnosis(OK, f"not used: {AUTH_MODE_VARIABLE}={os.environ[AUTH_MODE_VARIABLE]}")

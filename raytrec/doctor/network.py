@@ -20,7 +20,7 @@ from raytrec.doctor.child import run_child
 from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnoses, Diagnosis
 from raytrec.doctor.nodes import NO_ANSWER_REPAIR, REPLY_TIMEOUT_S, ThisHost
 
-ALL_REDUCE_ELEMENTS, ROUNDS = 1 << 22, 4  # timed all-reduce: 16 MiB of float32, best of four
+ALL_REDUCE_ELEMENTS, ROUNDS = 1 << 22, 4  # timed all-reduce: 16 MiB of float32, fastest of four
 PORT_CONNECT_TIMEOUT_S, COLLECTIVE_TIMEOUT_S, IMPORT_ALLOWANCE_S = 5.0, 90.0, 60.0
 MAX_ALL_REDUCES = 16  # all-reduces of one check; each may take COLLECTIVE_TIMEOUT_S
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -38,7 +38,7 @@ _listeners: list[socket.socket] = []
 
 
 def describe_interfaces(address: str) -> dict[str, Any]:
-    """Return the interfaces that gloo and NCCL use on this host, and the addresses of all interfaces.
+    """Return the interface that has the address ("own"), all interfaces ("have") and the user's choice ("chosen").
 
     Args:
         address: Address by which Ray knows this host.
@@ -94,7 +94,7 @@ def listen(address: str, keep: bool = True) -> int:
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.bind((address, 0))
-    except OSError:  # the address is translated on the way
+    except OSError:  # no interface has this address, which NAT translates
         listener.bind(("", 0))
     listener.listen(1024)
     port = listener.getsockname()[1]
@@ -117,7 +117,7 @@ def find_connection_errors(places: list[tuple[str, int]], limit_s: float = PORT_
 
 
 def check_ports(nodes: ThisHost) -> Diagnoses:
-    """Check that each node reaches a free port of every other node; record failing pairs in `nodes`."""
+    """Check that each node reaches a free port of every other node; record failing pairs in disconnected_pairs."""
     indices = range(len(nodes.names))
     ports = nodes.ask(listen, host_arguments={i: (nodes.addresses[i],) for i in indices})
     listening = [i for i in indices if isinstance(ports[i], int)]
@@ -231,8 +231,8 @@ def check_all_reduce(nodes: ThisHost) -> Diagnoses:
 def find_smallest_failing_group(group: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> Sequence[int]:
     """Return a node, a pair or, if neither fails by itself, a larger part of a group that fails.
 
-    A binary search finds the shortest failing prefix of the group. A second one finds the shortest prefix that fails
-    together with the last node of the first prefix.
+    A binary search finds the shortest failing prefix of the group. A second search finds the shortest prefix that
+    fails together with the last node of the first prefix.
 
     Args:
         group: Nodes that fail together.

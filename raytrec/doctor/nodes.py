@@ -1,4 +1,4 @@
-"""Hosts to examine (this one, or the nodes of a Ray cluster); checks of packages, clocks and storage."""
+"""Hosts to examine (this host or the nodes of a Ray cluster), and checks of packages, clocks and storage."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ThisHost:
     Attributes:
         names: Names of the hosts.
         addresses: Addresses at which other hosts reach these hosts.
-        unresponsive_hosts: Name of each host that has not responded and is excluded → reason.
+        unresponsive_hosts: Host that has not responded, and is therefore excluded → reason.
         hosts_without_torch: Indices of hosts that cannot import torch.
         disconnected_pairs: Pairs of hosts (indices) that cannot connect.
     """
@@ -150,7 +150,7 @@ def open_nodes(address: str | None) -> Iterator[ThisHost]:
         address: Address of a cluster (scaling.address); None: this host.
 
     Raises:
-        RunError: As in ray_session; or the address is the URL of a dashboard.
+        RunError: The cluster cannot be joined (see ray_session), or the address is the URL of a dashboard.
     """
     if address is None:
         yield ThisHost()
@@ -175,7 +175,7 @@ def describe_packages() -> dict[str, str]:
         except PackageNotFoundError:
             continue
         lines = (package_info.read_text("RECORD") or "").splitlines()
-        # Without lines that depend on the environment: scripts name its Python, dist-info the installer.
+        # Omit lines that depend on the environment: scripts contain a path of Python, dist-info names the installer.
         lines = [line for line in lines if "sha256=" in line and not ENVIRONMENT_LINE_PATTERN.search(line)]
         digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:8]
         versions[package] = f"{package_info.version} (files {digest})"
@@ -183,9 +183,9 @@ def describe_packages() -> dict[str, str]:
 
 
 def check_same_packages(nodes: ThisHost) -> Diagnoses:
-    """Check that Python, raytrec and its packages are equal on all nodes.
+    """Check that Python, raytrec's code and the packages on which raytrec depends are the same on all nodes.
 
-    The packages include Ray, torch, TorchRec and FBGEMM. Versions of Python must agree in the patch number.
+    The packages include Ray, torch, TorchRec and FBGEMM. Python versions must agree down to the patch number.
     """
     answers = nodes.ask(describe_packages)
     by_host = {name: dist for name, dist in zip(nodes.names, answers, strict=True) if isinstance(dist, dict)}
@@ -206,7 +206,7 @@ def check_same_packages(nodes: ThisHost) -> Diagnoses:
 
 
 def check_clocks(nodes: ThisHost) -> Diagnoses:
-    """Check that the clocks of all nodes agree with this process's clock, up to the uncertainty of the measurement."""
+    """Check that all nodes' clocks are within WARNING_SKEW_S of this process's, up to the measurement's uncertainty."""
     skews: dict[str, tuple[float, float]] = {}
     for number, name in enumerate(nodes.names):
         for _ in range(CLOCK_MEASUREMENTS):
@@ -287,7 +287,7 @@ def check_storage(nodes: ThisHost, uri: str) -> Diagnoses:
                 what = (
                     f"cannot be listed: {missing}"
                     if failed
-                    else f"lacks {format_count(len(missing), 'file')} of other nodes"
+                    else f"lacks {format_count(len(missing), 'file')} written by other nodes"
                 )
                 mount_repair = f"mount the same storage at {uri} on every node, or use s3://"
                 yield Diagnosis(FAILURE, f"{uri} on this node {what}", mount_repair, hosts=(host,))

@@ -28,7 +28,7 @@ class DoesNotFitError(Exception):
 
 
 class PlanBalancer:
-    """Balancer that chooses the plan of one configuration on identical ranks.
+    """Heuristic search for the plan of one configuration with the best score on identical ranks.
 
     Tables with fixed ranks stay on these ranks, and each group of tables stays together on one rank.
 
@@ -47,10 +47,10 @@ class PlanBalancer:
         )
 
     def choose(self) -> list[ShardingOption]:
-        """Return the sharding options of all tables, with ranks, in a plan with nearly the best score.
+        """Return the sharding options of all tables, with the rank of each shard, in the chosen plan.
 
-        Of the plans whose scores are within SCORE_TOLERANCE of the best, the one whose fullest rank uses the
-        smallest share of its memory is chosen.
+        Among plans whose scores are within SCORE_TOLERANCE of the best, the plan whose fullest rank uses the smallest
+        share of its memory, rounded to a tenth, is chosen. Ties are resolved by score.
 
         Raises:
             DoesNotFitError: No plan fits into the memory of the ranks.
@@ -76,7 +76,7 @@ class PlanBalancer:
         return options
 
     def _iterate_starts(self) -> Iterator[tuple[set[str], float | None]]:
-        """Yield `_build` arguments (kinds, largest): all types, each type alone, then all types by memory."""
+        """Yield arguments of `_build`: all sharding types by time, each type by time, then all types by memory."""
         kinds = {way.option.sharding_type for ways in self._space.table_options.values() for way in ways}
         yield from ((kinds, largest) for largest in MAX_SHARD_SHARES)
         if len(kinds) > 1:
@@ -115,7 +115,7 @@ class PlanBalancer:
         return self._space.rate(plan)
 
     def _get_share(self, ways: Sequence[TableOption]) -> float:
-        """Return the share of the memory tier that a table fills most, under its smallest sharding option."""
+        """Return the largest share of a memory tier that a table fills under its sharding option with fewest bytes."""
         least = min((way.needs.sum(0) for way in ways), key=sum)
         return float((least / np.maximum(1.0, self._space.room.sum(0))).max())
 
@@ -167,7 +167,7 @@ class PlanBalancer:
     def _refine(self, plan: PartialPlan) -> PartialPlan:
         """Relieve the slowest ranks while changes improve the score, and return the plan.
 
-        At most MAX_CHANGES_PER_PLAN changes are tried.
+        No further round of changes begins after MAX_CHANGES_PER_PLAN changes have been tried.
         """
         remaining_changes = MAX_CHANGES_PER_PLAN
         while remaining_changes > 0:
@@ -200,10 +200,10 @@ class PlanBalancer:
         return False
 
     def _changes(self, plan: PartialPlan, slow: int) -> Iterator[tuple[float, PlanChange]]:
-        """Yield (approximate seconds of the slowest rank, change) for changes that relieve the rank `slow`.
+        """Yield (approximate seconds of the slowest rank after the change, change) for changes that relieve `slow`.
 
-        The seconds are those after the change. A change moves a table to other ranks, gives it another
-        sharding option, or swaps two whole tables between this rank and a less busy one.
+        A change moves a table to other ranks, gives a table another sharding option, or swaps two whole tables
+        between the rank `slow` and a less busy rank.
         """
         movable = {name: placement for name, placement in plan.of.items() if not self._space.is_fixed(name)}
         on_slow = {name: placement for name, placement in movable.items() if slow in placement[1]}

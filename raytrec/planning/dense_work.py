@@ -1,4 +1,4 @@
-"""Count the operations of the dense layers in a step, run on the meta device."""
+"""Count the operations of the dense layers in a step, run on the meta device or with few rows on CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 
-MAX_META_ROWS, NUM_CPU_ROWS = 8192, 64
+MAX_META_ROWS, NUM_CPU_ROWS = 8192, 64  # rows above which counts are extrapolated, and rows of the first count on CPU
 # Name prefixes of operators that compute nothing, in addition to views.
 UNCOUNTED_OPERATORS = ("empty", "detach", "_local_scalar_dense", "sym_", "is_pinned", "_unsafe_view", "_reshape_alias")
 
@@ -34,7 +34,8 @@ class DenseWork:
         launches: Number of operators that compute something; each is one kernel on a GPU.
         parameters: Bytes of the parameters.
         tensors: Number of parameter tensors.
-        activations: Peak bytes of live tensors that the step creates, except the parameters' gradients.
+        activations: Peak bytes of live tensors that the step creates, except the parameters' gradients; for
+            extrapolated counts, bytes of tensors that are live between forward and backward.
     """
 
     flops: float
@@ -133,11 +134,11 @@ def count_dense_layers(
 ) -> DenseWork:
     """Count the work of the dense layers and losses, forward and backward, for the batch of one rank.
 
-    Autocast, and models that read values, cannot run on the meta device. Such layers run on CPU with two small
-    numbers of rows, and the counts are extrapolated linearly. The counts for more than MAX_META_ROWS rows are
-    also extrapolated. Models that read sequences run without autocast, with sequences of mean length if the
-    schema has statistics. Losses that compare rows of a global batch are counted
-    for the rows of this rank alone. Extrapolation underestimates losses that compare all pairs of rows.
+    Autocast, and models that read tensor values, cannot run on the meta device. Such layers run on CPU with two small
+    numbers of rows, and the counts are extrapolated linearly. The counts for more than MAX_META_ROWS rows are also
+    extrapolated. Models that read sequences run without autocast, with sequences of mean length if the schema has
+    statistics. Losses that compare rows of a global batch are counted for the rows of this rank alone. Extrapolation
+    underestimates losses that compare all pairs of rows.
 
     Args:
         build: Function that builds the model of one rank (worker.build.build_unsharded).

@@ -37,7 +37,7 @@ MAX_REFUSALS = 3  # number of failed plans, while hosts are doubled, after which
 
 @dataclass(frozen=True)
 class MemoryShortage:
-    """Memory tier that is too small on its fullest rank (GiB); ranks share "host" and "disk" evenly."""
+    """Memory tier in which `rank`, the fullest rank, needs more GiB than it has. Ranks share host and disk evenly."""
 
     tier: str
     rank: int
@@ -50,10 +50,10 @@ class ClusterEstimate:
     """Plan, memory and time of a configuration on a cluster.
 
     Attributes:
-        time: Predicted step time; None without rates.
+        time: Predicted step time; None without rates or without a plan.
         refusal: Error that explains why there is no plan; only `remedies` and `table_memory_gib` are then set.
         table_memory_gib: GiB that tables need and GiB available to them; set if `refusal` is set.
-        lacks: Shortage in each memory tier that is too small.
+        lacks: One shortage for each memory tier that is too small.
         remedies: Changes, each of which alone makes the run fit.
     """
 
@@ -69,12 +69,12 @@ class ClusterEstimate:
 
     @property
     def name(self) -> str:
-        """Name of the cluster."""
+        """Return the name of the cluster."""
         return self.cluster.name
 
     @property
     def fits(self) -> bool:
-        """True if there is a plan and every tier has enough memory."""
+        """Return True if there is a plan and every tier has enough memory."""
         return self.refusal is None and not self.lacks
 
 
@@ -177,8 +177,8 @@ class ClusterEstimator:
     ) -> ClusterEstimate | None:
         """Return the prediction for the fewest hosts on which the run fits, or None if none is found.
 
-        The number of hosts is doubled, starting from `min_hosts`, and then bisected. `make_cluster` returns
-        the cluster with a given number of hosts.
+        The number of hosts is doubled, starting from `min_hosts` (with fused kernels only, at least the number whose
+        devices can hold the tables), and then bisected. `make_cluster` returns the cluster with a number of hosts.
         """
         single_host = make_cluster(1)
         config = _configure_for(self._config, single_host)
@@ -216,7 +216,7 @@ class ClusterEstimator:
     def choose_clusters(self, machines: list[Machine], prices: Mapping[str, float]) -> list[ClusterEstimate]:
         """Return the smallest cluster of each machine type on which the run fits, by number of GPUs, then by price.
 
-        Other machine types are left out. `prices` maps names of machines to their prices per hour.
+        Machine types on which the run does not fit are omitted. `prices` maps machine names to prices per hour.
         """
         estimates = [self.find_smallest_cluster(partial(Cluster.from_machine, machine=machine)) for machine in machines]
         return sorted(
@@ -245,8 +245,8 @@ def dry_run(
 ) -> list[PlannedTable]:
     """Return the plan that a run on a cluster's GPUs or CPU workers (scaling.device) would use.
 
-    As in a run, 15 % of GPU memory is reserved for dense layers and activations. The shapes of the `dense`
-    weights are used to compare plans.
+    As in a run, 15 % of GPU memory is reserved for dense layers and activations. The time of the dense layers, which
+    affects the comparison of plans, is estimated from the shapes of the `dense` weights.
 
     Raises:
         ConfigError: Tables do not fit, constraints cannot be met, or the cluster has no hosts or no GPUs.
@@ -283,7 +283,7 @@ def dry_run(
 
 @contextmanager
 def _set_ranks_per_host(ranks: int) -> Iterator[None]:
-    """Within the block, set LOCAL_WORLD_SIZE, from which TorchRec reads the number of ranks per host.
+    """Set LOCAL_WORLD_SIZE, from which TorchRec reads the number of ranks per host, within the block.
 
     See plan.agree_on_hosts. TorchRec's warnings about the hypothetical topology and dense layers are suppressed.
     """

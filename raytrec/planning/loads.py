@@ -23,7 +23,7 @@ from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.planning.memory import CACHED_ROWS_SHARE, DTYPE_BYTES, PlannedTable
 
 ID_BYTES, LENGTH_BYTES, VALUE_BYTES = 8, 4, 4
-WIRE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.125}  # int8: with scales of 64 values
+WIRE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.125}  # int8: with 8 bytes of scales per 64 values
 # Share of lookups that go to the hottest fifth of the rows of a table without statistics. Zipf's law with
 # exponent 1 gives 0.89 for a million rows; 0.8 leaves a margin.
 DEFAULT_HIT_SHARE = 0.8
@@ -39,18 +39,19 @@ class Loads:
         row_ids: Mean number of ids per row of a batch.
 
     Attributes:
-        ids: Update type (a table's optimizer, or dense) → ids looked up for the rows of all ranks.
-        shards: Update type → shards in which ids are looked up.
+        ids: Update type (a table's optimizer, or dense) → number of ids that a rank looks up for all ranks' rows.
+        shards: Update type → number of shards in which ids are looked up.
         touched: Update type → bytes of device memory that lookups read and write at random addresses.
         streamed_bytes: Bytes that dense updates read and write sequentially.
         host_bytes: Bytes of host memory that lookups read and write over a GPU's link to the host.
-        file_rows: Rows read from files.
-        received_ids: Bytes of ids and lengths that the rank receives; sent_ids: bytes sent (one number).
-        pooled: Bytes of the sums or vectors that lookups return; summed: bytes of sums reduced over ranks.
-        near, far: Collective → bytes that a rank sends within its host and to other hosts, forward and
-            backward.
-        arrived: Bytes that each rank receives in all-to-alls from its host and from other hosts (two
-            numbers).
+        file_rows: Number of rows read from files.
+        received_ids: Bytes of ids and lengths that a rank receives.
+        sent_ids: Bytes of ids and lengths that each rank sends (one number).
+        pooled: Bytes of the sums or vectors that lookups return.
+        summed: Bytes of partial sums that are reduced over ranks.
+        near: Collective → bytes that a rank sends within its host, forward and backward.
+        far: Collective → bytes that a rank sends to other hosts, forward and backward.
+        arrived: Bytes that each rank receives in all-to-alls, from its host and from other hosts, float64 [2].
         gradients: Bytes of the tables' dense gradients.
         groups: (table read id by id, or "", sharding type) → number of tables. The ids and sums of each group
             are sent separately.
@@ -77,16 +78,16 @@ class LoadCounter:
 
     table_wise, column_wise, table_column_wise: The rank of a shard receives G·ℓ ids, looks them up, and sends
         G·F·c values, of which B·F·c stay on the rank.
-    row_wise: Each rank receives its part of the G·ℓ ids and computes partial sums of all G·F·c values, which
-        a reduce-scatter adds up. In the ring, each rank sends (W−1)/W of the values to its neighbor. Each
-        host sends them over the network once, through the ports of all its GPUs.
-    table_row_wise, grid_shard: The same within a host of L ranks, after which the hosts exchange the sums; a
-        rank then has the sums of G/L rows.
+    row_wise: Each rank receives its part of the G·ℓ ids and computes partial sums of all G·F·c values, which a
+        reduce-scatter adds up. In the ring, each rank sends (W−1)/W of the values to its neighbor. Each host sends
+        the values over the network once, through the ports of all its GPUs.
+    table_row_wise, grid_shard: The same within a host of L ranks, which leaves each rank with the sums of G/L rows;
+        the hosts then exchange the sums.
     data_parallel: Each rank looks up its own B·ℓ ids; gradients of whole tables are added up.
 
-    For tables that the model reads id by id, ranks send one vector per id, G·ℓ·c values, instead of sums. A
-    lookup reads c·w bytes per id and writes c·4 per bag. An update reads c·4 bytes of gradient per id, and
-    reads and writes the weights and state of each distinct row.
+    For tables that the model reads id by id, ranks send one vector per id, G·ℓ·c values, instead of sums. A lookup
+    reads c·w bytes per id and writes c·4 bytes per bag. An update reads c·4 bytes of gradient per id, and reads and
+    writes the weights and state of each distinct row.
 
     Args:
         config: Configuration of the run.
@@ -205,9 +206,8 @@ class LoadCounter:
 def estimate_ids_per_row(schema: Schema, features: Features) -> dict[str, float]:
     """Return the expected number of ids per row of each sparse feature.
 
-    The number is the mean length measured by `raytrec inspect`. For sequences read id by id, the number is at
-    most the length that the model reads. Without statistics, the number is that length for these sequences and
-    1 for all other features.
+    The number is the mean length measured by `raytrec inspect`, for sequences read id by id at most the length that
+    the model reads. Without statistics, it is that length for these sequences and 1 for all other features.
     """
     lengths = {}
     for name in schema.sparse:
@@ -248,7 +248,7 @@ def _estimate_distinct_rows(draws: float, rows: int, statistics: Statistics | No
 def estimate_hit_share(rows: float, statistics: Statistics | None) -> float:
     """Return the share of lookups that go to the `rows` hottest rows of a table.
 
-    Between two powers of ten, it grows with the logarithm of `rows`. Without statistics: DEFAULT_HIT_SHARE.
+    Between powers of ten, the share grows with the logarithm of `rows`. Without statistics, it is DEFAULT_HIT_SHARE.
     """
     if statistics is None or not statistics.hottest:
         return DEFAULT_HIT_SHARE

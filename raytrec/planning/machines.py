@@ -37,11 +37,11 @@ class Gpu(NamedTuple):
     linked: int = 0
 
 
-# Keys are the names used by NVIDIA's driver and torch, without "NVIDIA ". Values are from its data sheets
-# (A10G: AWS), halved if the data sheet counts sparsity or both directions of a link. NVLink has 600 GB/s
-# (A100), 900 (H100 SXM, H200) or 1,800 (B200), and PCIe x16 has 64 (fourth generation) or 128 (fifth). If
-# NVLink connects only pairs, as on PCIe cards, the link is PCIe. In GB200 NVL72, NVLink connects the GPUs of
-# 18 hosts, and also the CPUs.
+# Keys are the names used by NVIDIA's driver and torch, without "NVIDIA ". Values are from NVIDIA's data sheets
+# (A10G: AWS), halved if the data sheet counts sparsity or both directions of a link. In both directions together,
+# NVLink has 600 GB/s (A100), 900 (H100 SXM, H200) or 1,800 (B200), and PCIe x16 has 64 (fourth generation) or 128
+# (fifth). If NVLink connects only pairs of GPUs, as on PCIe cards, intra_host is the bandwidth of PCIe. In GB200 NVL72,
+# NVLink connects the GPUs of 18 hosts, and also connects GPUs to CPUs.
 GPUS = {
     "A10G": Gpu(22.0, 31.5, 35, 70, 600, 32, 32),
     "L4": Gpu(22.0, 30.3, 60, 121, 300, 32, 32),
@@ -84,7 +84,7 @@ class Machine(NamedTuple):
 
     @property
     def gpu_network(self) -> float:
-        """Network bandwidth per GPU in one direction, in 10⁹ bytes/s."""
+        """Return the network bandwidth per GPU in one direction, in 10⁹ bytes/s."""
         return self.network / self.gpus
 
 
@@ -168,22 +168,22 @@ class Cluster(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the cluster, e.g. 2x8xh100-sxm, or "2 × 4" for hosts without a machine type."""
+        """Return the name of the cluster, e.g. 2x8xh100-sxm, or "2 × 4" for hosts without a machine type."""
         return f"{self.hosts}x{self.machine.name}" if self.machine else f"{self.hosts} × {self.gpus}"
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.hosts * self.gpus
 
     @property
     def gib_by_tier(self) -> dict[str, float]:
-        """Tier (memory.TIERS) → GiB per rank; ranks share their host's memory and disk equally."""
+        """Return tier (memory.TIERS) → GiB per rank; ranks share their host's memory and disk equally."""
         return {"device": self.memory_gib, "host": self.host_memory_gib / self.gpus, "disk": self.disk_gib / self.gpus}
 
     @property
     def linked(self) -> tuple[int, int]:
-        """(groups, GPUs per group) connected by links within a host, or by NVLink across hosts."""
+        """Return (groups, GPUs per group) connected by links within a host, or by NVLink across hosts."""
         return group_linked_ranks(self.hosts, self.gpus, [self.machine.gpu] if self.machine else [])
 
 

@@ -1,7 +1,7 @@
 """Memory and disk use of tables with their optimizer state, and the choice of tables to keep in files on CPU.
 
-TorchRec considers GPU memory and host memory but does not support files. This module does not import torch,
-so the driver can import the module.
+TorchRec considers GPU memory and host memory but does not support files. This module does not import torch, so that
+the driver can use it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 GIB = 1024**3
 DTYPE_BYTES = {"fp32": 4, "fp16": 2}
-# Bytes per row (key, sightings, last step, row), and per id that waits for a row, in a map of managed ids
-# (embeddings/managed/key_map.py) of whose slots 60 % are in use.
+# Bytes that a map of managed ids (embeddings/managed/key_map.py) takes with 60 % of its slots in use: per id with a row
+# (key, sightings, last step, row), and per id that waits for a row.
 ID_BYTES, WAITING_ID_BYTES = 41, 35
-HOST_RESERVE_SHARE = 0.15  # share of a GPU host's memory kept for processes; TorchRec reserves as much of a GPU
+HOST_RESERVE_SHARE = 0.15  # share of a GPU host's memory reserved for processes, as TorchRec reserves of a GPU's
 CACHED_ROWS_SHARE = 0.2  # share of a table's rows in the GPU cache of fused_uvm_caching: FBGEMM's default (1.8.0)
 TIERS = ("device", "host", "disk")  # memory tiers
 WEIGHTS, STATE, CACHE = "weights", "optimizer state", "cache"
@@ -54,7 +54,7 @@ class Footprint(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Sum of the bytes in all tiers."""
+        """Return the sum of the bytes in all tiers."""
         return self.device + self.host + self.disk
 
 
@@ -68,7 +68,7 @@ def estimate_parts(table: Table, dtype: str, optimizer: str, kernel: str | None 
         table: Table or shard; only rows and dim are read.
         dtype: Data type of the weights, fp32 or fp16.
         optimizer: Name of the optimizer.
-        kernel: Kernel that keeps parts elsewhere (`resolve_kernel`), or None if all are on the device.
+        kernel: Kernel that stores parts elsewhere (result of `resolve_kernel`); None: all parts are on the device.
     """
     values, width, optimizer_ = table.rows * table.dim, DTYPE_BYTES[dtype], find_optimizer(optimizer)
     weights, state = values * width, values * optimizer_.count_state_bytes("value")
@@ -147,7 +147,7 @@ class RankPart:
 
     @property
     def size(self) -> Footprint:
-        """Sum of all parts."""
+        """Return the sum of all parts."""
         return add_footprints(self.parts.values())
 
 

@@ -17,7 +17,8 @@ from raytrec.planning.step_cost import StepTime, estimate_step_time
 if TYPE_CHECKING:
     from raytrec.planning.search import Search
 
-TIE_BREAK_WEIGHT = 0.1  # weight of the sum of all parts, which breaks ties between steps limited by the host
+# Weight of the sum of TABLE_STEP_PARTS in a plan's score. The sum breaks ties between steps limited by the host.
+TIE_BREAK_WEIGHT = 0.1
 TABLE_STEP_PARTS = ("lookup", "input exchange", "output exchange", "all-reduce")
 ALL_RANK_SHARDING_TYPES = ("row_wise", "data_parallel")  # sharding types that use all ranks in rank order
 # Sharding types whose shards are assigned host by host.
@@ -53,7 +54,7 @@ class PartialPlan:
         room: Remaining bytes of each rank in (GPU, host, disk), float64 [ranks, 3].
         loads: Loads of the tables in the plan.
         busy: Approximate busy seconds of each rank, float64 [ranks]; `PlacementSpace.rate` replaces them with
-            the predicted ones.
+            predicted seconds.
         score: Score of the plan; lower is better.
     """
 
@@ -168,8 +169,9 @@ class PlacementSpace:
     def place(self, way: TableOption, busy: np.ndarray, room: np.ndarray) -> tuple[int, ...]:
         """Return the ranks for a table's shards, one rank per shard; () if there is no room.
 
-        These are all ranks for ALL_RANK_SHARDING_TYPES, the configured ranks of a pinned table, or else the
-        least busy ranks that have room.
+        The result contains all ranks for ALL_RANK_SHARDING_TYPES, and the configured ranks for a pinned table.
+        Otherwise, it contains the least busy ranks that have room, or for HOST_SHARDING_TYPES ranks of the least busy
+        hosts.
         """
         count, kind = len(way.option.shards), way.option.sharding_type
         pinned = self.constraints[way.option.name].ranks

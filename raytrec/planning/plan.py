@@ -54,7 +54,7 @@ class RankLocation:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Properties of the hosts on which all ranks have agreed; identical on every rank.
+    """Properties of the hosts, as agreed between the ranks; identical on every rank.
 
     Attributes:
         ranks_per_host: Number of consecutive ranks that TorchRec treats as one host.
@@ -111,8 +111,8 @@ def _locate_rank(config: RunConfig, device: torch.device) -> RankLocation:
 def merge_resources(places: list[RankLocation], config: PlanSection) -> Hosts:
     """Return the hosts' common properties, given the locations and resources of all ranks.
 
-    If hosts have different numbers of ranks, each rank is treated as a single host. Memory is the minimum over
-    all ranks: tables that fit one rank then fit all, and all ranks reject the same tables.
+    If hosts have different numbers of ranks, each rank is treated as a separate host. Memory is the minimum over
+    all ranks, so that tables that fit on one rank fit on every rank, and all ranks reject the same tables.
 
     Args:
         places: Location of each rank, in rank order.
@@ -130,7 +130,7 @@ def merge_resources(places: list[RankLocation], config: PlanSection) -> Hosts:
 
 
 def select_rates(hosts: Hosts, device: str, world: int) -> Rates:
-    """Return the rates of CPU ranks, or of the slowest GPU by its data sheet; unknown GPUs count as V100.
+    """Return the rates of CPU ranks, or of the GPU with the least memory bandwidth; unknown GPUs count as V100.
 
     Args:
         hosts: Hosts of all ranks.

@@ -17,7 +17,7 @@ from raytrec.planning.dry_run import ClusterEstimate, compute_hourly_price
 from raytrec.planning.machines import DEFAULT_DISK_GIB
 from raytrec.planning.memory import GIB, TIERS, compute_rank_parts
 
-MIN_SKEW = 1.25  # times the mean load, from which a table counts as skewed
+MIN_SKEW = 1.25  # load of the busiest rank, in multiples of the mean, from which a table counts as skewed
 TIER_NAMES = {"device": "GPU", "host": "host", "disk": "disk"}
 
 
@@ -95,8 +95,8 @@ def print_plans(plans: Plans) -> None:
         console.print(_format_time(plans, estimates))
     for each in estimates:
         for name, load in find_skewed_tables(plans.schema, each.cluster.world).items():
-            text = f"{each.name}: table {name} is skewed: with row_wise, the rank of its most frequent id looks up"
-            console.print(f"{text} {load:.1f} × the mean; column_wise spreads them", soft_wrap=True, markup=False)
+            text = f"{each.name}: table {name} is skewed: with row_wise, the rank of its most frequent id has"
+            console.print(f"{text} {load:.1f} × the mean load; column_wise balances it", soft_wrap=True, markup=False)
         for line in _describe_problems(each):
             console.print(line, soft_wrap=True, markup=False)
     if plans.chosen:
@@ -110,8 +110,8 @@ def print_plans(plans: Plans) -> None:
 def find_skewed_tables(schema: Schema, world: int) -> dict[str, float]:
     """Return the lookups of the busiest rank, in multiples of the mean, for tables that row_wise would skew.
 
-    The busiest rank is that of the table's most frequent id (`statistics.*.hottest`); all other ids are assumed
-    to be spread evenly.
+    The busiest rank holds the table's most frequent id (`statistics.*.hottest`). Lookups of all other ids are assumed
+    to be distributed evenly.
 
     Args:
         schema: Schema with statistics.
@@ -223,7 +223,7 @@ def _describe_problems(estimate: ClusterEstimate) -> list[str]:
 
 
 def draw(plans: Plans, path: str | Path) -> None:
-    """Draw a grid of tables × ranks with the shards on the first cluster that has a plan, as .svg or .png file.
+    """Draw a grid of tables × ranks with the shards on the first cluster that has a plan, to an .svg or .png file.
 
     Raises:
         ConfigError: The file has another extension, or there is no plan.

@@ -26,7 +26,7 @@ from raytrec.planning.dense_work import OperatorCounter
 from raytrec.planning.rates import COLLECTIVES, DENSE, LookupRates, Rates
 
 BAGS, TABLE_BYTES, NUM_ID_SETS = 512, 64 << 20, 24
-# Bytes per value in Adagrad's dense update, as counted by loads.LoadCounter.
+# Bytes per value in Adagrad's dense update, as counted by loads.LoadCounter but without copies of gradients.
 DENSE_UPDATE_BYTES = 4 * (3 + 2 + 3)
 # Shapes of lookups: (tables, columns, ids per bag). The shape determines the numbers of bytes, ids and shards.
 LOOKUP_SHAPES = ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))
@@ -37,7 +37,7 @@ Lookup = tuple[str, int, int, int]  # update type, followed by one of LOOKUP_SHA
 
 
 def list_lookups(device: str) -> list[Lookup]:
-    """Return the lookups to measure on a device: optimizers with a kernel, and dense, in each shape."""
+    """Return the lookups to measure on a device: each optimizer with a fused kernel, and dense, in LOOKUP_SHAPES."""
     update_types = [name for name, optimizer in OPTIMIZERS.parts.items() if device in optimizer.devices]
     return [(update_type, *shape) for update_type in (*update_types, DENSE) for shape in LOOKUP_SHAPES]
 
@@ -132,7 +132,7 @@ def fit_lookup_rates(durations: Mapping[Lookup, float]) -> LookupRates:
 
 
 class RateProbe:
-    """Measurement of rates on one rank; the constructor and each sample are collectives.
+    """Measurement of rates on one rank. `sample` is a collective operation: every rank must call it.
 
     Args:
         device: Device of the rank.
@@ -271,7 +271,7 @@ class _Lookup:
                 [(rows, dim, *locations)] * tables, optimizer=kind, device=device
             )
         bags = BAGS * tables
-        # Each call uses other ids, as in training, because the rows of the previous ids are still in caches.
+        # Each call looks up different ids, as in training: rows of the previous call would still be in caches.
         ids = torch.randint(0, rows, (NUM_ID_SETS, bags * length), generator=rng).to(device)
         self._ids = cycle(ids.unbind())
         self._offsets = torch.arange(0, bags * length + 1, length).to(device)

@@ -18,7 +18,7 @@ from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, find_gpu
 # all_to_all exchanges ids and the sums of whole tables, reduce_scatter the sums of tables split by rows,
 # all_gather the gradients of these sums, and all_reduce the gradients of dense layers.
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
-DENSE = "dense"  # update type of rows without a fused optimizer
+DENSE = "dense"  # update type of tables without a fused optimizer
 # Shares of the data sheets' rates that steps reach: fp32 products as in TorchRec's published 149,000 rows/s
 # on A100; tf32, bf16, memory and links as assumed in docs/gpu.md; half for random rows of a few hundred bytes.
 REACHED_RATE_SHARES = {"fp32": 0.9, "tf32": 0.65, "bf16": 0.5, "copy": 0.75, "lookup": 0.5, "wire": 0.7}
@@ -161,7 +161,7 @@ class Rates:
         The rates were measured with two ranks of one core each (benchmarks/results/plan.json). Hosts are
         assumed to have as many cores as this machine and to be connected by 10 Gb/s. On such hosts, sums over
         three or four ranks have about (ranks − 1)² times the latency of sums over two. `group_s` is the difference
-        between the measured steps of several ranks and the sum of their other parts; gloo's threads are in it.
+        between measured steps of several ranks and the sum of all other parts. It includes the time of Gloo's threads.
         """
         rings = (world - 1) ** 2
         fused = {name: LookupRates(*of.cpu_lookup) for name, of in OPTIMIZERS.parts.items() if of.cpu_lookup}
@@ -193,9 +193,9 @@ class Rates:
     def for_gpu(cls, name: str, network: float = UNKNOWN_NETWORK) -> Rates:
         """Return the rates in a GPU's data sheet, multiplied by REACHED_RATE_SHARES.
 
-        Host rates are those of benchmarks/results/host.json: milliseconds and launches of a single rank, and
-        the ratio of a rank of 8 with two sharding types to a single rank. A launch is assumed to take 2.7 µs
-        longer on CUDA than an operator of one row on CPU. A collective is assumed to take 20 µs plus 1 µs per
+        Host rates are derived from benchmarks/results/host.json: host time and launches of a single rank, and the ratio
+        of the host time of one of 8 ranks with two sharding types to that of a single rank. A launch is assumed to take
+        2.7 µs longer on CUDA than an operator of one row on CPU. A collective is assumed to take 20 µs plus 1 µs per
         peer, which is the right order of magnitude for NCCL.
 
         Args:

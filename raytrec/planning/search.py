@@ -1,8 +1,8 @@
 """Search for a plan among the options that TorchRec enumerates.
 
 The number of options grows neither with tables × tables nor with tables × ranks. Storage is estimated once
-per shard size. With many tables and ranks, only the tables that need it may be split across all ranks
-(docs/scaling.md).
+per shard size. With many tables and ranks, only the tables with the most bytes or lookups may be split across all
+ranks (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Search:
 
     @property
     def _batch(self) -> int:
-        """Number of rows in the batch of one rank."""
+        """Return the number of rows in the batch of one rank."""
         return -(-self.config.data.global_batch_size // self.topology.world_size)
 
     def _get_room(self, upstream: dict[str, ParameterConstraints]) -> np.ndarray:
@@ -161,7 +161,7 @@ class Search:
         sizes, allowed = self.topology.devices[0].storage, ", ".join(self.config.plan.sharding_types)
         kernels = {constraint.kernel for constraint in constraints.values()}
         if self.topology.compute_device == "cuda":
-            room = f"{sizes.hbm / GIB:.1f} GiB per GPU, of which 15 % are reserved"
+            room = f"{sizes.hbm / GIB:.1f} GiB per GPU, of which 15 % is reserved"
             if kernels & {*UVM_KERNELS}:
                 room += f", and {sizes.ddr / GIB:.1f} GiB of host memory per GPU"
         else:
@@ -171,8 +171,8 @@ class Search:
             f"cannot place {format_count(len(self.schema.tables), 'table')} ({gib:.2f} GiB of weights) on "
             f"{self.topology.world_size} workers: {reason}",
             where="plan, scaling.num_workers",
-            expected=f"tables that fit with sharding types {allowed} and plan.tables into {room}",
-            do="add workers, allow row_wise, or make tables smaller",
+            expected=f"tables that, with sharding types {allowed} and the constraints in plan.tables, fit into {room}",
+            do="add workers, allow row_wise, or reduce the size of the tables",
         )
 
 
@@ -217,8 +217,8 @@ def split_columns(
 ) -> Iterator[dict[str, ParameterConstraints]]:
     """Yield constraints that split the columns of tables into 2, 4, 8, … parts.
 
-    Each result contains only tables that may be sharded by column and whose dim can be divided into this number of
-    parts, if the minimum width in `constraints` does not already allow only fewer parts.
+    Each result contains only tables that may be sharded by column, whose dim can be divided into this number of parts
+    with widths that are multiples of 4, and whose minimum width in `constraints` allows a larger number of parts.
     """
     max_parts = {
         table: dims[table] // each.min_partition
@@ -251,8 +251,8 @@ def estimate_once_per_size(options: list[ShardingOption], estimate: Callable[[li
 class CorrectedEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator with corrected sizes and locations of weights and optimizer state.
 
-    TorchRec (1.8.0) assumes that optimizer state has the dtype of the weights, which halves the size of the
-    state for fp16 tables. TorchRec also places state next to the weights, although FBGEMM always keeps
+    TorchRec (1.8.0) assumes that optimizer state has the dtype of the weights, and therefore counts only half of the
+    state of fp16 tables. TorchRec also places state next to the weights, although FBGEMM always keeps
     row-wise state on the GPU. TorchRec does not support tables in files.
 
     Args:

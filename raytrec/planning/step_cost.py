@@ -30,7 +30,7 @@ CUDA_CONTEXT_GIB = 1.5  # GPU memory of the CUDA context with its kernels, and o
 PROCESS_GIB = {"cpu": 0.45, "cuda": 6.0}
 PYTHON_OBJECTS_MIB = 6  # Python objects of model, plan and pipeline, with allocator overhead (make bench-plan)
 GLOO_COPIES = 3  # copies in Gloo's reduce-scatter and all-gather (make bench-plan)
-SORT_BUFFER_BYTES_PER_ID = 40  # in FBGEMM's update on GPUs: row and position, unsorted and sorted, and the run
+SORT_BUFFER_BYTES_PER_ID = 40  # in FBGEMM's update on GPUs: row and position, unsorted and sorted, and run of rows
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ def estimate_memory(
     exchange buffers: Pooled lookup results and their gradients; received results for B rows and their
         gradients; on GPUs, 40 bytes per id that the update sorts; on CPU, GLOO_COPIES copies of the sums over
         ranks.
-    pipeline batches: Three batches of B rows (ids 8 bytes, bags 4, dense columns and labels 4), and the ids
-        received from other ranks for two batches.
-    checkpoint copies, with checkpoint.async_save: On GPUs, the dense layers and all tables, in device or host
-        memory; on CPU, only dense layers and tables with dense updates.
+    pipeline batches: Three batches of B rows (ids 8 bytes; lengths of bags, dense columns, labels and row weights 4),
+        and the ids received from other ranks for two batches.
+    checkpoint copies, with checkpoint.async_save: On GPUs, copies in host memory of the dense layers and of all
+        tables; on CPU, only of dense layers and of tables with dense updates.
     read ahead: data.buffer_gib; process, objects, CUDA: PROCESS_GIB, PYTHON_OBJECTS_MIB, CUDA_CONTEXT_GIB.
     """
     device, world = "cpu" if config.scaling.device == "cpu" else "cuda", len(loads.pooled)
@@ -118,9 +118,9 @@ def estimate_batch_bytes(schema: Schema, loads: Loads, rows: int) -> float:
 
 
 ALL_REDUCE_BUCKET_BYTES = 25 << 20  # bytes of gradients in one all-reduce (DistributedDataParallel)
-COMPILED_BYTES_RATIO = 0.5  # relative to eager layers (docs/gpu.md)
-# Host time of compiled layers relative to eager layers. By benchmarks/results/host.json, they take as long as
-# eager fp32 layers; the casts of bf16, a quarter of the eager operators, are compiled away.
+COMPILED_BYTES_RATIO = 0.5  # bytes moved by compiled layers, relative to eager layers (docs/gpu.md)
+# Host time of compiled layers relative to eager layers. According to benchmarks/results/host.json, the host times are
+# equal in fp32. The casts of bf16, a quarter of the eager operators, are compiled away.
 COMPILED_LAUNCHES_RATIOS = {"fp32": 1.0, "tf32": 1.0, "bf16": 0.72}
 GRAPH_LAUNCHES_RATIO = 0.15  # assumed host time of replaying a CUDA graph, relative to compiled layers
 # Share of a batch's assembly for which the launching thread waits for Python's lock (benchmarks/results/host.json).
@@ -167,28 +167,28 @@ def estimate_step_time(
 
     lookup = bytes touched ÷ random-access rate + ids × time per id + shards × time per shard + bytes of dense
         updates ÷ memory rate + bytes of host memory ÷ host link + rows of files × time per row.
-    input exchange = ids and lengths: three all-to-alls (sizes, lengths, ids) per sharding type.
-    output exchange = sums and gradients: two collectives per sharding type, and the slower of links and
-        network, which work concurrently.
+    input exchange = ids and lengths: an all-to-all of sizes, and two all-to-alls (lengths, ids) per group of tables.
+    output exchange = sums and gradients: two collectives per group (four for table_row_wise and grid_shard), and the
+        slower of links and network, which work concurrently.
     dense layers = products ÷ their rate + small matrices × time per matrix + other operators' bytes ÷ memory
         rate + the optimizer, which reads weights, gradients and state and writes weights and state.
-    all-reduce = 2 × gradients ÷ links (a ring: (W−1)/W sent twice), and once to other hosts.
+    all-reduce = buckets × latency + rings: 2·(L−1)/L × gradients ÷ links over the L ranks of a host, and 2·(H−1)/H ×
+        gradients ÷ L ÷ network over the H hosts.
     host launches = operators of the dense layers × time per operator + tensors × time per tensor + the time
         of a step and, on several ranks, of each sharding type + assembly of the next batch, which on GPUs
         counts only while it holds the same Python lock.
     ingest = columns and ids read by the reader processes, of which as many run at once as there are CPUs.
 
-    On GPUs, the device, host, readers and copies work concurrently. Ids are sent during the previous step,
-    and half of the dense layers' time hides the all-reduce:
-        step = max(lookup + output exchange + dense + max(0, all-reduce − dense ÷ 2),
-                   host, ingest, copies, ids)
-    On CPU, ranks execute their own sends, so a step is the sum of its parts. W ranks on a host share C cores:
-    work that takes tᵣ of CPU time on rank r takes max(max tᵣ, Σ tᵣ ÷ C). Collectives are measured with the
-    same number of ranks, and every part waits for the slowest rank.
+    On GPUs, the device, host, readers and copies work concurrently. Ids are sent during the previous step, and half of
+    the dense layers' time hides the all-reduce:
+        step = max(lookup + output exchange + dense + max(0, all-reduce − dense ÷ 2), host, ingest, copies, ids)
+    On CPU, ranks execute their own sends, so a step is the sum of its parts except ingest, or ingest if it takes
+    longer. W ranks on a host share C cores: work that takes tᵣ of CPU time on rank r takes max(max tᵣ, Σ tᵣ ÷ C).
+    Collectives are measured with the same number of ranks, and every part waits for the slowest rank.
 
     `hosts` and `gpus` are the number of groups of ranks with fast links and the number of ranks per group
-    (Cluster.linked). `cpus` is the number of CPUs per rank: two for the rank's processes, the others for
-    readers; 0 means enough.
+    (Cluster.linked). `cpus` is the number of CPUs per rank: two for the rank's processes, the others for readers; 0
+    means enough.
     """
     world, total = hosts * gpus, config.data.global_batch_size
     batch, on_cpu = -(-total // world), rates.device == "cpu"

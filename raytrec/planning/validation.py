@@ -250,7 +250,7 @@ def _check_room(
         _check_fits({table: size.host for table, size in sizes.items()}, room, HOST_MEMORY_WORDING)
     if device == "cuda" and host_share is not None and config.checkpoint.async_save:
         copies, ahead = estimate_copy_bytes(config, schema, constraints, world)
-        if copies + ahead > host_share:  # the first save would run the host out of memory
+        if copies + ahead > host_share:  # the first save would exhaust the host's memory
             raise ConfigError(
                 f"checkpoints copy {copies / GIB:.1f} GiB from each GPU to main memory, in addition to "
                 f"{ahead / GIB:.1f} GiB of rows read ahead by each worker",

@@ -57,7 +57,7 @@ class PythonSection(ModelSection):
 
     @property
     def own_loss(self) -> bool:
-        """Return `gives_loss`, because only workers import the class."""
+        """Return `gives_loss`; the class is not inspected, because only workers import it."""
         return self.gives_loss
 
     @property

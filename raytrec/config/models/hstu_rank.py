@@ -22,8 +22,8 @@ class HstuRankSection(TargetedSection):
     """Maximum number of most recent events of the history. All sequences have one id per event; the first
     sequence of the schema defines the number of events."""
     candidate: list[str] = Field(default_factory=list)
-    """Features and dense columns (or patterns) of candidates in addition to the targets. All others, except
-    sequences, are the context of the request."""
+    """Features and dense columns (or patterns) of candidates in addition to the targets. All other features and
+    columns, except sequences, are the context of the request."""
     actions: dict[str, Annotated[SmallCount, Field(le=52)] | Annotated[list[Number], Field(min_length=1)]] = Field(
         default_factory=dict
     )
@@ -31,12 +31,12 @@ class HstuRankSection(TargetedSection):
     actions (higher bits are ignored, and negative numbers mean no action), or {COLUMN: [2, 4]} for numbers, with
     one action per threshold that the number reaches."""
     interleave: bool = True
-    """Alternate tokens of items and actions. False: one token per event, the sum of item and actions."""
+    """Alternate tokens of items and actions. false: one token per event, the sum of item and actions."""
     time: str | None = None
     """Side feature of the first sequence with the times of the events; default: times are not used."""
     request_time: str | None = None
-    """Unscaled dense column with the time of the request, in seconds. Events are then dated back from this
-    time, and candidates depend on hour and weekday; default: events are dated back from the newest event."""
+    """Unscaled dense column with the time of the request, in seconds. The age of an event is then measured from this
+    time, and candidates also depend on its hour and weekday; default: ages are measured from the newest event."""
     dim: Size = 64
     """Width of tokens."""
     width: Size | None = None

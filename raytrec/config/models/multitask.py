@@ -49,9 +49,9 @@ class PLESection(ModelSection):
     levels: Annotated[SmallCount, Field(le=100)] = 2
     """Number of extraction levels, applied in sequence; 1 is CGC, the paper's single level."""
     shared_experts: SmallCount = 2
-    """Number of shared experts per level, which all tasks read."""
+    """Number of shared experts per level, read by all tasks."""
     task_experts: SmallCount = 2
-    """Number of experts per level and task, which only this task reads."""
+    """Number of experts per level and task, read by this task and, except in the last level, by the shared gate."""
     expert_mlp: Annotated[Sizes, Field(min_length=1)] = Field([64])
     """Sizes of an expert's layers."""
     tower_mlp: Sizes = Field([32])
@@ -162,7 +162,7 @@ class DBMTLSection(ModelSection):
 
 @model("pepnet", "raytrec.models.gates:PEPNet")
 class PEPNetSection(ModelSection):
-    """A tower per task, whose inputs and hidden units are scaled by gates of each row's domain and person."""
+    """A tower per task, with inputs gated by domain features and hidden units gated by personal features."""
 
     name: Literal["pepnet"]
     domain: list[str] = Field([])

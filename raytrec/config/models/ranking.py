@@ -105,7 +105,7 @@ class WideDeepSection(ModelSection):
     """Share of training rows whose logit comes only from the linear part. If above 0, held-out rows
     (data.valid or data.holdout) determine after training how much of the deep part is kept."""
     slope_rate: PositiveFloat = 1.0
-    """Factor on the learning rate of the dense columns' weights in the linear part."""
+    """Factor by which the learning rate of the dense columns' weights in the linear part is multiplied."""
 
     def check(self, schema: Schema) -> None:
         """Check that each feature and column is in the wide or the deep part."""
@@ -251,7 +251,7 @@ class WukongSection(OneDimSection):
     lcb_vectors: Size = 8
     """Number of vectors that a layer's linear compress block returns."""
     rank: Size = 8
-    """Number of columns of the projection of a layer's dot products."""
+    """Number of columns to which the matrix of a layer's dot products is projected."""
     fmb_mlp: Sizes = Field([128])
     """Hidden sizes of the MLP in a factorization machine block."""
     top_mlp: Sizes = Field([128, 64])

@@ -28,14 +28,14 @@ class SampledSection(ModelSection):
     own_loss_of_last: ClassVar[bool] = True
     negatives: str | None = None
     """Feature whose ids a row's item is compared with, such as a column written by do: sample in
-    data.transforms. Enables the model's own loss (tasks: [{loss: from_model}]); default: no loss of its
-    own."""
+    data.transforms. Enables the model's own loss (tasks: [{loss: from_model}]); default: the model has no such
+    loss."""
     max_negatives: SmallCount = 100
     """Maximum number of ids of `negatives` per row; shorter lists are padded."""
     loss: Literal["softmax", "bce", "bpr"] = "softmax"
-    """Loss over an item and its negatives. softmax: cross-entropy of the softmax over all of them. bce:
-    binary cross-entropy of each. bpr: pairwise loss that favors higher scores of the item than of each
-    negative."""
+    """Loss of an item and its negatives. softmax: cross-entropy of the softmax over all of them. bce: sum of the
+    binary cross-entropies of the item (label 1) and each negative (label 0). bpr: mean of the pairwise losses that
+    favor a higher score of the item than of each negative."""
     share_negatives: bool = False
     """Compare a row's item with the negatives of all rows of the global batch, except negatives that equal
     the item."""
@@ -43,8 +43,8 @@ class SampledSection(ModelSection):
     """Side feature of `negatives` that is subtracted from scores, with share_negatives and loss: softmax. do:
     sample writes this column for draws by frequency; the loss then corresponds to uniform draws."""
     gbce: Annotated[Number, Field(ge=0, le=1)] = 0.0
-    """Calibration of scores as log-odds of an item among all items, from 0 to 1, with loss: bce (gBCE).
-    Without calibration, scores are too high if few negatives are drawn from many items."""
+    """Strength, from 0 to 1, of gBCE's calibration of scores as log-odds of an item among all items; requires
+    loss: bce. Without calibration, scores are too high if few negatives are drawn from many items."""
 
     @property
     def own_loss(self) -> bool:
@@ -152,7 +152,7 @@ class NcfSection(PairSection):
     name: Literal["ncf"]
     gmf_dim: NonNegativeInt | None = None
     """Number of leading elements of each embedding that are used for the products; the others are used for
-    the MLP. 0: MLP only. All elements: products only. Default: half of the elements."""
+    the MLP. 0: MLP only. All elements: products only. Default: half of the smaller dim."""
     shared: bool = False
     """Use the whole embeddings for both products and MLP; cannot be combined with gmf_dim."""
     mlp: Annotated[Sizes, Field(min_length=1)] = Field([64, 32, 16])

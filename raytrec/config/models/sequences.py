@@ -117,7 +117,7 @@ class DinSection(TargetedSection):
 
 @model("dien", "raytrec.models.dien:DIEN")
 class DienSection(TargetedSection):
-    """Deep Interest Evolution Network: evolution of interests towards the target (models/dien.py)."""
+    """Deep Interest Evolution Network, which models how interests evolve towards the target (models/dien.py)."""
 
     name: Literal["dien"]
     negatives: str | None = None
@@ -138,7 +138,7 @@ class DienSection(TargetedSection):
         return [feature for feature in super().sequences(schema) if feature != self.negatives]
 
     def get_supervised_sequences(self, schema: Schema) -> list[str]:
-        """Return the sequences with which negatives are compared: those that look up the negatives' table."""
+        """Return the sequences that look up the negatives' table, whose ids are compared with the negatives."""
         if self.negatives is None:
             return []
         table = schema.sparse[self.negatives].table
@@ -160,7 +160,7 @@ class DienSection(TargetedSection):
 
 
 def check_heads(heads: int, width: int, what: str) -> None:
-    """Check that a width is a multiple of the number of attention heads; errors begin with the clause `what`.
+    """Check that a width is a multiple of the number of attention heads; the error begins with the clause `what`.
 
     Raises:
         ConfigError: The width is not a multiple.
@@ -199,7 +199,7 @@ class BstSection(TargetedSection):
 
 
 class NextItemSection(SampledSection):
-    """Section of a causal model of a history of items (models/next_item.py)."""
+    """Section of a model that attends causally to a history of items (models/next_item.py)."""
 
     gives_vectors: ClassVar[bool | None] = True
     retrieves: ClassVar[bool] = True
