@@ -87,7 +87,7 @@ def verify(
     name: str | None = None,
     json: Json = False,
 ):
-    """Compare all rows, managed ids and dense weights of a service with a checkpoint; exit with 1 if some differ.
+    """Compare rows, managed ids and dense weights of a service with a checkpoint. The exit code is 1 if any differ.
 
     Options:
         service: Address of the service, such as http://127.0.0.1:8000.

@@ -29,7 +29,7 @@ NOTICE_S = {"aws": 120, "gcp": 30}  # seconds from the notice to the termination
 
 
 class Cloud(StrEnum):
-    """Source of the notice to wait for."""
+    """Cloud whose notice the program waits for; NOW: do not wait."""
 
     AWS = "aws"
     GCP = "gcp"

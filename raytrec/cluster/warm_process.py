@@ -115,7 +115,7 @@ WARM = "warm"
 
 
 def warm_up(purpose: str = TRAINING) -> None:
-    """Start the warm process of this process if it is not running, without waiting for its imports.
+    """Start a warm process unless this process already has one; do not wait for its imports.
 
     Args:
         purpose: TRAINING or SERVING, which determines the imported modules.

@@ -102,7 +102,7 @@ class RunConsole:
             self.note(f"{event} {reason}")
 
     def check(self, check: str, step: int, passed: bool, text: str, **_: Any) -> None:
-        """Show a failed consistency check; passed checks are not shown."""
+        """Show a failed live check; passed checks are not shown."""
         if not passed:
             self.warn(f"check {check} failed at step {step}: {text}")
 

@@ -63,7 +63,7 @@ class FailedGpus:
         holder = ray.remote(num_gpus=1)(_GpuReservation).options(**pin_to_node(node))
         reservations, deadline = [], monotonic() + GPU_RELEASE_TIMEOUT_S
         try:
-            # Ray chooses among the free GPUs, so GPUs are reserved until the failed one is chosen.
+            # Ray chooses among the free GPUs, so GPUs are reserved until Ray chooses the failed GPU.
             while (remaining_s := deadline - monotonic()) > 0:
                 reservations.append(holder.remote())
                 if ray.get(reservations[-1].gpu.remote(), timeout=remaining_s) == gpu:

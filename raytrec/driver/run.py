@@ -1,4 +1,4 @@
-"""Driver side of `raytrec train`."""
+"""Driver of a training run, for `raytrec train`."""
 
 from __future__ import annotations
 
