@@ -1,4 +1,4 @@
-"""The command line. Commands only parse arguments, call the library and print results."""
+"""Command line of raytrec. Commands only parse arguments, call the library and print results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(prepare_app, name="prepare")
-# Packages that the base installation does not include.
+# Packages that an installation without extras lacks.
 EXTRA_PACKAGES = ("ray", "torch", "torchrec", "fbgemm_gpu", "mlflow", "psutil", "matplotlib", "jinja2", "safetensors")
 COMMANDS: list[Callable[..., None]] = [
     *(runs.train, runs.tune, service.submit, service.head, service.follow_job, service.stop_job),
@@ -32,15 +32,15 @@ COMMANDS: list[Callable[..., None]] = [
     *(saved.export, service.serve, service.promote, service.verify, service.skew),
     *(saved.report, saved.track, saved.compare, saved.inspect, runs.config),
 ]
-# Command → purpose of the warm process.
+# Commands with workers → purpose of the warm process (warm_process.MODULES).
 WORKER_COMMANDS = dict.fromkeys((runs.train, runs.check, saved.evaluate, saved.predict, saved.index), "training")
 WORKER_COMMANDS[service.serve] = "serving"
 
 
 def _wrap_command(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that exits with 128 plus the signal's number if interrupted.
+    """Return a command that exits with 128 plus the signal's number if a signal interrupts the command.
 
-    Commands with workers start the warm process before the other imports.
+    Commands with workers start the warm process before other imports.
     """
 
     @wraps(command)
@@ -121,7 +121,7 @@ def _run(arguments: list[str] | None) -> None:
 
 
 def _explain_failed_import(error: ModuleNotFoundError | OSError) -> Exception:
-    """Return an error with advice if an extra is missing or FBGEMM's library cannot be loaded, else `error`."""
+    """Return an error with advice if a package is missing or FBGEMM's library cannot be loaded, else `error`."""
     from raytrec.common.errors import RunError
 
     if isinstance(error, OSError):
@@ -130,7 +130,7 @@ def _explain_failed_import(error: ModuleNotFoundError | OSError) -> Exception:
         return RunError(
             f"FBGEMM cannot be loaded: {error.__cause__ or error}",
             where=str(error).rpartition(": ")[2],
-            expected="on Linux with the CUDA packages, NVIDIA's driver, with which FBGEMM is linked",
+            expected="NVIDIA's driver, which the FBGEMM of the CUDA packages requires on Linux",
             do="run the command on a machine with the driver, or install the CPU packages here (docs/install.md)",
         )
     package = (error.name or "").partition(".")[0]

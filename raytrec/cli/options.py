@@ -15,7 +15,7 @@ from typer.models import ParameterInfo
 if TYPE_CHECKING:
     from raytrec.driver.console import Result
 
-# An entry in the Args or Options section of a docstring, with the option's metavar in parentheses.
+# Entry in the Args or Options section of a docstring; the option's metavar may be in parentheses after its name.
 ENTRY = re.compile(r"^    (\w+)(?: \((.+?)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 _CONFIG_HELP = "Path or URI of the configuration."
@@ -28,7 +28,10 @@ Job = Annotated[
     str | None, typer.Argument(metavar="[JOB]", help="Job id, as printed by `raytrec submit`; default: the newest job.")
 ]
 Address = Annotated[
-    str | None, typer.Option(help="http://HOST:PORT of the cluster's dashboard; default: http://127.0.0.1:8265.")
+    str | None,
+    typer.Option(
+        help="http://HOST:PORT of the cluster's dashboard; default: RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265."
+    ),
 ]
 AllowCode = Annotated[
     bool, typer.Option("--allow-code", help="Allow code (module:name) named by a config from a URI, run or checkpoint.")
@@ -53,9 +56,9 @@ def with_options(
 ) -> Callable[..., None]:
     """Return a command whose parameters are typer arguments and options.
 
-    A parameter is an option, unless its annotation contains an Argument. Help and metavar come from the entry
-    `name (METAVAR): help` in the docstring's Args or Options section, or from the annotation. The section
-    need not list all parameters. A bool that is False by default is a flag without a --no- form.
+    A parameter is an option, unless its annotation contains an Argument. Its help and metavar come from the entry
+    `name (METAVAR): help` in the docstring's Args or Options section, or from the annotation. A bool that is False
+    by default becomes a flag without a --no- form.
 
     Args:
         command: Function with a docstring.

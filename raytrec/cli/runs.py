@@ -78,11 +78,11 @@ def tune(
     Options:
         space (SPACE.yaml): Keys to search and their distributions.
         trials: Number of trials; default: 10.
-        metric: Metric by which trials are compared; default: as for checkpoint.best_metric.
+        metric: Evaluation metric by which trials are compared; default: as for checkpoint.best_metric.
         at_once: Maximum number of concurrent trials; default: as many as fit on the machine or cluster.
         seed: Seed of the search; the same seed always yields the same values.
         grace_steps: Steps before which no trial is stopped; default: train.eval_every_steps.
-        reduction_factor: At each comparison, one in this many trials continues.
+        reduction_factor: At each comparison, only the best of this many trials continues.
         resume (FOLDER): Resume this search; --trials may add trials.
         resume_latest: Resume the newest interrupted search of this command; start a new one if there is none.
     """
@@ -96,7 +96,7 @@ def tune(
 
 
 def check(config: RequiredConfig, overrides: Overrides = None, json: Json = False):
-    """Compare a config's sharded training with a single torch process. The exit code is 1 if they differ."""
+    """Compare a config's sharded training with plain torch in one process. The exit code is 1 if they differ."""
     from raytrec.driver.check import check as run
     from raytrec.driver.check import print_check
 
@@ -123,7 +123,7 @@ def doctor(
         address: auto, HOST:PORT or ray://HOST:PORT of a Ray cluster; default: this machine.
         storage (URI): Path that every node must be able to write and read (repeatable).
         share: Print Markdown for an issue, without host names, user names, paths or addresses.
-        measure (FILE): Only measure this machine's ranks, and write their rates as JSON.
+        measure (FILE): Only measure the rates of ranks on this machine, and write them as JSON for raytrec plan.
         ranks: Number of ranks in the measurement; default: one per GPU, or 2 on CPU.
     """
     from raytrec.doctor.examine import anonymize_examination, diagnose, print_examination, to_json_values, to_markdown
@@ -157,16 +157,17 @@ def plan(
     picture: str | None = None,
     json: Json = False,
 ):
-    """Predict sharding, memory and time on machines that need not exist; reads the schema, not the data.
+    """Predict sharding, memory and step time on existing or planned machines; read the schema, but no data.
 
     Options:
-        on (2x8xh100-sxm,4x48gib): Machines, separated by commas: known machines, or GPUs (on CPU: workers)
-            per host x memory of each[:memory of the host[:disk of the host]]; any: the smallest cluster of
-            each known machine; default without --prices: scaling.num_workers GPUs (on CPU: workers) of 80 GiB.
-        rates (FILE): Measured rates, instead of data sheet rates.
-        prices (FILE): Machines and their hourly prices, as YAML or JSON: find the smallest and the cheapest
-            cluster of these machines.
-        picture (FILE.svg): Draw the shards, tables × ranks (.svg or .png).
+        on (2x8xh100-sxm,4x48gib): Clusters, separated by commas, as [HOSTSx]MACHINE. MACHINE is a known machine, or
+            GPUs (on CPU: workers) per host x memory of each[:memory of the host[:disk of the host]]; any: the
+            smallest cluster of each known machine; default without --prices: scaling.num_workers GPUs (on CPU:
+            workers) of 80 GiB.
+        rates (FILE): Rates measured with raytrec doctor --measure; default: rates from data sheets.
+        prices (FILE): Machines and their hourly prices, as YAML or JSON; the smallest and the cheapest cluster of
+            these machines are found.
+        picture (FILE.svg): File for a drawing of the shards, tables × ranks (.svg or .png).
     """
     from raytrec.common.errors import ConfigError
     from raytrec.driver.preflight import plan as predict
@@ -187,10 +188,10 @@ def plan(
 
 
 def config(config: Config = None, overrides: Overrides = None, schema: bool = False):
-    """Print a resolved config with all defaults, or the JSON Schema for editors.
+    """Print a config with all defaults filled in, or the JSON Schema of configs.
 
     Options:
-        schema: Print the JSON Schema of configs.
+        schema: Print the JSON Schema of configs, with which editors check them.
     """
     from raytrec.common.errors import ConfigError
     from raytrec.common.redaction import hide_yaml

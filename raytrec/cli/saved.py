@@ -79,7 +79,7 @@ def index(
     Options:
         items: Parquet folder or file with one row per item.
         out: Folder to write the index to.
-        item: Column with the item's key; default: eval.retrieval.item of the run.
+        item: Column with the items' keys; default: eval.retrieval.item of the run, else item.
         columns (A,B,...): Columns of items to keep (repeatable); default: all.
         faiss (SPEC): Also build a faiss index, such as HNSW32 or 'IVF256,Flat'.
         queries: Parquet data on which the recall of faiss is measured; default: the run's data.test, else its
@@ -112,10 +112,10 @@ def export(
         quantize: Precision of tables; default: fp32. The metrics before and after quantization are printed.
         data: Parquet data for types, golden rows and metrics; default: the run's data.test, else its
             data.valid, else its data.train.
-        golden_rows: Number of rows that are exported with their scores; 0: no rows of the data are exported.
+        golden_rows: Number of rows of the data that are exported with their scores, for verification; 0: none.
         onnx: Also export the dense model as model.onnx.
         mlflow: Log the export as a model of the run's MLflow run.
-        embed: Copy the export into the MLflow model; otherwise the model refers to the export.
+        embed: Copy the export into the MLflow model; default: the model refers to the export.
     """
     options = {**locals()}
     del options["json"]
@@ -154,7 +154,7 @@ def convert(
     checkpoint: Checkpoint = None,
     allow_code: AllowCode = False,
 ):
-    """Change the kind of a checkpoint's tables for a warm start.
+    """Write a copy of a checkpoint whose tables have another kind or size, for a warm start.
 
     For example: --table user=managed
 
@@ -190,7 +190,7 @@ def report(run: RunFolder, out: str | None = None):
 
 
 def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
-    """Write a run's missing records to MLflow, e.g. if its server was unavailable when the run ended.
+    """Write the records of a run that MLflow lacks, e.g. because its server was unavailable when the run ended.
 
     Options:
         follow: Continue until standard input ends, while another process executes the run.
@@ -239,7 +239,7 @@ def inspect(
         out: File to write the schema to; default: stdout.
         force: Overwrite the file.
         label: Column to predict (repeatable).
-        reserve: Column of data.reserve_columns, which is passed through and not a feature (repeatable).
+        reserve: Column that is passed through (data.reserve_columns) and is not a feature (repeatable).
         dim: Width of the embeddings; a multiple of 4.
         rows: Approximate number of rows to read; default: all.
     """

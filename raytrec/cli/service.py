@@ -34,16 +34,16 @@ def serve(
         uri: Export, or folder of deltas with --follow: a local folder, s3:// or gs://.
         name: Name of the service; default: the run's name.
         address: auto or HOST:PORT of a Ray cluster; default: a new local cluster.
-        replicas (N|MIN:MAX): Number of replicas; MIN:MAX: scaled by load.
+        replicas (N|MIN:MAX): Number of replicas; MIN:MAX: scaled with the load.
         host: Address to listen on; 0.0.0.0: all interfaces.
         port: Port to listen on.
         no_token: Accept requests without a token.
         log_requests (URI): Folder for a sample of requests and their scores.
         log_sample: Share of requests that is logged.
-        promote_from: Folder of exports; default: the parent folder of URI.
+        promote_from: Folder of the exports that can be promoted; default: the parent folder of URI.
         table_shards (N): Number of actors that hold the tables; 0: each replica maps all tables.
-        table_cache_mib: Maximum size of each replica's cache of rows.
-        table_timeout_ms: Maximum time of a lookup in table shards.
+        table_cache_mib: Maximum size of each replica's cache of rows from table shards, in MiB.
+        table_timeout_ms: Maximum time of a lookup in table shards, in milliseconds.
         on_missing_shard (fail|zeros): If a shard is unavailable, return status 503, or score with zeros.
         follow: Follow a run; URI is its folder of deltas (export.deltas.to).
     """
@@ -68,12 +68,12 @@ def promote(
     With --share or --shadow, the export becomes the challenger of the current one until another promotion.
 
     Options:
-        uri: Export to switch to.
+        uri: Export to which the service switches; omit it with --rollback.
         service: Address of the service.
         name: Name of the service, used to find its token.
         rollback: Remove the challenger, or switch back to the previous version if there is none.
         share: Share of requests that the challenger serves, or scores with --shadow; default: all.
-        shadow: The challenger scores requests for the log and metrics, but does not serve the responses.
+        shadow: Let the challenger score requests only for the log and metrics, not for responses.
     """
     from raytrec.serving.command import promote as run
 
@@ -87,7 +87,7 @@ def verify(
     name: str | None = None,
     json: Json = False,
 ):
-    """Compare all rows, managed ids and dense weights of a service with a checkpoint; exit with 1 if some differ.
+    """Compare rows, managed ids and dense weights of a service with a checkpoint. The exit code is 1 if any differ.
 
     Options:
         service: Address of the service, such as http://127.0.0.1:8000.
@@ -112,7 +112,7 @@ def skew(
     """Compare a service's logged responses with its export, and its requests with training data.
 
     Options:
-        log: Folder of `raytrec serve --log-requests`.
+        log: Folder written by `raytrec serve --log-requests`.
         export (URI): Export that produced the logged responses.
         data: Parquet data on which the model was trained; default: only scores are compared.
         rows: Number of rows to read from the log and from the data.
@@ -161,7 +161,7 @@ def head(
     """Run a Ray cluster on this machine's loopback, for `raytrec submit` and notebooks, until Ctrl-C.
 
     Options:
-        root: RAYTREC_ROOT of jobs, to which their paths are relative.
+        root: Folder to which the paths of jobs are relative (RAYTREC_ROOT).
         port: Port of the cluster (GCS).
         dashboard_port: Port of the job API and Ray's dashboard.
         client_port: Port of Ray client (ray://).
@@ -173,7 +173,7 @@ def head(
 
 
 def follow_job(job: Job = None, address: Address = None):
-    """Follow a job's log from the start, and exit with the job's exit code. Ctrl-C detaches."""
+    """Print a job's log from its beginning, and exit with the job's exit code. Ctrl-C detaches from the job."""
     from raytrec.client.job_run import follow
     from raytrec.client.jobs import Jobs
 
@@ -182,7 +182,7 @@ def follow_job(job: Job = None, address: Address = None):
 
 
 def stop_job(job: Job = None, address: Address = None):
-    """Stop a job after a checkpoint, and wait until it has ended."""
+    """Ask a job to save a checkpoint and end, wait for its end, and print the last lines of its log."""
     from raytrec.client.job_run import stop
     from raytrec.client.jobs import Jobs
 

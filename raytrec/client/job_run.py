@@ -1,4 +1,4 @@
-"""Runs submitted as jobs through Ray's Job API, and read from the jobs' logs."""
+"""Runs that are Ray jobs: submitted through Ray's Job API, and followed through the logs of the jobs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from raytrec.common.messages import EVENTS, METRICS
 from raytrec.config.overrides import to_override_texts
 from raytrec.tracking.progress_log import ERROR, FOLDER, RESULT, parse
 
-JOB_START_TIMEOUT_S = 600  # time limit for a job to begin its run; the job may wait for nodes
+JOB_START_TIMEOUT_S = 600  # time for a job to begin its run; before, the job may wait for nodes
 FAILED_LOG_LINES = 3  # last log lines shown for a job that failed without a raytrec error
 STOPPED_LOG_LINES = 4  # last log lines shown for a stopped job: signal, save, step, how to resume
 
 
 class JobApi(Jobs):
-    """Cluster accessed through the job API of its dashboard, http://HOST:PORT. Its runs are Ray jobs."""
+    """Client of a cluster through the job API of its dashboard, http://HOST:PORT; runs are Ray jobs."""
 
     def train(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Run:
-        """Submit a run; submitting the same run again resumes it."""
+        """Submit a run. If the same run was submitted before and interrupted, it is resumed."""
         return JobRun(self, self.submit(source, overrides, include))
 
     def run(self, job: str) -> Run:
@@ -48,7 +48,7 @@ class JobApi(Jobs):
         return JobRun(self, job)
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return the jobs of the cluster, newest first: name (job id), folder (None), state, unix_s (start time)."""
+        """Return all jobs of the cluster, newest first: name (job id), folder (None), state, unix_s (start time)."""
         return [
             {"name": job, "folder": None, "state": STATES.get(status, "running"), "unix_s": unix_s}
             for job, status, unix_s in self.list_submitted_jobs()
@@ -59,7 +59,9 @@ class JobApi(Jobs):
 
 
 class JobRun(Run):
-    """Run of a raytrec job, read from its log, which contains JSON lines among lines for users (progress_log.py).
+    """Run that is a Ray job, followed through the job's log (tracking/progress_log.py).
+
+    The log contains JSON lines with metrics and results between the lines for users.
 
     Args:
         jobs: Jobs of the cluster.
@@ -75,7 +77,7 @@ class JobRun(Run):
         """Return the run folder on the cluster; wait until the job has begun its run.
 
         Raises:
-            RunError: The job ended before it began a run, or did not begin one within ten minutes.
+            RunError: The job ended before it began a run, or did not begin a run within ten minutes.
         """
         deadline = monotonic() + JOB_START_TIMEOUT_S
         while not self._folder and self._poll() not in ENDED:
@@ -98,7 +100,7 @@ class JobRun(Run):
     def _read(self) -> None:
         text, status = self._jobs.read(self.job, self._offset)
         self._offset += len(text)
-        self.poll_s = 1 + self._offset / 250_000  # the whole log is sent each time
+        self.poll_s = 1 + self._offset / 250_000  # the job API sends the whole log each time
         *lines, self._partial = (self._partial + text).split("\n")
         if status in STATES and self._partial:  # the log ends without a line break
             lines.append(self._partial)
@@ -111,7 +113,7 @@ class JobRun(Run):
             self.error = RunError("the job failed", where=self.job, expected=expected)
 
     def _command(self, name: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-        """Run a command as another job, and return its metrics."""
+        """Run a command as a separate job, wait for its end, and return its metrics."""
         words = ["python", "-m", "raytrec", name, self.folder]
         options = {key: value for key, value in options.items() if value is not None}
         for override in to_override_texts(options.pop("overrides", None)):

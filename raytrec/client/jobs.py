@@ -1,6 +1,6 @@
 """Client of Ray's Job API (http://), which submits, queries and stops jobs.
 
-A run that is a job outlives the process that submitted the job.
+The job of a run continues when the process that submitted it ends.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from raytrec.compat.ray_core import NO_AGENT_TEXT, get_server_version, silence_u
 from raytrec.config.run_config import load_config
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray's client prefers these to its argument
-CLUSTER_READY_TIMEOUT_S = 60.0  # time limit for a cluster that responds to become ready for jobs
+ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray's client prefers these variables to its argument
+CLUSTER_READY_TIMEOUT_S = 60.0  # time for a cluster that already responds to become ready for jobs
 STATES = {"SUCCEEDED": "finished", "FAILED": "failed", "STOPPED": "stopped"}  # states of jobs that have ended
 T = TypeVar("T")
 
 
 class Jobs:
-    """Jobs of a cluster, managed through Ray's Job API.
+    """Client for the jobs of a cluster, which uses Ray's Job API.
 
     Args:
         address: http(s)://HOST:PORT of the dashboard; default: RAY_API_SERVER_ADDRESS, else the dashboard of
@@ -63,8 +63,8 @@ class Jobs:
         """Submit a run, and return its job id.
 
         Submitting the same run again resumes it after an interruption. The configuration, with overrides
-        applied, is uploaded as a file, so that no command line shows its values. Modules that the
-        configuration names are also uploaded.
+        applied, is uploaded as a file, so that no command line shows its values. raytrec's code and the modules that
+        the configuration names are also uploaded.
 
         Args:
             source: Path of a config file, a mapping of its values, or a RunConfig; its paths are on the cluster.
@@ -85,7 +85,16 @@ class Jobs:
             )
 
     def start(self, command: str, runtime_env: dict[str, Any], name: str) -> str:
-        """Start a command as a job, and return the job's id, which begins with `name`."""
+        """Start a command as a job, and return the job's id, which begins with `name`.
+
+        Args:
+            command: Shell command, which runs in the job's working directory.
+            runtime_env: Ray's runtime environment of the job.
+            name: Prefix of the id; characters that URLs do not allow are replaced.
+
+        Raises:
+            ConfigError: The command or its environment variables contain a secret.
+        """
         _check_no_secrets(command, runtime_env)
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # the name becomes part of URLs
         job = f"{name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
@@ -133,11 +142,11 @@ class Jobs:
         return (0 if status == "SUCCEEDED" else 1) if code is None else code
 
     def message(self, job: str) -> str:
-        """Return Ray's explanation of the state of a job."""
+        """Return Ray's message about the status of a job, such as the reason of a failure."""
         return self._call_api(lambda: self._client.get_job_info(job)).message or ""
 
     def stop(self, job: str) -> bool:
-        """Ask a job to save a checkpoint and end. Return True if the job was running."""
+        """Ask a job to save a checkpoint and end. Return False if the job had already ended."""
         return self._call_api(lambda: self._client.stop_job(job))
 
     def read(self, job: str, log_offset: int) -> tuple[str, str]:
@@ -187,10 +196,10 @@ class Jobs:
 
 
 def _check_no_secrets(command: str, runtime_env: dict[str, Any]) -> None:
-    """Refuse secrets in the parts of a job that Ray's dashboard shows to all users.
+    """Check that the command and environment variables of a job, which Ray's dashboard shows, contain no secrets.
 
     Raises:
-        ConfigError: A part contains a secret.
+        ConfigError: The command or a variable contains a secret.
     """
     texts = {"the command": command, **runtime_env.get("env_vars", {})}
     if names := [name for name, value in texts.items() if hide(value) != value]:

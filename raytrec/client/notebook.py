@@ -22,18 +22,22 @@ COLOURS = {"finished": "#009e73", "failed": "#d55e00", "interrupted": "#d55e00",
 
 
 def display(name: str) -> NotebookDisplay | TerminalDisplay:
-    """Return a callable that shows a run in this notebook or terminal each time it is called."""
+    """Return a callable that shows the current state of a run, in this notebook or on the terminal, when called."""
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module else None
     return NotebookDisplay(name) if hasattr(shell, "kernel") else TerminalDisplay()
 
 
 class NotebookDisplay:
-    """Cell outputs with the progress, metrics and curves of a run, redrawn while the run trains."""
+    """Display of a run in the output of a notebook cell: progress, metrics and curves, updated in place.
+
+    Args:
+        name: Name of the run, shown as a title.
+    """
 
     def __init__(self, name: str):
         self._name, self._drawn_at, self._drawn = name, 0.0, (0, 0)
-        self._outputs: dict[str, Any] = {}  # outputs of the cell
+        self._outputs: dict[str, Any] = {}  # display handles of the cell's outputs by name
 
     def __call__(self, run: Run) -> None:
         """Show the current state of the run."""
@@ -99,7 +103,7 @@ class Page:
 
 
 def render_progress(name: str, run: Run) -> str:
-    """Return a progress bar, and the run's metrics, result or error below the bar, as HTML."""
+    """Return HTML with a progress bar, and below the bar the metrics, the result or the error of a run."""
     progress = run.get_last_progress()
     share = 100 * progress["step"] / progress["total"] if progress["total"] else 0
     colour = COLOURS.get(run.state, "#0072b2")
@@ -121,7 +125,7 @@ def render_progress(name: str, run: Run) -> str:
 
 
 def render_curves(history: History) -> bytes:
-    """Return the curves of the metrics as PNG, as in the run's report; b"" before the first metric."""
+    """Return the curves of the metrics, as in the run's report, as a PNG image; b"" before the first metric."""
     from raytrec.report.figures.learning import curves
     from raytrec.report.figures.style import save_png
 
@@ -132,7 +136,7 @@ def render_curves(history: History) -> bytes:
 
 
 def _describe_progress(run: Run, progress: dict[str, Any]) -> list[str]:
-    """Return the parts of a progress line of a training run."""
+    """Return the texts of a progress line: step, speed, training metrics and remaining time."""
     if not (keys := run.keys(Train)):
         return ["waiting for the first metrics"]
     speed = f"{progress['rows_per_s']:,.0f} rows/s" if progress["rows_per_s"] else ""

@@ -19,7 +19,7 @@ Source = str | Path | dict | RunConfig  # a config file, its values, or a RunCon
 OWN_PACKAGE_NAMES = ("raytrec", "raytrec_datasets")
 IGNORED_UPLOAD_PATTERNS = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", ".ipynb_checkpoints")
 MAX_UPLOAD_FILES = 20_000
-MAX_UPLOAD_BYTES = 100 << 20  # data belong on storage that all nodes reach; Ray's own limit is 500 MiB
+MAX_UPLOAD_BYTES = 100 << 20  # data must be on storage that all nodes reach; Ray's own limit is 500 MiB
 
 
 @contextmanager
@@ -73,14 +73,14 @@ def code(places: list[Path] | tuple = (), reserved_names: tuple[str, ...] = ()) 
 
 
 def get_config_file_name(source: Source) -> str:
-    """Return the name of the uploaded config file."""
+    """Return the name that a config file gets in the upload; run.yaml if `source` is not a file."""
     return f"{to_run_name(Path(source).stem)}.yaml" if isinstance(source, (str, Path)) else "run.yaml"
 
 
 def find_user_modules(config: RunConfig) -> list[Path]:
-    """Return the files and folders of modules that the configuration names, if in the working directory.
+    """Return the files and folders in the working directory that contain modules named by the configuration.
 
-    Other modules are installed or missing; the run reports missing ones.
+    Other modules are installed or missing. The run reports missing modules.
     """
     modules = list_user_code(config.model_dump(by_alias=True, mode="json"))
     tops = {name.partition(":")[0].partition(".")[0] for name in modules}
@@ -92,7 +92,7 @@ def _list_place_files(place: Path) -> Iterator[tuple[Path, Path]]:
     """Yield (path in the upload, file) for a file, or for each file below a folder."""
     try:
         working_dir = Path.cwd().resolve()
-        # The place's own name is kept even if it is a link; links in the folders above it are resolved.
+        # If the place is a link, its name is kept. Links in its parent folders are resolved.
         has_name = place.name not in ("", ".", "..")
         source = place.absolute().parent.resolve() / place.name if has_name else place.resolve()
         if not source.exists():
@@ -107,7 +107,12 @@ def _list_place_files(place: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _walk_files(source: Path, label: str) -> Iterator[tuple[Path, Path]]:
-    """Yield (relative path, file) for each file below a folder, or for the file itself; follow links."""
+    """Yield (relative path, file) for each file below a folder, or for a single file; follow links.
+
+    Args:
+        source: Folder or file.
+        label: Path as given by the user, for errors.
+    """
     if not source.is_dir():
         if not source.is_file():
             raise _make_include_error(Path(label), "the path is not a file or folder", "a file or folder")

@@ -1,7 +1,7 @@
-"""Functions that a cluster runs for its Ray clients: queries about runs, and the driver of a run.
+"""Functions that Ray clients call on a cluster: queries about runs, and the driver of a run.
 
-A run is given by the name of a folder in runs/ below RAYTREC_ROOT, or by the path of a run folder. Only files
-that a run writes can be read, and only in a folder with the config.yaml of a run. Does not import torch.
+A run is given by the name of its folder in RAYTREC_ROOT/runs, or by the path of its folder. Clients can only read
+files that a run writes, and only in a folder with the config.yaml of a run. Does not import torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RUNS_FOLDER = "runs"
 GROWING_FILES = (METRICS, EVENTS, LOG_FILE)
 FILES = (CONFIG, "schema.yaml", "plan.json", RESULT, "report.html", "error.txt", "skipped.jsonl")
 PICTURES = "pictures"
-MAX_ANSWER_BYTES = 16 << 20  # limit per response
+MAX_ANSWER_BYTES = 16 << 20  # maximum bytes read from each file per call
 STATES = {"FINISHED": "finished", "STOPPED": "stopped", "FAILED": "failed"}
 
 
@@ -55,12 +55,15 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
 
     Args:
         run: Name or folder of the run.
-        since: File (one of GROWING_FILES) → number of bytes already read; 0 for files that are not listed.
+        since: File (one of GROWING_FILES) → number of bytes already read; missing files count as 0.
 
     Returns:
         "lines": file → its new complete lines, up to MAX_ANSWER_BYTES; "since": argument of the next call;
-            "folder"; "state": running, finished, stopped, failed or interrupted; "error": parts of the error
-            of a failed run, else None; "result": content of result.json, or empty.
+            "folder": run folder; "state": running, finished, stopped, failed or interrupted; "error": parts of
+            the error of a failed run, else None; "result": content of result.json, or {} if there is none.
+
+    Raises:
+        RunError: There is no such run, or a file cannot be read.
     """
     folder = run_folder(run)
     # The state is read first, so that the last lines of an ended run are read.
@@ -77,10 +80,10 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
 
 
 def file(run: str, name: str) -> bytes:
-    """Return one of the files that a run writes for users.
+    """Return the content of one of the files that a run writes for users.
 
     Raises:
-        RunError: The name is not one of FILES; or the file is missing or too large.
+        RunError: The name is not one of FILES, or the file is missing, unreadable, or too large.
     """
     if name not in FILES:
         raise RunError(f"'{name}' is not a readable file of a run", expected=", ".join(FILES))
@@ -88,7 +91,7 @@ def file(run: str, name: str) -> bytes:
 
 
 def pictures(run: str) -> dict[str, bytes]:
-    """Return the pictures of a run's report: name → PNG. The first request draws the pictures."""
+    """Return the pictures of a run's report: name → PNG. Missing pictures are drawn first if there is a report."""
     folder = run_folder(run)
     if not (png_files := _list_png_files(folder)) and (folder / "report.html").is_file():
         from raytrec.report.report import pictures as draw
@@ -106,7 +109,7 @@ def stop(run: str) -> None:
     """Ask a run to save a checkpoint and end.
 
     Raises:
-        RunError: The run is not running.
+        RunError: There is no such run, or it is not running.
     """
     folder = run_folder(run)
     note = read_driver_record(folder)
@@ -121,7 +124,7 @@ def stop(run: str) -> None:
 
 
 def tables(run: str) -> dict[str, list[int]]:
-    """Return the tables of the newest checkpoint: name → [rows, dim]."""
+    """Return the shapes of the embedding tables in the newest checkpoint: name → [rows, dim]."""
     _, index = find(run_folder(run))
     return {name: index["tensors"][f"tables/{name}/weight"]["shape"] for name in list_table_names(index)}
 
@@ -160,7 +163,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _state(folder: Path) -> str:
-    """Return the state of a run: running, finished, stopped, failed or interrupted (the driver has died)."""
+    """Return the state of a run: running, finished, stopped, failed, or interrupted (the driver was killed)."""
     note = read_driver_record(folder)
     if note.get("status") == "RUNNING":
         alive = is_alive(note)
@@ -172,7 +175,7 @@ def _state(folder: Path) -> str:
 
 
 def _hosts() -> dict[str, str]:
-    """Return a mapping from host name to the node id of the live nodes; only this host if Ray is not running."""
+    """Return host name → node id of all alive nodes; {this host: ""} if this process is not connected to Ray."""
     import sys
 
     if (ray := sys.modules.get("ray")) is None or not ray.is_initialized():
@@ -201,9 +204,10 @@ def _read_run_file(path: Path) -> bytes:
 
 
 class Driver:
-    """Actor that drives a run on the cluster, in its main thread, where signal handlers can be installed.
+    """Actor that drives a run on the cluster for a Ray client.
 
-    Its methods return plain values and raise RaytrecErrors, because a client may have neither torch nor torchrec.
+    Its methods run in its main thread, where signal handlers can be installed. They return plain values and raise
+    RaytrecErrors, because a client may have neither torch nor torchrec.
     """
 
     def begin(self, name: str, text: str) -> str:
@@ -211,10 +215,7 @@ class Driver:
 
         Args:
             name: Name of the config file, after which a new run is named.
-            text: Config as YAML.
-
-        Returns:
-            Run folder.
+            text: Content of the config file, YAML.
         """
         from raytrec.driver.prepare import resolve_config
 
@@ -224,16 +225,23 @@ class Driver:
         return self._config.run.dir
 
     def train(self) -> dict[str, Any] | None:
-        """Train, and return the content of result.json; None if the run was asked to stop."""
+        """Train the run of `begin`, and return the content of result.json; None if a signal stopped the run."""
         import raytrec
 
         try:
             return _call_raising_raytrec_errors(raytrec.train, self._config, resume_latest=True).metrics
-        except STOP_EXCEPTIONS:  # Ray would treat the exception as a cancelled call
+        except STOP_EXCEPTIONS:  # Ray would treat the exception as a canceled call
             return None
 
     def command(self, name: str, run: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-        """Call raytrec.evaluate, predict or index with a run, and return the metrics."""
+        """Call raytrec.evaluate, predict or index with a run, and return the metrics.
+
+        Args:
+            name: evaluate, predict or index.
+            run: Name or folder of the run.
+            places: Arguments that are paths, by name.
+            options: Other arguments by name.
+        """
         import raytrec
 
         call = {"evaluate": raytrec.evaluate, "predict": raytrec.predict, "index": raytrec.index}[name]
@@ -241,7 +249,7 @@ class Driver:
 
 
 def _call_raising_raytrec_errors(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return the result of a call; convert errors to RaytrecErrors, which any client can read."""
+    """Return the result of a call; convert errors to RaytrecErrors, which every client can unpickle."""
     try:
         return call(*arguments, **options)
     except Exception as error:

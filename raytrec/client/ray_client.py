@@ -1,6 +1,6 @@
 """Runs started over Ray client (ray://), which end with the client's connection.
 
-The cluster is used as if it were local.
+The functions of queries.py run on the head node of the cluster.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from raytrec.driver.driver_state import LOG_FILE
 from raytrec.tracking.progress_log import strip_messages
 from raytrec.tracking.run_folder import decode
 
-ANSWER_TIMEOUT_S = 120  # for calls that take a second, because the cluster may first start a process
+ANSWER_TIMEOUT_S = 120  # most calls take a second, but the cluster may have to start a process first
 
 
 class RayClient:
     """Client of a Ray cluster at ray://HOST:PORT, which starts runs and reads their folders.
 
     Args:
-        address: Address as printed by `ray start --head`.
+        address: ray://HOST:PORT of the Ray client server, as printed by `raytrec head`.
 
     Raises:
         RunError: The cluster cannot be reached, refuses the token, or runs another version of Ray or Python.
@@ -44,10 +44,10 @@ class RayClient:
         self._connections: dict[tuple[Path, ...], Connection] = {(): Connection(address, ())}
 
     def train(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Run:
-        """Start a run, or resume the run if it was interrupted."""
+        """Start a run. If the same run was started before and interrupted, it is resumed."""
         config = load_config(source, overrides)
         places = tuple(path.absolute() for path in (*find_user_modules(config), *include))
-        if places not in self._connections:  # processes of other connections have other code
+        if places not in self._connections:  # each connection has its own copy of the user's code
             self._connections[places] = Connection(self.address, places)
         connection = self._connections[places]
         driver = connection.actor(queries.Driver)
@@ -60,28 +60,28 @@ class RayClient:
         return ClientRun(connection, connection.call(queries.news, run, {})["folder"])
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return the runs of the cluster, as `queries.runs` does."""
+        """Return the runs in RAYTREC_ROOT/runs (`queries.runs`)."""
         return self._connections[()].call(queries.runs)
 
     def close(self) -> None:
-        """End the connections, and with them the runs that were started here."""
+        """End all connections, and with them the runs that this client has started."""
         for connection in self._connections.values():
             connection.close()
 
 
 class ClientRun(Run):
-    """Run that is followed through its folder on the cluster, over Ray client.
+    """Run whose folder on the cluster is read over Ray client.
 
     Args:
         connection: Connection to the cluster.
         folder: Run folder.
-        driver: Actor (queries.Driver) that executes the run; None for an existing run.
+        driver: Actor (queries.Driver) that then trains the run; None for an existing run.
     """
 
     def __init__(self, connection: Connection, folder: str, driver: Any = None):
         super().__init__()
         self._connection, self._folder, self._since = connection, folder, {}
-        self._driver, self._result = driver, None  # an actor without a handle ends
+        self._driver, self._result = driver, None  # Ray ends an actor when its last handle is deleted
         if driver is None:
             self._poll()
             return
@@ -130,7 +130,7 @@ class ClientRun(Run):
                         if message := decode(file, line):
                             self.history.add(message)
             before, self._since = self._since, news["since"]
-            if self._since == before or news["state"] not in ENDED:  # nothing is left, or more will come
+            if self._since == before or news["state"] not in ENDED:  # all data is read, or later calls read more
                 break
         self.history.result = news["result"]
         self.error = RunError(**news["error"]) if news["error"] else None
@@ -150,6 +150,9 @@ class Connection:
     Args:
         address: ray://HOST:PORT of the cluster.
         places: Files and folders of the user that are uploaded to the cluster, in addition to raytrec's code.
+
+    Raises:
+        RunError: As in `RayClient`.
     """
 
     def __init__(self, address: str, places: tuple[Path, ...]):
@@ -168,13 +171,13 @@ class Connection:
     def activate_context(self) -> Iterator[None]:
         """Use this connection for Ray calls in the block.
 
-        Only one thread can be in such a block, because the context is swapped.
+        Only one thread at a time can be in the block, because Ray's current context is replaced.
         """
         with self._lock, self._context:
             yield
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function on the head node, and return its result."""
+        """Call a function on the head node, and return its result. Errors are as in `result`."""
         import ray
 
         with self.activate_context():
@@ -183,7 +186,7 @@ class Connection:
         return self.ask(self._remote[function], *arguments)
 
     def ask(self, remote: Any, *arguments: Any, timeout: float | None = ANSWER_TIMEOUT_S) -> Any:
-        """Call a remote function or method, and return its result or raise its error."""
+        """Call a remote function or actor method, and return its result. Errors are as in `result`."""
         with self.activate_context():
             reference = remote.remote(*arguments)
         return self.result(reference, timeout)
@@ -203,7 +206,16 @@ class Connection:
             return bool(ray.wait([reference], timeout=0)[0])
 
     def result(self, reference: Any, timeout: float | None = ANSWER_TIMEOUT_S) -> Any:
-        """Return the result of an object reference, or raise its error or a RunError about Ray."""
+        """Return the result of an object reference.
+
+        Args:
+            reference: Object reference.
+            timeout: Maximum time to wait, in seconds; None: no limit.
+
+        Raises:
+            RunError: The cluster did not respond in time, the connection was lost, or Ray reports an error.
+            Exception: Error of the remote call itself.
+        """
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
@@ -231,10 +243,10 @@ class Connection:
 
 
 def _connect(address: str, folder: Path) -> Any:
-    """Return a connection whose processes work in a copy of a folder.
+    """Return a Ray client context; its processes on the cluster use a copy of `folder` as working directory.
 
-    On a busy machine, the process that Ray 2.60 starts for a client may end before it has begun, without an
-    error (`proxier.start_specific_server`). Up to three attempts to connect are therefore made.
+    On a busy machine, the process that Ray 2.60 starts for a client may end during its start, without an
+    error (`proxier.start_specific_server`). Therefore, up to three attempts to connect are made.
     """
     import ray
 
@@ -254,7 +266,7 @@ def _connect(address: str, folder: Path) -> Any:
 
 
 def _explain_connect_error(address: str, error: Exception) -> RunError:
-    """Return a readable error for a Ray client that could not connect.
+    """Return an error for users that explains why Ray client could not connect.
 
     Raises:
         RunError: The cluster runs another version of Ray or Python.

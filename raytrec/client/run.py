@@ -1,6 +1,6 @@
-"""Ray cluster and its runs, for notebooks and other programs (docs/notebooks.md).
+"""Start and follow runs on a Ray cluster from notebooks and other programs (docs/notebooks.md).
 
-Requires Ray in the cluster's version, but neither torch nor torchrec.
+The module requires Ray in the cluster's version, but neither torch nor torchrec.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Cluster:
     """Ray cluster on which a notebook or program starts and follows runs.
 
     Args:
-        address: ray://HOST:PORT (Ray client: runs end with this process) or http(s)://HOST:PORT (the job API
-            of the dashboard: runs are jobs, and outlive this process).
+        address: ray://HOST:PORT (Ray client: runs end with this process) or http(s)://HOST:PORT (job API of the
+            dashboard: runs are jobs, and continue when this process ends).
 
     Raises:
         ConfigError: The address has another form.
-        RunError: There is no cluster or no token, or the cluster runs another version of Ray.
+        RunError: The cluster cannot be reached, refuses the token, or runs another version of Ray.
     """
 
     def __init__(self, address: str):
@@ -48,7 +48,7 @@ class Cluster:
         self.address, self._backend = address, Backend(address)
 
     def train(self, source: Source, overrides: Overrides | None = None, include: list[str | Path] | tuple = ()) -> Run:
-        """Start a run, or resume it if it was interrupted, and return immediately.
+        """Start a run, and return without waiting for its end. If the same run was interrupted before, it is resumed.
 
         This machine's raytrec code and the modules that the config names are uploaded.
 
@@ -61,7 +61,11 @@ class Cluster:
         return self._backend.train(source, to_override_texts(overrides), tuple(map(Path, include)))
 
     def run(self, run: str | Path) -> Run:
-        """Return a run by its name in RAYTREC_ROOT/runs or its folder; over http://, by its job id."""
+        """Return an existing run, given its name in RAYTREC_ROOT/runs or its folder; over http://, its job id.
+
+        Raises:
+            RunError: There is no such run.
+        """
         return self._backend.run(str(run))
 
     def runs(self) -> list[dict[str, Any]]:
@@ -72,7 +76,7 @@ class Cluster:
         return self._backend.runs()
 
     def close(self) -> None:
-        """End the connection; with ray://, also the runs that it has started."""
+        """End the connection; with ray://, also end the runs that were started over the connection."""
         self._backend.close()
 
     def __repr__(self) -> str:
@@ -83,10 +87,11 @@ class Run:
     """Run on a cluster, returned by `Cluster.train` and `Cluster.run`.
 
     Attributes:
-        state: starting, running, finished, stopped (its state is saved), failed, interrupted (driver died).
+        state: starting, running, finished, stopped (a checkpoint is saved), failed, or interrupted (the driver
+            was killed).
         history: Metrics that have been read so far.
-        log: Lines for users, each with its line break.
-        error: Error of a failed run.
+        log: Lines of the log for users that have been read so far, each with its line break.
+        error: Error of a failed run; None otherwise.
         poll_s: Seconds between two queries.
         job: Id of the run's job; None with ray://.
     """
@@ -118,7 +123,7 @@ class Run:
         raise NotImplementedError
 
     def _command(self, name: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-        """Run evaluate, predict or index on the cluster, and return its metrics. `places` maps options to paths."""
+        """Run evaluate, predict or index on the cluster, and return the metrics; `places` maps options to paths."""
         raise NotImplementedError
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
@@ -126,7 +131,7 @@ class Run:
         raise NotImplementedError
 
     def progress(self) -> dict[str, Any]:
-        """Return step, total, rows_per_s, training metrics, state and eta_s; values not known yet are None."""
+        """Return step, total (steps), rows_per_s, training metrics, state and eta_s (seconds); None if unknown yet."""
         self._poll()
         return self.get_last_progress()
 
@@ -145,9 +150,10 @@ class Run:
         }
 
     def metrics(self) -> dict[str, dict[str, list]]:
-        """Return the metrics so far: "train" (step, rows_per_s, metrics) and "eval" (step, metrics).
+        """Return the metrics so far as columns: "train" (step, rows_per_s, metrics) and "eval" (step, metrics).
 
-        `pandas.DataFrame(run.metrics()["train"])` creates a table. A job provides only the metrics in its log.
+        `pandas.DataFrame(run.metrics()["train"])` creates a table. A run that is a job provides only the metrics in
+        the job's log.
         """
         self._poll()
         series: dict[str, dict[str, list]] = {}
@@ -174,13 +180,13 @@ class Run:
             sleep(self.poll_s)
 
     def watch(self) -> dict[str, Any] | None:
-        """Show progress and curves until the run ends. Interrupting detaches; the run continues.
+        """Show progress and curves until the run ends. An interrupt ends the display, and the run continues.
 
         Returns:
-            Content of result.json, like `wait`, or None after an interrupt.
+            Content of result.json as returned by `wait`, or None after an interrupt.
 
         Raises:
-            RunError: The run failed (with its own message), was stopped or interrupted.
+            RaytrecError: The run failed (its error is raised), was stopped, or was interrupted.
         """
         show = display(self.name)
         try:
@@ -200,7 +206,8 @@ class Run:
             timeout: Maximum time to wait, in seconds; None: no limit.
 
         Raises:
-            RunError: The run failed (with its own message), was stopped or interrupted, or is still running.
+            RaytrecError: The run failed (its error is raised), was stopped, was interrupted, or is still running
+                after `timeout` seconds.
         """
         began = monotonic()
         while self._poll() not in ENDED:
@@ -215,47 +222,48 @@ class Run:
 
         Args:
             data: Parquet folder or file, as seen from the cluster.
-            options: workers, batch_size; default: as in training. overrides: such as data.on_error=skip.
+            options: workers and batch_size (default: as in training), and overrides, such as
+                ["data.on_error=skip"].
 
         Returns:
-            eval.NAME of each metric, eval.rows and more.
+            Metrics by name: eval.NAME for each metric, eval.rows and more (raytrec.evaluate).
         """
         return self._command("evaluate", {"data": data}, options)
 
     def predict(self, data: str, out: str, **options: Any) -> dict[str, Any]:
-        """Predict every row of Parquet data on the cluster with the newest checkpoint.
+        """Predict every row of Parquet data on the cluster, by default with the newest checkpoint.
 
         Each input file yields an output file of the same name. Repeat the call to resume an interrupted prediction.
 
         Args:
             data: Parquet folder or file, as seen from the cluster.
             out: Folder to write to, as seen from the cluster.
-            options: columns, a list of columns to keep (default: data.reserve_columns); workers; checkpoint,
-                a step or "best"; overrides: such as data.on_error=skip.
+            options: columns (list of columns to copy to the output; default: data.reserve_columns), workers,
+                checkpoint (a step or "best"), and overrides, such as ["data.on_error=skip"].
 
         Returns:
-            predict.rows, predict.files and more (raytrec.predict).
+            Metrics by name: predict.rows, predict.files and more (raytrec.predict).
         """
         return self._command("predict", {"data": data, "out": out}, options)
 
     def index(self, items: str, out: str, **options: Any) -> dict[str, Any]:
-        """Write an index of items on the cluster with the newest checkpoint.
+        """Write an index of items on the cluster, by default with the newest checkpoint.
 
-        `raytrec.load_index` reads the index from a path that this machine can access. Repeat the call to resume an
-        interrupted index.
+        `raytrec.load_index` reads the index from a path that this machine can access. If the call is interrupted,
+        repeat it to continue.
 
         Args:
             items: Parquet folder or file with one row per item, as seen from the cluster.
             out: Folder to write to, as seen from the cluster.
-            options: item, columns, faiss, queries, workers, checkpoint, overrides: as in `raytrec index`.
+            options: item, columns, faiss, queries, workers, checkpoint and overrides, as in raytrec.index.
 
         Returns:
-            index.items, index.recall@10 and more (raytrec.index).
+            Metrics by name: index.items, index.recall@10 and more (raytrec.index).
         """
         return self._command("index", {"items": items, "out": out}, options)
 
     def report(self) -> Page:
-        """Return report.html of the run for a notebook (ray:// only); the page's `text` is its HTML."""
+        """Return the run's report.html as a page that notebooks display (ray:// only); `text` is its HTML."""
         return Page(self._ask(queries.file, "report.html").decode())
 
     def pictures(self) -> Pictures:
@@ -267,7 +275,7 @@ class Run:
         return self._ask(queries.file, name).decode()
 
     def tables(self) -> dict[str, list[int]]:
-        """Return the embedding tables of the newest checkpoint (ray:// only): name → [rows, dim]."""
+        """Return the shapes of the embedding tables in the newest checkpoint (ray:// only): name → [rows, dim]."""
         return self._ask(queries.tables)
 
     def rows(self, table: str, numbers: Sequence[int]) -> np.ndarray:
@@ -278,7 +286,7 @@ class Run:
         return f"<Run {self.job or self.name}: {self.state}>"
 
     def _poll(self) -> str:
-        """Read new data unless the run has ended, and return the state of the run."""
+        """Read new data unless the run is known to have ended, and return the state of the run."""
         if self.state not in ENDED:
             self._read()
             if self._first is None and self.history.step:

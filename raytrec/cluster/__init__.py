@@ -1,1 +1,1 @@
-"""Connections to Ray: addresses, tokens, local clusters, forked workers, preemption."""
+"""Connections to Ray: addresses, tokens, local clusters, forked workers and preemption."""

@@ -1,10 +1,10 @@
 """Ray's token, and checks that a cluster responds and accepts the token.
 
-By default a token is required. The token is stored where Ray looks for it, readable by its owner alone.
-Without a token, any client that reaches a cluster's ports can run code there (docs/security.md). With
+By default, a token is required. raytrec stores the token in the file in which Ray looks for it, readable by its
+owner alone. Without a token, any client that reaches a cluster's ports can run code there (docs/security.md). With
 RAY_AUTH_MODE=token, Ray 2.60 looks for a token in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, and
 ~/.ray/auth_token. Ray reads RAY_AUTH_MODE at import, so this module does not import Ray. The checks report
-in seconds what Ray itself reports after minutes.
+in seconds the problems that Ray itself reports after minutes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from raytrec.compat.ray_start import read_token_again
 from raytrec.compat.versions import SUPPORTED_VERSIONS
 
 (RAY,) = SUPPORTED_VERSIONS["ray"]  # raytrec uses private parts of Ray that were checked for this version only
-ANSWER_TIMEOUT_S = 30.0  # timeout for a busy machine; missing machines are detected earlier
+ANSWER_TIMEOUT_S = 30.0  # a busy machine may respond late; machines that do not listen are detected earlier
 SCHEME = "ray://"
-STARTUP_TIMEOUT_S = 5.0  # time for a starting cluster to listen
+STARTUP_TIMEOUT_S = 5.0  # time for a cluster that is starting to listen at its address
 START_CLUSTER_HINT = "start a cluster with `raytrec head`, or omit the address to start a local Ray cluster"
 AUTH_MODE_VARIABLE, TOKEN, TOKEN_PATH_VARIABLE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 UNWRITABLE_HOME = "/dev/null"  # a home folder in which files cannot be created
@@ -44,15 +44,16 @@ UNWRITABLE_HOME = "/dev/null"  # a home folder in which files cannot be created
 def use_token(*, create: bool = False, is_local_only: bool = False) -> None:
     """Make this process and its child processes require and send Ray's token; call before using Ray.
 
-    RAY_AUTH_MODE, if set, is the user's choice; a job's driver uses the mode of its cluster.
+    If the user has set RAY_AUTH_MODE to another mode, no token is used. The driver of a job uses the mode of its
+    cluster.
 
     Args:
         create: True to create a missing token for a new cluster.
         is_local_only: True if only this process and its children use the new cluster. The token is then kept
-            in their environment if the home folder cannot be written to or read.
+            in their environment if its file cannot be written or read.
 
     Raises:
-        RunError: The token is missing and must not be created, or cannot be stored.
+        RunError: The token is missing and must not be created, or cannot be stored or read.
     """
     if os.path.expanduser("~") == "~":  # user without passwd entry; importing Ray Train requires a home
         os.environ["HOME"] = UNWRITABLE_HOME
@@ -75,16 +76,16 @@ def token_file() -> Path:
 
 
 def describe_token_source() -> str:
-    """Return a description of the source of the current token for messages."""
+    """Return a noun phrase for messages that names the place where the token is, or where to store it."""
     return (
         f"the environment variable {TOKEN}"
         if os.environ.get(TOKEN)
-        else f"{token_file()}, or set {TOKEN_PATH_VARIABLE}=FILE"
+        else f"{token_file()} (or in the file that {TOKEN_PATH_VARIABLE} names)"
     )
 
 
 def load_or_create_token(file: Path) -> str:
-    """Return the token in a file, which is created if it does not exist. Only its owner can read it.
+    """Return the token in a file. A missing file is created with a new token, readable by its owner alone.
 
     Raises:
         OSError: The file cannot be created or read.
@@ -131,10 +132,11 @@ def check_cluster(address: str, address_source: str) -> None:
 
     Args:
         address: HOST:PORT of the head, ray://HOST:PORT of its Ray client server, or 'auto'.
-        address_source: Source of the address, named in errors.
+        address_source: Source of the address, such as a setting, named in errors.
 
     Raises:
-        RunError: No server responds, or the server is not a Ray cluster, refuses the token, or requires none.
+        RunError: No server responds, or the server is not a Ray cluster, refuses the token, or was started
+            without a token.
     """
     _check_listening(address, address_source)
     _check_token(address, address_source)
@@ -189,7 +191,7 @@ def _check_token(address: str, source: str) -> None:
             raise RunError(
                 "the cluster was started without a token, so it cannot call this process, which requires one",
                 where=source,
-                expected=f"a cluster that was started with {describe_token_source()}",
+                expected=f"a cluster that was started with the token in {describe_token_source()}",
                 do="start the cluster with the token, as `raytrec head` does, or set RAY_AUTH_MODE to "
                 "disabled if the network of the cluster is private",
             )
@@ -207,7 +209,7 @@ def _call_cluster(channel: Any, method: str, token: tuple[tuple[str, str], ...])
 
 
 def _list_addresses(address: str) -> list[tuple[str, int]]:
-    """Return the (host, port) pairs to try; Ray replaces 127.0.0.1 with the machine's own address."""
+    """Return the (host, port) pairs to try: the given address, and the address by which Ray replaces 127.0.0.1."""
     addresses = []
     for target in (address.removeprefix(SCHEME), _find_address(address)):
         host, _, port = (target or "").partition("/")[0].rpartition(":")
@@ -227,11 +229,11 @@ def _find_address(address: str) -> str | None:
 
 
 def check_version_mismatch(reported: str, *, where: str, expected: str, do: str) -> None:
-    """Check that Ray's error was not caused by a cluster with another version of Ray or Python.
+    """Check that an error of Ray was not caused by a cluster with another version of Ray or Python.
 
     Args:
-        reported: Text of Ray's error.
-        where: Address of the cluster.
+        reported: Text of the error.
+        where: Address of the cluster, named in errors.
         expected: Field `expected` of the error if the Python versions differ.
         do: Field `do` of the error if the Python versions differ.
 

@@ -4,8 +4,8 @@ This process asks the warm process for a worker and exits when that worker ends.
 
     python forked_worker.py default_worker.py ... --serialized-runtime-env-context=JSON --language=PYTHON
 
-The script is run as a file and imports as little as possible. Ray's own script is run instead if there is no warm
-process, if it does not respond or refuses, and for workers with another interpreter.
+Ray runs the script as a file, and the script imports as few modules as possible. It runs Ray's own script instead if
+there is no warm process, if the warm process does not respond or refuses, and for workers with another interpreter.
 """
 
 import json
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _quote_interpreter(settings: dict) -> str:
-    """Return a worker's environment with a quoted interpreter, because Ray (2.60.0) writes it into a shell command."""
+    """Return the settings as JSON, with the interpreter quoted, because Ray (2.60.0) writes it into a shell command."""
     from shlex import quote
 
     interpreter = settings.get("py_executable") or sys.executable
@@ -44,8 +44,8 @@ def _run_forked(command: list, overrides: dict, place: str) -> bool:
 
     Args:
         command: Command line of the worker.
-        overrides: Variables set by the worker's runtime environment.
-        place: Socket address of the warm process.
+        overrides: Environment variables set by the worker's runtime environment.
+        place: Path of the warm process's Unix socket; empty: no warm process.
     """
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     worker = {"command": command, "env": dict(os.environ), "set": overrides, "folder": os.getcwd()}

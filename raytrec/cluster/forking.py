@@ -3,14 +3,15 @@
 The program is run as a file. Its standard input is one end of a socket pair, which delivers two messages. The
 first contains Python's module search path and the modules to import. The second, sent after the raylet's
 start, contains environment variables of Ray's workers, the modules that import Ray, and the listening socket.
-When a byte or the end of the stream arrives, this process and every forked worker end. If the stream ends
-without a byte, the driver was killed, and the raylet's agents are ended as well.
+When a byte or the end of the stream arrives, this process ends with every worker that it has forked. If the stream
+ends without a byte, the driver was killed, and this process also kills the raylet's agents.
 
 Ray may be imported before the fork under two conditions. First, Ray reads the ids of its job and raylet only
 once, so both must be known; other settings are read again in forked processes. Second, the generator of task
-and object ids must not be seeded yet. Otherwise workers would draw identical ids and confuse each other's
-data. Importing Ray's libraries draws ids of actor classes from this generator; here the operating system
-draws these ids. Before serving requests, two processes are forked to check that they draw different ids.
+and object ids must not be seeded yet. Otherwise, workers would draw identical ids and confuse each other's
+data. Importing Ray's libraries usually draws ids of actor classes from this generator; this program takes them
+from the operating system instead. Before serving requests, it forks two processes and checks that they draw
+different ids.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main() -> None:
 
 
 def _import(modules: list[str]) -> None:
-    """Import modules; failures are ignored because the worker repeats and reports them."""
+    """Import modules; ignore failures, because workers repeat failed imports and report the errors."""
     for module in modules:
         with suppress(Exception):
             import_module(module)
@@ -80,7 +81,8 @@ def _hide_gpus() -> AbstractContextManager[None]:
 def _forks_can_use_gpus() -> bool:
     """Return True if CUDA is not initialized in this process, so that forked processes can use GPUs.
 
-    CUDA's state does not survive a fork, and torch refuses such processes. GPUs in WSL 2 have no device file.
+    CUDA's state does not survive a fork, and torch refuses GPUs in processes forked after CUDA's initialization.
+    An open device file shows that CUDA is initialized. GPUs in WSL 2 have no device file, so torch is asked as well.
     """
     places = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
     for place in places:
@@ -103,7 +105,7 @@ def _draw_object_id() -> bytes:
 
 
 def _call_in_fork(function: Callable[[], bytes]) -> bytes:
-    """Return the result of a function run in a forked process; empty bytes if the function fails."""
+    """Return the result of a function that runs in a forked process; b"" if the function fails."""
     reads, writes = os.pipe()
     if not (pid := os.fork()):
         with suppress(BaseException):
@@ -119,7 +121,7 @@ def _call_in_fork(function: Callable[[], bytes]) -> bytes:
 def _serve(control: socket.socket, listener: socket.socket, ready: bool) -> None:
     """Serve fork requests until a byte or the end of the stream arrives on `control`.
 
-    If not `ready`, every request is refused, and the worker starts without forking.
+    Unless `ready`, every request is refused, and workers start without forking.
     """
     ended, wake = socket.socketpair()
     wake.setblocking(False)
@@ -155,7 +157,7 @@ def _answer_request(listener: socket.socket, ready: bool, pids: set[int], socket
 
 
 def _can_fork_for(env: dict[str, str], overrides: dict[str, str]) -> bool:
-    """Return True if a process started with these variables would load the modules in the same way.
+    """Return True if a new process with these environment variables would load the modules as this process did.
 
     Args:
         env: Environment with which Ray starts its workers.
@@ -207,9 +209,9 @@ def _reap_workers(pids: set[int]) -> None:
 
 
 def _kill_workers_and_exit(pids: set[int], driver_killed: bool) -> None:
-    """Kill all workers and exit; if the driver was killed, also kill Ray's agents, which would stay for a minute.
+    """Kill all workers and exit; if the driver was killed, also kill Ray's agents.
 
-    If the driver was not killed, the raylet ends its agents itself.
+    After a kill of the driver, the agents would run for another minute. Otherwise, the raylet ends its agents.
     """
     agents = _find_ray_agents(int(os.environ["RAY_RAYLET_PID"])) if driver_killed else []
     for pid in [*pids, *agents]:

@@ -1,6 +1,6 @@
 """Checks that the raylet and the GCS of a driver are running.
 
-Ray itself reports the end of a raylet after 13 s, or ends the process 60 s after the end of the GCS. Its
+Ray itself reports the end of a raylet after 13 s, and ends the driver 60 s after the end of the GCS. Its
 reports are long and do not state how to resume. These checks take seconds and report one sentence.
 """
 
@@ -16,8 +16,8 @@ from raytrec.common.errors import RunError
 
 POLL_INTERVAL_S = 0.5
 LIFELINE_CONNECT_TIMEOUT_S = 2.0
-REFUSED_TIMEOUT_S = 2.0  # time after which a process that refuses connections has ended
-# The GCS of a joined cluster may restart if it is backed by Redis; Ray has a setting for the time to wait.
+REFUSED_TIMEOUT_S = 2.0  # a process that refuses connections for this time has ended
+# The GCS of a joined cluster may restart if Redis stores its state; Ray's variable sets the time to wait for it.
 GCS_RESTART_TIMEOUT_S, GCS_RECONNECT_VARIABLE = 10.0, "RAY_gcs_rpc_server_reconnect_timeout_s"
 RAYLET, GCS = "raylet", "GCS"
 PART_DESCRIPTIONS = {
@@ -27,10 +27,10 @@ PART_DESCRIPTIONS = {
 
 
 class RayLost(RunError):
-    """Error raised when a part of Ray has ended, and all workers with it.
+    """Error raised when the raylet or the GCS has ended, and all workers with it.
 
     Attributes:
-        part: RAYLET or GCS.
+        part: RAYLET or GCS, whichever has ended.
     """
 
     part = ""
@@ -64,6 +64,8 @@ class RayMonitor:
     def confirm(self) -> None:
         """Check whether the end of the raylet or GCS caused an error that Ray raised.
 
+        If one of them cannot be reached, wait until it responds or counts as ended, about ten seconds at most.
+
         Raises:
             RayLost: One of them has ended.
         """
@@ -96,7 +98,7 @@ class RayMonitor:
 
 
 def _places() -> dict[str, tuple[str, int]]:
-    """Return the (host, port) of RAYLET and GCS; {} with Ray client, which depends only on its server."""
+    """Return the (host, port) of RAYLET and GCS; {} with Ray client, which connects to neither of them."""
     import ray
     from ray.util.client import ray as client
 
@@ -110,11 +112,11 @@ def _places() -> dict[str, tuple[str, int]]:
 
 
 def wait_for(ref: Any, lifeline: RayMonitor, on_poll: Callable[[], None] = lambda: None) -> Any:
-    """Return the result of a task or actor method while checking that Ray is running.
+    """Wait for the result of a task or actor method and return it; check meanwhile that Ray is running.
 
     Args:
         ref: Object reference of the result.
-        lifeline: Monitor of this driver's Ray.
+        lifeline: Monitor of this driver's raylet and GCS.
         on_poll: Function called every half second; exceptions that it raises are not caught.
 
     Raises:

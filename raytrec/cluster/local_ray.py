@@ -1,7 +1,7 @@
 """Private files and processes of a local Ray cluster, and `raytrec head`, a single-node cluster on loopback.
 
-Ray 2.60 keeps its sessions in /tmp/ray forever, makes these folders world-writable, and records the most
-recently started cluster there. Its processes belong to the driver's process group. A signal to that group
+Ray 2.60 keeps the files of its sessions in /tmp/ray forever, makes these folders world-writable, and records the
+most recently started cluster there. Ray's processes belong to the driver's process group. A signal to that group
 (`timeout`, batch systems, containers) therefore ends them before the driver can save.
 """
 
@@ -28,18 +28,18 @@ FOLDER_PREFIX, OWNER = "raytrec-", "owner"
 RAY_TMPDIR_VARIABLE = "RAY_TMPDIR"
 # Maximum length of a Unix socket address (sys/un.h).
 MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
-MIN_ABANDONED_AGE_S = 3600.0  # age at which a folder without owner is abandoned and not just being created
-# Maximum bytes per log file, and characters in total, that are kept.
+MIN_ABANDONED_AGE_S = 3600.0  # a younger folder without an owner file may be in creation
+# Maximum length of the text kept from the logs: bytes per file, and characters in total.
 MAX_TAIL_BYTES, MAX_LOG_CHARACTERS = 8_000, 200_000
 JOB_STOP_TIMEOUT_S = 60  # by default, `ray job stop` kills after 3 s, which is too short for a checkpoint
-LINGER_S = 2.0  # time for Ray's processes to exit by themselves
+LINGER_S = 2.0  # time for Ray's processes to exit by themselves before they are killed
 
 
 @contextmanager
 def create_private_folder() -> Iterator[Path]:
     """Create a folder for a local Ray cluster that only this user can access; remove it after the block.
 
-    The folder is in RAY_TMPDIR, TMPDIR or /tmp, as Ray's own folder would be. Folders left by killed owners are
+    The folder is in RAY_TMPDIR, TMPDIR or /tmp, as Ray's own folder would be. Folders left by killed processes are
     removed first.
     """
     folder, owner = make_folder()
@@ -51,7 +51,7 @@ def create_private_folder() -> Iterator[Path]:
 
 
 def make_folder() -> tuple[Path, int]:
-    """Return a new private folder and a file descriptor; once that is closed, `sweep` removes the folder.
+    """Return a new private folder and a file descriptor; after the descriptor is closed, `sweep` removes the folder.
 
     Raises:
         RunError: The folder cannot be created.
@@ -62,14 +62,14 @@ def make_folder() -> tuple[Path, int]:
         sweep(base)
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))  # mode 0700
         owner = os.open(folder / f".{OWNER}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    if lock_file(owner):  # without a lock, the folder is never swept
+    if lock_file(owner):  # on a file system without locks, `sweep` does not remove the folder
         with suppress(OSError):
             (folder / f".{OWNER}").rename(folder / OWNER)
     return folder, owner
 
 
 def find_base_folder() -> Path:
-    """Return the parent folder of private folders; its path is short enough for the Unix sockets inside.
+    """Return the parent folder of private folders, whose path is short enough for Unix sockets in them.
 
     Raises:
         RunError: The path in RAY_TMPDIR is too long.
@@ -77,7 +77,7 @@ def find_base_folder() -> Path:
     for name in (RAY_TMPDIR_VARIABLE, "TMPDIR"):
         if value := os.environ.get(name):
             base = Path(value).absolute()
-            base = base.parent if base.name.startswith(FOLDER_PREFIX) else base  # folder of an enclosing Ray
+            base = base.parent if base.name.startswith(FOLDER_PREFIX) else base  # set by an enclosing Ray
             max_bytes = MAX_SOCKET_PATH_BYTES - len(f"/{FOLDER_PREFIX}12345678{LONGEST_SOCKET_PATH}")
             if len(os.fsencode(base)) <= max_bytes:
                 base.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -153,7 +153,7 @@ def isolate_sessions(
 ) -> Iterator[Callable[[], None]]:
     """Keep files of a Ray cluster started in the block in a folder, and its processes in separate sessions.
 
-    Ray's processes still end with this process through the kernel (Ray's PR_SET_PDEATHSIG).
+    The kernel still ends Ray's processes with this process (Ray sets PR_SET_PDEATHSIG).
 
     Args:
         folder: Folder for Ray's files.
@@ -176,7 +176,7 @@ def isolate_sessions(
 
 
 def read_stderr_tails(logs: Path) -> str:
-    """Return the ends of the stderr files of Ray's processes, which contain crashes and stack traces."""
+    """Return the last lines of the stderr files of Ray's processes, which contain crashes and stack traces."""
     parts = []
     for file in sorted(logs.glob("*.err"), key=lambda file: file.stat().st_mtime):
         with suppress(OSError), open(file, "rb") as stream:
@@ -187,10 +187,10 @@ def read_stderr_tails(logs: Path) -> str:
 
 
 def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
-    """Wait up to `linger_s` seconds for the processes of these sessions to end, then kill them.
+    """Wait up to `linger_s` seconds for all processes of some sessions to end, then kill the remaining ones.
 
-    Otherwise, a raylet's agents outlive the raylet for up to a minute. The kernel does not reuse a session id
-    while the session has processes. `leaders` are the process ids of the session leaders.
+    Without this function, a raylet's agents outlive the raylet for up to a minute. `leaders` are the process ids of
+    the session leaders, and thus the session ids, which the kernel does not reuse while a session has processes.
     """
     for patience_s in (linger_s, 1.0):  # a process that survives SIGKILL for a second is left to the system
         deadline = monotonic() + patience_s
@@ -202,7 +202,7 @@ def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
 
 
 def _members(sessions: set[int]) -> list[int]:
-    """Return the living processes of these sessions; this process's own session is skipped."""
+    """Return the ids of the processes in these sessions, without zombies and this process's own session."""
     import psutil
 
     others, members = sessions - {os.getsid(0)}, []
@@ -217,14 +217,14 @@ def start_head(root: Path, *, port: int, dashboard_port: int, client_port: int, 
     """Replace this process with `ray start --head --block`; Ctrl-C or SIGTERM ends it and its processes.
 
     Args:
-        root: RAYTREC_ROOT of the cluster.
-        port: Port of the cluster.
-        dashboard_port: Port of the cluster's job API.
+        root: RAYTREC_ROOT of the cluster, to which the paths of jobs are relative.
+        port: Port of the GCS.
+        dashboard_port: Port of the dashboard and the job API.
         client_port: Port of the Ray client server.
-        cpus: Logical CPUs; default: all CPUs of the machine.
+        cpus: Number of logical CPUs; default: all CPUs of the machine.
 
     Raises:
-        RunError: A port is taken or given twice.
+        RunError: A port cannot be used or is given twice, or the token cannot be stored.
     """
     check_ports({"--port": port, "--dashboard-port": dashboard_port, "--client-port": client_port})
     use_token(create=True)
@@ -246,8 +246,10 @@ def start_head(root: Path, *, port: int, dashboard_port: int, client_port: int, 
 def check_ports(ports: dict[str, int]) -> None:
     """Check that a cluster can listen on these ports, given as option → port, before anything starts.
 
+    Ray itself reports unusable ports in a traceback, or after a minute.
+
     Raises:
-        RunError: A port cannot be used. Ray itself reports this in a traceback, or after a minute.
+        RunError: A port cannot be used, or is given twice.
     """
     options: dict[int, str] = {}
     for option, port in ports.items():
@@ -275,10 +277,11 @@ def _explain_unusable_port(port: int) -> str | None:
 
 
 def _build_environment(root: Path) -> tuple[str, dict[str, str]]:
-    """Return the path of this Python, and environment variables for `ray start`."""
+    """Return a path of this Python without spaces, and environment variables for `ray start`."""
     from raytrec.cluster.session import get_loopback_environment
 
-    # The `ray` program that replaces this process holds the folder; the next Ray on this machine removes it.
+    # The `ray` program that replaces this process keeps the descriptor open. After it has ended, the next local
+    # cluster of this user removes the folder.
     folder, owner = make_folder()
     os.set_inheritable(owner, True)
     environment = (

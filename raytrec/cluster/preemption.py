@@ -2,12 +2,12 @@
 
 Runs then save a checkpoint and leave the node (docs/fault_tolerance.md).
 
-    python -m raytrec.cluster.preemption aws    on a spot machine: waits for EC2's notice, 2 min in advance
+    python -m raytrec.cluster.preemption aws    on a spot machine: wait for EC2's notice, 2 min in advance
     python -m raytrec.cluster.preemption gcp    the same for GCP, 30 s in advance
-    python -m raytrec.cluster.preemption now    before Kubernetes stops a pod; ends when the node is empty
+    python -m raytrec.cluster.preemption now    before Kubernetes stops a pod: do not wait for a notice
 
-Ray itself does not watch for these notices. deploy/ and cluster.yaml start this program on every worker that
-can be preempted.
+The program ends when the node is empty or the time until the termination is over. Ray itself does not watch for
+notices, so deploy/ and cluster.yaml start this program on every node that can be preempted.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import typer
 from raytrec.compat.ray_core import drain, list_free_resources
 
 POLL_INTERVAL_S = 2.0
-METADATA_TIMEOUT_S = 2.0  # timeout of a machine's own metadata server
-NOTICE_S = {"aws": 120, "gcp": 30}
+METADATA_TIMEOUT_S = 2.0  # timeout of the cloud's metadata server
+NOTICE_S = {"aws": 120, "gcp": 30}  # seconds from the notice to the termination
 
 
 class Cloud(StrEnum):
-    """Source of the notice to wait for."""
+    """Cloud whose notice the program waits for; NOW: do not wait."""
 
     AWS = "aws"
     GCP = "gcp"
@@ -50,7 +50,7 @@ def has_gcp_notice(base: str = "http://metadata.google.internal") -> bool:
 
 
 def _query_metadata(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
-    """Return the metadata server's response, or None if there is none or the server is unavailable."""
+    """Return the metadata server's response, or None if the server is unavailable or responds with an error."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
     try:
         request = urllib.request.Request(url, headers=headers, method=method)
@@ -66,7 +66,7 @@ def wait_for(notice: Callable[[], bool]) -> None:
 
 
 def announce_preemption(seconds: float, node: str | None = None, address: str = "auto") -> str:
-    """Drain a node: Ray places nothing new on the node, and runs on the node save and leave.
+    """Drain a node: Ray places no new work on the node, and runs on the node save a checkpoint and leave.
 
     Args:
         seconds: Seconds until the preemption.
@@ -112,7 +112,7 @@ def main(
     cloud: Annotated[Cloud, typer.Argument(help="Source of the notice to wait for; now: do not wait.")],
     seconds: Annotated[
         float | None,
-        typer.Option(help="Seconds from the notice to the termination; default: 120, 30 (gcp) or 60 (now)."),
+        typer.Option(help="Seconds from the notice to the termination; default: 120 (aws), 30 (gcp) or 60 (now)."),
     ] = None,
     node: Annotated[str | None, typer.Option(help="Ray's id of the node; default: this node.")] = None,
     address: Annotated[str, typer.Option(help="Address of the cluster.")] = "auto",

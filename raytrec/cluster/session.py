@@ -32,7 +32,7 @@ from raytrec.compat.ray_start import (
 )
 from raytrec.compat.versions import require_versions
 
-RAY_SHUTDOWN_TIMEOUT_S = {RAYLET: 20.0, GCS: 1.0}  # Ray may need 13 s to notice that its raylet has ended
+RAY_SHUTDOWN_TIMEOUT_S = {RAYLET: 20.0, GCS: 1.0}  # Ray may need 13 s to notice the end of its raylet
 
 
 def is_job_driver() -> bool:
@@ -53,10 +53,13 @@ def describe_connection(address: str | None) -> str:
 
 
 def warm_up_early(purpose: str = TRAINING) -> None:
-    """Start the warm process before it is known whether this command starts its own Ray cluster.
+    """Start the warm process if this command probably starts its own Ray cluster.
 
-    Commands call this function before their other imports. A process that has already imported Ray is not a
-    new command, so the call does nothing there.
+    Commands call this function before their other imports, when the configuration has not been read yet. If this
+    process has already imported Ray, it is not a new command, and the call does nothing.
+
+    Args:
+        purpose: TRAINING or SERVING, as in `warm_process.warm_up`.
     """
     if starts_local_ray(None) and "ray" not in sys.modules:
         warm_up(purpose)
@@ -66,11 +69,11 @@ def warm_up_early(purpose: str = TRAINING) -> None:
 def ray_session(address: str | None = None, num_cpus: int | None = None, any_versions: bool = False) -> Iterator[None]:
     """Connect to Ray, or start a local Ray cluster, for the duration of the block.
 
-    The first match is used: a cluster to which this process is connected (left running); the cluster at
-    `address`; the cluster whose job this process drives; or a new local one. A local cluster listens on
-    loopback only and has no dashboard. Metrics for Prometheus are exported only with
-    RAY_enable_metrics_collection=1. The files of a local cluster are in a private folder, which is removed
-    when the cluster stops at the end of the block.
+    The first match is used: a cluster to which this process is already connected, and stays connected; the cluster at
+    `address`; the cluster in RAY_ADDRESS, which Ray sets for the driver of a job; or a new local cluster. A local
+    cluster listens on loopback only and has no dashboard. It exports metrics for Prometheus only with
+    RAY_enable_metrics_collection=1. Its files are in a private folder, which is removed when the cluster stops at
+    the end of the block.
 
     Args:
         address: Address of a running cluster: 'auto', HOST:PORT or ray://HOST:PORT.
@@ -78,7 +81,8 @@ def ray_session(address: str | None = None, num_cpus: int | None = None, any_ver
         any_versions: True to skip the check of installed package versions.
 
     Raises:
-        RunError: The cluster cannot be reached, refuses the token, or runs another version of Ray.
+        RunError: A package has an unsupported version, a local cluster does not start, or the running cluster
+            cannot be reached, refuses the token, or runs another version of Ray.
     """
     if not any_versions:
         require_versions()
@@ -120,7 +124,7 @@ def _join_cluster(address: str, source: str) -> Iterator[None]:
 def _start_local_ray(num_cpus: int | None) -> Iterator[None]:
     """Start a local Ray cluster for this process alone, and stop it at the end of the block.
 
-    If Ray does not start in 30 s (a constant of Ray), as on a machine with a high load, it is started once more.
+    If Ray does not start in 30 s (a constant of Ray), e.g. on a machine with a high load, a second start is tried.
     """
     with ExitStack() as stack:
         try:
@@ -156,8 +160,8 @@ class _RayState:
     """State of the Ray cluster that this process uses.
 
     Attributes:
-        is_own: True if this process started the cluster.
-        stuck: True if ray.shutdown() does not return.
+        is_own: True while a cluster that this process started is running.
+        stuck: True if ray.shutdown() did not return in time.
     """
 
     is_own: bool = False
@@ -168,14 +172,14 @@ _state = _RayState()
 
 
 def has_local_ray() -> bool:
-    """Return True if ray_session has started a Ray cluster for this process alone, and it is running."""
+    """Return True while a local Ray cluster runs that `ray_session` has started for this process alone."""
     return _state.is_own
 
 
 def find_log_folder() -> Path | None:
-    """Return the log folder of the local cluster of this process, or None if this process started no cluster.
+    """Return the log folder of this process's local cluster, or None without such a cluster.
 
-    The folder is removed with the cluster.
+    The folder is removed when the cluster stops.
     """
     return get_logs_folder() if _state.is_own else None
 
@@ -186,7 +190,7 @@ def is_stuck() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit the process; exit immediately if a stuck Ray would delay the exit by a minute."""
+    """Exit the process with a code; skip cleanup if a stuck Ray would delay the exit by a minute."""
     if _state.stuck:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -214,7 +218,10 @@ def _shut_down_in_time() -> Iterator[None]:
 
 
 def _require_single_address(addresses: list[str], source: str) -> str:
-    """Return the only address; Ray itself would use any cluster, even another run's local cluster."""
+    """Return the only address, or raise a RunError if there are several.
+
+    Ray itself would choose any cluster, even the local cluster of another run.
+    """
     if len(addresses) > 1:
         raise RunError(
             f"there are {len(addresses)} clusters on this machine: {', '.join(sorted(addresses))}",
@@ -227,7 +234,7 @@ def _require_single_address(addresses: list[str], source: str) -> str:
 def _connect(where: str, **options: Any) -> None:
     import ray
 
-    # After this cluster has ended, late calls from other threads must not start or join another one.
+    # After this cluster has ended, late calls from other threads must not start or join another cluster.
     disable_auto_connect()
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -242,15 +249,15 @@ def _connect(where: str, **options: Any) -> None:
         do = START_CLUSTER_HINT if "ADDRESS" in where.upper() else "try again when the machine has less load"
         raise RunError(f"cannot connect to Ray: {get_first_line(error)}", where=where, do=do) from None
     silence_workers()  # raytrec reports worker exits itself
-    if current_thread() is main_thread():  # Ray's own handler exits with 15
+    if current_thread() is main_thread():  # the exit code of Ray's own handler is 15
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def _is_on_loopback(address: str) -> bool:
     """Return True if a cluster listens only on loopback, as clusters started by `raytrec head` do.
 
-    By default, Ray would connect to the machine's own address, and make this driver listen there (see
-    stay_on_loopback).
+    For such a cluster, Ray would by default connect to the machine's network address, and make this driver listen
+    there (see `stay_on_loopback`).
     """
     try:
         target = resolve_bootstrap_address(address)
@@ -271,35 +278,35 @@ def pin_to_node(node: str) -> dict[str, Any]:
 def stay_on_loopback() -> None:
     """Make a local Ray cluster, and gloo and NCCL between its workers, listen on loopback only.
 
-    Ray 2.60 replaces a node address of 127.0.0.1 with the machine's own
+    Ray 2.60 replaces a node address of 127.0.0.1 with the machine's network address
     (`services.resolve_ip_for_localhost`), and its servers then listen on all interfaces. A setting that rules
     out multi-node clusters, the default on macOS and Windows, prevents the replacement. Ray's processes
-    inherit the setting from the environment. In this process, where Ray may already be imported, a constant
-    is set as well.
+    inherit the setting from the environment. This process may have imported Ray already, so the constant in
+    Ray's module is set as well.
     """
     os.environ |= get_loopback_environment()
     keep_loopback()
 
 
 def get_loopback_environment() -> dict[str, str]:
-    """Return environment variables that restrict a new cluster, gloo and NCCL to loopback, as stay_on_loopback does."""
+    """Return the environment variables that restrict a new cluster, gloo and NCCL to loopback (stay_on_loopback)."""
     interfaces = {name: os.environ.get(name, value) for name, value in get_interface_variables("lo").items()}
     return get_loopback_env() | (interfaces if sys.platform == "linux" else {})
 
 
 def get_interface_variables(interface: str) -> dict[str, str]:
-    """Return the variables that restrict gloo, and NCCL unless its files set an interface, to one interface.
+    """Return the environment variables that restrict gloo and NCCL to one network interface.
 
     NCCL treats a name as a prefix (eth1 also matches eth10) unless it begins with "=". The environment takes
-    precedence over NCCL's files (NCCL 2.29.7: src/misc/param.cc). The variable is therefore omitted if an
-    administrator has set the interface there.
+    precedence over NCCL's configuration files (NCCL 2.29.7: src/misc/param.cc). NCCL's variable is therefore omitted
+    if these files set the interface.
     """
     gloo = {"GLOO_SOCKET_IFNAME": interface}
     return gloo if is_set_in_nccl_files("NCCL_SOCKET_IFNAME") else gloo | {"NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def find_interface(address: str) -> str | None:
-    """Return the name of the network interface with an address, or None."""
+    """Return the name of the network interface with an IP address, or None if this machine has no such interface."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():

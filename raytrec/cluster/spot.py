@@ -1,12 +1,12 @@
 """Node providers for `ray up` that launch spot machines first and fall back to on-demand machines.
 
-Ray 2.60 has no such fallback. Its autoscaler (v2) prefers node types by `priority`. The priority of a type is
-lowered only if its machines came up without running Ray (`CloudResourceMonitor`, ALLOCATION_TIMEOUT). If the
-cloud refuses a launch (ALLOCATION_FAILED), the autoscaler requests the same type forever. Therefore the
-second request is made here, within the refused launch, and the autoscaler sees a single node type.
+Ray 2.60 has no such fallback. Its autoscaler (v2) prefers node types by `priority`. It lowers the priority of a type
+only if machines of the type start without running Ray (`CloudResourceMonitor`, ALLOCATION_TIMEOUT). If the
+cloud refuses a launch (ALLOCATION_FAILED), the autoscaler requests the same type forever. Therefore, these providers
+make a second request within the refused launch, and the autoscaler sees a single node type.
 
-cluster.yaml names AwsSpotFirst and GcpSpotFirst as `provider: {type: external, module: …}`. Both are imported
-where `ray up` runs and by the autoscaler on the head node, and need requirements/cloud.txt.
+cluster.yaml names AwsSpotFirst and GcpSpotFirst as `provider: {type: external, module: …}`. The machine that runs
+`ray up` and the autoscaler on the head node import this module, and need requirements/cloud.txt.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ GCP_ON_DEMAND = {"provisioningModel": "STANDARD", "onHostMaintenance": "TERMINAT
 
 
 class SpotFirst(NodeProvider):
-    """Base class of the providers of both clouds; `create_node` makes up to two requests.
+    """Base class of the providers for AWS and GCP, whose `create_node` makes up to two requests.
 
-    `create_node` of Ray's providers raises if nothing was launched, and may launch fewer machines than
+    `create_node` of Ray's providers raises if no machine was launched, and may launch fewer machines than
     requested.
     """
 
     def create_node(self, node_config: dict[str, Any], tags: dict[str, str], count: int) -> dict[str, Any]:
-        """Launch spot machines; launch machines that are not available as spot on demand instead.
+        """Launch spot machines, and on-demand machines in place of those that the cloud does not provide.
 
         Args:
-            node_config: Request to the cloud, as in cluster.yaml.
+            node_config: Configuration of the machines, as in cluster.yaml.
             tags: Ray's tags of the machines.
             count: Number of machines.
 
@@ -45,7 +45,7 @@ class SpotFirst(NodeProvider):
             The launched machines by id.
 
         Raises:
-            Exception: The last request was refused by the cloud.
+            Exception: The cloud refused the last request.
         """
         on_demand = self.on_demand(node_config)
         if on_demand is None:
@@ -54,7 +54,7 @@ class SpotFirst(NodeProvider):
         try:
             created = super().create_node(node_config, tags, count) or {}
         except Exception as refused:
-            # Every kind of error is retried on demand; a mistake in the request fails again and is raised.
+            # After any error, on-demand machines are requested. If the request is wrong, it fails again and raises.
             logger.warning("no spot machine is available: %s", refused)
         missing = count - len(created)
         if missing > 0:
@@ -64,12 +64,12 @@ class SpotFirst(NodeProvider):
 
     @staticmethod
     def on_demand(node_config: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the configuration of an equal on-demand machine, or None if the given one is not a spot machine."""
+        """Return the configuration of an on-demand machine of the same type, or None if it is not a spot machine."""
         raise NotImplementedError
 
 
 class AwsSpotFirst(SpotFirst, AwsProvider):
-    """Spot-first provider for AWS; each request tries all allowed subnets, and thus zones, before the next request."""
+    """Spot-first provider for AWS; each of the two requests tries all allowed subnets, and thus zones."""
 
     @staticmethod
     def on_demand(node_config: dict[str, Any]) -> dict[str, Any] | None:
@@ -83,7 +83,7 @@ class GcpSpotFirst(SpotFirst, GcpProvider):
     """Spot-first provider for GCP; machines are requested one by one."""
 
     def create_node(self, node_config: dict[str, Any], tags: dict[str, str], count: int) -> dict[str, Any]:
-        """Launch machines one by one; Ray's provider loses launched machines if one of several fails."""
+        """Launch machines one by one, because Ray's provider loses launched machines if one of several fails."""
         created = {}
         for _ in range(count):
             created |= super().create_node(node_config, tags, 1)

@@ -2,7 +2,7 @@
 
 Importing torch, TorchRec, FBGEMM and Ray takes 5 s of CPU time. A run starts about ten processes that import
 them, and as many again after a failure. The warm process imports them once, while the driver reads its configuration,
-and lives as long as the driver. Requests use a Unix socket in the private folder of the local cluster
+and runs as long as the driver. Workers are requested over a Unix socket in the private folder of the local cluster
 (local_ray.py).
 """
 
@@ -24,9 +24,9 @@ from raytrec.compat.ray_start import NO_PRESTART_ENV, SERVE_MODULES, get_first_j
 
 HERE = Path(__file__).parent
 FORK_SERVER_PROGRAM, FORKED_WORKER_PROGRAM, PLACE = (HERE / "forking.py", HERE / "forked_worker.py", "RAYTREC_WARM")
-EXIT_TIMEOUT_S = 0.5  # time in which the warm process ends, unless it is importing
+EXIT_TIMEOUT_S = 0.5  # time for the warm process to exit, which it cannot do while it imports modules
 TRAINING, SERVING = "training", "serving"
-# Modules imported by ranks, read tasks and Ray Train's controller; PRELOADED_MODULES do not import Ray.
+# Modules that ranks, read tasks and Ray Train's controller import: without Ray (PRELOADED_MODULES), and with Ray.
 PRELOADED_MODULES = ("torch", "torchrec", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
 ON_RAY = (
     "ray.data",
@@ -42,7 +42,8 @@ ON_RAY = (
     "raytrec.data.item_reader",
     "torchrec.metrics.rec_metric",  # also imports torchmetrics and PIL, which the first step needs
 )
-# Modules of each purpose, before and after Ray. Replicas, Serve's controller and the coordinator share their memory.
+# Modules to import before and after the start of Ray, for each purpose. Replicas, Serve's controller and the
+# coordinator share the memory of the modules.
 MODULES = {
     TRAINING: (PRELOADED_MODULES, ON_RAY),
     SERVING: (("raytrec.serving.deployment", "raytrec.compat.uvicorn_"), ("ray.serve", *SERVE_MODULES)),
@@ -76,15 +77,16 @@ class WarmProcess:
         self._send({"path": [os.path.abspath(path) for path in sys.path], "modules": list(modules)})
 
     def listen(self, place: Path) -> None:
-        """Queue requests at this address from now on; call once, as the process serves a single cluster."""
+        """Queue requests at the socket path `place` from now on; call once, as the process serves a single cluster."""
         self.listens = True
         self._listener.bind(str(place))
         self._listener.listen(64)
 
     def serve(self, raylet: int) -> None:
-        """Serve requests of a new cluster as soon as all modules are imported.
+        """Make the warm process serve requests of a new cluster as soon as it has imported all modules.
 
-        `raylet` is the process id of the raylet.
+        Args:
+            raylet: Process id of the cluster's raylet.
         """
         message = {"env": get_first_job_env(raylet), "modules": self._on_ray}
         with suppress(OSError), self._listener:  # if the warm process has ended, workers start without it
@@ -113,7 +115,7 @@ WARM = "warm"
 
 
 def warm_up(purpose: str = TRAINING) -> None:
-    """Start the warm process of this process if it is not running, without waiting for its imports.
+    """Start a warm process unless this process already has one; do not wait for its imports.
 
     Args:
         purpose: TRAINING or SERVING, which determines the imported modules.
@@ -124,7 +126,7 @@ def warm_up(purpose: str = TRAINING) -> None:
 
 
 def stop_warm_process() -> None:
-    """End the warm process of this process if it is running."""
+    """Terminate the warm process of this process, if there is one."""
     if process := _warm_processes.pop(WARM, None):
         process.close()
 
@@ -133,7 +135,10 @@ def stop_warm_process() -> None:
 def keep_warm_process(alone: bool, purpose: str = TRAINING) -> Iterator[None]:
     """Keep a warm process during the block, so that a local cluster started in the block forks its workers.
 
-    If `alone` is False, the block joins a cluster, whose raylets start their workers themselves.
+    Args:
+        alone: True if the block starts a local cluster. False if the block joins a cluster, whose raylets start
+            workers without a warm process.
+        purpose: TRAINING or SERVING, which determines the imported modules.
     """
     import ray
 
@@ -152,7 +157,8 @@ def keep_warm_process(alone: bool, purpose: str = TRAINING) -> Iterator[None]:
 def fork_workers(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[int], None]]]:
     """Make a local Ray cluster that is started in the block fork its workers, if there is a warm process.
 
-    `folder` is a private folder for the socket.
+    Args:
+        folder: Private folder for the socket of the warm process.
 
     Yields:
         Environment variables for Ray's processes, and a function to call with the raylet's process id.

@@ -1,1 +1,1 @@
-"""Driver side of a run: data, Ray, worker group and result."""
+"""Driver of a run, which opens the data, starts Ray and the workers, and records the result."""

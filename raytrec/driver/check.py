@@ -34,10 +34,16 @@ class CheckResult:
     """Comparison of sharded training with a single process, as returned by `check`.
 
     Attributes:
-        findings: One entry for each comparison: {check, name, error, absolute, limit, passed}; error is the
-            largest difference as a share of the largest value (None if not a number).
-        plan: One entry for each table: {table, sharding, kernel, ranks}.
+        name: Name of the check (run.name).
+        findings: One mapping per comparison: {check, name, error, absolute, limit, passed}. error is the largest
+            difference divided by the largest reference value, absolute is the largest difference, and limit is
+            the largest error that passes. Values that are not finite are None.
+        plan: One mapping per table: {table, sharding_type, compute_kernel, ranks}.
         path: Folder that contains check.json.
+        world_size: Number of workers.
+        seconds: Duration of the check in seconds.
+        mlflow_run_id: Id of the MLflow run; None without MLflow.
+        next_steps: Lines that name commands to inspect the result.
     """
 
     name: str
@@ -56,7 +62,7 @@ class CheckResult:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Return metrics by name; check.NAME.error and check.NAME.absolute are the worst errors of a check."""
+        """Return metrics by name; check.NAME.error and check.NAME.absolute are from the worst comparison of a check."""
         figures = {
             "passed": self.passed,
             "comparisons": len(self.findings),
@@ -71,7 +77,7 @@ class CheckResult:
 
     @property
     def worst(self) -> dict[str, dict[str, Any]]:
-        """Return the comparison with the largest error, for each check; NaN is larger than any number."""
+        """Return the comparison with the largest error for each check; an error of None exceeds every number."""
         groups = {c: [f for f in self.findings if f["check"] == c] for c in CHECK_LABELS}
         return {
             check: max(findings, key=lambda f: float("inf") if f["error"] is None else f["error"])
@@ -83,10 +89,14 @@ class CheckResult:
 def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = None) -> CheckResult:
     """Compare a configuration's sharded training with plain torch.nn modules in a single process.
 
-    The comparison covers the forward pass, gradients, weights and optimizer state. Schema, plan, kernels,
-    optimizers and collectives are those of the run, on the configured cluster and number of workers. Tables
-    are cut to 199 rows, batches are random and small, dropout is off, and train.matmul and plan.qcomms are
-    fp32. Rows are examples, not requests with candidates. No data is read.
+    The comparison covers the forward pass, gradients, weights and optimizer state. It uses the features, plan,
+    kernels, optimizers and collectives of the run, on the configured cluster and number of workers. Tables have at
+    most 199 rows, batches are random and small, eps of optimizers is at least 1e-5, dropout is off, and
+    train.matmul and plan.qcomms are fp32. Rows are examples, not requests with candidates. No data is read.
+
+    Args:
+        source: Config file, its values, or a RunConfig.
+        overrides: `section.key=value` strings, or a mapping such as {"train.epochs": 3}.
 
     Raises:
         ConfigError, SchemaError: The input is invalid.

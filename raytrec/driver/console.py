@@ -1,4 +1,4 @@
-"""Console output of a command: a live line, then a table."""
+"""Console output of a command: a live progress line, then a table of results."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ from raytrec.metrics.results import build_slice_tables, format_result
 from raytrec.metrics.selection import read_metric_displays
 from raytrec.tracking import progress_log as lines
 
-Pairs = list[tuple[str, str]]  # names and texts: the rows of a table
+Pairs = list[tuple[str, str]]  # rows of a table: (name, text)
 PLAIN_LINE_INTERVAL_S = 10.0  # interval of progress lines if stderr is not a terminal
 
 
 class RunConsole:
-    """Console that shows messages of rank 0 (common/messages.py), with one method per kind of message.
+    """Console on stderr that shows messages of workers and coordinator (common/messages.py).
 
-    On a terminal, messages update one live line. Elsewhere, the console prints plain lines at intervals and,
-    in the log of a job, also JSON lines (tracking/progress_log.py).
+    Each kind of message that is shown has a method of the same name. On a terminal, progress updates one live
+    line. Elsewhere, the console prints plain lines at intervals and, in the log of a job, also JSON lines
+    (tracking/progress_log.py).
+
+    Args:
+        name: Name of the run, with which lines begin.
     """
 
     def __init__(self, name: str):
@@ -58,11 +62,11 @@ class RunConsole:
         self._progress.stop()
 
     def phase(self, text: str, always: bool = True) -> None:
-        """Show the current activity while no step is counted.
+        """Show the current activity while no steps are trained.
 
         Args:
             text: Description of the activity.
-            always: True to print the line, where there is no terminal, even soon after the last line.
+            always: True to print the text even if the previous line is recent. Without effect on a terminal.
         """
         self._progress.update(self._task, figures=to_plain_text(text))
         self._plain(text, always)
@@ -70,7 +74,14 @@ class RunConsole:
     def start(
         self, total: int, step: int = 0, workers: int = 0, metrics: list[dict[str, Any]] | None = None, **_: Any
     ) -> None:
-        """Show that training begins at a step; `metrics` describes the metrics (selection.MetricDisplay)."""
+        """Show that training begins.
+
+        Args:
+            total: Number of steps in the whole run.
+            step: Number of steps that are already complete.
+            workers: Number of workers.
+            metrics: Descriptions of the metrics (Selection.describe_metrics).
+        """
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
         self._total, self._begin, self._figures = total, None, read_metric_displays({"metrics": metrics})
         self._write_message("start", {"total": total, "step": step, "workers": workers, "metrics": metrics or []})
@@ -91,12 +102,12 @@ class RunConsole:
             self.note(f"{event} {reason}")
 
     def check(self, check: str, step: int, passed: bool, text: str, **_: Any) -> None:
-        """Show a failed consistency check; passed checks are not shown."""
+        """Show a failed live check; passed checks are not shown."""
         if not passed:
             self.warn(f"check {check} failed at step {step}: {text}")
 
     def saved(self, step: int, error: str | None, **_: Any) -> None:
-        """Show that a checkpoint has been written; a failed save has its own warning."""
+        """Show that a checkpoint has been written; a separate warning reports a failed save."""
         if not error:
             self._plain(f"step {step}: checkpoint saved", always=False)
 
@@ -133,7 +144,7 @@ class RunConsole:
         self._write_message("eval", {"step": step, **values})
 
     def _estimate_remaining_s(self, step: int) -> float | None:
-        """Return the seconds until the last step, at the speed since the first metrics; None if unknown."""
+        """Estimate the seconds until the last step from the speed since the first metrics; None if unknown."""
         now = monotonic()
         began, first = self._begin = self._begin or (now, step)
         return (now - began) / (step - first) * (self._total - step) if step > first else None
@@ -143,9 +154,9 @@ class RunConsole:
         self._console.print(Text("warning:", style="yellow"), to_plain_text(text), soft_wrap=True)
 
     def _plain(self, text: str, always: bool) -> bool:
-        """Print a line if there is no terminal, and return True if the line was printed.
+        """Print a line if stderr is not a terminal, and return True if the line was printed.
 
-        The line is skipped if the last one is recent, unless `always` is True.
+        Unless `always` is True, the line is skipped if the previous line is less than 10 s old.
         """
         now = monotonic()
         if self._console.is_terminal or not (always or now - self._last_plain >= PLAIN_LINE_INTERVAL_S):
@@ -155,22 +166,22 @@ class RunConsole:
         return True
 
     def _write_message(self, kind: str, values: dict[str, Any]) -> None:
-        """Write a line for programs that follow a job."""
+        """Write a JSON line for programs that follow a job; outside of a job, do nothing."""
         lines.write_message(kind, values, self._console.file)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Metrics of a command and next steps, displayed as a table in notebooks.
+    """Metrics and next steps of a command, displayed as a table in notebooks.
 
     Attributes:
         metrics: Metrics by name; `name` is the title of the table. For a run, the content of result.json:
-            eval.NAME of each metric (eval.TASK.NAME with several tasks), metrics (labels of the metrics, and
-            whether lower or higher values are better), eval.rows, train.rows, bound.by and further metrics on
-            the use of time (report.findings), train.steps, train.samples_per_s, train.checks_passed,
-            train.checks_failed, world_size, seconds, name, mlflow_run_id (None without MLflow), and code, the
-            user's code in the run as module:name, if any.
-        path: Run folder, checkpoint of an evaluation, or folder that the command has written.
+            eval.NAME for each metric (eval.TASK.NAME with several tasks), metrics (label and better direction of
+            each metric), eval.rows, train.rows, bound.by and further metrics on the use of time
+            (report.findings), train.steps, train.samples_per_s, train.checks_passed, train.checks_failed,
+            skipped_files, world_size, seconds, name and mlflow_run_id (None without MLflow). If the run uses
+            code of the user, code lists it as module:name.
+        path: Run folder, evaluated checkpoint, or folder that the command has written.
         next_steps: Lines that name files and commands.
         pairs: Rows of the table; default: the metrics of a run.
     """

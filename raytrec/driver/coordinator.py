@@ -1,4 +1,4 @@
-"""Actor between ranks and driver that passes on messages, heartbeats and commands.
+"""Actor that forwards the ranks' messages to the driver, receives their heartbeats and sends them commands.
 
 Every rank sends a heartbeat each half second (less often beyond 256 ranks, so that one actor can reply to all).
 A heartbeat contains the rank's progress ticks, step and phase. The reply is the current command. A rank
@@ -21,7 +21,7 @@ from typing import Any
 from raytrec.cluster.session import pin_to_node
 from raytrec.common.messages import HEARTBEAT_INTERVAL_S, Command, Event, Message, compute_heartbeat_interval
 
-HEARTBEAT_TIMEOUT_S = 3.0  # a process without a heartbeat for this long (or for 3 intervals) hangs or has ended
+HEARTBEAT_TIMEOUT_S = 3.0  # without a heartbeat for this time (at least 3 intervals), a process hangs or has ended
 PHASES = {
     "start": "starting",
     "plan": "building the model",
@@ -31,7 +31,7 @@ PHASES = {
     "evaluate": "evaluating",
     "save": "saving",
 }
-# Phases of a GPU in a step (common.messages.PHASES), in their order.
+# Descriptions of a GPU's phases (common.messages.PHASES, without "tables"), in the order of a step.
 GPU_PHASE_TEXTS = {
     "data": "waiting for data",
     "copy": "waiting for its batch",
@@ -43,7 +43,7 @@ GPU_PHASE_TEXTS = {
     "other": "",
 }
 COORDINATOR_LOST = "the run's coordinator, an actor on the driver's node, has ended"
-# Phases with their own timeout (launch.PHASE_TIMEOUT_S): they may take long, and end or fail by themselves.
+# Phases with a longer timeout (launch.PHASE_TIMEOUT_S), because they may take long, and end or fail by themselves.
 SLOW_PHASES = PHASES.keys() - {"step"}
 
 
@@ -55,10 +55,13 @@ class RankState:
         node: Address of the rank's node.
         node_id: Ray's id of that node.
         ticks: Number of progress ticks in the last heartbeat; -1 before the first heartbeat.
+        step: Last step that the rank has reported.
         phase: One of PHASES.
-        where: Line of code at which the rank makes no progress; empty while it makes progress.
+        where: Line of code that the rank is executing if it makes no progress; empty while it makes progress.
         waiting: True if that line waits for other ranks.
-        unfinished: (step, phase) that the GPU has not finished; None if the GPU has finished all steps.
+        unfinished: First (step, phase) that the GPU has not finished; None if the GPU has finished all steps.
+        last_heartbeat_at: Time of the last heartbeat (monotonic, in seconds).
+        last_progress_at: Time of the last heartbeat with a new number of ticks (monotonic, in seconds).
     """
 
     rank: int
@@ -89,8 +92,8 @@ class Coordinator:
     """Class of the coordinator actor; see `start_coordinator`.
 
     Args:
-        hang_timeout_s: Seconds without progress in training after which the group is ended.
-        patience_s: Seconds without progress in one of SLOW_PHASES after which the group is ended.
+        hang_timeout_s: Seconds without progress in training after which the group is aborted.
+        patience_s: Seconds without progress in one of SLOW_PHASES after which the group is aborted.
         again: Function that returns True if this actor replaces an actor whose process has ended. The earlier
             actor's state is lost: ranks learn that their group is unknown, end, and are restarted.
     """
@@ -121,7 +124,7 @@ class Coordinator:
         return [message for message in messages if message is not None]
 
     def release(self) -> None:
-        """End a wait in `get`."""
+        """Make a waiting call of `get` return."""
         self._messages.put_nowait(None)
 
     def _report_event(self, event: str, **details: Any) -> None:
@@ -130,7 +133,10 @@ class Coordinator:
     # Ranks.
 
     async def enter(self, attempt: str, rank: int, world: int, pid: int, node: str, node_id: str) -> int:
-        """Register a rank that begins, and return the number of earlier attempts."""
+        """Register a rank that begins, and return the number of earlier attempts.
+
+        `attempt` identifies the worker group: each start of a group is a new attempt.
+        """
         if attempt != self._attempt:
             self._attempt, self._attempts, self._members = attempt, self._attempts + 1, {}
             self._cause = ""
@@ -165,7 +171,7 @@ class Coordinator:
         return self._command
 
     async def current(self, attempt: str) -> bool:
-        """Return True if this attempt is the run's current attempt and not aborted; only then may it commit."""
+        """Return True if an attempt may commit, because it is the run's current attempt and is not aborted."""
         return attempt == self._attempt and self._command != Command.ABORT
 
     async def leave(self, attempt: str, rank: int) -> None:
@@ -186,7 +192,7 @@ class Coordinator:
         return max((m.step for m in self._members.values()), default=0)
 
     async def waiting(self, room: int, least: int) -> None:
-        """Report that there is room for only `room` workers, fewer than the minimum, `least`."""
+        """Report that there is room for `room` workers only, fewer than the required `least`."""
         self._report_event("waiting", cause=f"there is room for {room} workers; waiting for {least}")
 
     # Failures.
@@ -196,8 +202,8 @@ class Coordinator:
 
         Args:
             rank: Rank that raised the error; None if there were no ranks yet.
-            cause: Sentence that describes the failure or, if `dead` is False, possibly only a consequence.
-            dead: True if the cause is known: a process that died, or an error of the rank itself.
+            cause: Sentence that describes the failure; if `dead` is False, possibly a consequence of another failure.
+            dead: True if the cause is known: a process that died, or an error that the rank itself caused.
             again: True if the group is restarted.
         """
         silent = None
@@ -213,7 +219,7 @@ class Coordinator:
         self._attempt = ""  # given up: its ranks, even unreachable ones, must end
 
     async def cause(self) -> str:
-        """Return the cause of the group's end in one sentence; empty if it is unknown."""
+        """Return the cause of the group's end in one sentence; empty if the cause is unknown."""
         return self._cause
 
     def _find_silent_rank(self, seconds: float) -> RankState | None:
@@ -288,7 +294,7 @@ def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
 
 
 def fetch_cause(coordinator: Any) -> str:
-    """Return the coordinator's sentence about the end of a group; "" if the coordinator itself has ended."""
+    """Return the cause of a group's end in one sentence; "" if it is unknown or the coordinator does not respond."""
     import ray
 
     try:

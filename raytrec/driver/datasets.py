@@ -1,4 +1,4 @@
-"""Datasets of a command, opened by reading their Parquet footers."""
+"""Open the datasets of a command by reading their Parquet footers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raytrec.driver.item_checks import check_item_ids, check_item_keys, check_it
 from raytrec.tasks.task import resolve_tasks
 from raytrec.tasks.task_columns import build_read_plan, check_frequency_columns, check_group_columns, log_odds
 
-MAX_HOLDOUT_ROWS = 100_000  # maximum of data.holdout: auto
+MAX_HOLDOUT_ROWS = 100_000  # approximate maximum number of rows that data.holdout=auto holds out
 
 
 def select_tower_schema(config: RunConfig, schema: Schema, tower: TowerName, where: str) -> Schema:
@@ -67,7 +67,7 @@ def open_inputs(
         schema: Schema of the run or of one of its towers.
         places: Parquet files or folders.
         key: Setting or option that names the places, for messages.
-        reserve_columns: Columns that are passed through.
+        reserve_columns: Additional columns whose values are passed through unchanged (Batch.reserved).
         reserved_by: Setting or option that names these columns, for messages.
 
     Raises:
@@ -87,7 +87,7 @@ def open_inputs(
 def to_example_schema(config: RunConfig, schema: Schema, places: str | list[str]) -> Schema:
     """Return the schema for predictions, indexes and exports, whose rows have one candidate each.
 
-    Only the columns of one file are read, so that lists of candidates are refused at once.
+    To reject lists of candidates at once, the types of the columns are read from the footer of the first file.
 
     Raises:
         DataError: Rows in `places` contain lists of candidates.
@@ -116,10 +116,11 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
     Args:
         config: Configuration of the run.
         schema: Schema of the run.
-        evaluated: Name → dataset whose rows name items.
+        evaluated: Name → dataset whose columns contain keys of items. Types are checked in all datasets, keys
+            only in those other than "train".
 
     Returns:
-        "items" → the dataset; empty without eval.retrieval.
+        {"items": dataset}, or {} without eval.retrieval.
 
     Raises:
         ConfigError, DataError: As in `select_tower_schema`, `open_inputs` and the checks of item_checks.py.
@@ -139,7 +140,7 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
 
 
 def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Dataset]) -> None:
-    """Check that model.lookup_l2 applies to single vectors of its tables, not to sums of vectors.
+    """Check that the vectors to which model.lookup_l2 applies are rows of its tables, not sums of rows.
 
     Raises:
         ConfigError: A feature that looks up one of the tables has bags of ids, whose vectors are summed.
@@ -156,7 +157,7 @@ def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Da
 
 
 def check_sample_counts(config: RunConfig, schema: Schema, train: Dataset) -> None:
-    """Check that the model reads all ids that `do: sample, count: all` assigns to a row of a global batch.
+    """Check that the model reads every id that `do: sample, count: all` assigns to a row of a global batch.
 
     Raises:
         ConfigError: The model reads fewer ids.
@@ -176,9 +177,16 @@ def check_sample_counts(config: RunConfig, schema: Schema, train: Dataset) -> No
 
 
 def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
-    """Open the schema and the datasets of a run, and check their columns and rows."""
+    """Open the schema and the datasets of a run, and check their columns and rows.
+
+    Returns:
+        The schema, and the datasets by name: "train"; "valid", "test" and "items" if the run has them.
+
+    Raises:
+        ConfigError, SchemaError, DataError: The schema or data are missing, invalid, or do not fit the config.
+    """
     data = config.data
-    list_files(data.train, "data.train")  # before the schema, whose default place is next to data.train
+    list_files(data.train, "data.train")  # report missing data before the missing schema next to it
     folder, name = get_sibling(data.schema_uri, ""), split_query(data.schema_uri)[0].rpartition("/")[2]
     schema = parse_stored_schema(read_index(folder)["about"]) if name == INDEX else Schema.load(data.schema_uri)
     datasets = {
@@ -225,7 +233,7 @@ def hold_out(train: Dataset, share: float | Literal["auto"]) -> dict[str, Datase
 
     Args:
         train: Training data.
-        share: Share of rows to hold out (data.holdout).
+        share: Share of rows to hold out (data.holdout); "auto": a tenth, at most about MAX_HOLDOUT_ROWS.
     """
     every = max(10, -(-train.rows // MAX_HOLDOUT_ROWS))
     remaining, held_out = train.hold_out(every if share == "auto" else round(1 / share))
@@ -241,8 +249,9 @@ def open_dataset(
         config: Configuration of the run.
         schema: Schema of the run.
         places: Parquet files or folders.
-        key: Configuration key of the dataset. Columns that only evaluations read are not read for data.train.
-        held_out: True to also read these columns for data.train, from which rows are held out for evaluations.
+        key: Configuration key of the dataset. For data.train, only data.partitions are read, and columns that
+            only evaluations need are omitted.
+        held_out: True if rows of data.train are opened for evaluations, so that no column is omitted.
 
     Raises:
         ConfigError: A task is invalid, or a column by which rows are grouped is not reserved.
@@ -267,10 +276,10 @@ def open_dataset(
 
 
 def check_usable_rows(dataset: Dataset, *, to_train: bool = False) -> None:
-    """Check in the footers that rows are usable: in training for each task, otherwise for at least one.
+    """Check in the footers that rows are usable by every task in training, or by at least one task in evaluations.
 
     Raises:
-        DataError: No row is usable.
+        DataError: A task of the training data, or every task of other data, can use no row.
     """
     empty = dataset.empty_tasks
     if empty and (to_train or len(empty) == len(dataset.form.plan.tasks)):
@@ -284,7 +293,7 @@ def check_usable_rows(dataset: Dataset, *, to_train: bool = False) -> None:
 
 
 def show_file_counts(console: RunConsole, datasets: Mapping[str, Dataset]) -> None:
-    """Show how many files of each dataset are read, and why others are skipped."""
+    """Show how many files of each dataset are read, and why other files in its folders are skipped."""
     for name, dataset in datasets.items():
         if dataset.listing.files:  # held-out rows are in files of another dataset
             console.note(f"{name}: {dataset.listing}")

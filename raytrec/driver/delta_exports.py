@@ -1,4 +1,4 @@
-"""Full exports that a run with deltas makes of its checkpoints (export.deltas.full_every)."""
+"""Export checkpoints of a run with deltas in full, every export.deltas.full_every deltas."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ EXPORT_POLL_INTERVAL_S = 0.2
 
 
 class DeltaExports:
-    """Exporter of checkpoints to the folder of deltas, in one child process at a time at low priority.
+    """Exporter of checkpoints to the folder of deltas.
+
+    Each export runs in a child process at low priority; only one runs at a time.
 
     Args:
         config: Configuration of the run, with export.deltas.
         warn: Function called with warnings for the user.
 
     Raises:
-        ConfigError, RunError: The run must not write to the folder; see `deltas.stream.open_stream`.
+        ConfigError, RunError: The run cannot or must not write to the folder; see `deltas.stream.open_stream`.
     """
 
     def __init__(self, config: RunConfig, warn: Callable[[str], None]):
@@ -40,19 +42,19 @@ class DeltaExports:
         self._exporting: Saved | None = None
         self._process: subprocess.Popen | None = None
         self._errors = TemporaryFile()  # noqa: SIM115 (it is used until the object is freed)
-        self._newest: int | None = None  # number of the newest export
+        self._newest: int | None = None  # number of the delta whose state the newest export has
         self._clean_up()
         with suppress(OSError):
-            for step in steps(config.checkpoint_root):  # an earlier driver may have been killed
+            for step in steps(config.checkpoint_root):  # pins of an earlier driver that was killed
                 unpin(get_step_folder(config.checkpoint_root, step))
 
     def add(self, saved: Saved) -> None:
-        """Consider a saved checkpoint for an export."""
+        """Remember a saved checkpoint as the next to export, if it was saved successfully and has a delta."""
         if saved.delta is not None and saved.error is None:
             self._saved = saved
 
     def poll(self) -> None:
-        """Process the end of an export, and start another one if it is due."""
+        """Handle the end of an export, and start the next one if it is due."""
         if self._process is not None and self._process.poll() is not None:
             self._end_export(self._process.returncode)
         saved = self._saved
@@ -62,7 +64,11 @@ class DeltaExports:
             self._start_export(saved)
 
     def finish(self, show_phase: Callable[[str, bool], None]) -> None:
-        """Wait for the export in progress, and for the first export if it is due."""
+        """Wait for the export in progress, and run another one if it is due.
+
+        Args:
+            show_phase: RunConsole.phase, which shows the wait.
+        """
         self.poll()
         while self._process is not None:
             show_phase(f"exporting step {self._exporting.step} for services that follow the run", False)
@@ -81,7 +87,7 @@ class DeltaExports:
             pin(saved.folder)
             place = get_export_uri(self._section.to, saved.delta)
             command = [sys.executable, "-P", "-m", "raytrec", "export", self._config.run.dir, "--out", place]
-            command += ["--checkpoint", str(saved.step), "--allow-code"]  # this process has judged the configuration
+            command += ["--checkpoint", str(saved.step), "--allow-code"]  # this process has already accepted the code
             command += ["--quantize", self._section.quantize] if self._section.quantize else []
             self._errors.truncate(0)
             self._process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""State of a run's driver: its lock, record (driver.json) and log."""
+"""Lock, record (driver.json) and log of a run's driver."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ DRIVER_RECORD_FILE, LOG_FILE = "driver.json", "run.log"
 
 
 class DriverRecord(TypedDict, total=False):
-    """Content of driver.json, which states the driver process that executes the run and how the run ended.
+    """Content of driver.json, which identifies the newest driver process of a run and states how the run ended.
 
     Attributes:
         pid, started, host: Process id of the driver, its start time in clock ticks, and its host name.
-        job: Id in Ray's Job API; None outside of a job.
+        job: Id of the driver's job in Ray's Job API; None outside of a job.
         unix_s: Start time of the driver (Unix time in seconds).
-        seconds: Total duration of all drivers that have ended, in seconds.
+        seconds: Total duration of all drivers of the run that have ended, in seconds.
         status: RUNNING, FINISHED, STOPPED or FAILED.
         error: Parts of the error of a failed run; None otherwise.
     """
@@ -55,7 +55,7 @@ class DriverRecord(TypedDict, total=False):
 def record_driver(folder: Path) -> Iterator[float]:
     """Record in a run folder that this process drives the run and, after the block, how the run ended.
 
-    If stderr is not a terminal, its text is also written to run.log.
+    Unless stderr is a terminal, text written to stderr is also appended to run.log.
 
     Yields:
         Total duration of all earlier drivers of the run in seconds.
@@ -89,15 +89,18 @@ def record_driver(folder: Path) -> Iterator[float]:
 
 
 def read_driver_record(folder: Path) -> DriverRecord:
-    """Return the content of driver.json; empty if the file is missing.
+    """Return the content of driver.json, or {} if the file is missing or invalid.
 
-    The status can be RUNNING although the process has died.
+    The status remains RUNNING if the driver was killed.
     """
     return find_document(str(folder / DRIVER_RECORD_FILE), DriverRecord) or {}
 
 
 def _sum_driver_seconds(folder: Path) -> float:
-    """Return the total seconds of all drivers so far; a killed driver is timed until its last recorded message."""
+    """Return the total duration of all drivers so far, in seconds.
+
+    A killed driver counts until its last recorded message.
+    """
     note = read_driver_record(folder)
     seconds, begin = parse_number_or_zero(note.get("seconds")), parse_number_or_zero(note.get("unix_s"))
     if note.get("status") != "RUNNING":
@@ -107,7 +110,7 @@ def _sum_driver_seconds(folder: Path) -> float:
 
 
 def is_alive(note: DriverRecord) -> bool | None:
-    """Return True if the process of a driver record is alive; None if the record is from another host."""
+    """Return True if the process of a driver record is alive; None if it is on another host and thus unknown."""
     if note.get("host") != socket.gethostname():
         return None
     started = _read_start_time(note.get("pid", 0))
@@ -115,7 +118,7 @@ def is_alive(note: DriverRecord) -> bool | None:
 
 
 def ask_to_stop(note: DriverRecord) -> None:
-    """Send SIGTERM to the driver, which saves the run and ends. Must be called on the driver's host.
+    """Send SIGTERM to the driver, which then saves the run and ends; call this function on the driver's host.
 
     Raises:
         RunError: The process has ended.
@@ -185,7 +188,7 @@ DRIVER_LOCK_FILE = "driver.lock"
 
 @contextmanager
 def hold_run_lock(folder: Path, patience_s: float, report: Callable[[str], None]) -> Iterator[None]:
-    """Lock a run folder while the block runs. The lock ends with the process, however the process ends.
+    """Lock a run folder while the block runs. The lock is released when the process ends, even if it is killed.
 
     On file systems without locks, the folder is not locked.
 
@@ -195,7 +198,7 @@ def hold_run_lock(folder: Path, patience_s: float, report: Callable[[str], None]
         report: Function called with a line that names the process being waited for.
 
     Raises:
-        RunError: Another driver trains this run.
+        RunError: Another process holds the lock, or the folder cannot be written.
     """
     with convert_os_errors("cannot write the run folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)

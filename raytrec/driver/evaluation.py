@@ -47,7 +47,7 @@ class Checkpoint:
 
     Attributes:
         folder: Path or URI of the checkpoint.
-        index: Content of its index.
+        index: Content of the checkpoint's index file.
     """
 
     config: RunConfig
@@ -59,14 +59,14 @@ class Checkpoint:
 def load_evaluation_config(
     about: dict[str, Any], folder: str, overrides: list[str], *, allow_code: bool
 ) -> tuple[RunConfig, Schema]:
-    """Return the configuration and the schema of a checkpoint, with the overrides of an evaluation.
+    """Return the configuration and the schema of a checkpoint, with the overrides of an evaluation applied.
 
     Args:
         about: Entry `about` of the checkpoint's index.
         folder: Folder of the checkpoint.
-        overrides: `section.key=value` of data, scaling, plan, train and eval;
+        overrides: `section.key=value` strings for the sections data, scaling, plan, train and eval, or
             `tables.NAME.out_of_range=RULE`, where NAME may be a pattern such as `item*`.
-        allow_code: True if the configuration may name code (trust.py).
+        allow_code: True if the configuration may name code (config/trust.py).
 
     Raises:
         ConfigError, SchemaError: An override is invalid, or would change the model.
@@ -118,15 +118,17 @@ def evaluate(
     overrides: Overrides | None = None,
     allow_code: bool = False,
 ) -> Result:
-    """Evaluate a finished run or a checkpoint on Parquet data, without writing to its folder.
+    """Evaluate the newest checkpoint of a run, or a given checkpoint, on Parquet data.
+
+    The folder of the run is not changed.
 
     Args:
         place: Run folder or checkpoint folder.
         data: Parquet folder or file (local, s3:// or gs://); default: data.test of the run, else data.valid.
         workers: Number of workers; default: as in training.
         batch_size: Global batch size; default: as in training.
-        overrides: `section.key=value` of data, scaling, plan, train and eval, such as data.on_error=skip; and
-            tables.NAME.out_of_range=RULE.
+        overrides: `section.key=value` strings for data, scaling, plan, train and eval, such as
+            data.on_error=skip, or tables.NAME.out_of_range=RULE.
         allow_code: True if the configuration in `place` may name code (raytrec/config/trust.py).
 
     Returns:
@@ -180,11 +182,12 @@ def resolve_checkpoint(
         place: Run folder or checkpoint folder.
         checkpoint: Step, "best" or "newest" of a run; default: the newest.
         changes: Overrides as in `load_evaluation_config`.
-        allow_code: True if the configuration may name code (trust.py).
+        allow_code: True if the configuration may name code (config/trust.py).
 
     Raises:
-        ConfigError: `checkpoint` has another value, or as in `load_evaluation_config`.
+        ConfigError, SchemaError: `checkpoint` is none of these values, or as in `load_evaluation_config`.
         RunError: There is no such checkpoint.
+        CheckpointError: The checkpoint is damaged.
     """
     is_step = str(checkpoint).isdecimal()
     if not is_step and checkpoint not in (None, "newest", "best"):
@@ -206,17 +209,17 @@ def resolve_checkpoint(
 def convert(
     place: str | Path, tables: Sequence[str], out: str, *, checkpoint: str | int | None = None, allow_code: bool = False
 ) -> tuple[str, list[str]]:
-    """Write a checkpoint in which tables have another kind or size.
+    """Write a copy of a checkpoint in which some tables have another kind or size.
 
     Weights and optimizer state of the remaining rows are kept bit for bit. The new checkpoint can be used for
-    a new run (`--warm-start`), evaluations and predictions. Memory is needed for a few blocks, plus 8
-    bytes for each row of a table that changes and 32 bytes for each of its managed ids.
+    a new run (`--warm-start`), evaluations and predictions. The conversion needs memory for a few blocks, plus 8
+    bytes per row and 32 bytes per managed id of each table that changes.
 
     Args:
         place: Run folder or checkpoint folder, which is not changed.
         tables: TABLE=KIND, where KIND is managed, resize:ROWS or hash (docs/data.md).
         out: Folder to write to, local or s3:// or gs://.
-        checkpoint: Step of a run, or "best"; default: the newest.
+        checkpoint: Step, "best" or "newest" of a run; default: the newest.
         allow_code: True if a configuration written by another user may name code.
 
     Returns:
@@ -224,7 +227,8 @@ def convert(
 
     Raises:
         RunError: There is no checkpoint in `place`.
-        ConfigError, SchemaError: A table does not exist, or cannot be converted to this kind.
+        ConfigError, SchemaError: A table does not exist or cannot be converted to its kind, or `out` already
+            contains a checkpoint.
         CheckpointError: The checkpoint is damaged, or the storage is full.
     """
     saved = resolve_checkpoint(place, checkpoint, [], allow_code)
@@ -278,7 +282,7 @@ def _build_table_change(folder: str, index: dict, schema: Schema, name: str, kin
 
 
 def read_run_schema(place: str | Path) -> Schema:
-    """Return the schema of a run, with statistics of the ids per row that its ranks have recorded.
+    """Return the schema of a run, with the statistics of ids per row that its ranks have recorded.
 
     Raises:
         RunError: The folder contains no run, or its ranks have recorded no lookups.

@@ -51,15 +51,16 @@ class Cause:
         return f"rank {self.rank} {self.text}"
 
 
-# Phrases of CUDA and its libraries in errors of this process's GPU. A host sees an error at its next call: if
-# the call is a collective, the message also names it. Lower case; torch 2.13.0: c10/cuda/CUDAException.cpp,
+# Lower-case phrases of CUDA and its libraries in errors of this process's GPU. The host gets such an error from
+# its next call. If this call is a collective, the message also names the collective, but the GPU is the cause.
+# Sources in torch 2.13.0: c10/cuda/CUDAException.cpp,
 # CUDACachingAllocator.cpp, ATen/cuda/Exceptions.h (cuBLAS and its like: "CUDA error: CUBLAS_STATUS_…");
 # c10d/NCCLUtils.cpp for errors of CUDA in NCCL 2.29.7, and for two ranks on one GPU (ncclInvalidUsage).
 GPU_ERROR_PHRASES = (
     *("cuda error", "cuda driver error", "cuda failure", "cudnn error", "cudnn_status_", "cublas_status_"),
     *("cufft error", "out of memory", "ecc error", "ncclinvalidusage"),
 )
-# Phrases of gloo and NCCL in errors after the end of another rank (torch 2.13.0).
+# Lower-case phrases of gloo and NCCL in errors that the end of another rank causes (torch 2.13.0).
 COLLECTIVE_ERROR_PHRASES = (
     "gloo",
     "nccl",
@@ -72,10 +73,10 @@ COLLECTIVE_ERROR_PHRASES = (
 
 
 def find_cause(failures: dict[int, BaseException]) -> Cause:
-    """Return the cause that explains the other failures.
+    """Return the failure that explains all others (FailureKind); among equal kinds, that of the lowest rank.
 
     Args:
-        failures: Rank → exception of its process, or Ray's error about the end of the process.
+        failures: Rank → exception raised by the rank, or Ray's error about the end of its process.
     """
     return min((_classify(rank, error) for rank, error in failures.items()), key=lambda c: (c.kind, c.rank))
 
@@ -105,7 +106,7 @@ def extract_main_line(text: str) -> str:
     """Return the most specific line of an error's text, or an empty string.
 
     CUDA errors end with advice, NCCL errors name the event after "Last error:", and torch may append C++
-    frames to either. For other errors, the last line is returned.
+    frames to both. For other errors, the last line is returned.
     """
     message, _, detail = text.partition("\nException raised from ")[0].partition("Last error:")
     lines = [line.strip() for line in (detail or message).splitlines() if line.strip()]
@@ -118,7 +119,10 @@ def _find_line(words: tuple[str, ...], text: str) -> str:
 
 
 def to_raytrec_error(error: Exception, config: RunConfig, sentence: str) -> RaytrecError:
-    """Return the RaytrecError behind an error of Ray, and write the traceback to error.txt."""
+    """Return the RaytrecError that caused an error of Ray, and write the traceback to error.txt.
+
+    If the cause is another exception, return a RunError with `sentence`, or else the cause's message.
+    """
     cause = get_root_cause(error)
     where = write_traceback(error, config)
     if isinstance(cause, RaytrecError):
@@ -129,10 +133,10 @@ def to_raytrec_error(error: Exception, config: RunConfig, sentence: str) -> Rayt
 
 
 def write_traceback(error: Exception, config: RunConfig) -> str:
-    """Write the traceback to error.txt, and return a sentence that names the file.
+    """Write the traceback of an error to error.txt in the run folder, and return a clause that names the file.
 
-    The last lines that a local Ray cluster wrote to stderr are appended, because its logs are removed when
-    the cluster stops.
+    The last lines that the processes of a local Ray cluster wrote to stderr are appended, because the logs are
+    removed when the cluster stops. If the file cannot be written, the clause states the reason.
     """
     path, logs = Path(config.run.dir) / "error.txt", find_log_folder()
     try:

@@ -1,4 +1,4 @@
-"""Checks of the items of eval.retrieval, and of the keys by which rows name items. Does not import torch."""
+"""Checks of the items of eval.retrieval, and of the keys by which rows refer to items. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from raytrec.data.pages.decode import decode_columns
 from raytrec.data.transform import apply_transforms
 
 SAMPLE_ROWS = 1000
-MIN_MATCHING_SHARE = 0.5  # share of known ids that must match
+MIN_MATCHING_SHARE = 0.5  # share of a row's known items above which a column refers to the same items
 
 
 def read_columns(dataset: Dataset, group: RowGroup, columns: list[str], rows: int) -> pa.Table:
-    """Read columns of the first rows of a row group, after the transforms that produce the columns."""
+    """Read columns of the first `rows` rows of a row group, and apply the transforms that produce the columns."""
     transforms = select_needed_transforms(dataset.form.plan.transforms, columns)
     inputs, rows = resolve_input_columns(transforms, columns), min(rows, group.rows)
     table = decode_columns(group.path, group.index, 0, rows, inputs, dataset.form.folders)
@@ -35,13 +35,13 @@ def read_columns(dataset: Dataset, group: RowGroup, columns: list[str], rows: in
 
 
 def read_keys(items: Dataset, column: str) -> np.ndarray:
-    """Read a column of all items as group keys: int64 [items]."""
+    """Read a column of all items, encoded by `data.ids.compute_group_keys`: int64 [items]."""
     tables = (read_columns(items, group, [column], group.rows) for group in items.groups)
     return np.concatenate([compute_group_keys(to_plain_array(table[column])) for table in tables])
 
 
 def check_item_keys(items: Dataset, column: str) -> None:
-    """Check that each item has a key, and no two items have the same key. All keys are read.
+    """Check that each item has a key, and that no two items have the same key. All keys are read.
 
     Raises:
         DataError: The key comes from folder names, or an item has no key or the key of an earlier item; the
@@ -78,10 +78,10 @@ def _place(items: Dataset, column: str, row: int) -> str:
 
 
 def check_item_types(section: RetrievalSection, items: Dataset, dataset: Dataset) -> None:
-    """Check in the footers that rows name items by text if and only if the items' key is text.
+    """Check in the footers that the columns that refer to items are text if and only if the items' key is text.
 
     Raises:
-        DataError: A column is text and the key is not, or vice versa.
+        DataError: Such a column is text and the key is not, or vice versa.
     """
     key_type, types = items.form.types[section.item], dataset.form.types
     for column in (section.right_column, *section.seen):
@@ -96,11 +96,12 @@ def check_item_types(section: RetrievalSection, items: Dataset, dataset: Dataset
 
 
 def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) -> None:
-    """Check that `seen` and right items are named by the items' key, in a sample of evaluated rows.
+    """Check on a sample of evaluated rows that `seen` and the right items refer to items by the items' key.
 
-    A row's own item and history are features, whose ids `items` translates into any of its columns.
-    `seen` usually contains most of the history, and the right items include the row's own item. A column that
-    matches another column of the items, and not the key, is rejected.
+    The items of a row are also known from its features: its target item, and histories that look up the same
+    table. The right items include the target item, and `seen` usually contains most of a history. For each column
+    of the items, the check counts how many of these known items a column of the rows contains. A column of the
+    rows that matches another column of the items, and not the key, is rejected.
 
     Args:
         section: Section eval.retrieval of the run.
@@ -108,7 +109,7 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
         dataset: Dataset for whose rows the items are ranked.
 
     Raises:
-        DataError: A column names items by a column other than the key.
+        DataError: A column refers to items by a column other than the key.
     """
     read = cache(partial(read_keys, items))
     schema = dataset.form.schema
@@ -149,9 +150,9 @@ def _find_id_columns(items: Dataset) -> list[str]:
 
 
 def _pairs(column: pa.ChunkedArray, keys: np.ndarray) -> np.ndarray:
-    """Encode each pair (row, id) as row · len(keys) + index of the id in `keys`; other ids are dropped.
+    """Encode each pair (row, id) as row · len(keys) + index of the id in `keys`; omit ids that `keys` lacks.
 
-    The result is int64, or float64 if ids were dropped.
+    The result is int64, or float64 if ids were omitted.
     """
     counts, ids = compute_row_keys([column])
     place = pc.index_in(pa.array(ids), value_set=pa.array(keys)).to_numpy(zero_copy_only=False)

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @contextmanager
 def open_session(config: RunConfig) -> Iterator[None]:
-    """Run the block in the Ray session of a command, whose local workers are forked (cluster.session)."""
+    """Run the block in a Ray session (cluster.session); a local cluster forks its workers from a warm process."""
     address = config.scaling.address
     with keep_warm_process(starts_local_ray(address)), ray_session(address, count_local_cpus(config)):
         yield
@@ -54,13 +54,13 @@ def open_session(config: RunConfig) -> Iterator[None]:
 def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work: Callable[[], T]) -> T:
     """Run `work` in a Ray session; repeat it in a new session if the raylet of a local cluster ends.
 
-    Each repetition uses up one of scaling.max_failures, and begins after all processes of the previous Ray session have
-    ended. A joined cluster cannot be restarted from here, and Ray ends this process once the GCS has been
-    gone for a minute.
+    Each repetition counts as one of scaling.max_failures, and begins after all processes of the previous Ray session
+    have ended. This process cannot restart a cluster that it has joined, and Ray ends this process once the GCS has
+    been gone for a minute.
 
     Args:
         config: Configuration of the run.
-        failed: Function called with the failure that ended all workers, and True if workers are restarted.
+        failed: Function called with the failure that ended all workers, and True if `work` is repeated.
         work: Function that resumes from the newest checkpoint when it is called again.
 
     Raises:
@@ -82,7 +82,7 @@ def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work:
 
 
 def resume_command(config: RunConfig, command: str = "train") -> str:
-    """Return the command that resumes a run or search (tune); in a job, the advice to submit it again."""
+    """Return the shell command that resumes a run (train) or search (tune); in a job, advice to submit it again."""
     if is_job_driver():
         return "submit the same job again"
     return f"raytrec {command} --resume {quote_for_shell(make_relative(Path(config.run.dir)))}"
@@ -108,16 +108,18 @@ def run_group(
         config: Configuration of the run.
         schema: Schema of the run.
         datasets: Datasets by name.
-        checkpoint: Folder of all checkpoints, or the checkpoint to read; empty: none.
+        checkpoint: Folder of all checkpoints if `saves`, else the checkpoint to read; empty: none.
         watch: Receiver of the group's messages.
-        fingerprint: Fingerprint of the training data (data.contents), which is stored in checkpoints.
+        fingerprint: Fingerprint of the training data (data.files.file_identity), which is stored in checkpoints.
         saves: True if the function saves checkpoints, so that it can be restarted and asked to stop.
         restarts: True if the function can be restarted although it does not save.
-        on_poll: Called every half second while the group runs; a ConfigError that it raises ends the group.
+        on_poll: Function called every half second while the group runs; a ConfigError that it raises ends the group.
 
     Raises:
+        ConfigError: The configuration does not fit the cluster, or `on_poll` raised the error.
         Interrupted: Ctrl-C or SIGTERM ended the group.
-        RaytrecError: The group has failed in all attempts; the error states the cause.
+        RayLost: A part of Ray has ended.
+        RaytrecError: All attempts of the group have failed; the error states the cause.
     """
     import ray
 
@@ -201,25 +203,26 @@ def run_group(
 def compute_collective_timeout(config: RunConfig, device: str) -> int:
     """Return the timeout of a collective in seconds.
 
-    NCCL ends the waiting process after its timeout, which would make that process look like the failed one.
-    The added time lets the coordinator first report the rank that the others wait for. Gloo raises an error.
+    After its timeout, NCCL ends the waiting process, which would then look like the failed one. The added time
+    lets the coordinator first report the rank for which the others wait. Gloo raises an error instead.
     """
     return PHASE_TIMEOUT_S + (int(config.scaling.hang_timeout_s) + 1 if device == "cuda" else 0)
 
 
-# Limit of building, restoring, saving or one read of data on a rank: these phases end or fail by themselves.
+# Maximum seconds without progress while a rank builds, restores or saves a model, or waits for a batch. These
+# phases end or fail by themselves.
 PHASE_TIMEOUT_S = 1800
-# Interval of checks for the end or an error; time that Ray waits for places that are no longer free; and no
+# Seconds between two checks of the workers; seconds that Ray waits for resources that are no longer free; and no
 # preemption watcher, because policies.NodeCapacityPolicy detects leaving nodes sooner and needs no barrier.
 RAY_TRAIN_ENV = {HEALTH_CHECK_INTERVAL_S: "0.5", WORKER_GROUP_START_TIMEOUT_S: "20", ENABLE_PREEMPTION_WATCHER: "0"}
 
 
 def _make_ray_run_config(folder: str) -> Any:
-    """Return a configuration of Ray Train whose storage is the folder of the checkpoints.
+    """Return a configuration of Ray Train that stores files in `folder`, the folder of the checkpoints.
 
-    Ray Train accepts only checkpoints inside its own folder. The snapshot of an earlier driver is removed,
-    because a partially written snapshot would keep Ray Train from starting. checkpoint.files finds the newest
-    checkpoint.
+    Ray Train accepts only checkpoints inside its own folder. The snapshot that Ray Train wrote for an earlier
+    driver is removed, because an incomplete snapshot would prevent the start. raytrec does not need the snapshot:
+    checkpoint.files finds the newest checkpoint.
     """
     import ray.train
 
@@ -250,10 +253,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopSignalHandler(AbstractContextManager):
-    """Handler of Ctrl-C and SIGTERM: the first asks the group to save and end, a second ends it at once.
+    """Handler of Ctrl-C and SIGTERM: the first signal asks the group to save and end, the second ends it at once.
 
-    The handler of Ray Train 2.60 ends the workers and then the process, without a message. This handler gives
-    the group `patience_s` seconds to save; with 0, the first signal ends the group at once.
+    The handler of Ray Train 2.60 ends the workers and then the process, without a message.
+
+    Args:
+        coordinator: Coordinator of the run.
+        patience_s: Seconds to wait after the first signal before the group is ended; 0: end it at once.
+
+    Attributes:
+        signal: Number of the last signal; None if no signal has arrived.
     """
 
     def __init__(self, coordinator: Any, patience_s: float):
@@ -264,7 +273,7 @@ class StopSignalHandler(AbstractContextManager):
         self._timer: Timer | None = None
 
     def install(self, controller: Any) -> None:
-        """Install the signal handlers. The trainer calls this in the main thread with its controller."""
+        """Install the signal handlers. The trainer calls this method in the main thread with its controller."""
         self._controller = controller
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._on_signal)

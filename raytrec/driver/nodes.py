@@ -22,7 +22,7 @@ from raytrec.planning.machines import find_gpu
 from raytrec.planning.memory import GIB, HOST_RESERVE_SHARE, estimate_copy_bytes
 from raytrec.planning.validation import validate_constraints
 
-NODE_ANSWER_TIMEOUT_S = 60.0  # a listed node may be gone, or may have to start a process first
+NODE_ANSWER_TIMEOUT_S = 60.0  # nodes may have to start a process first; a listed node may be gone
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,14 @@ def count_local_cpus(config: RunConfig) -> int:
 def build_worker_bundle(config: RunConfig, device: str, cpu_nodes_read_rows: bool = False) -> dict[str, float]:
     """Return the resources that Ray reserves for a worker.
 
-    The resources include the CPUs of the worker's readers, whose tasks therefore request none. Read tasks that request
-    CPUs would wait forever if workers, or paused tasks of another stream, hold all CPUs. For example, an
-    evaluation begins while read tasks of training have yet to hand over their rows.
+    The resources include the CPUs of the worker's readers, so that read tasks request none. Read tasks that requested
+    CPUs would wait forever if workers, or paused read tasks of another dataset, held all CPUs. For example, an
+    evaluation begins while the read tasks of training still hold rows.
 
     Args:
         config: Configuration of the run.
         device: cpu or cuda.
-        cpu_nodes_read_rows: True if nodes without GPUs read all rows, so that their CPUs are used for
-            reading.
+        cpu_nodes_read_rows: True if nodes without GPUs read all rows, so that workers need no CPUs for readers.
     """
     scaling = config.scaling
     cpus: float = scaling.cpus_per_worker + (0 if cpu_nodes_read_rows else config.data.readers)
@@ -70,7 +69,7 @@ def build_worker_bundle(config: RunConfig, device: str, cpu_nodes_read_rows: boo
 
 
 def is_local() -> bool:
-    """Return True if every node is this machine, over loopback, and thus shares this process's environment."""
+    """Return True if every node is this machine, reached over loopback, and thus shares this process's environment."""
     import ray
 
     return all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
@@ -122,8 +121,8 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
         ConfigError: The workers and their readers need more GPUs or CPUs than the cluster has, and there is
             no autoscaler, so that Ray would wait forever; scaling.device is auto, and the cluster has an
             autoscaler but currently no GPUs; scaling.device is cuda, but the packages of a node with GPUs are
-            built for CPUs; FBGEMM supports none of the GPUs; or train.compile is graphs, but training runs on
-            CPUs.
+            built for CPUs; FBGEMM supports none of the GPUs, and there is no autoscaler; or train.compile is
+            graphs, but training runs on CPUs.
     """
     scaling, grows = config.scaling, has_autoscaler()
     if grows and not nodes and scaling.device == "auto":
@@ -155,7 +154,7 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
             expected="GPUs that Ray detects, and the packages for GPUs",
             do="set train.compile=true",
         )
-    if not grows:  # otherwise the run waits, and reports for how many workers there is room
+    if not grows:  # with an autoscaler, the run waits, and reports for how many workers there is room
         refusals = [check_fbgemm_support(kind, node.address) for node in nodes for kind in node.kinds]
         if device == "cuda" and refusals and all(refusals) and all(node.kinds for node in nodes):
             raise refusals[0]  # otherwise workers check their own GPUs
@@ -204,7 +203,10 @@ def reads_on_cpu_nodes(config: RunConfig, device: str) -> bool:
 
 
 def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode], console: Any) -> None:
-    """Check that the planner's constraints can be met with every number of workers, if memory is known.
+    """Check that the planner's constraints can be met with every number of workers from the minimum to the maximum.
+
+    Limits of memory are checked where the memory is known. Warn if checkpoint copies and rows read ahead may leave
+    too little main memory for the processes.
 
     Args:
         config: Configuration of the run.
@@ -237,9 +239,9 @@ def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: lis
         copies, ahead = estimate_copy_bytes(config, schema, constraints, min_workers)
         if copies + ahead > (1 - HOST_RESERVE_SHARE) * share:
             console.warn(
-                f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, {ahead / GIB:.1f} GiB "
-                f"of rows are read ahead, and processes also need a part of each worker's {share / GIB:.1f} "
-                "GiB (checkpoint.async_save=false copies nothing)"
+                f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, and {ahead / GIB:.1f} GiB of "
+                f"rows are read ahead, which may leave too little of each worker's {share / GIB:.1f} GiB for its "
+                "processes; set checkpoint.async_save=false to avoid the copies"
             )
 
 

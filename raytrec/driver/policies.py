@@ -34,17 +34,17 @@ NUMBER_PATTERN = re.compile(r"\d[\d.]*( bytes| [KMGT]iB)?")
 NODE_SETTLE_TIME_S = 2.0  # time after a failure for Ray to stop counting lost nodes and to count returning nodes
 RAYLET_CONNECT_TIMEOUT_S = 1.0
 GPU_RELEASE_TIMEOUT_S = 10.0  # time for the processes of the group to release their GPUs
-OLD_GROUP_TIMEOUT_S = 10.0  # after this time the old group is given up, even without free room
-SCALE_UP_INTERVAL_S = 15.0  # between two attempts to add workers, while fewer than the maximum run
+OLD_GROUP_TIMEOUT_S = 10.0  # time after which a new group starts although the old one seems to hold its resources
+SCALE_UP_INTERVAL_S = 15.0  # time between two attempts to add workers, while fewer than the maximum run
 
 
 class FailedGpus:
     """Failed GPUs that this run excludes until its controller ends.
 
-    Ray cannot take a GPU away from a node, so an actor reserves it.
+    Ray cannot remove a GPU from a node, so an actor reserves each failed GPU.
 
     Args:
-        least: Minimum number of workers. A run with fewer other GPUs could only wait.
+        least: Minimum number of workers. Without an autoscaler, no GPU is excluded if fewer would remain.
     """
 
     def __init__(self, least: int):
@@ -54,7 +54,7 @@ class FailedGpus:
     def leave_out(self, failed: GpuFailedError) -> bool:
         """Reserve a failed GPU, so that no worker gets it, and return True on success.
 
-        The result is False if the run needs all GPUs, or if the GPU is not free in time.
+        Return False if the run needs all GPUs, or if the GPU is not released within GPU_RELEASE_TIMEOUT_S.
         """
         gpus = sum(node["Resources"].get("GPU", 0) for node in list_alive_nodes())
         if gpus - len(self._held) - 1 < self._least and not has_autoscaler():
@@ -63,7 +63,7 @@ class FailedGpus:
         holder = ray.remote(num_gpus=1)(_GpuReservation).options(**pin_to_node(node))
         reservations, deadline = [], monotonic() + GPU_RELEASE_TIMEOUT_S
         try:
-            # Ray chooses among the free GPUs, so GPUs are reserved until the failed one is chosen.
+            # Ray chooses among the free GPUs, so GPUs are reserved until Ray chooses the failed GPU.
             while (remaining_s := deadline - monotonic()) > 0:
                 reservations.append(holder.remote())
                 if ray.get(reservations[-1].gpu.remote(), timeout=remaining_s) == gpu:
@@ -85,9 +85,15 @@ class _GpuReservation:
 class GroupFailurePolicy(FailurePolicy):
     """FailurePolicy that restarts a group after at most `max_failures` deaths and exceptions.
 
-    RaytrecErrors end the run at once. Lost nodes and requested restarts are not counted. The same
-    exception at the same step, twice in a row, ends the run as well, because it would recur. Numbers in its
-    text may differ, such as a GPU's free memory. Failed GPUs are excluded as long as there are enough others.
+    RaytrecErrors end the run at once. Lost nodes and requested restarts are not counted. Two consecutive failures
+    with the same exception at the same step end the run as well, because the exception would recur. Numbers in the
+    two texts may differ, such as a GPU's free memory. Failed GPUs are excluded while enough other GPUs remain.
+
+    Args:
+        config: Failure configuration of Ray Train.
+        coordinator: Coordinator of the run.
+        max_failures: Maximum number of counted failures.
+        gpus: Failed GPUs of the run.
     """
 
     def __init__(self, config: Any, coordinator: Any, max_failures: int, gpus: FailedGpus):
@@ -120,15 +126,15 @@ class GroupFailurePolicy(FailurePolicy):
     def _fetch_step(self) -> int:
         try:
             return ray.get(self._coordinator.step.remote(), timeout=10)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # it is being restarted
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # Ray is restarting the coordinator
             return -1
 
     def _decide_failed_start(self, error: ControllerError) -> FailureDecision:
-        """Decide whether a group that did not start is restarted; a node may have left or become unreachable."""
+        """Decide whether to restart a group that did not start, e.g. because a node has left or is unreachable."""
         failure = error.controller_failure
         cause = find_cause({0: failure})
         if isinstance(cause.error, GpuFailedError) and self._gpus.leave_out(cause.error):
-            self._coordinator.failed.remote(None, f"{cause.text}; the GPU is left out", True, True)
+            self._coordinator.failed.remote(None, f"{cause.text}; the GPU is excluded", True, True)
             return FailureDecision.RETRY
         retry = isinstance(failure, RETRYABLE_CONTROLLER_ERRORS)
         if not retry and cause.kind in (FailureKind.NODE, FailureKind.DEATH, FailureKind.CONSEQUENCE):
@@ -138,7 +144,7 @@ class GroupFailurePolicy(FailurePolicy):
 
 
 class NodeCapacityPolicy(RequestingPolicy):
-    """ScalingPolicy that starts as many workers as the remaining nodes have room for, within the limits.
+    """ScalingPolicy that starts as many workers as the alive nodes have room for, within the limits of the run.
 
     The policy never resizes a running group. Instead, it asks the group to save and end, so that no step is
     lost.
@@ -150,7 +156,7 @@ class NodeCapacityPolicy(RequestingPolicy):
         max_workers: Maximum number of workers.
         reader_cpus: CPUs for reading that an autoscaler provides in addition to the workers' CPUs; read tasks
             request none themselves (nodes.build_worker_bundle).
-        autoscaler_exists: As in RequestingPolicy.
+        autoscaler_exists: True if an autoscaler may exist, from which resources are then requested.
     """
 
     def __init__(
@@ -204,7 +210,7 @@ class NodeCapacityPolicy(RequestingPolicy):
     def _request_scale_up(self, nodes: Counter[str]) -> None:
         """Ask for a restart if two consecutive checks find room for more workers.
 
-        Room that only one check finds may be due to a pause of a reader.
+        Room that only one check finds may be temporary, e.g. because a reader pauses.
         """
         slots = min(self._count_possible_workers(nodes), self._max_workers)
         if slots > nodes.total() and self._had_room:
@@ -218,11 +224,14 @@ class NodeCapacityPolicy(RequestingPolicy):
         return ResizeDecision(workers, self.resources_per_worker)
 
     def _count_possible_workers(self, own_workers: Counter[str]) -> int:
-        """Return the number of workers that fit next to other work; the group's own resources are treated as free."""
+        """Return the number of workers that fit on the nodes in addition to other work.
+
+        The resources of the group's own workers count as free.
+        """
         bundle = self.resources_per_worker
         free, draining, slots = list_free_resources(), list_draining_nodes(), 0
         for node in list_alive_nodes():
-            # Ray counts a node for seconds after its end; its raylet then takes no connections.
+            # Ray lists a node for seconds after its end, but its raylet then refuses connections.
             if node["NodeID"] in draining or not listens(
                 node["NodeManagerAddress"], node["NodeManagerPort"], RAYLET_CONNECT_TIMEOUT_S
             ):

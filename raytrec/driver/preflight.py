@@ -37,14 +37,14 @@ from raytrec.tracking.store import check_tracking_uri
 from raytrec.worker.loop import count_total_steps, resolve_evaluation_interval
 
 PRICES_ADAPTER = TypeAdapter(Annotated[dict[str, NonNegativeFloat], Field(min_length=1)])
-ANY_MACHINE = "any"  # --on any: as many of every known machine as needed
+ANY_MACHINE = "any"  # --on any: for each known machine, as many as needed
 
 
 def check_plan(plan: RunPlan) -> list[str]:
     """Check that a planned run can work, and return warnings.
 
     Raises:
-        ConfigError, SchemaError: As in `check_fit`; or the weights of warm_start.from do not fit.
+        ConfigError, SchemaError: As in `check_fit`, or the weights of warm_start.from do not fit.
         DataError: As in `check_constant_labels`.
     """
     config, schema, train = plan.config, plan.schema, plan.datasets["train"]
@@ -69,7 +69,7 @@ def check_fit(config: RunConfig, schema: Schema, *, on_this_machine: bool) -> No
     Args:
         config: Configuration to check.
         schema: Schema of the data.
-        on_this_machine: True if the workers run on this machine, with its memory.
+        on_this_machine: True if the workers run on this machine, whose memory and compiler are then checked.
 
     Raises:
         ConfigError, SchemaError: The model cannot use the tasks, metrics, dims or features; plan.tables or
@@ -109,10 +109,10 @@ def check_fit(config: RunConfig, schema: Schema, *, on_this_machine: bool) -> No
 
 
 def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -> None:
-    """Check that no setting is incompatible with rows that are requests with candidates.
+    """Check that every setting supports rows that are requests with candidates, if the schema has candidates.
 
     Raises:
-        ConfigError: A setting is incompatible; the message names its key.
+        ConfigError: A setting does not support them; the message names its key.
     """
     refused = {
         "model.lookup_l2": bool(config.model.l2_factors(schema)),
@@ -135,7 +135,7 @@ def check_sampled_ids(config: RunConfig, schema: Schema) -> list[str]:
     """Check that sampled ids (do: sample, rows) are within the range of the tables that look them up.
 
     Returns:
-        A warning for each table of which not all rows can be sampled.
+        A warning for each table some of whose ids are never sampled.
 
     Raises:
         ConfigError: Some sampled ids would be out of range.
@@ -163,7 +163,7 @@ def check_sampled_ids(config: RunConfig, schema: Schema) -> list[str]:
 
 
 def check_memory(config: RunConfig, schema: Schema) -> None:
-    """Check that memory and disk of this machine can hold the tables and their optimizer state.
+    """Check that the memory and disk of this machine can hold the tables and their optimizer state.
 
     The check is skipped if the tables may be on GPUs.
 
@@ -194,7 +194,9 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
 
 
 def check_row_and_step_counts(config: RunConfig, schema: Schema, steps: int) -> list[str]:
-    """Return a warning for each count that does not match the tables or the length of the run.
+    """Return a warning for each setting with a number of rows or steps that does not fit the tables or the run.
+
+    The checked settings are `do: sample`, optim.schedule and train.early_stopping.
 
     Args:
         config: Configuration of the run.
@@ -221,13 +223,13 @@ def check_row_and_step_counts(config: RunConfig, schema: Schema, steps: int) -> 
 
 
 def check_constant_labels(plan: RunPlan) -> list[str]:
-    """Check in the footers that labels of data.train vary where a loss compares predictions with them.
+    """Check in the footers of data.train that each label with which a loss compares predictions varies.
 
     Returns:
         A warning for each task whose label has only one value.
 
     Raises:
-        DataError: A new run would train a classifier on a label with a single class.
+        DataError: In a new run, the label of a classification task has only one value.
     """
     lines, constant = [], plan.datasets["train"].constant_labels
     for section, task in zip(plan.config.tasks, resolve_tasks(plan.config.tasks, plan.schema), strict=True):
@@ -257,16 +259,16 @@ def plan(
     rates: str | Path | None = None,
     prices: str | Path | None = None,
 ) -> Plans:
-    """Predict memory and time of a configuration on machines, from its schema and without its data.
+    """Predict the memory and step time of a configuration on given machines from its schema, without reading data.
 
     Args:
         source: Config file or its values; data.schema, or schema.yaml next to data.train, must exist.
         overrides: `section.key=value` strings.
-        on: Machines, separated by commas: 2x8xh100-sxm,4x48gib (machines.parse_cluster); any: as many of
-            every known machine as needed; default without prices: as many GPUs, or workers on CPU, as
-            scaling.num_workers, with 80 GiB each and at most 8 on a host.
-        rates: File of Rates; default: data sheets of named machines, and no times for other machines.
-        prices: File of machine → price per hour; the smallest and the cheapest cluster are chosen.
+        on: Machines, separated by commas, such as 2x8xh100-sxm,4x48gib (machines.parse_cluster); any: the smallest
+            cluster of each known machine; default without prices: scaling.num_workers GPUs (on CPU: workers)
+            with 80 GiB each and at most 8 per host.
+        rates: File of measured Rates; default: rates from data sheets for named machines, and no times for others.
+        prices: File of machine → price per hour; the smallest and the cheapest cluster of these machines are chosen.
 
     Raises:
         ConfigError, SchemaError: The input is invalid.

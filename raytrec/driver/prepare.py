@@ -1,4 +1,4 @@
-"""Prepare a run: resolve its configuration, open its data, create its folder."""
+"""Prepare a run: resolve its configuration, open its data, and create its folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from raytrec.driver.resume import find_interrupted_run, resume_config
 from raytrec.tracking.feed import DELIVERY_STATE_FILE as DELIVERED
 
 SCRATCH_PREFIX, TRACEBACK_FILE = "raytrec-evaluate-", "error.txt"
-# Records that a new run does not continue.
+# Records that a new run in the same folder does not continue.
 RUN_RECORD_FILES = (METRICS, RANKS, CHECKS, EVENTS, DELTA_STREAM, DELIVERED, DRIVER)
 
 
@@ -46,8 +46,8 @@ class RunPlan:
     Attributes:
         config: Resolved configuration (`resolve`).
         schema: Schema of the run.
-        datasets: "train" → Dataset; also "valid", "test" and "items" (eval.retrieval) if the run has them.
-        start: new, warm (with the weights of warm_start.from), or resumed (the folder is config.run.dir).
+        datasets: Datasets by name: "train"; "valid", "test" and "items" (eval.retrieval) if the run has them.
+        start: new, warm (a new run with the weights of warm_start.from), or resumed (the run in config.run.dir).
     """
 
     config: RunConfig
@@ -58,6 +58,10 @@ class RunPlan:
 
 def open_run(config: RunConfig, resumed: bool) -> RunPlan:
     """Open the schema and the data of a resolved configuration, without writing anything.
+
+    Args:
+        config: Configuration returned by `resolve_config`.
+        resumed: True if the configuration is of an interrupted run, which then continues.
 
     Raises:
         ConfigError, SchemaError, DataError: The input is invalid.
@@ -105,9 +109,14 @@ def resolve_config(
 
 
 def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
-    """Return a copy of a configuration with names, folders and stores filled in.
+    """Return a copy of a configuration in which run.name, run.dir and tracking.uri are set.
 
     Every path becomes absolute, because workers run in other working directories.
+
+    Args:
+        config: Configuration to resolve.
+        source: Config file or name, after which an unnamed run is named; other values: "run".
+        kind: Kind of command; any but "run" is appended to the default name.
 
     Raises:
         ConfigError: run.dir is a URI.
@@ -146,7 +155,7 @@ def check_no_redacted_values(config: RunConfig) -> None:
     """Check that a configuration contains no redacted values.
 
     Raises:
-        ConfigError: Values are missing, because they were redacted in the source of the configuration.
+        ConfigError: Values were redacted in the source of the configuration; the message names their keys.
     """
     if keys := find_hidden_keys(config.model_dump(by_alias=True, mode="json")):
         raise ConfigError(
@@ -157,18 +166,18 @@ def check_no_redacted_values(config: RunConfig) -> None:
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
-    """Write config.yaml of a run, and mark the file as this user's (trust.py)."""
+    """Write config.yaml of a run, and mark the file as this user's own (config/trust.py)."""
     write_marked_file(folder / "config.yaml", config.to_yaml())
 
 
 def write_marked_file(file: Path, text: str) -> None:
-    """Write a settings file, and mark the file as this user's (trust.py)."""
+    """Write a settings file, and mark the file as this user's own (config/trust.py)."""
     write_text(file, text)
     mark_as_own(file)
 
 
 def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
-    """Prepare the folder of a new run; remove the records of an earlier start that left no checkpoint.
+    """Create the folder of a new run; remove the records of an earlier run that left no checkpoint.
 
     Raises:
         RunError: The folder contains a finished run or checkpoints, or cannot be written.
@@ -207,12 +216,12 @@ def load_checkpoint_config(
 ) -> tuple[RunConfig, str]:
     """Return the configuration of a new run that starts from a checkpoint, and the name of the checkpoint's run.
 
-    The new run warm-starts from the checkpoint and uses its schema. The name has no date and time.
+    The new run warm-starts from the checkpoint and uses its schema. The returned name omits the date and time.
 
     Args:
         place: Run folder or checkpoint folder.
         overrides: `section.key=value` strings; they must include data.train.
-        allow_code: True if the configuration may name code (trust.py).
+        allow_code: True if the configuration may name code (config/trust.py).
 
     Raises:
         RunError: There is no checkpoint in `place`.
@@ -230,10 +239,10 @@ def load_checkpoint_config(
 
 @contextmanager
 def create_scratch_folder() -> Iterator[str]:
-    """Yield a temporary folder for the files of an evaluation, because the run may be another user's.
+    """Yield a temporary folder for the files of an evaluation, because the run folder may be another user's.
 
     The folder is removed after the block or, if the process was killed, by the next evaluation. A folder with
-    a traceback is kept for the error message that names it.
+    a traceback is kept, because an error message refers to the traceback.
     """
     remove_leftovers(tempfile.gettempdir(), f"{SCRATCH_PREFIX}{{owner}}-*", keep=TRACEBACK_FILE)
     folder = tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{get_owner_name()}-")

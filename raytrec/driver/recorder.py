@@ -1,4 +1,4 @@
-"""Display messages from workers, and record the messages in the run folder."""
+"""Show messages from workers and the coordinator, and record the messages in the run folder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from raytrec.tracking.history import StepBuffer
 from raytrec.tracking.journal import Journal, write_atomically
 from raytrec.tracking.run_folder import PLAN, RESULT, read_messages
 
-WAIT_S = 0.5  # interval between checks for the end of a group
-MESSAGE_WAIT_S = 5.0  # wait of one call for messages of the coordinator; each call costs both sides a few milliseconds
+WAIT_S = 0.5  # interval at which the reader checks whether Ray is lost
+MESSAGE_WAIT_S = 5.0  # maximum wait of a call for messages; each call costs driver and coordinator a few milliseconds
 
 
 class Watch:
@@ -37,11 +37,11 @@ class Watch:
         console: Console that shows the messages.
         record: Record that stores the messages; None if nothing is trained.
         ended: Function called when the result has arrived, before the workers end.
-        saved: Function called with each message about a checkpoint; None: no function.
+        saved: Function called with each message about a saved or failed checkpoint; None: no function.
 
     Attributes:
-        result: Metrics of rank 0; None until the group has ended successfully.
-        unsaved: Error that prevented the trained model from being saved; None if it was saved.
+        result: Metrics of rank 0; None until rank 0 has reported its result.
+        unsaved: Error that prevented the trained model from being saved; None if the model was saved.
         stopped_at: Step at which the run was stopped; None if it was not stopped.
         ended_early_at: Step at which evaluations ended training (train.early_stopping); None if they did not.
     """
@@ -64,8 +64,8 @@ class Watch:
     def reading(self, coordinator: Any) -> Iterator[None]:
         """Read the coordinator's messages in a thread while the block runs, then read all remaining ones.
 
-        Every Ray call of the thread has a short timeout. A thread that is still in a call when Ray is shut
-        down, after a part of Ray was lost, would crash the process.
+        Every Ray call of the thread has a short timeout. If Ray is shut down after one of its processes was lost,
+        a thread that is still in a call would crash the driver.
         """
         import ray
 
@@ -93,7 +93,7 @@ class Watch:
                 self.receive(message)
 
     def failed(self, cause: str, again: bool) -> None:
-        """Record a failure that ended all workers and the coordinator, which therefore cannot report it."""
+        """Show and record a failure that also ended the coordinator, which therefore cannot report the failure."""
         self.receive(messages.Event(event="failed", details={"cause": cause, "rank": None, "again": again}))
 
     def receive(self, message: Message) -> None:
@@ -130,13 +130,13 @@ class Watch:
 
 
 class Record:
-    """Writer of messages into the run folder, from which they are delivered to MLflow.
+    """Writer of messages into the run folder, from which another process delivers them to MLflow.
 
     Args:
         folder: Run folder.
 
     Attributes:
-        checks: Numbers of passed (True) and failed (False) checks since the beginning of the run.
+        checks: Number of passed (True) and of failed (False) live checks since the beginning of the run.
         times: Times of all steps since the beginning of the run.
     """
 
@@ -160,8 +160,8 @@ class Record:
             unsaved: Error that prevented the model from being saved; None if it was saved.
 
         Returns:
-            Error that prevented the model or result.json from being written, in which case the run can be
-                resumed; None on success.
+            Error that prevented the model or result.json from being written; None on success. After an error,
+                the run can be resumed.
         """
         figures = {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
         self._append(messages.Result(step=metrics["train.steps"], unix_s=time(), figures=figures))
@@ -201,7 +201,7 @@ class Record:
         return [*self._take_warnings(), *advice]
 
     def _advise(self, line: RankLine) -> list[str]:
-        """Return advice when the lines of all ranks are complete; each kind of advice is given once."""
+        """Return advice on performance once all ranks have reported an interval; give each kind of advice once."""
         lines = self._groups.add(line)
         if lines is None:
             return []
@@ -236,20 +236,20 @@ def _fetch_messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -
         while not lost.is_set():
             with suppress(ray.exceptions.GetTimeoutError):
                 return ray.get(answer, timeout=WAIT_S)
-    except ray.exceptions.RayError:  # the coordinator has ended, and Ray restarts it; or all of Ray has ended
+    except ray.exceptions.RayError:  # the coordinator has ended and is being restarted, or all of Ray has ended
         over.wait(WAIT_S)
     return []
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write values to a file as JSON, either completely or not at all."""
+    """Write values to a file as JSON. If writing fails, an existing file is unchanged."""
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text to a file, either completely or not at all.
+    """Write a text to a file. If writing fails, an existing file is unchanged.
 
-    A configuration that contains a password is readable only by this user.
+    A YAML file that contains a secret is readable only by this user.
     """
     shown = hide_yaml(text) if path.suffix == ".yaml" else text
     write_atomically(path, text.encode(), 0o666 if shown == text else 0o600)

@@ -23,7 +23,7 @@ from raytrec.driver.recorder import RESULT, write_json
 from raytrec.embeddings.constraints import resolve_optimizers
 from raytrec.tracking.run_folder import DATA, FILES_KEY, SCHEMA
 
-FREE_KEYS, FIXED_KEYS = list_keys_with(Mark.FREE), list_keys_with(Mark.FIXED)  # on resume
+FREE_KEYS, FIXED_KEYS = list_keys_with(Mark.FREE), list_keys_with(Mark.FIXED)  # keys that may or must not change
 
 
 def resume_config(place: str | Path, source: Any, overrides: list[str], allow_code: bool = False) -> RunConfig:
@@ -33,12 +33,12 @@ def resume_config(place: str | Path, source: Any, overrides: list[str], allow_co
         place: Run folder.
         source: Config that replaces the run's own config, with permitted changes only; None: the run's own.
         overrides: `section.key=value` strings.
-        allow_code: True if a configuration that is not the user's own may name code (trust.py): a source from
-            a URI, or the configuration in a run folder that another user has written.
+        allow_code: True if a configuration that is not the user's own may name code (config/trust.py): a source
+            from a URI, or the configuration in a run folder that another user has written.
 
     Raises:
-        RunError: The folder contains no run, or a finished one.
-        ConfigError: A change would affect the result.
+        RunError: The folder contains no run, or a finished run.
+        ConfigError: A change would affect the result, or the configuration names code that is not allowed.
     """
     folder = Path(make_absolute(str(place)))
     file = folder / "config.yaml"
@@ -87,7 +87,7 @@ def check_unfinished(folder: Path) -> None:
 
 
 def find_interrupted_run(config: RunConfig, is_user_named: bool) -> Path | None:
-    """Return the folder of the unfinished run that the same command has started before, or None.
+    """Return the folder of the unfinished run that an earlier call of the same command started, or None.
 
     Args:
         config: Resolved configuration of a new run.
@@ -100,11 +100,11 @@ def find_interrupted_run(config: RunConfig, is_user_named: bool) -> Path | None:
 
 
 def list_earlier_folders(config: RunConfig, is_user_named: bool) -> list[Path]:
-    """Return the folders in which the same command may have started before, newest first.
+    """Return the folders that earlier calls of the same command may have created, newest first.
 
     Args:
         config: Resolved configuration of a new run or search.
-        is_user_named: True if the user has chosen the name or folder. Otherwise names end in date and time.
+        is_user_named: True if the user has chosen the name or folder. Otherwise, the name ends in date and time.
     """
     folder, stem = Path(config.run.dir), config.run.name.rsplit("-", 2)[0]  # NAME-date-time
     return [folder] if is_user_named else sorted(folder.parent.glob(f"{stem}-*"), reverse=True)
@@ -112,7 +112,7 @@ def list_earlier_folders(config: RunConfig, is_user_named: bool) -> list[Path]:
 
 def _is_same_run(folder: Path, config: RunConfig) -> bool:
     try:
-        old = load_config(folder / "config.yaml", allow_code=True)  # it is only compared
+        old = load_config(folder / "config.yaml", allow_code=True)  # the configuration is only compared
     except ConfigError:  # written by another version, or damaged
         return False
     data = all(getattr(old.data, part) == getattr(config.data, part) for part in ("train", "valid", "test"))
@@ -120,7 +120,7 @@ def _is_same_run(folder: Path, config: RunConfig) -> bool:
 
 
 def record_data(folder: Path, datasets: dict[str, Dataset], contents: dict[str, list[FileIdentity]]) -> None:
-    """Record the identities and paths of the datasets' files in the run folder for resuming; ignore OS errors."""
+    """Record identities and paths of the datasets' files in the run folder, for resuming; ignore write errors."""
     values: dict[str, Any] = {name: [asdict(each) for each in files] for name, files in contents.items()}
     values[FILES_KEY] = {name: d.listing.record() for name, d in datasets.items() if d.listing.files}
     with suppress(OSError):
@@ -130,7 +130,7 @@ def record_data(folder: Path, datasets: dict[str, Dataset], contents: dict[str, 
 def check_same_data(
     folder: Path, root: str, schema: Schema, datasets: dict[str, Dataset], contents: dict[str, list[FileIdentity]]
 ) -> list[str]:
-    """Check that the position in the newest checkpoint still refers to the same rows.
+    """Check that the schema is unchanged, and that the position in the newest checkpoint refers to the same rows.
 
     Args:
         folder: Run folder.
@@ -140,7 +140,7 @@ def check_same_data(
         contents: Current identities (sizes and hashes) of each dataset's files.
 
     Returns:
-        Warnings about changes in other datasets, and about rewritten files.
+        Warnings about changes in datasets other than data.train, and about rewritten files.
 
     Raises:
         ConfigError, DataError: A change of the schema or of data.train would alter the result.
@@ -155,7 +155,7 @@ def check_same_data(
         )
     _, index = find_newest_checkpoint(root)
     if not index:
-        return []  # no checkpoint depends on earlier data
+        return []  # without a checkpoint, the run starts again
     recorded, lines = _load_recorded_contents(folder), []
     if index["about"]["data"] != fingerprint(contents["train"]):
         changes = list_differences(recorded.get("train", []), contents["train"]) if recorded.get("train") else []
@@ -183,12 +183,12 @@ def check_same_data(
 
 
 def _strip_statistics(schema: Schema) -> str:
-    """Return a schema as YAML without its statistics, on which results do not depend."""
+    """Return a schema as YAML without its statistics, which do not affect results."""
     return schema.model_copy(update={"statistics": {}}).to_yaml()
 
 
 def _load_recorded_contents(folder: Path) -> dict[str, list[FileIdentity]]:
-    """Return each dataset's file identities as recorded when the run began; {} if there is no usable record."""
+    """Return each dataset's file identities as last recorded by `record_data`; {} without a valid record."""
     try:
         recorded = parse_json(read_bytes(folder / DATA))
         return {n: [FileIdentity(**values) for values in files] for n, files in recorded.items() if n != FILES_KEY}
@@ -233,7 +233,7 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
 
     Raises:
         ConfigError, SchemaError: The checkpoint differs in a way that warm_start.tables and warm_start.dense do
-            not allow, or its optimizer state belongs to other optimizers.
+            not allow, or warm_start.optimizer is set and the checkpoint's optimizers differ.
     """
     about = find(config.warm_start.from_)[1]["about"]
     old_config, old_schema = load_config(about["config"], allow_code=True), parse_stored_schema(about)
@@ -276,7 +276,7 @@ def _check_dense(config: RunConfig, old_config: RunConfig, old_schema: Schema, s
     for part, new in _select_dense_parts(schema).items():
         if new != old_parts[part]:
             raise SchemaError(
-                f"{part} of the schema: {new} now, but {old_parts[part]} in the checkpoint",
+                f"entry {part} of the schema is {new}, but the checkpoint has {old_parts[part]}",
                 where=where,
                 expected="the checkpoint's labels, dense columns and sparse features",
                 do="train with the checkpoint's schema" + hint,

@@ -1,4 +1,4 @@
-"""Driver side of `raytrec train`."""
+"""Driver of a training run, for `raytrec train`."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from raytrec.worker.loop import count_total_steps, train_worker
 if TYPE_CHECKING:
     from raytrec.driver.delta_exports import DeltaExports
 
-PREVIOUS_DRIVER_TIMEOUT_S = 60.0  # time for an earlier driver to end, in addition to scaling.shutdown_grace_s
+PREVIOUS_DRIVER_TIMEOUT_S = 60.0  # wait for the end of an earlier driver, in addition to scaling.shutdown_grace_s
 
 
 class Unfinished(RunError):
-    """Raised if a run has finished training, but its model or result could not be written.
+    """Error raised after training if the model or result could not be written, or if MLflow could not be opened.
 
-    The run can be resumed. The error is also raised if the MLflow store of the run could not be opened.
+    In the first case, the run can be resumed. In the second case, the run is complete in its run folder.
 
     Attributes:
-        result: Result of the run; None until it is set.
+        result: Result of the run; None until `train` sets the attribute.
     """
 
     result: Result | None = None
@@ -69,17 +69,18 @@ def train(
         start_from: Run or checkpoint folder that provides the initial weights (warm_start.from).
         resume: Folder of an interrupted run to resume.
         resume_latest: True to resume the newest interrupted run of the same config and data, if there is one.
-        allow_code: True if a config from a URI or `start_from` may name code (raytrec/config/trust.py).
+        allow_code: True if a config from a URI, `start_from` or another user's run may name code
+            (raytrec/config/trust.py).
 
     Returns:
         Result: Metrics of the final evaluation (data.test, else data.valid) and of training.
 
     Raises:
         ConfigError, SchemaError, DataError: The input is invalid; raised before or during training.
-        RunError: Workers failed more often than scaling.max_failures. The traceback is in error.txt of the
-            run folder.
+        RunError: Workers failed more often than scaling.max_failures, or in a way that would recur. The traceback
+            is in error.txt of the run folder.
         Interrupted: Ctrl-C or SIGTERM ended the run, which can be resumed.
-        Unfinished: The trained model or the result could not be written.
+        Unfinished: The trained model or the result could not be written, or the MLflow store could not be opened.
 
     Example:
         >>> result = raytrec.train("films.yaml", ["train.epochs=3", "run.dir=runs/films"])
@@ -109,14 +110,13 @@ def train(
 
 
 def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], console: RunConsole, began: float) -> Result:
-    """Start Ray, train, and write the result of a run whose folder is ready.
+    """Start Ray, train, and write the result of a run whose folder exists.
 
     Args:
         plan: Run to train.
         contents: Identities (sizes and hashes) of each dataset's files, computed in the background.
         console: Console that shows the run.
-        began: Start of the run by perf_counter; for a resumed run, shifted back by the duration of earlier
-            drivers.
+        began: Start of the run (perf_counter, in seconds), minus the duration of earlier drivers of the run.
     """
     config, datasets = plan.config, plan.datasets
     folder, status, page = Path(config.run.dir), "FAILED", None
@@ -207,7 +207,7 @@ def _make_exports(config: RunConfig, console: RunConsole) -> DeltaExports | None
 
 
 def add_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> RaytrecError:
-    """Return the error that ended a run, with advice if all steps are trained and saved.
+    """Return the error that ended a run; if all steps are trained and saved, add advice to complete the run.
 
     Args:
         error: Error that ended the run.
@@ -233,9 +233,9 @@ def add_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> Ray
 
 
 def _find_store_error(follower: DeliveryProcess, folder: Path) -> RaytrecError | None:
-    """Return the error if the MLflow store of a trained run cannot be opened, else None.
+    """Return an error if the MLflow store of a trained run cannot be opened, else None.
 
-    The error is returned and not raised, so that the result of the run is still written.
+    The error is returned instead of raised, so that the result of the run is still written.
     """
     try:
         follower.ready()
@@ -247,7 +247,7 @@ def _find_store_error(follower: DeliveryProcess, folder: Path) -> RaytrecError |
 
 
 def _list_next_steps(config: RunConfig, code: list[str] | None, page: Path | None) -> list[str]:
-    """Return lines that name the files of a finished run, and commands to inspect them."""
+    """Return lines that name the files of a finished run and the commands that inspect the run."""
     folder = make_relative(Path(config.run.dir))
     lines = [f"run folder   {folder}"]
     if code:
@@ -286,7 +286,7 @@ def shorten_store_uri(uri: str) -> str:
 def _preload_imports() -> None:
     """Import Ray, and import raytrec.driver.policies in a thread while Ray starts.
 
-    The import of that module takes a second, and the module is needed only after the start.
+    The import of raytrec.driver.policies takes a second, and the module is needed only after the start.
     """
     import ray  # noqa: F401
 

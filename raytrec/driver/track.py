@@ -1,4 +1,4 @@
-"""`raytrec track`, and the process that delivers a run to MLflow."""
+"""Deliver a run to MLflow: the process that follows a run, and `raytrec track`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import describe_foreign_file, is_own_file
 from raytrec.tracking.run_folder import CONFIG, check_run_folder
 
-SERVER_ANSWER_TIMEOUT_S = 5.0  # wait for a silent server at the end of a run; a file is always available
-FILE_ANSWER_TIMEOUT_S = 60.0
+SERVER_ANSWER_TIMEOUT_S = 5.0  # time that a finished run waits for a server that does not respond
+FILE_ANSWER_TIMEOUT_S = 60.0  # the same for a SQLite file, which responds unless the machine is overloaded
 DELIVERY_TIMEOUT_S = 30.0  # time to deliver missing records at the end of a run
-SILENT_SERVER_TIMEOUT_S = 15.0  # time that `raytrec track` waits for a silent server
+SILENT_SERVER_TIMEOUT_S = 15.0  # time that `raytrec track` waits for a server that does not respond
 DELIVERY_NICENESS = 19
-# The process computes nothing: threads and memory arenas would only make it larger.
+# The process computes nothing, so threads and memory arenas would only use memory.
 LOW_MEMORY_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 
 class DeliveryProcess:
-    """Process that delivers a run to MLflow while it is executed (tracking.delivery.follow).
+    """Child process that delivers a run to MLflow during the run (tracking.delivery.follow).
 
-    The process runs at low priority, and always ends with this process. Without tracking.enabled, it is
+    The child process runs at low priority, and always ends with the driver. Without tracking.enabled, it is
     not started. Only `ready` and `close` block.
 
     Args:
@@ -39,7 +39,7 @@ class DeliveryProcess:
         notify: Function that `check`, `ready` and `close` call with messages to show.
 
     Attributes:
-        run_id: Id of the MLflow run; None: not known yet.
+        run_id: Id of the MLflow run; None if not known yet.
     """
 
     def __init__(self, config: RunConfig, notify: Callable[[str], None]):
@@ -76,10 +76,10 @@ class DeliveryProcess:
             raise self._refusal
 
     def ready(self) -> str | None:
-        """Wait until the tracking store responds; if it is a server, wait for at most a few seconds.
+        """Wait until the tracking store responds, at most SERVER_ANSWER_TIMEOUT_S or FILE_ANSWER_TIMEOUT_S.
 
         Returns:
-            Id of the MLflow run; None if a server does not respond.
+            Id of the MLflow run; None if the store does not respond.
 
         Raises:
             ConfigError: As in `check`.
@@ -92,15 +92,15 @@ class DeliveryProcess:
         return self.run_id
 
     def close(self, status: str, patience_s: float = DELIVERY_TIMEOUT_S) -> str | None:
-        """Let the process write the remaining records, and wait until it exits. Ctrl-C also ends the wait.
+        """Let the process write the remaining records, and wait until it exits. Ctrl-C ends the wait early.
 
         Args:
             status: FINISHED, FAILED or KILLED.
             patience_s: Maximum time to wait, in seconds.
 
         Returns:
-            None, or a sentence that states which records MLflow lacks and how to deliver them. Also None if
-                the store could not be opened, because `check` raises that error.
+            Sentence that states which records MLflow lacks and how to deliver them; None if MLflow has all
+                records, or if the store could not be opened, because `check` raises that error.
         """
         if self._process is None:
             return None
@@ -146,7 +146,7 @@ class DeliveryProcess:
 
 
 def load_tracked_config(run: str | Path, allow_code: bool) -> RunConfig:
-    """Return the configuration of a tracked run; run.dir is the current folder of the run.
+    """Return the configuration of a tracked run, with run.dir set to the current folder of the run.
 
     Raises:
         RunError, ConfigError: As in `track`.
@@ -162,7 +162,7 @@ def load_tracked_config(run: str | Path, allow_code: bool) -> RunConfig:
 
 
 def track(run: str | Path, allow_code: bool = False, follow: bool = False) -> RunConfig:
-    """Deliver the records of a run folder that the MLflow store lacks. Repeating the call delivers nothing.
+    """Deliver the records of a run folder that the MLflow store lacks. A repeated call delivers no record twice.
 
     Args:
         run: Run folder.
@@ -173,7 +173,7 @@ def track(run: str | Path, allow_code: bool = False, follow: bool = False) -> Ru
         Configuration of the run.
 
     Raises:
-        RunError: There is no run, the run is being trained, or MLflow does not accept all records.
+        RunError: The folder contains no run, the run is being trained, or MLflow does not accept all records.
         ConfigError: tracking.enabled is false, or the store cannot be opened.
     """
     from raytrec.tracking import delivery

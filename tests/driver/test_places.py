@@ -167,7 +167,7 @@ def test_failed_gpu_is_excluded_if_others_remain(ray_with_gpus):
         gpus = FailedGpus(least)
         policy = GroupFailurePolicy(ray.train.FailureConfig(), coordinator, 0, gpus)
         assert policy.make_decision(training_failed_error=ControllerError(failed)).value == decision
-    assert [again for *_, again in said] == [False, True] and "the GPU is left out" in said[1][1]
+    assert [again for *_, again in said] == [False, True] and "the GPU is excluded" in said[1][1]
     assert ray.get([given.remote() for _ in range(3)], timeout=60) == [["0"]] * 3
     (holder,) = gpus._held
     ray.kill(holder)
