@@ -1,4 +1,7 @@
-"""Find checkpoints without torch. Each step has a folder, which is a complete checkpoint if it contains an index."""
+"""Find the checkpoints of a run without importing torch.
+
+Each step has a folder, which is a complete checkpoint if it contains an index.
+"""
 
 from __future__ import annotations
 
