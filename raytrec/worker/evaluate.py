@@ -62,8 +62,8 @@ def evaluate(
         none.
 
     Raises:
-        RunError: The ranks together read more rows than the dataset contains, or they read fewer although
-                data.on_error does not allow rows to be skipped.
+        RunError: The ranks together have read more rows than the dataset contains, or fewer although
+            data.on_error does not allow rows to be skipped.
     """
     sums, rows_by_task = (MetricSums(selection, device), {task: TaskRows(selection, task) for task in selection.of})
     collectors = [HostRowCollector(task, rows) for task, rows in rows_by_task.items() if rows.needed]
@@ -125,7 +125,7 @@ class HostRowCollector:
             self._read_pending()
 
     def finish(self) -> None:
-        """Wait for the rows of the last batches."""
+        """Wait until the rows of all batches have been collected."""
         while self._pending:
             self._read_pending()
 

@@ -1,4 +1,4 @@
-"""Settings of a worker process and of torch's numerics, and load measurements of the process, its host and its GPU."""
+"""Configure a worker process and torch's numerics, and measure the load of the process, its host and its GPU."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def freeze_gc() -> None:
 
     A rank has half a million objects: modules, the model and the plan. Python collects the oldest generation
     only after it has grown by a quarter. Each epoch leaves reference cycles (Ray Data's executor, with its
-    operators and statistics). Without this call, these cycles lived for about a hundred epochs, and each
-    collection took half a second.
+    operators and statistics). Without this call, these cycles would live for about a hundred epochs, and each
+    collection would take half a second.
     """
     import ray.data  # noqa: F401  (the first epoch would import it after the freeze)
 
