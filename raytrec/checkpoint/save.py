@@ -102,7 +102,9 @@ class CheckpointWriter:
         return self._running is not None and not self._running.done()
 
     def save(self, step: int, tensors: State, about: dict[str, Any], copied: Mapping[str, Any] | None = None) -> None:
-        """Start a save, and return as soon as training may change the tensors. Call `collect_outcome` before the next.
+        """Start a save, and return as soon as training may change the tensors.
+
+        Call `collect_outcome` before the next save.
 
         Args:
             step: Number of training steps completed in the run.

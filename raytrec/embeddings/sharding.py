@@ -27,8 +27,8 @@ Codecs = dict[str, QuantizedCommCodecs]
 class ScaledCodec(QuantizedCommCodec):
     """FBGEMM's codec for one direction of collectives (plan.qcomms), with a custom scale and group size.
 
-    FBGEMM divides by its own scale before values leave fp16, so small gradients are lost despite the scale.
-    FBGEMM's groups of 32 int8 values match the shapes of few batches and tables.
+    FBGEMM's codec divides by its scale before values leave fp16, so small gradients are lost despite the scale.
+    Its groups of 32 int8 values fit the shapes of few batches and tables.
 
     Args:
         precision: fp32, fp16, bf16 or int8.

@@ -89,7 +89,7 @@ class CheckpointManager:
         self._execute(decision.command)
 
     def _execute(self, command: Command) -> None:
-        """Execute a command to save or to end this group, immediately or once the pipeline has been drained."""
+        """Execute a command to save, write a delta or end this group; drain the pipeline first if a map is ahead."""
         step, every = self._progress.step, self._config.checkpoint.every_steps
         if command < Command.SAVE and every and step % every == 0:
             command = Command.SAVE

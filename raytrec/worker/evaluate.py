@@ -57,9 +57,9 @@ def evaluate(
     Returns:
         Metrics and curves. The metrics are the same on every rank: rows, skipped_rows (data.on_error), and
         each metric (None or NaN if undefined) with its counts. With `items`, they include retrieval.METRIC
-        and its counts; with eval.slices, they include slices: task → column → Slices.figures. The curves are
-        only returned on rank 0: key of the curve → its points and the key of its metric; None if there are
-        none.
+        and its counts; with eval.slices, they include slices: task → column → Slices.figures. The curves map
+        the key of a curve to its points and the key of its metric; None on ranks other than 0, or if there are
+        no curves.
 
     Raises:
         RunError: The ranks together have read more rows than the dataset contains, or fewer although

@@ -18,8 +18,8 @@ from raytrec.compat.torch_ import limit_compile_processes, skip_unprofiled_recor
 from raytrec.config.training import TrainSection
 
 GPU_POLL_INTERVAL_S = 1.0
-# Variables that cuBLAS and NCCL read at initialization. Without the first, torch (2.13.0) issues a warning
-# about cuBLAS. torch itself sets the second for process groups created in deterministic mode.
+# Variables that cuBLAS and NCCL read at initialization. Without CUBLAS_WORKSPACE_CONFIG, torch (2.13.0) issues a
+# warning. torch itself sets NCCL_ALGO for process groups created in deterministic mode.
 DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
 # The exchange of managed ids has its own NCCL communicator. Without this variable (NCCL 2.26 or newer), kernels of
 # two communicators can wait for each other. With it, NCCL runs them in the order of the host's calls, which is the

@@ -71,7 +71,7 @@ class IdExchange:
         return self._return_rows(ids, requested, trip, owned, rows), new_rows
 
     def look_up(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the row of each id by table, int64 [n], without assigning rows.
+        """Return the row of each id by table, int64 [n]; fallback rows for ids without a row.
 
         Args:
             ids: This rank's ids by table, int64 [n].
@@ -238,7 +238,7 @@ class ManagedBatches:
         return replace(batch, sparse=self._replace_ids(batch.sparse, rows), new_rows={})
 
     def collect_figures(self) -> dict[str, dict[str, float]]:
-        """Return each managed table's counts over all ranks since the last call (docs/monitoring.md)."""
+        """Return each managed table's statistics over all ranks (docs/monitoring.md); counts since the last call."""
         sums = []
         for table, part in self.maps.items():
             ages, previous = part.sample_ages(self.steps), self._previous_counts.get(table, {})

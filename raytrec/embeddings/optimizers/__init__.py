@@ -43,7 +43,7 @@ class StateKind(NamedTuple):
 
 
 class TableOptimizer(ABC):
-    """Update rule of a table.
+    """Base class of table optimizers, each of which defines an update rule, its state and its kernels.
 
     Attributes:
         devices: Devices for which FBGEMM has a kernel that updates tables in backward (fused). Updates are
