@@ -44,7 +44,7 @@ class Target:
         tensor: Destination, whose shape must be the box's shape.
 
     Attributes:
-        tensor: Tensor of the box's shape.
+        tensor: Destination as a plain tensor without gradient.
         begin: First byte of the box in the chunk.
         end: Byte after the last byte of the box in the chunk.
 
@@ -68,7 +68,7 @@ class Target:
         self._memory = memory(self.tensor) if is_contiguous and is_host_contiguous(self.tensor) else None
 
     def memory(self, begin: int, end: int) -> memoryview | None:
-        """Return the memory for bytes [begin, end) of the chunk; None if they must be copied."""
+        """Return the destination's memory for bytes [begin, end) of the chunk; None if `take` must copy them."""
         if self._memory is None or begin < self.begin or end > self.end:
             return None
         return self._memory[begin - self.begin : end - self.begin]
@@ -109,7 +109,7 @@ def blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
 
 
 def iterate_row_pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield the values of a tensor; a contiguous tensor in host memory is split into views of a few rows."""
+    """Yield a tensor, split into views of about `block_bytes` if it is contiguous and in host memory."""
     if not is_host_contiguous(tensor) or not tensor.dim() or not tensor.numel():
         yield tensor
         return
@@ -121,7 +121,7 @@ def iterate_row_pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch
 def iterate_overlaps(
     block: torch.Tensor, first: int, sizes: Sequence[int], offsets: Sequence[int], box: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of views (part of the block, part of the box) of the values that both contain.
+    """Yield pairs of views, (part of the block, part of the box), of the values in both the block and the box.
 
     The block's complete rows form one view. If the block contains only part of its first or last row, that
     row is treated as a chunk with one dimension fewer.

@@ -1,4 +1,4 @@
-"""Convert a checkpoint to tables of another kind or size, for `raytrec convert`.
+"""Convert tables of a checkpoint to managed ids, hashed ids or another number of rows, for `raytrec convert`.
 
 Tensors are processed block by block in a single process.
 """
@@ -26,18 +26,18 @@ from raytrec.config.schema_parts import ManagedIds
 from raytrec.data.ids import hash_bits
 from raytrec.embeddings.hashing import compute_initial_values
 
-BAND_BYTES = 4 << 20  # whole rows in float32 that are processed at a time, in bytes
+BAND_BYTES = 4 << 20  # size of the float32 rows that are processed at a time
 
 
 @dataclass(frozen=True)
 class TableConversion:
-    """Conversion of a table.
+    """Conversion of a stored table to new settings.
 
     Attributes:
         table: New settings of the table.
         note: Line that describes the conversion to the user.
-        source: Row in the checkpoint of each new row, int64 [table.rows]. A new row with source -1 gets
-            its initial values, and its optimizer state is 0. None: all rows are unchanged.
+        source: For each row of the new table, its row in the checkpoint, int64 [table.rows]. A row with
+            source -1 gets initial values and zero optimizer state. None: all rows are unchanged.
         ids: Managed ids of the new table: tensor name after ids/TABLE/ → int64 [n].
         about: Entry for the table's managed ids in the index; None without managed ids.
     """
@@ -106,7 +106,7 @@ def resize_table(folder: str, index: Mapping[str, Any], name: str, table: Table,
     """
     if table.out_of_range == "hash":
         raise _conversion_error(
-            name, "its hashed ids would get different rows in another size", "a table without hashed ids"
+            name, "its hashed ids would get different rows in a table of another size", "a table without hashed ids"
         )
     if rows == table.rows:
         raise _conversion_error(name, f"it already has {rows:,} rows", "a different number of rows")
@@ -127,10 +127,11 @@ def _resize_ids(
 ) -> TableConversion:
     """Return the conversion of a table with managed ids to a different number of rows.
 
-    Row numbers that exist in the new table do not change; other rows move to rows without an id.
+    An id keeps its row if the new table has a row of this number that is not a fallback row. All other ids that are
+    kept move to free rows.
     """
     values, capacity = {key: tensor.numpy() for key, tensor in saved.items()}, new.own_rows
-    selected = np.lexsort((-values["last"], -values["sightings"]))[:capacity]  # ties: the lowest key
+    selected = np.lexsort((-values["last"], -values["sightings"]))[:capacity]  # ties: lowest key first
     retained = {key: column[np.sort(selected)] for key, column in values.items()}
     old_rows, is_free = retained["row"], np.ones(capacity, bool)
     in_place = old_rows < capacity
@@ -209,7 +210,7 @@ def rewrite_checkpoint(
 
 
 class _TensorWriter:
-    """Writer of tensors to one file: new tensors as a single chunk each, copied tensors in their old chunks."""
+    """Writer of tensors to one file. A new tensor becomes a single chunk; a copied tensor keeps its chunks."""
 
     def __init__(self, sink: RawFileWriter, file: str, block_bytes: int):
         self._sink, self._file, self._block_bytes = sink, file, block_bytes
@@ -247,7 +248,7 @@ class _TensorWriter:
 
 
 def _read_new_rows(stored: StoredTable, name: str, change: TableConversion, seed: int | None) -> Iterator[torch.Tensor]:
-    """Yield the rows of a converted table in order, a few at a time: float32 [n, dim].
+    """Yield the rows of a converted table in order, BAND_BYTES at a time: float32 [n, dim].
 
     Args:
         stored: Table in the checkpoint.

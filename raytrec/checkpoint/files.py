@@ -1,4 +1,7 @@
-"""Locations of checkpoints, without torch: one folder per step, which is complete if it contains an index."""
+"""Find the checkpoints of a run without importing torch.
+
+Each step has a folder, which is a complete checkpoint if it contains an index.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def iterate_indexes(
 
     Args:
         root: Folder of all checkpoints.
-        find_obstacle: Function that returns the reason why an index's `about` cannot be used, or None.
+        find_obstacle: Function that returns the reason why an index's `about` cannot be used; None if it can.
     """
     for step in steps(root):
         folder = get_step_folder(root, step)
@@ -77,10 +80,14 @@ def find_newest_checkpoint(root: str) -> tuple[str | None, dict[str, Any]]:
 
 
 def find(place: str | Path) -> tuple[str, dict[str, Any]]:
-    """Return the newest complete checkpoint of a run folder, or the given checkpoint folder, and its index.
+    """Return (folder, index) of the newest complete checkpoint of a run, or of a given checkpoint.
+
+    Args:
+        place: Run folder, folder of all checkpoints, or folder of one checkpoint.
 
     Raises:
-        RunError: The folder contains no checkpoint, or another user's configuration names a server.
+        RunError: The folder contains no checkpoint, or the run's configuration names a server and belongs to
+            another user.
         CheckpointError: The checkpoint is damaged, or is not from a training run.
     """
     place = make_absolute(str(place))
@@ -99,11 +106,12 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
-    """Return the checkpoint of a run at a step, and its index.
+    """Return (folder, index) of a run's checkpoint of a step.
 
     Raises:
-        RunError: There is no checkpoint of the step, or another user's configuration names a server.
-        CheckpointError: The checkpoint is damaged, or is not from a training run.
+        RunError: There is no checkpoint of the step, or the run's configuration names a server and belongs to
+            another user.
+        CheckpointError: The checkpoint is incomplete or damaged, or is not from a training run.
     """
     place = make_absolute(str(place))
     saved: set[int] = set()
@@ -146,17 +154,17 @@ def _is_step(name: str) -> bool:
 def list_roots(place: str) -> list[str]:
     """Return the folders that may contain a run's checkpoints.
 
-    These are the configuration's checkpoint.dir if set, the default folder in the run folder, and `place`.
+    The result contains the configuration's checkpoint.dir if set, the default folder in the run folder, and `place`.
 
     Raises:
-        RunError: The configuration of another user's run names a server.
+        RunError: The run's configuration names a server and belongs to another user.
     """
     roots = [join_uri(place, FOLDER), place]
     config = Path(place) / "config.yaml"
     if "://" not in place and config.is_file():
         try:
             checkpoint_dir = parse_yaml(read_bytes(config, MAX_YAML_BYTES))["checkpoint"]["dir"]
-        except (OSError, UnreadableError, KeyError, TypeError):  # reported where the configuration is needed
+        except (OSError, UnreadableError, KeyError, TypeError):  # code that needs the configuration reports it
             return roots
         if isinstance(checkpoint_dir, str) and checkpoint_dir:
             # The server would get this user's credentials.

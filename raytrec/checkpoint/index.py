@@ -27,7 +27,7 @@ from raytrec.common.storage import join_uri, open_filesystem, read_bytes, sync_t
 INDEX = "checkpoint.json"
 FORMAT = 1
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-MAX_BLOCK_BYTES = 1 << 30  # a block is read as a whole
+MAX_BLOCK_BYTES = 1 << 30  # a reader needs memory for at least one block
 MAX_DIMENSIONS = 8
 ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 ITEM_BYTES |= {f"float{8 * width}": width for width in (2, 4, 8)}
@@ -171,7 +171,12 @@ def write_index(folder: str, content: dict) -> None:
 
 
 def make_unreadable_error(what: str, where: str) -> CheckpointError:
-    """Return the error for a checkpoint, or a part of one, that is damaged or cannot be read."""
+    """Return the error for a checkpoint that is damaged or cannot be read.
+
+    Args:
+        what: Cause, as a clause.
+        where: Location of the checkpoint or of the damaged data.
+    """
     return CheckpointError(
         f"the checkpoint cannot be read: {what}",
         where=where,

@@ -1,11 +1,11 @@
-"""Managed ids in checkpoints, in tensors that depend neither on the plan nor on the number of ranks.
+"""Save and load managed ids as tensors that depend neither on the sharding plan nor on the number of ranks.
 
     ids/TABLE/id            int64 [n], ids that have a row
     ids/TABLE/row, sightings, last
-                            int64 [n], for each id: its row, its number of sightings, the step of the last one
+                            int64 [n], for each id: row, number of sightings, step of the last sighting
     ids/TABLE/waiting_id, waiting_sightings, waiting_last
                             int64 [m], the same for ids that have not been seen often enough to get a row
-    ids/TABLE/left          int64 [l], free rows of earlier ids, in the order in which they will be reused
+    ids/TABLE/left          int64 [l], rows of removed ids, in the order in which the rows will be reassigned
 
 Ids are sorted by their keys (embeddings/hashing.py). Empty tensors are not saved. The index stores the
 lengths of the tensors and other values of each map under `ids`.
@@ -84,7 +84,7 @@ def allocate_ids(about: Mapping[str, Any], tables: Mapping[str, object]) -> Stat
 
 
 def load_ids(maps: Mapping[str, RowMap], tensors: State, about: Mapping[str, Any], *, new_run: bool = False) -> None:
-    """Replace the content of maps by the ids in the tensors of `allocate_ids`.
+    """Replace the content of maps with the ids in the tensors of `allocate_ids`.
 
     This is a collective operation: every rank must call it.
 
@@ -92,7 +92,7 @@ def load_ids(maps: Mapping[str, RowMap], tensors: State, about: Mapping[str, Any
         maps: Table → this rank's part of its map.
         tensors: Tensors of `allocate_ids`, filled by `restore.load`.
         about: Entry "about" of the index.
-        new_run: True when a new run starts: all ids count as last seen before its first step.
+        new_run: True if a new run starts from the checkpoint; all ids then count as last seen before its first step.
     """
     for table, part in maps.items():
         sizes, device = about["ids"][table], part.device
@@ -133,7 +133,9 @@ def load_with_ids(
 
 
 def find_stored_rows(folder: str, index: Mapping[str, Any], name: str, table: Table, ids: torch.Tensor) -> torch.Tensor:
-    """Return the rows of ids in a checkpoint, int64 [n]; no process group is needed.
+    """Return the rows of ids in a checkpoint, int64 [n]; fallback rows for ids without a row.
+
+    No process group is needed.
 
     Args:
         folder: Folder of the checkpoint.
@@ -167,7 +169,7 @@ def read_stored_ids(
 
 
 def _list_tensor_names(table: str, sizes: Mapping[str, int]) -> list[tuple[list[str], int]]:
-    """Return (names of the tensors, their length) for ids with a row, then for waiting ids."""
+    """Return (tensor names, length of each tensor) for ids with a row, and then for waiting ids."""
     of_rows = [f"ids/{table}/{name}" for name in ("id", *ROWS)]
     of_waiting = [f"ids/{table}/waiting_{name}" for name in ("id", *WAITING)]
     return [(of_rows, sizes["rows"]), (of_waiting, sizes["waiting"])]
@@ -193,7 +195,7 @@ def _to_sharded(values: torch.Tensor, sizes: list[int], peers: Peers) -> Sharded
 
 
 def _send_to_owners(names: list[str], tensors: State, device: torch.device) -> KeyEntries:
-    """Of the entries read by all ranks, return those that this rank owns.
+    """Send the entries that this rank has read to their owners, and return the entries that this rank owns.
 
     This is a collective operation: every rank must call it.
     """

@@ -26,7 +26,7 @@ from raytrec.checkpoint.index import (
 from raytrec.common.reading import open_regular, retry_read
 from raytrec.common.storage import join_uri, open_filesystem, sync_to_disk
 
-ALIGNMENT_BYTES = 64  # of the start of a chunk in its file
+ALIGNMENT_BYTES = 64  # chunks start at multiples of this offset in their file
 WRITEBACK_INTERVAL_BYTES = 32 << 20  # bytes after which the kernel is asked to start writing to disk
 SYNC_FILE_RANGE_WRITE = 2  # flag of sync_file_range(2) on Linux
 # Blocks that are read concurrently. For a disk, two suffice: one is read while the other is checked. An object
@@ -52,7 +52,7 @@ def make_folder(folder: str) -> None:
 
 
 class RawFileWriter:
-    """Writer of a new file from beginning to end; an error removes the file.
+    """Sequential writer of a new file. After an error, a local file is removed, and an object is not created.
 
     Attributes:
         size: Number of bytes written.
@@ -137,7 +137,7 @@ class Source:
     def read(self, start: int, into: memoryview) -> int:
         """Fill memory with the file's bytes from offset `start`, and return the number of bytes read.
 
-        The number is smaller than the size of the memory only if the file ends.
+        The number is smaller than the size of the memory only at the end of the file.
         """
         if not self._local:
             data = retry_read(self._uri, lambda: self._file.read_at(len(into), start))
@@ -190,7 +190,7 @@ class StoredChunk:
         Args:
             source: Open file of the chunk.
             folder: Folder of the checkpoint, for errors.
-            number: Number of the block in the chunk.
+            number: Index of the block in the chunk, from 0.
             block_bytes: Size of every block except the last, which may be smaller.
             into: Memory of the block's size, which is filled and returned; default: new memory.
 

@@ -52,10 +52,10 @@ def restore(
         root: Folder of all checkpoints.
         state: State of the model, which is overwritten.
         find_obstacle: Function that returns why a run cannot resume from an index's `about`, or None.
-        make_extra_tensors: Function that returns, for the same `about`, further tensors to read.
+        make_extra_tensors: Function that returns further tensors to read, given an index's `about`.
 
     Raises:
-        CheckpointError: At least one checkpoint has a usable index, but none of these can be loaded.
+        CheckpointError: At least one checkpoint has a usable index, but no checkpoint can be loaded.
     """
     result, unreadable = RestoreResult(), 0
     for folder, about, reason in _broadcast_checkpoints(root, find_obstacle):
@@ -77,7 +77,7 @@ def restore(
         return result
     if unreadable:
         raise CheckpointError(
-            f"none of {unreadable} checkpoints can be read: " + "; ".join(result.skip_reasons),
+            f"no checkpoint can be read ({unreadable} tried): " + "; ".join(result.skip_reasons),
             where=root,
             do="restore one of them from a backup, or remove them to start over",
         )
@@ -96,13 +96,13 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
             tables are read as a whole.
 
     Raises:
-        CheckpointError: Data is damaged or missing; raised on every rank, with the file and the tensor.
+        CheckpointError: Data is damaged or missing, or a tensor has another shape; raised on every rank.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations within torch, on which users cannot act
             dcp.load(tensors, storage_reader=_FirstRowsReader(folder, rows or {}))
-    except (Exception, CheckpointException) as error:  # torch's is a BaseException
+    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
         cause = get_root_cause(error)
         if isinstance(cause, CheckpointError):
             raise cause from None

@@ -1,4 +1,4 @@
-"""Checkpoints to keep: the best ones, pinned ones, and removal of all others; without torch."""
+"""Pin checkpoints, find the best ones, and remove those that need not be kept, without importing torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ def pin(folder: str) -> None:
 
 
 def unpin(folder: str) -> None:
-    """End the protection of a checkpoint, if any. OSError is raised as in `pin`."""
+    """End the protection of a checkpoint; do nothing if it is not pinned.
+
+    Raises:
+        OSError: The folder of the checkpoint cannot be written.
+    """
     if is_pinned(folder):
         filesystem, path = open_filesystem(join_uri(folder, PIN))
         filesystem.delete_file(path)
@@ -43,10 +47,11 @@ def is_pinned(folder: str) -> bool:
 
 
 def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]]:
-    """Return the checkpoint of a run whose evaluation is best by a metric, and its index.
+    """Return (folder, index) of the run's checkpoint with the best value of a metric.
 
     Raises:
-        RunError: No checkpoint has the metric, or another user's configuration names a server.
+        RunError: No checkpoint has the metric, or the run's configuration names a server and belongs to
+            another user.
     """
     for root in list_roots(make_absolute(str(place))):
         if best := _select_best(_read_all_abouts(root), 1, by):
@@ -60,10 +65,10 @@ def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]
 
 
 def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
-    """Remove complete checkpoints except the `last` newest and the `best` best by a metric.
+    """Remove complete checkpoints except the `last` newest and the `best` best by the metric `by`.
 
-    Incomplete checkpoints older than the newest complete one are also removed. A checkpoint is kept if it is
-    pinned, or if its index cannot be read, because it may be readable later.
+    Incomplete checkpoints older than the newest complete checkpoint are also removed. Pinned checkpoints are kept.
+    A checkpoint whose index cannot be read is kept, because the index may be readable later.
     """
     abouts = _read_all_abouts(root)
     complete = [step for step, about in abouts.items() if about is not None]
@@ -83,7 +88,8 @@ def remove_incomplete(root: str) -> None:
 def remove_oldest(root: str, best: int, by: MetricDisplay | None) -> str | None:
     """Remove the oldest removable checkpoint; return its folder, or None if all must be kept.
 
-    The newest complete checkpoint, from which a run resumes, the `best` best by a metric and pinned ones are kept.
+    The newest complete checkpoint, from which a run resumes, the `best` best by the metric `by`, and pinned
+    checkpoints are kept.
     """
     abouts = _read_all_abouts(root)
     complete = [step for step, about in abouts.items() if about is not None]
@@ -96,7 +102,7 @@ def remove_oldest(root: str, best: int, by: MetricDisplay | None) -> str | None:
 
 
 def _read_all_abouts(root: str) -> dict[int, dict | None]:
-    """Return a mapping from step to `about` of the checkpoint's index, or None without an index; newest first.
+    """Return step → `about` of the checkpoint's index, newest step first; None for checkpoints without an index.
 
     Checkpoints whose index exists but cannot be read are omitted.
     """
@@ -112,7 +118,7 @@ def _read_all_abouts(root: str) -> dict[int, dict | None]:
 
 
 def _about(folder: str) -> dict:
-    """Return the entry `about` of a checkpoint's index; it is read from a cache unless the file has changed."""
+    """Return the entry `about` of a checkpoint's index, from a cache unless the index has changed."""
     info = query_file_info(join_uri(folder, INDEX))
     version = info.size, info.mtime_ns
     if None in version or _ABOUT_CACHE.get(folder, (None,))[0] != version:

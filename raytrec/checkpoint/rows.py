@@ -1,6 +1,6 @@
-"""Rows of a checkpoint's tables, read without torch or a process group, and warm starts of tables.
+"""Read table rows from a checkpoint without torch or a process group, and resolve the warm starts of tables.
 
-Reading takes only the memory of the requested rows; tables may be larger than this machine's memory.
+Reading needs memory only for the requested rows, so tables may be larger than this machine's memory.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class StoredTable:
         folder: Folder of the checkpoint, a local path or a URI.
         index: Index of the checkpoint, as returned by `read_index`.
         name: Name of the table.
-        kind: "weight", or the name of an optimizer state; state with one value per row has
-            one column.
+        kind: "weight", or the name of an optimizer state; state with one value per row has one column.
         checked: True to verify checksums, which requires reading whole blocks; False if the whole table has
             already been verified.
 
@@ -152,18 +151,18 @@ class _ChunkReader:
 
 
 def _to_rows_and_columns(numbers: Sequence[int], second: int) -> tuple[int, int]:
-    """Return (rows, columns), where a one-dimensional tensor has `second` as its columns."""
+    """Return a shape or offset as (rows, columns); the columns of a one-dimensional tensor are `second`."""
     return numbers[0], numbers[1] if len(numbers) > 1 else second
 
 
 @dataclass(frozen=True)
 class TableWarmStart:
-    """Warm start of one of a new run's tables from a checkpoint.
+    """Resolved rule for initializing one table of a new run from a checkpoint.
 
     Attributes:
         policy: Name of the policy: exact, resize, new or drop.
-        rows: Number of rows loaded from the checkpoint.
-        note: Line for the user about a difference; None if the whole table is loaded.
+        rows: Number of leading rows loaded from the checkpoint.
+        note: Line that describes the change to the user; None if the table is loaded unchanged.
     """
 
     policy: str
@@ -172,7 +171,7 @@ class TableWarmStart:
 
 
 def resolve_warm_starts(config: RunConfig, stored_schema: Schema, schema: Schema) -> dict[str, TableWarmStart]:
-    """Return each table's warm start as set in warm_start.tables; includes tables only in the checkpoint.
+    """Return the warm start of each table in the schema or the checkpoint, according to warm_start.tables.
 
     Raises:
         SchemaError: A table has changed, and warm_start.tables does not allow this change.
@@ -214,7 +213,7 @@ def _describe_table(table: Table) -> str:
     size = f"{table.rows:,} × {table.dim}"
     if not table.ids:
         return size
-    return f"{size} with managed ids, {table.ids.fallback_rows:,} of the rows for the fallback"
+    return f"{size} with managed ids (fallback rows: {table.ids.fallback_rows:,})"
 
 
 def parse_stored_schema(about: dict[str, Any]) -> Schema:

@@ -59,14 +59,14 @@ class Saved:
 
 
 class CheckpointWriter:
-    """Writer of this rank's part of a run's checkpoints; the constructor and `save` are collectives.
+    """Writer of this rank's part of a run's checkpoints; all ranks must call the constructor and `save` together.
 
     Args:
         root: Folder of all checkpoints: a local path or a URI (s3:// or gs://).
         config: Section `checkpoint` of the configuration: number of checkpoints to keep, and whether training
             continues during a save.
-        confirm: Function called on rank 0 before a checkpoint is committed and before old ones are removed. Raises
-            RunError if these ranks no longer own the run.
+        confirm: Function called on rank 0 before a checkpoint is committed and before old checkpoints are removed.
+            It must raise RunError if this worker group no longer owns the run.
         unbounded: Names of tensors that may contain infinity (LogicalState.unbounded).
         best: Metric that determines which checkpoints are best (checkpoint.keep_best).
         rows: Snapshot that preserves the table rows that training changes during a save; None: whole tables
@@ -104,6 +104,8 @@ class CheckpointWriter:
     def save(self, step: int, tensors: State, about: dict[str, Any], copied: Mapping[str, Any] | None = None) -> None:
         """Start a save, and return as soon as training may change the tensors.
 
+        Call `collect_outcome` before the next save.
+
         Args:
             step: Number of training steps completed in the run.
             tensors: Live tensors (LogicalState.tensors).
@@ -133,7 +135,7 @@ class CheckpointWriter:
         return {name: copies.get(name, value) for name, value in tensors.items()}
 
     def collect_outcome(self) -> Saved | None:
-        """Wait for the last save, and return its outcome; None if it was already collected or none was started."""
+        """Wait for the last save, and return its outcome; None if there is no save or its outcome was collected."""
         if self._running is None:
             return None
         saved, self._running = self._running.result(), None
@@ -197,7 +199,7 @@ class CheckpointWriter:
             # Names are flat; with flattening, the planner would record and exchange a mapping of all names.
             planner = DefaultSavePlanner(flatten_state_dict=False)
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
-        except (Exception, CheckpointException) as failure:  # torch's is a BaseException
+        except (Exception, CheckpointException) as failure:  # CheckpointException is a BaseException
             cause = get_root_cause(failure)
             return cause if isinstance(cause, RunError) else RunError(str(cause), where=folder)
         return None

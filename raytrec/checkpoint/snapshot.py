@@ -1,9 +1,9 @@
-"""The state of a run at the start of a save, preserved while training continues.
+"""Preserve the state that a run has at the start of a save while training continues.
 
 Tables on a CPU are not copied. The ids that a step looks up determine the rows that the step changes, and the
 values of these rows are set aside first. The writing thread uses these values instead of the live ones. A save
-takes the memory of the rows that change during the save, up to a share of the tables; beyond that, training
-waits. All other tensors are copied to host memory.
+needs memory for the rows that change during the save, up to MAX_ASIDE_SHARE of a table. If this is not enough,
+training waits for the end of the save. All other tensors are copied to host memory.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from raytrec.embeddings.tables import Table
 MAX_ASIDE_SHARE = 0.1  # largest share of a table's bytes for the slots and values of rows set aside
 MIN_ASIDE_BYTES = 8 << 20  # lower bound of that limit, for small tables
 WAIT_INTERVAL_S = 1.0  # between two calls of `on_wait` while training waits
-ALIGNMENT_BYTES = 64  # of the start of a tensor in the buffer
+ALIGNMENT_BYTES = 64  # tensors start at multiples of this offset in the buffer
 CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 
 
 class RowSnapshot:
-    """Snapshot, at the start of a save, of the tables on a CPU that are updated in the backward pass.
+    """Snapshot of the tables on a CPU that are updated in the backward pass, taken at the start of a save.
 
     Tables with other kernels are not included, because every step may change all of their rows. Tables on GPUs
     are not included, because they must be copied to host memory anyway.
@@ -115,7 +115,7 @@ class RowSnapshot:
             yield self._read(tensor, first, min(first + count, len(tensor)), buffer)
 
     def preserve_rows(self, table: str, rows: torch.Tensor) -> None:
-        """Preserve the values of rows during a save.
+        """Preserve the values of rows during a save; if there is no space left, wait until the save ends.
 
         This method must be called before code other than a training step changes the rows.
 
@@ -197,7 +197,7 @@ class _ShardSnapshot:
 
 
 class HostStateBuffer:
-    """Buffer of exactly the size of one copy of the state, reused by every save.
+    """Host memory for copies of the state, of exactly the size of one copy; every save reuses the memory.
 
     Copies from a GPU run at full speed only into page-locked memory. torch allocates pinned memory in powers of two,
     which could double the size, and never releases it.

@@ -41,7 +41,7 @@ from raytrec.embeddings.tables import ShardedValues, Table, tables
 State = dict[str, torch.Tensor | ShardedTensor]
 EMA_COUNT = "dense/ema/count"
 MAX_SHOWN_TENSORS = 3  # maximum number of tensors named in an error
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 4 << 20  # unit in which tensors are checked for NaN and infinity
 
 
 class LogicalState:
@@ -56,7 +56,7 @@ class LogicalState:
 
     Attributes:
         tables: Live tables by name.
-        dense: Other live tensors by name: dense layers, their optimizer state, and tables' update counts.
+        dense: Other live tensors by name: dense layers, their optimizer state and averages, and tables' update counts.
         unbounded: Names of the dense layers' buffers that contain infinity by design, such as masks.
     """
 
@@ -89,7 +89,7 @@ class LogicalState:
         """Return live tensors by name: ShardedTensors for sharded tables, plain tensors for replicated values.
 
         Args:
-            rows: Table → number of leading rows to include; of tables that are not listed, all rows.
+            rows: Table → number of leading rows to include. Other tables are included as a whole.
             leave_out: Names of tables to omit.
         """
         for kernel in self._kernels:
@@ -191,13 +191,13 @@ def find_nonfinite(
 ) -> list[str]:
     """Return the names of tensors whose part on this rank contains NaN or infinity.
 
-    Every value is read once, in place, without a copy.
+    By default, values are read in place, without a copy.
 
     Args:
         tensors: Tensors by name.
         unchecked_names: Names of tensors that are not checked (LogicalState.unbounded).
-        pieces_of: Function that yields the values of a tensor in pieces of a given number of bytes; default:
-            the current values.
+        pieces_of: Function that yields the values of a tensor in pieces of a given number of bytes; by default,
+            the tensor's current values.
     """
     named = [
         (name, part)
@@ -234,7 +234,7 @@ def summarize_over_ranks(local_names: list[str], group: dist.ProcessGroup | None
 
 
 def describe_tensor(name: str) -> str:
-    """Convert a tensor's name to words for the user.
+    """Return a description of a tensor for the user.
 
     For example, `tables/user/sum` becomes "table user's sum", and `dense/top.0.weight/value` becomes
     "top.0.weight".
@@ -247,9 +247,10 @@ def describe_tensor(name: str) -> str:
 def _are_finite(values: torch.Tensor) -> torch.Tensor:
     """Return True, as a bool scalar tensor, if all values are finite.
 
-    NaN and infinity propagate to the sum, and to the minimum or maximum. Either takes one pass without extra
+    NaN and infinity propagate to the sum, and to the minimum or maximum. Both methods take one pass without extra
     memory; torch.isfinite first creates a mask, and takes 40 times as long on a CPU. The sum is 3 times as fast
-    as minimum and maximum, but may overflow although all values are finite.
+    as minimum and maximum, but may overflow although all values are finite. A sum that is not finite is therefore
+    verified by minimum and maximum.
     """
     if values.dtype in (torch.float32, torch.float64) and values.device.type == "cpu":
         summed = values.sum().isfinite()

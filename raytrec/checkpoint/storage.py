@@ -40,7 +40,7 @@ from raytrec.checkpoint.index import INDEX, CheckpointError, convert_write_error
 from raytrec.checkpoint.rawfile import RawFileWriter, Source, StoredChunk, check_files, make_folder, open_data_file
 from raytrec.common.storage import join_uri
 
-BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of the largest element
+BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of every dtype's size
 
 
 class ShardWriter(StorageWriter):
@@ -86,7 +86,7 @@ class ShardWriter(StorageWriter):
         self._block_bytes, self._read = BLOCK_BYTES, read
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Set the folder of the checkpoint, if one is given."""
+        """Set the folder of the checkpoint to `checkpoint_id` unless it is None."""
         if checkpoint_id is not None:
             self._folder = str(checkpoint_id).rstrip("/")
 
@@ -152,7 +152,7 @@ class ShardWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Return True if torch's identifier of a checkpoint is a path."""
+        """Return True if an identifier of a checkpoint is a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -193,7 +193,7 @@ class ShardReader(StorageReader):
         self.reset(folder)
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Discard the index that has been read, and set the folder if one is given."""
+        """Discard the index that has been read, and set the folder to `checkpoint_id` unless it is None."""
         if checkpoint_id is not None:
             self._folder = str(checkpoint_id).rstrip("/")
         self._error: CheckpointError | None = None
@@ -203,8 +203,8 @@ class ShardReader(StorageReader):
     def read_metadata(self, *args) -> Metadata:
         """Return the metadata of the tensors in the checkpoint; it is empty if the index cannot be read.
 
-        torch's loader replaces an error raised here with an error that lacks its parts. The error is
-        therefore raised later, in `set_up_storage_reader`. Code that does not use the loader must call
+        torch's loader would replace an error raised here with an error without location and advice. The error
+        is therefore raised later, in `set_up_storage_reader`. Code that does not use the loader must call
         `read_index`.
         """
         try:
@@ -243,7 +243,7 @@ class ShardReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Return True if torch's identifier of a checkpoint is a path."""
+        """Return True if an identifier of a checkpoint is a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def _read_file(self, chunks: list[StoredChunk], items_by_chunk: dict, planner: LoadPlanner) -> None:
@@ -267,7 +267,7 @@ class ShardReader(StorageReader):
     def _read_block(
         self, source: Source, chunk: StoredChunk, targets: list[Target], buffers: SimpleQueue, number: int
     ) -> None:
-        """Read a block, verify its checksum, and copy it to its tensors; called in several threads."""
+        """Read a block, verify its checksum, and copy it to the overlapping targets; called in several threads."""
         begin = number * self._block_bytes
         end = min(begin + self._block_bytes, chunk.nbytes)
         overlapping = [target for target in targets if target.begin < end and begin < target.end]

@@ -1,6 +1,6 @@
-"""Optimizer and plan constraints of each table, as configured. validation.py checks them.
+"""Resolve the configured optimizer and plan constraints of each table; planning/validation.py checks the result.
 
-This module does not import torch: the driver uses it before any worker starts.
+This module does not import torch, because the driver uses it before any worker starts.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def _copy_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, Tabl
 def count_column_shards(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | None, world: int, local: int):
     """Return the number of column shards of a table under these sharding types, or 1 if columns are not cut.
 
-    There is one column shard per eligible rank (grid_shard: per host of these ranks). There are fewer if the
-    shards could not have equal widths that are multiples of 4, as FBGEMM requires.
+    There is one column shard per eligible rank (grid_shard: per host of these ranks), or fewer if the shards
+    would otherwise not have equal widths that are multiples of 4, as FBGEMM requires. A host has `local` ranks.
     """
     if "grid_shard" in sharding:
         max_parts = (len(ranks) if ranks else world) // local
@@ -185,7 +185,7 @@ MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 
 
 def resolve_kernel(device: str, kernel: str | None) -> str | None:
-    """Return the kernel that stores a table outside a device's memory, or None for a table stored within it.
+    """Return a kernel unchanged if it stores a table outside the device's memory, else None.
 
     The result for UVM kernels on CPU is None as well, because host memory is the device's memory there.
 
@@ -215,8 +215,8 @@ def list_kernel_choices(config: RunConfig, device: str, managed: bool) -> list[s
 def find_mmap_folder(config: RunConfig) -> Path:
     """Return the folder for this machine's unnamed table files: plan.mmap_dir, or else the run folder.
 
-    Without either, it is the system's temporary folder. If the folder does not exist, its nearest existing
-    parent, which is on the same disk, is returned.
+    If neither is set, the result is the system's temporary folder. If the folder does not exist, the result is
+    its nearest existing parent, because both are on the same disk.
     """
     folder = Path(config.plan.mmap_dir or config.run.dir or tempfile.gettempdir()).absolute()
     return next(place for place in (folder, *folder.parents) if place.is_dir())
@@ -228,8 +228,8 @@ def measure_free_disk(config: RunConfig) -> int:
 
 
 def advise_disk_space(config: RunConfig) -> str:
-    """Return advice for a disk that is too full for table files; if a run has begun, how to resume it."""
-    do, run = "make room, or set plan.mmap_dir to a folder on another disk", Path(config.run.dir or "")
+    """Return advice for a disk that is too full for table files, with the command that resumes a begun run."""
+    do, run = "free up space, or set plan.mmap_dir to a folder on another disk", Path(config.run.dir or "")
     begun = config.run.dir and (run / "config.yaml").is_file()
     return f"{do}; then resume the run: raytrec train --resume {quote_for_shell(make_relative(run))}" if begun else do
 

@@ -57,9 +57,9 @@ def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
 def compute_initial_values(seed: int, table: str, ids: torch.Tensor, columns: range, rows: int) -> torch.Tensor:
     """Return the initial values of the ids' rows, uniform in ±1/√rows, on the device of the ids.
 
-    Each value is a function of (seed, table, id, column) alone, with the same bits on CPU and GPU. An id
+    Each value depends only on (seed, table, id, column, rows), with the same bits on CPU and GPU. An id
     seeds a splitmix64 sequence, and each number of this sequence provides 32 bits for each of two columns.
-    The highest 25 of these bits, with the lowest of them set to 1, form an integer that float32 represents
+    The highest 25 of the 32 bits, with the lowest of the 25 set to 1, form an integer that float32 represents
     exactly. Only the final multiplication rounds.
 
     Args:
@@ -199,7 +199,10 @@ def sort_within_tables(tables: torch.Tensor, keys: torch.Tensor) -> tuple[torch.
 
 
 def split_by_mask(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices at which a mask, bool [n], is True, and the others; the host waits once for a GPU."""
+    """Return the indices at which a mask, bool [n], is True, and the indices at which it is False.
+
+    The host waits once for a GPU.
+    """
     chosen = mask.nonzero().squeeze(1)
     return chosen, torch.nonzero_static(~mask, size=len(mask) - len(chosen)).squeeze(1)
 
@@ -208,7 +211,7 @@ def select_by_table(values_T: torch.Tensor, tables: torch.Tensor) -> torch.Tenso
     """Return the value of each entry's table, [n], or [1] (which broadcasts) if there is only one table.
 
     Args:
-        values_T: Value of each table.
+        values_T: Value of each table, [T].
         tables: Table number of each entry, int64 [n].
     """
     return values_T.index_select(0, tables) if len(values_T) > 1 else values_T

@@ -1,9 +1,9 @@
-"""Tables in files on a node's disk (compute_kernel fused_mmap).
+"""Store tables in files on a node's disk (compute_kernel fused_mmap).
 
-The kernel that updates tables in memory also updates these tables, through memory-mapped pages. The operating
-system reads the pages on demand and writes them back when it needs their memory.
+The kernel that updates tables in memory also updates tables in files, through memory-mapped pages. The operating
+system reads the pages on demand, and writes them back when it needs their memory.
 
-The rows that training looks up most are also kept in memory (HotRowCache).
+The rows that training looks up most often are also kept in memory (HotRowCache).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ADMISSION_SIGHTINGS = 3  # if lower, rarely used rows displace others; if higher
 MIN_CLOCK_WINDOW = 4096  # minimum number of slots that the hand inspects at once
 SAMPLED_ROWS = 32  # rows that are sampled before pages are prefetched (prefetch_rows)
 BLOCK_ROWS = 65_536  # rows written back at once
-# Bytes of memory per place, in addition to its row, and per row of the table.
+# Bytes of bookkeeping per slot of a HotRowCache, in addition to the cached row, and per row of the shard.
 BYTES_PER_PLACE, ROW_BYTES = 10, 4
 
 
@@ -128,9 +128,9 @@ class HotRowCache:
     def __init__(self, whole: list[torch.Tensor], rows: int):
         self._tensors, self._rows, self._count = whole, rows, len(whole[0]) - rows
         self._tensor_at = {values.data_ptr(): values for values in whole}
-        # Place of each row, or −1 − the number of steps in which the row was looked up if it has no place.
+        # Slot of each row. A row without a slot has −1 − n, where n is the number of steps that looked it up.
         self._slots = torch.full((rows,), -1, dtype=torch.int32)
-        # Row of each place, and two flags:
+        # Row in each slot, and two flags:
         self._row = torch.zeros(self._count, dtype=torch.int64)
         self._used = torch.zeros(self._count, dtype=torch.bool)  # since the hand last passed
         self._changed = torch.zeros(self._count, dtype=torch.bool)  # since it was last written back
@@ -163,10 +163,7 @@ class HotRowCache:
         return torch.where(slots >= 0, slots.to(rows.dtype) + self._rows, rows)
 
     def take_hit_share(self) -> float | None:
-        """Return the share of training lookups served from memory since the last call.
-
-        The result is None if there were no such lookups.
-        """
+        """Return the share of training lookups served from memory since the last call; None without lookups."""
         share = self._hits / self._lookups if self._lookups else None
         self._lookups = self._hits = 0
         return share

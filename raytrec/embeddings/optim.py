@@ -1,4 +1,4 @@
-"""Optimizers of a run, gradient clipping, and averages of dense weights.
+"""Combine the optimizers of a run, clip gradients, and average dense weights.
 
 Fused tables are updated during backward, dense layers after it.
 """
@@ -36,7 +36,7 @@ def _make_settings(config: EmbeddingOptim | DenseOptim) -> dict:
 
 
 def mark_fused(collections: Iterable[Collection], optimizers: Mapping[str, EmbeddingOptim], device: str) -> None:
-    """Mark tables for updates during backward if the device has a kernel for them; call before sharding.
+    """Mark tables for updates during backward if FBGEMM has such a kernel for the device; call before sharding.
 
     TorchRec (1.8.0, group_tables) then puts tables with the same collection, optimizer and learning rate into
     one kernel.
@@ -97,7 +97,7 @@ def combine_optimizers(
 
 
 def choose_fused_option(weights: Iterable[torch.Tensor]) -> bool | None:
-    """Return True if all weights are on GPUs, or None for torch's default.
+    """Return a torch optimizer's option `fused`: True if all weights are on GPUs, or None for torch's default.
 
     With True, one kernel updates all weights. By default, torch launches several kernels for each weight.
     """
@@ -219,7 +219,7 @@ class DenseAverage(OptimizerWrapper):
 
         Σ d^(t−i) · w_i ÷ Σ d^(t−i)        over i = 1 … t
 
-    so the initial weights do not contribute, even after few steps. Steps skipped by
+    so the initial weights do not contribute, however few steps there are. Steps skipped by
     worker.nonfinite.SkipNonfiniteOptimizer, which wraps this optimizer, are not counted.
 
     Args:

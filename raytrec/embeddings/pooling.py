@@ -1,4 +1,4 @@
-"""Embedding tables of the schema, as collections that TorchRec shards, and pooling of their vectors.
+"""Define the schema's embedding tables as collections that TorchRec shards, and pool their vectors.
 
 Mean pooling divides a bag's global sum by the bag's global length, or by the sum of its weights.
 """
@@ -37,7 +37,7 @@ def make_embedding_bags(
 
     Args:
         schema: Schema of the run.
-        constraints: Constraint of every table, which states its dtype; default: fp32 for all tables.
+        constraints: Constraint of every table, which contains the dtype; default: fp32 for all tables.
         excluded_tables: Tables to exclude.
     """
     features_of: dict[str, list[str]] = {table: [] for table in schema.tables if table not in (excluded_tables or {})}
@@ -194,7 +194,7 @@ def refuse_cast(fn: Callable, dtypes: set[torch.dtype]) -> None:
 
 
 class BagMeans(nn.Module):
-    """Conversion of the sums of mean-pooled features into means.
+    """Module that divides the sums of mean-pooled features, so that they become means.
 
     Sums are divided after the sharded lookup, where they are global. Values and gradients are therefore exact
     for every sharding type.
@@ -222,7 +222,7 @@ class BagMeans(nn.Module):
 
 
 class DenseInputBuilder(nn.Module):
-    """Conversion of looked-up vectors into the dense layers' inputs: pooled bags and padded sequences.
+    """Module that converts looked-up vectors to the dense layers' inputs: pooled bags and padded sequences.
 
     TorchRec's pipeline, which traces the model to find sharded modules, treats this module as one step.
 

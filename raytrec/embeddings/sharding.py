@@ -1,4 +1,4 @@
-"""Sharding types, kernels, and codecs of values sent between ranks (plan.qcomms), as passed to TorchRec."""
+"""Configure TorchRec's sharding types, kernels, and codecs of values sent between ranks (plan.qcomms)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Codecs = dict[str, QuantizedCommCodecs]
 class ScaledCodec(QuantizedCommCodec):
     """FBGEMM's codec for one direction of collectives (plan.qcomms), with a custom scale and group size.
 
-    FBGEMM divides by its own scale before values leave fp16, so small gradients are lost despite the scale.
-    FBGEMM's groups of 32 int8 values match the shapes of few batches and tables.
+    FBGEMM's codec divides by its scale before values leave fp16, so small gradients are lost despite the scale.
+    Its groups of 32 int8 values fit the shapes of few batches and tables.
 
     Args:
         precision: fp32, fp16, bf16 or int8.
@@ -83,12 +83,12 @@ def list_shard_widths(plan: ShardingPlan) -> list[int]:
     ]
 
 
-# Largest relative error of one rounding. With int8 it is relative to the largest value of the group: 255
-# equal steps cover the range from its smallest to its largest value. The limit is half a step plus 2 %,
+# Largest relative error of one rounding. With int8, the error is relative to the largest magnitude in the group:
+# 255 equal steps cover the range from the smallest to the largest value. The limit is half a step plus 2 %,
 # because FBGEMM adds 1e-8 to the divisor.
 MAX_ROUNDING_ERROR = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 1 / 250}
-# Smaller values have the same absolute error as this one: fp16 has no smaller exponent, and FBGEMM adds the
-# 1e-8 for int8.
+# Magnitude below which values have the same absolute error as a value of this magnitude: fp16 has no smaller
+# exponent, and FBGEMM adds the 1e-8 for int8.
 MIN_ROUNDED_VALUE = {"fp32": 0.0, "fp16": 2.0**-14, "bf16": 0.0, "int8": 2.0**-12}
 
 
@@ -117,8 +117,8 @@ def bound_forward_rounding(precision: Precision, sharding: str, world: int, row_
     """
     if sharding == "data_parallel" or world == 1:
         return Rounding(0.0, 0.0)
-    # row_parts numbers are rounded and added in turn. Each of these roundings errs by at most a share of the
-    # sum of their magnitudes. table_row_wise and grid_shard round once more when they add sums across hosts.
+    # row_parts partial sums are rounded and added one after another. The error of each rounding is at most a share
+    # of the sum of their magnitudes. table_row_wise and grid_shard round once more when they add sums across hosts.
     times = 1 if by_id or sharding not in REDUCE_SCATTER_TYPES else row_parts + (sharding != "row_wise")
     return Rounding((1 + MAX_ROUNDING_ERROR[precision]) ** times - 1, MIN_ROUNDED_VALUE[precision])
 

@@ -1,4 +1,4 @@
-"""Uniform view of sharded tables, independent of sharding type and kernel.
+"""Provide a uniform view of sharded tables, independent of sharding type and kernel.
 
 for table in tables(model, optimizer).values():
     start = table.weight.dense(rows=range(1000), first_only=True)    # rank 0: float [1000, dim]

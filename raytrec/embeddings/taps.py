@@ -1,4 +1,4 @@
-"""Counts, probes and row gradients of the values that pass through lookups.
+"""Count the ids of lookups, record the values of probed steps, and compute the gradients of table rows.
 
 At every step, ids are counted where batches come in (sent) and where tables are looked up (received). At a probed
 step, ids, pooled embeddings and the gradients of lookups and dense inputs are also kept until the next probed step.
@@ -164,11 +164,11 @@ def match_ids(rows: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @dataclass
 class Lookup:
-    """One kernel on this rank, with which FBGEMM looks up the shards of some tables.
+    """Kernel with which FBGEMM looks up this rank's shards of some tables.
 
     Attributes:
         kernel: Module of the lookup.
-        features: Feature of each key, in order; a feature that reads several of the shards is repeated.
+        features: Feature of each key, in order; a feature that reads several shards of the kernel is repeated.
         tables: Table of each key.
         replicated: True if the tables are data-parallel.
         received: Number of ids looked up for each key in training since the start, int64 [keys].
@@ -218,7 +218,7 @@ class Taps:
     Attributes:
         lookups: Lookups of this rank.
         sent: Number of ids in this rank's part of the batches since the start, int64 [features]. If each
-            distinct id of a table is sent once, only distinct ids count, for any one of the table's features.
+            distinct id of a table is sent once, only distinct ids are counted, each under one of the table's features.
         rows: Number of rows in this rank's batches that are not padding, int64 scalar.
         is_probing: Set to True before a step to keep that step's values.
         input: Inputs of the dense layers in the probed step; None without a probed step.

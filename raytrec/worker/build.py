@@ -65,7 +65,7 @@ def build_step(
         config: Configuration of the run.
         schema: Schema of the data.
         device: Device of the rank.
-        fill: True to initialize the tables; False if a checkpoint is read next.
+        fill: True to initialize the tables; False if the caller initializes or restores them.
         steps: Number of steps in the whole run; 0 if nothing is trained.
         objective: Class that turns the model's logits into losses and outputs.
 
@@ -150,7 +150,7 @@ def compute_run_plan(config: RunConfig, schema: Schema, device: torch.device) ->
 def build_unsharded(
     config: RunConfig, schema: Schema, device: torch.device, world: int = 1, objective: type[Objective] = Objective
 ) -> LossModel:
-    """Return the unsharded model and objective for a rank: dense layers on the device, tables on device meta."""
+    """Return the unsharded model and objective of a rank, with dense layers on `device` and tables on device meta."""
     task_objective = objective.of(config, schema, world)
     columns, vectors = count_logits(task_objective.tasks), needs_vectors(task_objective.tasks)
     recommender = build_recommender(config, schema, device, sum(columns.values()), vectors, columns)
@@ -190,15 +190,15 @@ def begin_or_resume(
 
 
 def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[float] = ()) -> None:
-    """Initialize the weights from run.seed, then load weights from warm_start.from if set.
+    """Initialize the tables from run.seed, then load weights from warm_start.from if set.
 
-    This is a collective operation: every rank must call it.
+    This is a collective operation: every rank must call it. `build_step` has already initialized the dense layers.
 
     Args:
         step: Step whose model is initialized.
         config: Configuration of the run.
         schema: Schema of the data.
-        log_odds: Bias of each logit column, for models whose last layer is a Linear named logit; empty to
+        log_odds: Initial bias of each logit column, for models whose last layer is a Linear named logit; empty to
             keep the drawn values.
 
     Raises:

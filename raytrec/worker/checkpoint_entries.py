@@ -1,4 +1,4 @@
-"""Parts of a run's checkpoints: snapshot of tables, writer of deltas, entry in the index, and errors with advice."""
+"""Create the parts of a run's checkpoints: table snapshots, delta publisher, index entry, and errors with advice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def make_row_snapshot(step: Step, state: LogicalState, on_wait: Callable[[], None]) -> RowSnapshot:
-    """Return a snapshot that preserves rows changed during a save by training or by reassignment of ids.
+    """Return a snapshot that preserves the rows that training or the reassignment of rows changes during a save.
 
     `on_wait` is passed to RowSnapshot.
     """
@@ -36,12 +36,12 @@ def make_row_snapshot(step: Step, state: LogicalState, on_wait: Callable[[], Non
 
 
 def make_publisher(run: RankRun, about: Mapping[str, Any] | None) -> DeltaPublisher:
-    """Return the writer of the run's deltas (export.deltas).
+    """Return the publisher of the run's deltas (export.deltas).
 
     This is a collective operation: every rank must call it.
 
     Args:
-        run: Run that writes the deltas.
+        run: Run whose deltas are published.
         about: Entry "about" of the restored checkpoint's index; None at the start of a run.
     """
     from raytrec.deltas.publish import DeltaPublisher
@@ -60,7 +60,10 @@ def make_publisher(run: RankRun, about: Mapping[str, Any] | None) -> DeltaPublis
 
 
 def describe_run(run: RankRun) -> dict[str, Any]:
-    """Return the entry "about" of the index of a checkpoint of the current state, without managed ids and deltas."""
+    """Return the index entry "about" for a checkpoint of the current state, without managed ids and deltas.
+
+    This is a collective operation: every rank must call it.
+    """
     task, config = run.context.task, run.context.task.config
     return {
         "name": config.run.name,
@@ -80,7 +83,7 @@ def make_unsaved_error(error: RunError, folder: str, newest: int | None) -> RunE
     """Return the error of a run whose last checkpoint could not be written.
 
     Args:
-        error: Error of the checkpoint.
+        error: Error of the save.
         folder: Run folder.
         newest: Step of the newest checkpoint; None if there is none.
     """
@@ -97,10 +100,10 @@ def make_unsaved_error(error: RunError, folder: str, newest: int | None) -> RunE
 
 
 def add_advice(error: NonfiniteStateError, task: WorkerTask, newest: int | None) -> NonfiniteStateError:
-    """Return the error with advice on restarting from the newest checkpoint, which is finite.
+    """Return the error with advice on training on from the newest checkpoint, which is finite.
 
     Args:
-        error: Error of a checkpoint.
+        error: Error of the save.
         task: Task of the ranks.
         newest: Step of the newest checkpoint; None if there is none.
     """

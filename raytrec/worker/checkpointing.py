@@ -33,15 +33,15 @@ from raytrec.worker.step import StepOutputs
 
 
 class Stopped(Exception):
-    """Signal, raised on all ranks, that a user has stopped the run and its state has been saved."""
+    """Signal, raised on all ranks, that the user has stopped the run and the state has been saved."""
 
 
 class CheckpointManager:
     """Manager that saves a run and executes the coordinator's commands; its methods are collectives.
 
     Args:
-        run: Run to save; a checkpoint of its last step is always saved.
-        before_save: Collective called before each save; an exception prevents the save.
+        run: Run to save.
+        before_save: Collective function called before each save; an exception prevents the save.
         about: Entry "about" of the restored checkpoint's index; None at the start of a run.
     """
 
@@ -68,7 +68,7 @@ class CheckpointManager:
         """Start the ranks' joint decision for this step, and act on the decision of an earlier step.
 
         Raises:
-            Restart, Stopped: The group is to be restarted or stopped; the state has been saved.
+            Restart, Stopped: The coordinator restarts or stops the group; the state has been saved.
             RunError: A loss was not finite; see also `save`.
         """
         step, command = self._progress.step, self._context.heartbeat.command
@@ -89,7 +89,7 @@ class CheckpointManager:
         self._execute(decision.command)
 
     def _execute(self, command: Command) -> None:
-        """Execute a command to save or to end this group, immediately or once the pipeline has been drained."""
+        """Execute a command to save, write a delta or end this group; drain the pipeline first if a map is ahead."""
         step, every = self._progress.step, self._config.checkpoint.every_steps
         if command < Command.SAVE and every and step % every == 0:
             command = Command.SAVE
@@ -113,7 +113,7 @@ class CheckpointManager:
             self.save(again=True)
 
     def _cut_delta(self, last: bool = False) -> dict[str, Any]:
-        """Start to write a delta if export.deltas is set, and return its entry for the index of a checkpoint."""
+        """Start to write a delta, and return its entry for the index of a checkpoint; {} without export.deltas."""
         return self._deltas.cut(self._progress.step, last) if self._deltas is not None else {}
 
     def _confirm(self) -> None:
@@ -134,8 +134,8 @@ class CheckpointManager:
             Outcome of the save, if `wait` is True and a save was in progress; else None.
 
         Raises:
-            RunError: A loss up to this step was not finite, or checks.finite is set to stop and the state in
-                the previous save was not finite.
+            RunError: A loss up to this step was not finite, or checks.finite is set to stop and a save has ended
+                because its state was not finite.
         """
         heartbeat, step = self._context.heartbeat, self._progress.step
         decision = self._consensus.finish()
@@ -201,7 +201,8 @@ class CheckpointManager:
     def find_unsaved_error(self) -> ErrorParts | None:
         """Return the parts of the error that prevented saving the model; None if the model is saved.
 
-        If `finish` has failed, it is called once more, because disk space may have been freed.
+        This is a collective operation: every rank must call it. If `finish` has failed, it is called once more,
+        because disk space may have been freed.
         """
         if self._error is not None:
             self.finish(again=True)
@@ -212,8 +213,8 @@ class CheckpointManager:
     def _collect_save(self) -> Saved | None:
         """Wait for the last save, and report and return its outcome.
 
-        Nothing is reported to Ray Train: its record on the same storage would end the run if the storage is full (ray
-        2.60.0, CheckpointManager). raytrec does not use checkpoints of Ray Train.
+        Nothing is reported to Ray Train. Ray Train would write a record to the same storage, and end the run if the
+        storage is full (ray 2.60.0, CheckpointManager). raytrec does not use Ray Train's checkpoints.
         """
         saved = self._saver.collect_outcome()
         if saved is None:
@@ -258,7 +259,7 @@ class CheckpointManager:
             return None
 
     def _raise_if_nonfinite(self, decision: Decision) -> None:
-        """Raise RunError, for the first such step, if a loss was not finite on some rank."""
+        """Raise RunError if a loss was not finite on some rank, after writing the batch of the first such step."""
         if decision.bad is None:
             return
         if decision.through < decision.bad:  # another rank may find an earlier step

@@ -1,4 +1,4 @@
-"""Agreement of all ranks on a decision at each step."""
+"""Make all ranks agree on a decision at each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from raytrec.common.messages import Command
 from raytrec.worker.nonfinite import LossStatus
 
-NEVER = 2**62  # stands for the first bad step of a rank that has none
+NEVER = 2**62  # value of the first bad step if there is none
 MAX_RING_RANKS = 64  # maximum number of ranks in one ring; its 126 hops of 25 µs take less time than a step
 
 
@@ -80,7 +80,7 @@ class StepConsensus:
         return decision
 
     def agree(self, loss_status: LossStatus) -> Decision:
-        """Exchange the status of the losses once more, and wait for the decision of all ranks."""
+        """Exchange the status of the losses once more, and wait for the joint decision of all ranks."""
         self.finish()
         self._begin(Command.GO, loss_status, False)
         decision = self.finish()
@@ -110,7 +110,7 @@ class StepConsensus:
 
 @dataclass
 class _PendingDecision:
-    """Decision in progress: values, number of rings entered, and pending reduction (None: finished)."""
+    """Decision in progress: values, number of rings entered, and pending reduction (None if finished)."""
 
     values: torch.Tensor
     rings: int = 0

@@ -1,4 +1,4 @@
-"""Context of a worker: task, rank, device, data streams and reports."""
+"""Provide a worker with its task, rank, device, data streams and reports to the driver."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WorkerTask:
         checkpoint: Folder that contains all checkpoints (training), or folder of the checkpoint to read
             (evaluation).
         fingerprint: Hash of the training data's row groups; "" if nothing is trained.
-        folder: Folder that is searched for modules named in the configuration, after Python's own path.
+        folder: Folder that is appended to sys.path, so that the configuration can name modules in the folder.
     """
 
     config: RunConfig
@@ -72,7 +72,7 @@ class WorkerContext:
         On CPU, torch uses scaling.cpus_per_worker threads, because ranks share the machine's cores.
 
         Raises:
-            RunError: The node of this rank has a different version of a package.
+            RunError: A package on this rank's node has an unsupported version.
         """
         require_versions()
         import ray.train
@@ -111,7 +111,7 @@ class WorkerContext:
     def stream(self, name: str, order: Any):
         """Return this rank's Stream over a dataset, or None if the task has no dataset of this name.
 
-        Each batch of an evaluation is reported as progress to the heartbeat; training reports its own progress.
+        A stream for evaluation reports each batch as progress to the heartbeat. The training loop does so itself.
 
         Args:
             name: Name of the dataset.

@@ -57,13 +57,13 @@ def evaluate(
     Returns:
         Metrics and curves. The metrics are the same on every rank: rows, skipped_rows (data.on_error), and
         each metric (None or NaN if undefined) with its counts. With `items`, they include retrieval.METRIC
-        and its counts; with eval.slices, they include slices: task → column → Slices.figures. The curves are
-        only returned on rank 0: key of the curve → its points and the key of its metric; None if there are
-        none.
+        and its counts; with eval.slices, they include slices: task → column → Slices.figures. The curves map
+        the key of a curve to its points and the key of its metric; None on ranks other than 0, or if there are
+        no curves.
 
     Raises:
-        RunError: The ranks together read more rows than the dataset contains, or they read fewer although
-                data.on_error does not allow rows to be skipped.
+        RunError: The ranks together have read more rows than the dataset contains, or fewer although
+            data.on_error does not allow rows to be skipped.
     """
     sums, rows_by_task = (MetricSums(selection, device), {task: TaskRows(selection, task) for task in selection.of})
     collectors = [HostRowCollector(task, rows) for task, rows in rows_by_task.items() if rows.needed]
@@ -125,7 +125,7 @@ class HostRowCollector:
             self._read_pending()
 
     def finish(self) -> None:
-        """Wait for the rows of the last batches."""
+        """Wait until the rows of all batches have been collected."""
         while self._pending:
             self._read_pending()
 

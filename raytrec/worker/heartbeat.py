@@ -1,4 +1,4 @@
-"""Thread that reports a rank's progress and receives commands."""
+"""Report a rank's progress to the coordinator and receive commands, in a background thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAITING_FILE_PARTS = ("torch/distributed/", "torchrec/distributed/", "torch/auto
 
 
 class Heartbeat:
-    """Thread that reports this rank's progress, and ends the process on command or if the driver is unreachable.
+    """Background thread that reports progress, and ends the process on command or if the driver is unreachable.
 
     Args:
         coordinator: Actor that receives the reports.
@@ -34,7 +34,7 @@ class Heartbeat:
 
     Attributes:
         command: Last command received from the coordinator.
-        phase: Current activity of this rank; see coordinator.SLOW_PHASES.
+        phase: Current activity of this rank, "step" or one of driver.coordinator.SLOW_PHASES.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Heartbeat:
         self._is_exchanging = is_exchanging
 
     def watch_compiler(self) -> None:
-        """Report the phase "start" whenever torch compiles, because compilation may take as long as a start."""
+        """Report the phase "start" while torch compiles, because compilation may take as long as a start."""
         from raytrec.compat.torch_ import watch_compiler  # the module imports torch, which the driver does not load
 
         phases: list[str] = []

@@ -210,7 +210,7 @@ def count_total_steps(config: RunConfig, rows: int) -> int:
 
 
 def resolve_evaluation_interval(config: RunConfig, total: int) -> int | None:
-    """Return the number of steps between evaluations (train.eval_every_steps); None: no interval."""
+    """Return the number of steps between evaluations (train.eval_every_steps); None if there is no fixed interval."""
     every = config.train.eval_every_steps
     return -(-total // 10) if every == "auto" else None if every == "next_folder" else every
 

@@ -58,7 +58,7 @@ class AsyncHostCopy:
 
 
 class LossStatus(NamedTuple):
-    """Status of those losses that have already been copied to the host.
+    """Status of this rank's losses that have already been copied to the host.
 
     Attributes:
         through: Last step, counted from 1 over the run, up to which all losses have been checked.
@@ -87,7 +87,7 @@ class LossMonitor:
         self._pending.append((step, AsyncHostCopy(~torch.isfinite(loss))))
 
     def poll_status(self) -> LossStatus:
-        """Return the status known so far, which includes at least all steps except the last two."""
+        """Return the current status, which includes at least all steps except the last two."""
         while self._pending and (len(self._pending) > MAX_STEPS_IN_FLIGHT or self._pending[0][1].arrived):
             self._read()
         return self._status
@@ -111,10 +111,11 @@ class LossMonitor:
 
 
 class SkipNonfiniteOptimizer(OptimizerWrapper):
-    """Optimizer that skips steps whose loss is not finite on some rank; weights and state stay unchanged.
+    """Optimizer wrapper that skips steps whose loss is not finite on some rank.
 
-    Tables that are updated in backward get zero gradients, which change nothing with SGD and Adagrad. With fused Adam
-    (on GPUs), their momentum is still updated. (A zero loss would not suffice, because 0 × NaN is NaN in backward.)
+    Tables that are updated in backward get zero gradients, which change nothing with SGD and Adagrad. Fused Adam (on
+    GPUs) still updates these tables from its momentum. (Setting the loss to 0 would not suffice, because 0 × NaN is
+    NaN in backward.)
 
     Even on GPUs, the host decides whether to step. With a zero gradient, Adam would still count the step, on
     which its bias corrections depend, and decay its momentum (torch 2.13.0, optim/adam.py).
@@ -184,8 +185,8 @@ class RecentBatches:
 def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int, sequences: Collection[str] = ()) -> str:
     """Write a rank's part of a batch to a Parquet file with the schema's columns, and return its path.
 
-    Ids are written as they are looked up, after hashing and clamping; padding rows are omitted. If tasks
-    weight rows, the column `task_weights` contains each row's factor in each task.
+    Ids are written as they are looked up, after hashing and clamping; managed ids are written as table rows.
+    Padding rows are omitted. If tasks weight rows, the column `task_weights` contains each row's factor in each task.
 
     Args:
         batch: Batch of the rank.

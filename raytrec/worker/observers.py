@@ -1,7 +1,7 @@
-"""Observers of a run, which record, check and profile its steps.
+"""Record, check and profile the steps of a run with observers.
 
-All ranks have the same observers, and some calls are collectives. To add an observer, write a subclass of
-Observer and add it to `make_observers`.
+All ranks have the same observers, and some of their methods are collectives. To add an observer, write a subclass
+of Observer and add it to `make_observers`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ObserverList(Observer):
 
 
 class RankRecorder(Observer):
-    """Observer that reports a line for this rank every tracking.every_steps steps and when training may end.
+    """Observer that reports a line for this rank every tracking.every_steps steps, and when training may end.
 
     The line contains the time spent in each phase, the machine's load, and statistics of this rank's shards
     (docs/monitoring.md). At most MAX_RECORDED_RANKS ranks report.

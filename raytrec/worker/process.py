@@ -1,4 +1,4 @@
-"""Settings of a worker process and of torch's numerics, and load measurements of the process, its host and its GPU."""
+"""Configure a worker process and torch's numerics, and measure the load of the process, its host and its GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from raytrec.compat.torch_ import limit_compile_processes, skip_unprofiled_recor
 from raytrec.config.training import TrainSection
 
 GPU_POLL_INTERVAL_S = 1.0
-# Variables that cuBLAS and NCCL read at initialization. Without the first, torch (2.13.0) issues a warning
-# about cuBLAS. torch itself sets the second for process groups created in deterministic mode.
+# Variables that cuBLAS and NCCL read at initialization. Without CUBLAS_WORKSPACE_CONFIG, torch (2.13.0) issues a
+# warning. torch itself sets NCCL_ALGO for process groups created in deterministic mode.
 DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
 # The exchange of managed ids has its own NCCL communicator. Without this variable (NCCL 2.26 or newer), kernels of
 # two communicators can wait for each other. With it, NCCL runs them in the order of the host's calls, which is the
@@ -53,8 +53,8 @@ def freeze_gc() -> None:
 
     A rank has half a million objects: modules, the model and the plan. Python collects the oldest generation
     only after it has grown by a quarter. Each epoch leaves reference cycles (Ray Data's executor, with its
-    operators and statistics). Without this call, these cycles lived for about a hundred epochs, and each
-    collection took half a second.
+    operators and statistics). Without this call, these cycles would live for about a hundred epochs, and each
+    collection would take half a second.
     """
     import ray.data  # noqa: F401  (the first epoch would import it after the freeze)
 

@@ -33,8 +33,8 @@ class Progress:
 
     Attributes:
         step: Number of completed steps; with the steps per epoch, it determines the rows that remain.
-        rows: Number of rows in these steps, including unreadable rows.
-        trained: Number of rows with a loss in the windows reported so far.
+        rows: Number of rows in the completed steps, including unreadable rows.
+        trained: Number of rows with a loss, in the windows whose sums have been read.
         nan_steps: Number of steps skipped because their loss was not finite (train.on_nan: skip).
         window: Sums for the metrics since the end of the last window.
         clock: Stopwatch that measures the training time and counts the rows processed in it.
@@ -154,12 +154,12 @@ class Progress:
 
 @dataclass
 class RankRun:
-    """Run as seen by one rank, created by the loop and used by observers and checkpoints.
+    """State of the run on one rank, created by the training loop and used by observers and checkpoints.
 
     Attributes:
         plan: Sharding plan of the model.
         state: State of the model and its optimizer, under names that do not depend on the plan.
-        batches: Iterator over training batches, which keeps recent batches and batches read ahead.
+        batches: Iterator over training batches, which keeps recent batches, including those read ahead.
         last_step: Last step of the run.
     """
 
@@ -240,7 +240,10 @@ class EarlyStopping:
             history["since"] = history.get("since", 0) + 1
 
     def report(self, context: WorkerContext) -> None:
-        """Report an early end of training, if any, and the training metrics since the last report."""
+        """Report an early end of training, if any, and the training metrics since the last report.
+
+        This is a collective operation: every rank must call it.
+        """
         if self._figure is None or not self.over:
             return
         step = self._progress.step

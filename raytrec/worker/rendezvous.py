@@ -119,11 +119,11 @@ def prepare_gpu() -> None:
 
 
 def enable_expandable_segments() -> None:
-    """Make torch's GPU memory allocator extend its segments instead of adding new ones.
+    """Make torch's GPU memory allocator extend its segments instead of adding new segments.
 
-    The number of ids differs between batches and streams, so space between segments would be lost, which
-    plans do not account for. Call before the allocator is initialized. A setting in the environment takes
-    precedence.
+    The number of ids differs between batches and streams. Without this setting, memory between segments would be
+    lost, which plans do not account for. Call before the allocator is initialized. A setting in the environment
+    takes precedence.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

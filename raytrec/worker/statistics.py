@@ -1,4 +1,4 @@
-"""Statistics of a rank's shards: load, use and norms, computed on the shards' device from samples.
+"""Compute statistics of a rank's shards (load, use and norms) from samples, on the shards' device.
 
 Counts cover every step. Norms are computed from a strided sample of rows, which differs each time. Statistics of
 distinct ids and updates refer to one probed step.
@@ -31,7 +31,7 @@ class ProbedRows:
 
     Attributes:
         lookup: Lookup that read the rows.
-        ids: Indexes of the sampled rows in the shard, int64 [n].
+        ids: Indices of the sampled rows in the shard, int64 [n].
         distinct: Number of distinct rows looked up.
         lookups: Number of ids looked up.
         before: Weights of the sampled rows before the step, float32 [n, columns].
@@ -86,7 +86,7 @@ class Statistics:
 
     @torch.no_grad()
     def collect(self) -> dict[str, dict[str, Any]]:
-        """Return each table's statistics since the last call (see docs/monitoring.md), and end the probe."""
+        """Return each table's statistics since the last call (docs/monitoring.md), and discard the probed rows."""
         (lookups, hits), ids = self._count_lookups(), self._of_ids()
         probed = {id(p.lookup): p.lookup for p in self._probed.values()}
         self._parts = {i: lookup.gradients() for i, lookup in probed.items()}
@@ -192,7 +192,7 @@ class Statistics:
         return _estimate_norm(gradients, probed)
 
     def _before_update(self, lookup: Lookup) -> Any:
-        """Return a forward hook that records values before the update of a probed step changes them."""
+        """Return a forward hook that marks looked-up rows as used, and records their values in a probed step."""
         keys_of_table = {name: [i for i, owner in enumerate(lookup.tables) if owner == name] for name in lookup.tables}
         without_state = [name for name in keys_of_table if _find_second_moment(self._tables[name]) is None]
 
@@ -220,13 +220,13 @@ class Statistics:
         shard = _get_local_shard(self._tables[name].weight)
         ids = torch.cat([_get_ids(features, key) for key in keys])
         rows = ids.unique()
-        # The rows are contiguous, because they are searched for ids.
+        # Contiguous in memory, because ids are searched for in the rows (torch.searchsorted).
         sampled = rows[:: max(1, len(rows) // MIN_SAMPLED_ROWS)].contiguous()
         before = shard.read(sampled).detach().float()
         self._probed[name] = ProbedRows(lookup, sampled, len(rows), len(ids), before, keys)
 
     def _count_read_ids(self, table: str) -> tuple[int, float | None]:
-        """Return the number of a table's ids read since the last `collect`, and the share of changed ids."""
+        """Return the number of a table's ids read since the last `collect`, and the share clamped or hashed."""
         changed, ids = self._changed[:, self._features[table]].sum(1).tolist()
         return ids, changed / ids if ids else None
 

@@ -91,9 +91,10 @@ class Head(nn.Module):
 
 
 class Step:
-    """Owner of TorchRec's train pipeline, which rewrites the model and must run every forward pass.
+    """Model with its optimizer and TorchRec's train pipeline, which runs every step and every evaluation.
 
-    The pipeline looks two batches ahead. It therefore receives batches in segments and is empty after each segment.
+    The pipeline rewrites the model, so every forward pass must go through the pipeline. It fetches batches up to two
+    steps ahead. Batches are therefore passed in segments, and the pipeline is empty after each segment.
     Between two segments, no batch is in flight, and the model can be evaluated. Between two steps of a segment, the
     model can be saved: only the exchange of the next ids has begun, which does not depend on weights. Maps of managed
     ids are then ahead of the tables (`is_map_ahead`), and the pipeline must be drained before a save.
@@ -113,8 +114,8 @@ class Step:
             number, and dropout depends on this number, the seed and the rank. A restored run thus continues exactly.
         drain_every: Number of steps between drains of the pipeline (only with managed ids); None: no regular drains.
         phases: Training time by phase; measured if tracking.every_steps is set.
-        flops: Floating-point operations of this rank's matrix products in the second step; None until then, and
-            if `counts_flops` is False.
+        flops: Floating-point operations of this rank's matrix products in the second step of this process; None
+            until then, and if `counts_flops` is False.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class Step:
                 return self.phases.pause()
 
     def _segment(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Return an iterator over the batches of a segment, after which the pipeline runs empty."""
+        """Return an iterator over the batches of a segment; the pipeline is empty after the last batch."""
         return batches if self.managed is None else self._assign_rows(batches)
 
     @property
@@ -232,7 +233,7 @@ class Step:
 
 
 def derive_seed(*numbers: int) -> int:
-    """Return a seed derived from several numbers."""
+    """Return a seed, at least 0 and less than 2⁶³, that depends on all of the numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 

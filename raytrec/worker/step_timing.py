@@ -18,7 +18,7 @@ from raytrec.common.messages import PHASES
 from raytrec.compat.torch_ import EveryOperator, describe_operator
 from raytrec.planning.machines import find_gpu
 
-# torch's attention on CPU has the products of the attention on GPUs, but no entry in flop_registry.
+# torch's attention on CPU computes the same matrix products as on GPUs, but has no entry in flop_registry.
 CPU_ATTENTION = {
     getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}"): getattr(
         torch.ops.aten, f"_scaled_dot_product_flash_attention{end}"
@@ -91,7 +91,7 @@ class PhaseTimer:
         return outer
 
     def leave(self, outer: str | None) -> None:
-        """Return to the outer phase, as returned by `enter`."""
+        """Return to the outer phase, which `enter` has returned."""
         if outer is not None:
             self._switch(outer)
 
@@ -185,12 +185,14 @@ def _find_last_node(node: torch.autograd.graph.Node) -> torch.autograd.graph.Nod
 def compute_flop_rates(
     flops: int | None, rows: int, rows_per_s: float | None, device: torch.device, precision: str
 ) -> dict[str, float]:
-    """Return train.flops_per_s and, on known GPUs, train.mfu of all ranks; a collective.
+    """Return train.flops_per_s and, on known GPUs, train.mfu of all ranks.
+
+    This is a collective operation: every rank must call it.
 
     Args:
-        flops: Operations of this rank in a step with `rows` rows over all ranks; None if they were not counted.
-        rows: See `flops`.
-        rows_per_s: Training speed of all ranks; None: unknown.
+        flops: Operations of this rank in a step; None if they were not counted.
+        rows: Number of rows in this step over all ranks.
+        rows_per_s: Training speed of all ranks; None if unknown.
         device: Device of the rank.
         precision: Precision of matrix products (train.matmul).
     """
@@ -206,8 +208,8 @@ def compute_flop_rates(
 class FlopCounter(EveryOperator):
     """Context manager that counts the floating-point operations of matrix products in its block.
 
-    A multiplication and an addition count as two. Padding, masked products and recomputed products count like all
-    others. Lookups, elementwise operations and compiled layers do not count.
+    A multiplication and an addition are two operations. Products with padding, masked products and recomputed
+    products are counted. Lookups, elementwise operations and compiled layers are not counted.
 
     Attributes:
         flops: Number of operations.

@@ -204,7 +204,7 @@ def test_warm_start_takes_over_managed_ids(uninterrupted_run):
         ({"rows": 15, "dim": 8}, "exact", "15 × 8 in the schema, but 15 × 8 with managed ids"),
         ({"rows": 15, "dim": 8}, "resize", "warm_start.tables.user=new"),
         ({"rows": 20, "dim": 8, "ids": "managed"}, "resize", "warm_start.tables.user=new"),
-        ({"rows": 15, "dim": 8, "ids": {"fallback_rows": 2}}, "exact", "2 of the rows for the fallback in"),
+        ({"rows": 15, "dim": 8, "ids": {"fallback_rows": 2}}, "exact", "(fallback rows: 2) in"),
     ],
 )
 def test_warm_start_rejects_incompatible_managed_tables(table, policy, message):

@@ -209,7 +209,7 @@ def test_convert_rejects_impossible_conversions(managed, trained, tmp_path):
         (managed, "user=resize:2", "2 rows leave no row for ids"),
         (out, "user=hash", "already hashed"),
         (out, "user=managed", "hashed to it"),
-        (out, "user=resize:30", "different rows in another size"),
+        (out, "user=resize:30", "different rows in a table of another size"),
     ):
         with pytest.raises(SchemaError, match=why):
             convert(place, [table], str(tmp_path / "out"))

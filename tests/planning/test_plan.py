@@ -121,7 +121,7 @@ def test_disk_full_error_names_tables_size_and_resume_command(chosen, free, tmp_
     (message,) = run_on_ranks(1, plan_on_small_disk, plan, free, None)
     assert "tables t0, t1, t2 need 183 MiB of disk" in message
     assert f"but only {'102 MiB' if free else '0 B'} are free" in message
-    assert f"plan.mmap_dir, {tmp_path}" in message and "make room" in message
+    assert f"plan.mmap_dir, {tmp_path}" in message and "free up space" in message
     assert "add workers" not in message and "--resume" not in message
     (tmp_path / "config.yaml").touch()
     (message,) = run_on_ranks(1, plan_on_small_disk, plan, free, str(tmp_path))

@@ -1,1 +1,1 @@
-"""Managed ids: ids that are assigned to table rows during training and can lose them again."""
+"""Managed ids, which get table rows during training and can lose them again."""

@@ -1,4 +1,4 @@
-"""Replace managed ids in batches by table rows.
+"""Replace managed ids in batches with table rows.
 
 The ids of all tables are sent to their owners in one exchange, and the rows are returned in another.
 """
@@ -35,7 +35,7 @@ COUNTED = "admitted", "evicted", "lookups", "fallback"  # keys of RowMap.counted
 
 
 class IdExchange:
-    """Maps from ids to rows for all managed tables. All ranks must call the methods together.
+    """Exchange that looks up ids in the maps of all managed tables. All ranks must call the methods together.
 
     Args:
         tables: Number of rows (including fallback rows) and policy of each table, by name.
@@ -60,7 +60,7 @@ class IdExchange:
             step: Step of the run, from 0.
 
         Returns:
-            The row of each id by table, int64 [n]; and the newly assigned rows on all ranks by table.
+            The row of each id by table, int64 [n]; and by table, the rows newly assigned to ids of any rank.
         """
         requested, trip, owned = self._request(ids)
         rows, places, sizes_WT = self._all.train(step, owned)
@@ -71,7 +71,7 @@ class IdExchange:
         return self._return_rows(ids, requested, trip, owned, rows), new_rows
 
     def look_up(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the row of each id by table, int64 [n], without assigning rows.
+        """Return the row of each id by table, int64 [n]; fallback rows for ids without a row.
 
         Args:
             ids: This rank's ids by table, int64 [n].
@@ -134,9 +134,9 @@ def _make_peers(device: torch.device) -> Peers:
 
 
 class ManagedBatches:
-    """Mapping of ids in batches to rows, and reset of rows that are reassigned to other ids.
+    """Mapper that replaces managed ids in batches with rows, and resets rows that are reassigned to other ids.
 
-    All methods except `reset_new_rows` are collectives, as is the constructor. A pipeline fetches batches a
+    The constructor and all methods except `reset_new_rows` are collectives. A pipeline fetches batches a
     few steps ahead, and their ids get rows at that time. A row must keep the previous id's values until all
     earlier steps have finished. The values are replaced when the model is called with the batch that
     reassigned the row.
@@ -183,7 +183,7 @@ class ManagedBatches:
             step: Step of the run, from 0.
 
         Raises:
-            RunError: The ids of the batch have already been replaced.
+            RunError: The ids of the batch have already been replaced with rows.
         """
         if batch.new_rows is not None:
             raise RunError("the ids of this batch have already been replaced by rows", where=f"step {step}")
@@ -195,10 +195,10 @@ class ManagedBatches:
         return batch
 
     def _locate_new_rows(self, new: dict[str, NewRows]) -> dict[str, NewRows]:
-        """Return the new rows of each table that has any, with their positions in this rank's shards.
+        """Return the new rows of each table that has any, with the indices of the new rows in each local shard.
 
-        The host waits for the number of rows. At this point, a GPU is still busy with earlier steps. If the
-        host waited when the model is called, the GPU would be idle.
+        The host waits for the number of rows while a GPU is still busy with earlier steps. If the host waited
+        when the model is called, the GPU would be idle.
         """
         new = {name: table_rows for name, table_rows in new.items() if len(table_rows.rows)}
         within = {
@@ -238,7 +238,7 @@ class ManagedBatches:
         return replace(batch, sparse=self._replace_ids(batch.sparse, rows), new_rows={})
 
     def collect_figures(self) -> dict[str, dict[str, float]]:
-        """Return each managed table's counts over all ranks since the last call (docs/monitoring.md)."""
+        """Return each managed table's statistics over all ranks (docs/monitoring.md); counts since the last call."""
         sums = []
         for table, part in self.maps.items():
             ages, previous = part.sample_ages(self.steps), self._previous_counts.get(table, {})

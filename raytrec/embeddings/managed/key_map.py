@@ -86,7 +86,7 @@ class KeyMap:
     number of these n keys in each table.
 
     Args:
-        entries: Expected number of entries of each table; a table with more entries gets more buckets.
+        entries: Expected number of entries of each table; the map grows if a table gets more entries.
         dtypes: Dtype of each field by name.
         world: Number of ranks that share all keys.
         device: Device of the map.
@@ -128,7 +128,7 @@ class KeyMap:
         return slots
 
     def _find_in_buckets(self, bucket_M: torch.Tensor, keys_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each key's slot (-1 if not in its bucket) and the indices of keys to look for in the next one."""
+        """Return each key's slot, -1 if not in its bucket, and the indices of keys that may be in the next bucket."""
         column_M = _find_column(self._keys.index_select(0, bucket_M) == keys_M.unsqueeze(1))
         missing_M = column_M < 0
         continues_M = missing_M & (self._passed.index_select(0, bucket_M) > 0)
@@ -152,7 +152,7 @@ class KeyMap:
     def _grow(self, table: int, entries: int) -> None:
         """Enlarge a table's range of buckets for a number of entries.
 
-        Tensors are copied one after another, so that only one of them is in memory twice.
+        Tensors are copied one after another, so that memory contains two copies of only one tensor at a time.
         """
         old_entries, start, end = self.entries(table), self._find_first_bucket(table), self._ends[table]
         buckets = self._buckets[table] = _count_buckets(entries)
@@ -204,7 +204,7 @@ class KeyMap:
         return self.sample(table, self._buckets[table] * BUCKET_SLOTS)
 
     def sample(self, table: int, max_slots: int) -> torch.Tensor:
-        """Return the slots that contain a key among about `max_slots` evenly spaced ones of a table, int64 [n]."""
+        """Return those of about `max_slots` evenly spaced slots of a table that contain a key, int64 [n]."""
         stride = max(1, self._buckets[table] * BUCKET_SLOTS // max_slots)
         taken = self._slice_table(table, self._keys.view(-1))[::stride] != NO_KEY
         return taken.nonzero().squeeze(1) * stride + self._find_first_bucket(table) * BUCKET_SLOTS
@@ -272,9 +272,11 @@ def _count_buckets(entries: int) -> int:
 def _find_column(chosen_M8: torch.Tensor) -> torch.Tensor:
     """Return the chosen column of each row, int64 [M]; -1 if no column is chosen.
 
+    As a 64-bit integer, a row of the mask is 256 to the power of its column. The product of this power and the
+    constant has the column's number in its highest byte.
+
     Args:
-        chosen_M8: bool [M, 8] with at most one True per row. As a 64-bit integer, a row is 256 to the power
-            of the column. Multiplied by this power, a constant has the column's number in its highest byte.
+        chosen_M8: bool [M, 8] with at most one True per row.
     """
     power_M = chosen_M8.view(torch.int64).squeeze(1)
     return (power_M * 0x0001020304050607 >> 56) - (power_M == 0).long()

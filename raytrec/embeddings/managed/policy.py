@@ -61,12 +61,12 @@ def compute_admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: 
 def count_rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
     """Return the number of ids that lose their rows at a step with too few free rows.
 
-    With lru, the missing rows are freed, plus some in advance. With lfu, only 1/64 of the rows (at least one) are
-    freed per step. Otherwise, a batch with many new ids would take rows from frequent ids.
+    With lru, the missing rows are freed, plus some in advance. With lfu, only 1/64 of the rows are freed per step
+    (at least 1, at most MAX_FREED_ROWS), because a batch with many new ids could otherwise displace frequent ids.
 
     Args:
         eviction: Eviction policy.
-        missing: Number of missing rows.
+        missing: Number of rows needed in addition to the free rows.
         rows: Number of rows that ids can have.
     """
     min_count = min(max(1, rows // MIN_FREED_DIVISOR), MAX_FREED_ROWS)
@@ -76,7 +76,7 @@ def count_rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
 
 
 def find_expiry_step(ttl_steps: int | None, step: int) -> int | None:
-    """Return the step s such that ids last seen before s expire now, or None if no ids expire now.
+    """Return the step s such that ids last seen before s expire at `step`, or None if no ids expire at `step`.
 
     Args:
         ttl_steps: Number of steps for which an id may remain unseen; None: unlimited.

@@ -1,4 +1,4 @@
-"""One rank's part of a table's map from ids to rows, and an audit of the maps over all ranks."""
+"""Access one rank's part of a table's map from ids to rows, and audit the map over all ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RowMap:
         return MapState(maps.rows.entries(table), maps.waiting.entries(table), maps.free[table])
 
     def load(self, state: MapState) -> None:
-        """Replace this rank's part of the map by that of a state.
+        """Replace this rank's part of the map with the entries of a state that this rank owns.
 
         Args:
             state: State from any ranks, which can include keys that other ranks own. Keys that this rank
@@ -84,7 +84,7 @@ class RowMap:
         maps.free[table] = state.free
 
     def _count_only_here(self, count: int) -> list[int]:
-        """Return the numbers of keys of all tables, if there are `count` keys of this table."""
+        """Return `count` for this table and 0 for all other tables, as a list with one number per table."""
         return [count * (number == self._table) for number in range(len(self._maps.free))]
 
     def sample_ages(self, step: int) -> torch.Tensor:
@@ -126,10 +126,10 @@ class MapAudit:
         out_of_range_rows: Number of these ids with a row outside the range for ids.
         foreign_ids: Number of these ids that another rank owns.
         repeated: Number of duplicates among these ids.
-        sum: Σ of the hashes of the ids' rows and of this rank's share of the never assigned rows, minus Σ of
-            the hashes of this rank's share of all rows; mod 2⁶⁴.
+        sum: Σ of the hashes of the ids' rows and of this rank's share of the rows that have never been assigned,
+            minus Σ of the hashes of this rank's share of all rows; mod 2⁶⁴.
         left: Number of free rows whose ids have been removed; the same on all ranks.
-        left_hash_sum: Σ of the hashes of these rows, mod 2⁶⁴.
+        left_hash_sum: Σ of the hashes of the rows counted in `left`, mod 2⁶⁴.
         unused: Number of rows never assigned on any rank.
     """
 

@@ -38,24 +38,26 @@ class RowMaps:
     Ids are processed in key order, regardless of the rank that has read them. The numbers of collectives and
     of waits for a GPU are independent of the number of tables.
 
-    1. Ids with a row keep it. Of the other ids, the policy selects those to be admitted.
-    2. Expired ids lose their rows. If there are still too few free rows, the ids with the lowest scores lose
-       theirs, except ids of this batch. The admitted ids then get rows, those with the most sightings first.
-       Each row is first assigned once, in an order that spreads over the table. Afterwards, the rows of
-       removed ids are reassigned.
+    1. Ids of the batch that have a row keep the row. Of the other ids, the policy selects candidates for a row.
+    2. Expired ids lose their rows. If there are still too few free rows, ids that are not in the batch also lose
+       their rows, those with the lowest scores first (unless the table's eviction is "none").
+    3. The candidates get rows. If there are too few rows, candidates with more sightings take precedence. Rows that
+       have never been assigned are used first, in an order that spreads over the table, then rows of removed ids.
 
     Args:
         rows: Number of rows of each table, including fallback rows.
         policies: Admission and eviction policy of each table.
         seed: Seed of random draws.
+        peers: Ranks that share the maps.
+        device: Device of the maps.
 
     Attributes:
         capacities: Number of rows of each table that ids can have.
-        rows: Ids that have a row.
-        waiting: Ids that have not yet been seen often enough for a row.
+        rows: Map of this rank's ids that have a row.
+        waiting: Map of this rank's ids that have not yet been seen often enough for a row.
         free: Rows without an id, for each table.
         admitted, evicted: Number of this rank's ids admitted and evicted since the start, for each table.
-        lookups_T, fallback_T: Number of looked-up ids, and of those replaced with a fallback row, for each table.
+        lookups_T, fallback_T: Number of looked-up ids and of ids that used a fallback row, int64 [tables].
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class RowMaps:
             self._release_rows(list(due), *self.rows.find_below(list(due), "last", list(due.values())))
 
     def _trim_waiting(self, waiting: Sequence[int], step: int) -> None:
-        """Remove the least recently seen waiting ids of tables for which too many ids wait."""
+        """Remove the least recently seen waiting ids of each table that has more waiting ids than rows."""
         counts = {
             table: count - capacity + capacity // TRIM_DIVISOR
             for table, (count, capacity) in enumerate(zip(waiting, self.capacities, strict=True))

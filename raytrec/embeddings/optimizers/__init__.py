@@ -43,14 +43,14 @@ class StateKind(NamedTuple):
 
 
 class TableOptimizer(ABC):
-    """Update rule of a table.
+    """Base class of table optimizers, each of which defines an update rule, its state and its kernels.
 
     Attributes:
         devices: Devices for which FBGEMM has a kernel that updates tables in backward (fused). Updates are
             dense on other devices.
         state: Kinds of optimizer state.
         counts: True if an update depends on the number of previous updates, which is then also state.
-        second_moment: Kind of state that is 0 until a row's first gradient, or None.
+        second_moment: Name of the state that is 0 until a row's first gradient, or None if there is none.
         settings: Keys of optim.embeddings that the optimizer uses in addition to lr and weight_decay.
         cpu_lookup: Seconds that a lookup and its update take on CPU: per byte read or written, per id, and
             per shard of a table. `raytrec doctor --measure` measures these costs. None without a CPU kernel.
@@ -113,8 +113,8 @@ def table_optimizer(cls: T) -> T:
     """Register an optimizer under the name of its file (a decorator).
 
     Raises:
-        TypeError: The optimizer has a CPU kernel, but the class lacks `cpu_lookup`, the costs by which plans
-            are compared.
+        TypeError: The optimizer has a CPU kernel, but the class does not define `cpu_lookup`, from which the
+            time of plans is predicted.
     """
     if "cpu" in cls.devices and cls.cpu_lookup is None:
         raise TypeError(f"{cls.__name__} has a CPU kernel but does not define cpu_lookup")

@@ -1,4 +1,4 @@
-"""sgd: w ← w − lr·g."""
+"""sgd: plain stochastic gradient descent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from raytrec.embeddings.optimizers import TableOptimizer, table_optimizer
 
 @table_optimizer
 class SGD(TableOptimizer):
-    """Plain stochastic gradient descent without state."""
+    """Stochastic gradient descent: w ← w − lr·g."""
 
     settings = ()
     cpu_lookup = (9e-11, 5e-8, 1.2e-5)
