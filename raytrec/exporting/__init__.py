@@ -1,1 +1,1 @@
-"""Export trained models, and compare exports with their runs."""
+"""Export of trained models, and comparison of exports with their runs."""
