@@ -21,10 +21,10 @@ class ExportClaim:
     """Content of _export.json, which reserves a folder for one export until the export is complete.
 
     Attributes:
-        binding: Hash of the checkpoint's content and the options that determine the export.
+        binding: Hash of the inputs and options that determine the export's content.
         files: File name → entry, for complete files.
-        request: Hash of the requested run and checkpoint and the same options. It stays equal if the newest
-            checkpoint changes.
+        request: Hash of the arguments of the command. Unlike `binding`, it does not depend on which checkpoint or
+            delta is the newest.
     """
 
     binding: str

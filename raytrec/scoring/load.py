@@ -55,8 +55,8 @@ def load(
     Tables are mapped into memory. Rows that have been looked up stay in memory as long as the system has free memory.
 
     Args:
-        uri: Local path, s3:// or gs:// URI. Files in a store are first copied to a temporary folder, which is deleted
-            when the process ends or the model is no longer used.
+        uri: Local path, s3:// or gs:// URI. Files in a store are first copied to a temporary folder, whose space is
+            freed when the process ends or the model is no longer used.
         check_tables: True to also compare the checksums of tables, which reads all of their files.
         allow_code: True to import the code that transforms of the export name (module:name).
         background: True if this process serves requests in the meantime. Checksums are then computed in a child

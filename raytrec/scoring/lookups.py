@@ -197,7 +197,7 @@ class Lookups:
 
     @property
     def refusal(self) -> RunError | None:
-        """Return the error with which a restarted table process failed to load the tables' state; None: no error."""
+        """Return the reason why an unavailable table shard cannot load the current state; None: no reason is known."""
         return None
 
     def make_reader(self, table: str) -> Callable[[int, int], torch.Tensor]:

@@ -94,7 +94,7 @@ class PlainRowReader:
                 body.decode()  # raises an error if a column, even an ignored one, is not UTF-8
             if objects > 2 or b'"rows"' in body:
                 rows = list(map(self._as_tuple, self._row_decoder.decode(body).rows))
-                # Additional objects or lists are in ignored columns, in which the nesting depth is not checked here.
+                # Additional objects or lists are in ignored columns. The general parser limits their nesting depth.
                 if len(rows) != objects - 1 or lists != 1 + len(rows) * len(self._lists) or not rows:
                     return None
                 return self._read_values(rows, max_ids)

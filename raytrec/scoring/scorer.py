@@ -52,7 +52,7 @@ class Scorer:
         self.manifest, self.columns, self.golden = manifest, columns, golden
         self._programs, self.lookups, self._features = programs, lookups, manifest.features
         self.step, self._rewritten = manifest.source.step, WeakSet[RewrittenProgram]()
-        # The caches hold no strong reference to the scorer. Without reference cycles, its tables are freed at once.
+        # The caches refer to the scorer weakly. Without reference cycles, its tables are freed with the last reference.
         scorer, features = proxy(self), manifest.features
         self.split = lru_cache(MAX_CACHED_SPLITS)(lambda names: scorer._make_split(names))
         self._assembler = lru_cache(4 * MAX_CACHED_SPLITS)(lambda reader: Assembler(reader.form, features))
