@@ -1,1 +1,1 @@
-"""Export of trained models, and comparison of exports with their runs."""
+"""Export trained models, and compare exports with their runs."""

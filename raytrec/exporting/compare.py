@@ -1,4 +1,4 @@
-"""Comparison of an export with its run: scores of golden rows, and metrics with quantized tables.
+"""Compare an export with its run: scores of golden rows, and metrics with quantized tables.
 
 The comparison runs in one process, without Ray.
 """
@@ -90,7 +90,7 @@ def check_golden(
         onnx: Program `predict` that also compares its scores with those of onnxruntime; None: no ONNX.
 
     Raises:
-        RunError: The scores of a program differ from the golden scores, or from those of onnxruntime.
+        RunError: The scores of a program differ from the golden scores, or from the scores of onnxruntime.
     """
     scores = {task.column for task in manifest.tasks}
     columns = pa.schema([field for field in golden.schema if field.name not in scores])

@@ -1,4 +1,4 @@
-"""Logging of an export as an MLflow model in the MLflow run of the raytrec run."""
+"""Log an export as an MLflow model in the MLflow run to which its run has been delivered."""
 
 from __future__ import annotations
 

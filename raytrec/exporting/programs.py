@@ -1,4 +1,4 @@
-"""Export of dense models as torch.export programs, which require only torch, and as ONNX models."""
+"""Export dense models as torch.export programs, which require only torch, and as ONNX models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation rows of a task, its metrics that need them, and metrics of the largest and the worst slices."""
+"""Evaluation rows of a task, metrics that are computed from these rows, and metrics of slices."""
 
 from __future__ import annotations
 

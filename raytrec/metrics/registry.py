@@ -104,7 +104,7 @@ class Metric:
 
 
 class SumMetric(Metric):
-    """Metric whose sums are added over rows, steps and ranks; it is also computed during training.
+    """Metric that is computed from sums over rows, steps and ranks, in training as well as in evaluations.
 
     `sums` takes the TaskOutputs of one or more steps. The function must not make the host wait for the device
     and must always return the same keys. It is called once for all metrics that share the function.

@@ -137,7 +137,7 @@ class Selection:
 
     @property
     def figures(self) -> list[MetricDisplay]:
-        """Return the displays of all metrics: first those of the tasks, then those of full rankings."""
+        """Return the display properties of all metrics: metrics of tasks, followed by metrics of full rankings."""
         task_figures = [
             _make_figure(self.key(task, metric.name), metric, "" if len(self.of) == 1 else f"{task}: ")
             for task, metrics in self.of.items()

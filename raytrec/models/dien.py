@@ -201,7 +201,8 @@ class _Evolve(torch.autograd.Function):
         reset_TBH, keep_TBH, of_state_TBH = gates_TBG.chunk(3, 2)
         share_TBH = (1 - keep_TBH).mul_(weights_BT1.transpose(0, 1))
         back_TBH = states_TBH - candidates_TBH
-        # Factors applied to a state's gradient: for its new part, and for the terms added to each gate.
+        # Factors by which the gradient of a state is multiplied to get the gradients of the candidate's input, and of
+        # the terms that the previous state adds to the gates and the candidate.
         of_new_TBH = torch.addcmul(share_TBH, share_TBH * candidates_TBH, candidates_TBH, value=-1)
         added_TBG = torch.empty_like(gates_TBG)
         of_reset_TBH, of_keep_TBH, of_new_state_TBH = added_TBG.chunk(3, 2)

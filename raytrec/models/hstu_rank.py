@@ -25,7 +25,7 @@ NORM_EPS = 1e-6
 class HstuRank(nn.Module):
     """Hierarchical sequential transduction units over context, history and candidates, with a tower for each task.
 
-    Zhai et al. 2024, arXiv:2402.17152. The layers are those of the authors' DLRM-HSTU and of MLPerf's DLRMv4.
+    Zhai et al. 2024, arXiv:2402.17152. The layers are the same as in the authors' DLRM-HSTU and MLPerf's DLRMv4.
     The tokens of a request are, in this order:
 
         context     W_f e + b_f for each feature f of the request, and one token for all its dense columns
@@ -190,8 +190,8 @@ class TransducerLayer(nn.Module):
         r_i = Σ_j a_ij v_j
         x ← x + W₂ d(silu(u), r, silu(u) ⊙ N′ r)
 
-    Tokens of users are those of the context and the history. The last layer returns them unchanged, because
-    the model reads only its tokens of candidates.
+    Tokens of users are the tokens of the context and the history. The last layer returns them unchanged, because
+    the model reads only the candidates' tokens of the last layer.
 
     Args:
         config: Dim, heads, width and dropout.

@@ -132,8 +132,9 @@ def _matrix(n: int, rank: int | None) -> nn.Module:
 class Wukong(nn.Module):
     """Wukong: interaction layers over the vectors of all features, and a top MLP over the last layer's vectors.
 
-    Zhang et al. 2024, arXiv:2403.02545. The first layer reads the pooled embeddings and, if there are dense
-    columns, the output of an MLP over them. The output of layer i contains interactions of 1 to 2ⁱ features.
+    Zhang et al. 2024, arXiv:2403.02545. The first layer reads the pooled embeddings and, if the schema has dense
+    columns, the output of an MLP over these columns. The output of layer i contains interactions of 1 to 2ⁱ
+    features.
 
     Args:
         schema: Schema with any dense columns; all tables have the same dim.

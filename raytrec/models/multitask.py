@@ -220,8 +220,8 @@ class DBMTL(nn.Module):
     """DBMTL: P(labels | x) = Πₖ P(label k | x, its parent labels), modeled in the layers below the logits.
 
     Wang et al. 2019, arXiv:1902.09154. s is the output of shared layers over the concatenated dense columns
-    and embeddings, and tₖ = towerₖ(s). For each task k, rₖ = MLPₖ(tₖ, rⱼ …), where the rⱼ are those of the
-    tasks j on which task k depends (its parents). The logits of task k are linear in rₖ.
+    and embeddings, and tₖ = towerₖ(s). For each task k, rₖ = MLPₖ(concatenation of tₖ and rⱼ for all parents j of
+    k), where the parents are the tasks on which task k depends. The logits of task k are linear in rₖ.
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims.

@@ -1,4 +1,4 @@
-"""Scoring with a checkpoint's model in this process, with only the looked-up table rows in memory."""
+"""Score rows with a checkpoint's model in this process, with only the looked-up table rows in memory."""
 
 from __future__ import annotations
 

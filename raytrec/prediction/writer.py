@@ -1,4 +1,4 @@
-"""Writing of predicted spans, and joining of spans to files. This module does not import torch."""
+"""Write the predictions of spans, and join them to files. This module does not import torch."""
 
 from __future__ import annotations
 

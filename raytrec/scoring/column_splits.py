@@ -1,4 +1,4 @@
-"""Division of a model's columns between users and candidates, so that users are scored once."""
+"""Divide a model's columns between users and candidates, so that user features are processed once per user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading of exports: copying their files from a store, comparing checksums, and opening programs and tables."""
+"""Load exports: copy files from a store, compare checksums, and open programs and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lookups of the bags and sequences that a model's programs read, in plain torch."""
+"""Look up the bags and sequences that a model's programs read, in plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fast reading of plain rows in requests: rows of numbers and ids without nulls.
+"""Fast reader of plain rows in requests, which are rows of numbers and ids without nulls.
 
 `PlainRowReader` reads all columns with one call, but only values that are valid and need no conversion. All other
 rows, such as rows with nulls, text or invalid values, are read or rejected by `RowReader`, which defines the meaning

@@ -1,4 +1,4 @@
-"""Reading of the rows of a request, in the same way as rows of files in training."""
+"""Read the rows of a request in the same way as rows of files in training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RowReader:
     Attributes:
         form: Resolved read plan of the rows that `read` returns.
         columns: Columns that rows must contain, with the types of values that arrive without a type, such as JSON.
-        matrices: Matrix → columns whose values it can contain instead (matrices.py).
+        matrices: Matrix → columns; a request can contain the matrix instead of these columns (matrices.py).
     """
 
     def __init__(self, schema: Schema, transforms: Sequence[Transform], lists: Sequence[str], columns: pa.Schema):

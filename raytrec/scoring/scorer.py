@@ -124,9 +124,9 @@ class Scorer:
         return {name.partition("/")[2]: value for name, value in self.program_weights.items()}
 
     def update(self, step: int, version: str, ids: Mapping[str, IdRows], weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace managed ids and weights in place. Unlike the other methods, this one is not thread-safe.
+        """Replace managed ids and weights in place.
 
-        It must be called in the thread that scores.
+        Unlike other methods, `update` is not thread-safe and must be called in the thread that scores.
 
         Args:
             step: Training step of the new state.

@@ -1,4 +1,4 @@
-"""Rewriting of programs so that the part that depends only on the user is computed once per user.
+"""Rewrite programs so that the part that depends only on the user is computed once per user.
 
 A program of torch.export is a list of operators over tensors of B rows, here one row per candidate. If some inputs
 have one row per user, [U, …], an operator that reads only such inputs also returns one row per user. For any other
@@ -156,7 +156,7 @@ class _ProgramRewriter:
     Args:
         program: Graph of the program.
         once: Indices of the inputs with one row per user.
-        dense: Index of the input of dense columns if these are columns of both users and rows, else None.
+        dense: Index of the input of dense columns if it contains columns of both users and rows, else None.
         columns: Indices of the users' columns in this input.
     """
 

@@ -1,4 +1,4 @@
-"""Computation of losses that compare rows of the global batch.
+"""Compute losses that compare rows of the global batch.
 
 Each rank computes the losses of its rows from the logits of all ranks, and the gradient of these losses with respect
 to all logits. The gradients are summed over ranks, and each rank keeps the gradients of its rows. Therefore, values
@@ -44,7 +44,7 @@ def compute_batch_loss(
 
     Returns:
         Sum of the losses of this rank's rows, multiplied by their factors; float32 scalar. If gradients are enabled,
-        the gradient with respect to `rank_rows.logits` is that of the sum over the global batch.
+        the gradient with respect to `rank_rows.logits` is the gradient of the sum over the global batch.
     """
     gradient, peers = torch.is_grad_enabled(), Peers(alone=world == 1 or candidate_counts is not None)
     batch = rank_rows if peers.world == 1 else _gather_rows(rank_rows, peers)

@@ -130,8 +130,8 @@ class FieldVectors(nn.Module):
     The vector of a sparse feature is its pooled embedding. A dense column with value x has the vector x · v
     with a learned v, as in factorization machines (Rendle 2010). With first-order weights, all table rows and
     all v have the form [w₁ … w_T, vector], where the first T numbers are weights, one per output. A linear
-    model of ids and columns is thus trained alongside the vectors, with separate parameters. As in the papers,
-    weights and vectors are separate parameters; they only share a table row.
+    model of ids and columns is thus trained alongside the vectors. As in the papers, weights and vectors are
+    separate parameters, although they share a table row.
 
     Args:
         schema: Schema whose tables all have the same dim.

@@ -2,7 +2,7 @@
 
 Each rank looks up the negatives of its rows. If the negatives of all ranks do not outnumber the maximum number
 of queries of one rank, the negatives are sent to all ranks. Otherwise, the queries are sent to all ranks. Each
-rank then compares all queries with its own negatives, and sends their contributions to the losses back to the
+rank then compares all queries with its negatives, and sends the negatives' contributions to the losses back to the
 ranks of the queries. Thus no rank needs memory for all items of a large table.
 """
 
