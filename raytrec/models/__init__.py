@@ -76,7 +76,7 @@ def build_model(
     cls = find_code(config.path, "model", "model.name", os.getcwd())
     is_custom = isinstance(config, PythonSection)
     if is_custom and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise _contract_error(config.name, "it is not a torch.nn.Module", "a subclass of torch.nn.Module")
+        raise _contract_error(config.name, "the class is not a torch.nn.Module", "a subclass of torch.nn.Module")
     optional = {"outputs": outputs, "vectors": vectors, "tasks": tasks}
     kwargs = {name: value for name, value in optional.items() if _accepts_argument(cls, name)}
     if vectors and "vectors" not in kwargs:

@@ -23,8 +23,9 @@ from raytrec.models.parts.packed_sequences import reverse_sequences
 class DIEN(nn.Module):
     """Model that encodes each sequence with a GRU and an AUGRU, followed by an MLP.
 
-    Each sequence is encoded as the last state of an AUGRU over the states of a GRU. The MLP reads the dense
-    columns, the encoded sequences, and all other features (including the target) except the negatives.
+    A sequence is encoded as the last state of an AUGRU (GRU with attentional update gate), which reads the states
+    of a GRU. The MLP reads the dense columns, the encoded sequences, and all other features (including the target)
+    except the negatives.
 
     For id vectors e_1 … e_T, oldest first, and the target's vector e_a:
         h_t = GRU(e_t, h_{t−1}), as wide as e

@@ -12,10 +12,10 @@ from raytrec.models.parts.layers import ConcatInputs, FieldVectors, mlp, mlp_and
 
 
 class WideDeep(nn.Module):
-    """Wide & Deep: logit = wide part, linear in ids and dense columns, + wᵀ MLP(concatenated deep part) + b.
+    """Wide & Deep: logit = wide part + wᵀ MLP(concatenated deep part) + b.
 
-    Cheng et al. 2016, arXiv:1606.07792. The weight of an id in the wide part is the first number of the id's
-    table row, which the MLP does not read. With T outputs, the first T numbers are weights, one per output. A
+    Cheng et al. 2016, arXiv:1606.07792. The wide part is linear in ids and dense columns. The weight of an id is the
+    first number of its table row, which the MLP does not read. With T outputs, the first T numbers are weights. A
     pooled embedding thus starts with the sum of its ids' weights (or their mean, depending on the pooling).
     For features that are only in the deep part, the MLP reads the full table row. Cross-product features, φ(x)
     in the paper, must be features of the data.

@@ -34,9 +34,10 @@ class HstuRank(nn.Module):
         candidates  E_item(items) + c
 
     E_item and E_action are MLPs, and p, p', s and c are learned vectors. p and p' depend on the number of more
-    recent events, and s on the time since the event, in 128 logarithmic buckets. A token attends to itself and
-    to earlier tokens, but not to other candidates. A candidate's score is thus independent of the other
-    candidates, and the context and history tokens of a request are computed once for all of its candidates.
+    recent events, and s on the time from the event to the request (without `request_time`, to the newest event),
+    in 128 logarithmic buckets. A token attends to itself and to earlier tokens, but not to other candidates. A
+    candidate's score is thus independent of the other candidates, and the context and history tokens of a request
+    are computed once for all of its candidates.
 
     Another MLP encodes all features and dense columns of the candidate as a vector. The towers read the
     elementwise product of this vector and the layer norm of the last layer's output for the candidate. With

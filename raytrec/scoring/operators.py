@@ -143,7 +143,7 @@ def canonicalize_expression(text: str) -> str:
     Expressions must be checked, because sympy evaluates them as Python code.
 
     Raises:
-        DisallowedContent: The expression is too long, or contains more than EXPRESSION_FUNCTIONS and constants.
+        DisallowedContent: The expression is too long, or contains an element that `_is_expression` does not allow.
     """
     try:
         short = len(text) <= MAX_EXPRESSION_CHARACTERS and text.count("(") <= MAX_EXPRESSION_CALLS
