@@ -1,4 +1,4 @@
-"""Apply deltas to an export, for `raytrec deltas apply`."""
+"""Implementation of `raytrec deltas apply`, which applies deltas to an export."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from raytrec.scoring.stored_tables import ALIGNMENT, PRECISIONS, encode_rows
 
 
 def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, allow_code: bool = False) -> Result:
-    """Write an export of a later step, to which a run's deltas lead. Neither the run nor its data are needed.
+    """Apply a run's deltas to an export, and write the result as a new export of a later step.
 
-    The files of the export are copied to a temporary folder (TMPDIR), in which one delta after the other is applied. A
-    model in ONNX is not copied.
+    Neither the run folder nor its data is needed. The files of the export are copied to a temporary folder (TMPDIR),
+    in which the deltas are applied one after another. The new export contains no ONNX model.
 
     Args:
         export: Export of a checkpoint; local, s3:// or gs://. Its tables may have any precision.
         deltas: Folder of deltas of the same run (export.deltas.to).
         out: Output folder; local, s3:// or gs://.
-        to: Number of the last delta to apply; default: the newest one.
+        to: Number of the last delta to apply; default: the newest.
         allow_code: True to allow transforms of the export to name code.
 
     Returns:
@@ -46,7 +46,8 @@ def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, a
 
     Raises:
         RunError: The export or a delta cannot be used, or another process is writing to `out`.
-        ConfigError: `out` contains other files, or the export names code.
+        ConfigError: `out` contains other files, there is no delta `to`, or a transform of the export names code and
+            `allow_code` is False.
     """
     began = perf_counter()
     export, deltas, out = (make_absolute(str(each)) for each in (export, deltas, out))
@@ -70,7 +71,7 @@ def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, a
 
 
 def _read_chain(folder: str, start: Position, to: int | None) -> list[Position]:
-    """Return the start and the positions after the deltas to apply.
+    """Return the position `start`, followed by the position after each delta to apply.
 
     Raises:
         ConfigError: Delta `to` does not follow the start.
@@ -115,7 +116,7 @@ class _PatchedExport:
         self.ids: dict[str, IdRows] = {n: read_ids(folder / file, manifest, n) for n, file in manifest.ids.items()}
 
     def apply(self, source: str, delta: Delta) -> None:
-        """Apply a delta of the folder `source`."""
+        """Apply a delta; `source` is the folder of deltas, for messages."""
         with refuse_unusable(source, delta.position):
             for stack in self.manifest.stacks:
                 first_row, precision = 0, PRECISIONS[stack.precision]
@@ -131,12 +132,12 @@ class _PatchedExport:
     def _write_rows(self, files: Sequence[str], block_rows: int, rows: np.ndarray, stored: np.ndarray) -> None:
         for number, file in enumerate(files):
             inside = rows // block_rows == number
-            if inside.any():  # the system writes the pages back, so that memory is not needed for the whole table
+            if inside.any():  # rows are written to a mapped file, so that the table need not fit into memory
                 block = np.memmap(self.folder / file, stored.dtype, "r+", offset=ALIGNMENT)
                 block.reshape(-1, stored.shape[1])[rows[inside] - number * block_rows] = stored[inside]
 
     def finish(self) -> None:
-        """Write the programs, the ids and the scores of the golden rows."""
+        """Write the programs with the new weights, the managed ids, and the golden rows with their new scores."""
         for name, entry in self.manifest.programs.items():
             file = self.folder / entry.file
             file.write_bytes(replace_weights(file.read_bytes(), self.programs[name], self.weights))
@@ -155,7 +156,7 @@ class _PatchedExport:
 def _write_export(
     target: ExportFolder, patched: _PatchedExport, deltas: str, positions: Sequence[Position], console: RunConsole
 ) -> Manifest:
-    """Apply deltas, write all files of the new export, the manifest last, and return the manifest."""
+    """Apply deltas, write all files of the new export (the manifest last), and return the manifest."""
     base, source = patched.manifest, patched.manifest.source
     for position in positions:
         console.phase(f"applying delta {position.number}, step {position.manifest.step:,}", always=False)

@@ -39,9 +39,9 @@ from raytrec.worker.evaluate import evaluate
 
 
 def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Part]]:
-    """Return the dataset's first rows as stored in its files, and their locations.
+    """Return the first `count` rows of a dataset as read from its files, with widened types, and their locations.
 
-    If there are no rows, the table still has the types of the columns.
+    If there are no rows, the table is empty but still has the types of the columns.
     """
     columns, parts = dataset.form.columns, []
     for group in dataset.groups:
@@ -64,7 +64,7 @@ def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Par
 def score_golden_rows(
     trained: TrainedModel, dataset: Dataset, parts: list[Part], precision: PrecisionName
 ) -> dict[str, pa.Array]:
-    """Return a mapping from score column to the trained model's scores of rows, with tables rounded to a precision."""
+    """Return score column → the trained model's scores of the rows in `parts`, with tables rounded to a precision."""
     names = list_score_columns(trained.objective.tasks)
     kinds = [pa.float32() if t.outputs == 1 else pa.list_(pa.float32()) for t in trained.objective.tasks]
     if not parts:
@@ -80,17 +80,17 @@ def score_golden_rows(
 def check_golden(
     trained: TrainedModel, manifest: Manifest, golden: pa.Table, precision: PrecisionName, onnx: ComparedProgram | None
 ) -> None:
-    """Check the programs' scores of the golden rows, before any file is written.
+    """Check the scores that the programs compute for the golden rows, before any file is written.
 
     Args:
         trained: Trained model to export.
         manifest: Manifest of the export.
         golden: Golden rows with their scores.
         precision: Precision of the tables.
-        onnx: Replacement for the program `predict` that also compares the scores of ONNX; None: no ONNX.
+        onnx: Program `predict` that also compares its scores with those of onnxruntime; None: no ONNX.
 
     Raises:
-        RunError: The scores of a program or of ONNX differ from the golden scores.
+        RunError: The scores of a program differ from the golden scores, or from the scores of onnxruntime.
     """
     scores = {task.column for task in manifest.tasks}
     columns = pa.schema([field for field in golden.schema if field.name not in scores])
@@ -107,8 +107,8 @@ def compare_precisions(
 ) -> Metrics:
     """Return the metrics of the run's tasks on all rows of a dataset, with fp32 and quantized tables.
 
-    Data is read in global batches. For each batch, only the looked-up table rows are read from the
-    checkpoint.
+    Data is read in batches of data.global_batch_size rows. For each batch, only the table rows that it looks up are
+    read from the checkpoint.
 
     Args:
         trained: Trained model to export.
@@ -117,18 +117,18 @@ def compare_precisions(
         console: Console for progress and warnings.
 
     Returns:
-        Metric → precision → value (None if undefined); empty, with a warning, if columns required by metrics,
-        such as labels, are missing.
+        Metric → precision → value (None if undefined). If columns that the metrics require, such as labels, are
+        missing, the result is empty and a warning is printed.
 
     Raises:
-        DataError: The schema forbids a value in a row.
+        DataError: The schema does not allow a value in a row.
     """
     eval_config = trained.saved.config.eval.model_copy(update={"retrieval": None, "slices": []})
     config = trained.saved.config.model_copy(update={"eval": eval_config})
     try:
         dataset = open_dataset(config, trained.schema, places, "--data")
         check_usable_rows(dataset)
-    except DataError as error:  # the features have been found before, so only other columns can be missing
+    except DataError as error:  # golden rows have been scored before, so only columns of the tasks can be missing
         console.warn(f"skipped the comparison of metrics: {error.what} ({error.where})")
         return {}
     selection = Selection(trained.objective.tasks, eval_config)
@@ -164,11 +164,11 @@ class LocalStream(Stream):
 
 
 class _EvaluationModel:
-    """Replacement for Step in evaluations of an export.
+    """Replacement for worker.step.Step that evaluates batches with lookups of an export.
 
     Args:
         trained: Trained model to export.
-        lookups: Table lookups.
+        lookups: Lookups in tables of one precision.
         report: Function called with the number of evaluated rows after each batch.
     """
 
@@ -176,7 +176,7 @@ class _EvaluationModel:
         self._trained, self._lookups, self._report = trained, lookups, report
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[StepOutputs]:
-        """Yield the outputs of each batch, without gradients."""
+        """Yield the outputs of each batch, computed without gradients."""
         trained, rows = self._trained, 0
         program = trained.programs["predict"]
         with torch.no_grad():
@@ -189,7 +189,7 @@ class _EvaluationModel:
 
 
 def _to_assembled(batch: Batch) -> AssembledTensors:
-    """Return the tensors of a batch as AssembledTensors, the input of lookups in an export."""
+    """Return the tensors of a batch in the form that Lookups accepts."""
     ids = batch.sparse
     counts = ids.length_per_key()
     bags = Bags(ids.keys(), ids.values(), ids.weights_or_none(), ids.lengths(), counts, ids.stride())

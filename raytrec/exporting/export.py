@@ -1,4 +1,4 @@
-"""Export a trained model to a folder for scoring without the trainer, for `raytrec export`."""
+"""Implementation of `raytrec export`, which writes a trained model to a folder for scoring without the trainer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from raytrec.metrics.selection import EVAL_PREFIX
 from raytrec.scoring.load import open_export
 from raytrec.scoring.manifest import GOLDEN, ONNX_FILE, Manifest, PrecisionName, ProgramEntry
 
-GOLDEN_ROWS = 64
+GOLDEN_ROWS = 64  # default number of golden rows
 
 
 def export(
@@ -57,9 +57,9 @@ def export(
 ) -> Result:
     """Export a run's model to a folder for `raytrec.load` and `raytrec serve`.
 
-    Neither workers nor Ray are needed, and only a small part of the tables is in memory at a time. An
-    interrupted export is continued when the function is called again. If the run has saved another checkpoint
-    in the meantime, the export starts over with the newest checkpoint.
+    Neither workers nor Ray are needed, and only a small part of the tables is in memory at a time. If an export is
+    interrupted, calling the function again with the same arguments continues it. If the run has saved another
+    checkpoint in the meantime, the export starts over with the newest checkpoint.
 
     Args:
         run: Run folder or checkpoint folder; nothing is written there.
@@ -68,10 +68,10 @@ def export(
             newest.
         quantize: Precision of the tables, int8, int4 or fp16; default: fp32. If set, the run's metrics are
             computed on all rows of the data, with fp32 tables and with quantized tables.
-        data: Parquet folder or file that supplies column types, golden rows and rows for metrics; default:
-            data.test, data.valid or data.train of the run.
-        golden_rows: Number of rows exported with their scores, which are compared whenever the export is
-            loaded.
+        data: Parquet folder or file from which column types, golden rows and rows for metrics are read; default:
+            data.test of the run if set, else data.valid, else data.train.
+        golden_rows: Number of rows that are exported with their scores. Whenever the export is loaded, the scores
+            of these rows are computed again and compared.
         onnx: True to also write model.onnx, the dense model for onnxruntime.
         mlflow: True to log the export as a model of the run's MLflow run; each call logs a model.
         embed: True to copy the export's files into the MLflow model; default: the model stores the export's
@@ -85,11 +85,11 @@ def export(
         undefined). With MLflow, also mlflow_model, the model's URI.
 
     Raises:
-        RunError: There is no checkpoint, exported scores differ from the run's, the run is not in MLflow, or another
-            process is writing to `out`.
-        ConfigError: `out` contains other files, the model cannot be exported, or `embed` is set without
-            `mlflow` or with an `out` that is not local.
-        DataError: The data does not fit the schema.
+        RunError: There is no checkpoint, exported scores differ from the run's scores, the run is not in MLflow, or
+            another process is writing to `out`.
+        ConfigError: `out` contains other files, the model cannot be exported, or `embed` is set although `mlflow`
+            is not set or `out` is not local.
+        DataError: The data does not match the schema.
 
     Example:
         >>> raytrec.export("runs/films", "films-export").metrics["export.golden_rows"]
@@ -171,7 +171,7 @@ def _write_export(
     onnx: bool,
     console: RunConsole,
 ) -> Manifest:
-    """Write all files of an export, the manifest last, and return the manifest."""
+    """Write all files of an export (the manifest last), and return the manifest."""
     schema = trained.schema
     dataset = open_inputs(trained.saved.config, schema, places)
     golden, parts = select_golden_rows(dataset, golden_rows)
@@ -220,7 +220,7 @@ def _write_export(
 
 
 def encode_ids(ids: torch.Tensor, rows: torch.Tensor) -> bytes:
-    """Return a Parquet file with the managed ids of a table and their rows."""
+    """Return the content of a Parquet file with the managed ids of a table and their rows."""
     sink = io.BytesIO()
     pq.write_table(pa.table({"id": ids.numpy(), "row": rows.numpy()}), sink, compression="zstd")
     return sink.getvalue()
@@ -252,7 +252,7 @@ def _write_tables(target: ExportFolder, trained: TrainedModel, manifest: Manifes
 
 
 def encode_arrow(table: pa.Table) -> bytes:
-    """Return a table in the format of Arrow IPC files."""
+    """Return the content of an Arrow IPC file with a table."""
     sink = io.BytesIO()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)

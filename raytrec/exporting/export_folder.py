@@ -1,4 +1,4 @@
-"""Output folder of an export."""
+"""Output folder of an export, which keeps complete files if the export is interrupted."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from raytrec.common.output_folder import ClaimedFolder
 from raytrec.common.storage import join_uri
 from raytrec.scoring.manifest import MANIFEST_FILE, FileEntry, Manifest, read_manifest
 
-CLAIM_FILE = "_export.json"  # file that claims the folder for an incomplete export
+CLAIM_FILE = "_export.json"  # file that reserves the folder for an export until the export is complete
 
 
 @dataclass(frozen=True)
 class ExportClaim:
-    """Claim of an export that is being written (_export.json).
+    """Content of _export.json, which reserves a folder for one export until the export is complete.
 
     Attributes:
-        binding: Hash of everything that determines the export's content.
+        binding: Hash of the inputs and options that determine the export's content.
         files: File name → entry, for complete files.
-        request: Hash like `binding`, with the requested run in place of the checkpoint's content.
+        request: Hash of the arguments of the command. Unlike `binding`, it does not depend on which checkpoint or
+            delta is the newest.
     """
 
     binding: str
@@ -32,11 +33,11 @@ class ExportClaim:
 
 
 class ExportFolder:
-    """Output folder of an export; complete files are kept if the export is interrupted.
+    """Output folder of an export. If the export is interrupted, complete files are kept.
 
     Args:
         folder: Folder to write to.
-        claim: Claim of this export, initially without files; complete files are added.
+        claim: Claim of this export, initially without files. Complete files are added to it.
     """
 
     def __init__(self, folder: ClaimedFolder, claim: ExportClaim):
@@ -72,7 +73,11 @@ class ExportFolder:
         return None
 
     def write(self, name: str, data: Iterable[bytes]) -> None:
-        """Write a file unless it is already complete.
+        """Write a file unless the claim lists it as complete.
+
+        Args:
+            name: Name of the file, relative to the folder.
+            data: Content of the file, in pieces; not consumed if the file is complete.
 
         Raises:
             RunError: The file cannot be written.
@@ -93,10 +98,14 @@ class ExportFolder:
             self.folder.write(CLAIM_FILE, to_json_document(self.claim))
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, which completes the export."""
+        """Write the manifest, which completes the export, and delete the claim.
+
+        Raises:
+            RunError: A file cannot be written.
+        """
         with _report_write_errors(join_uri(self.folder.uri, MANIFEST_FILE)):
             self.folder.write(MANIFEST_FILE, to_json_document(manifest))
-            with suppress(FileNotFoundError):  # the same export may run concurrently on a store without locks
+            with suppress(FileNotFoundError):  # on stores without locks, the same export may run twice at the same time
                 self.folder.delete(CLAIM_FILE)
             self.folder.remove(self.folder.partial)
 

@@ -1,4 +1,4 @@
-"""Log an export as an MLflow model in the MLflow run."""
+"""Log an export as an MLflow model in the MLflow run to which its run has been delivered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PACKAGE = Path(raytrec.__file__).parent
 ENTRY_FILE = PACKAGE / "scoring/mlflow_entry.py"
 # Packages required for scoring: raytrec's requirements and those of its extra `score`.
 REQUIRED_PACKAGES = ("numpy", "pandas", "pyarrow", "pydantic", "pyyaml", "rich", "safetensors", "torch", "typer")
-EXAMPLE_ROWS = 3
+EXAMPLE_ROWS = 3  # maximum number of golden rows in the model's input example
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class MlflowRun:
 
         Raises:
             RunError: The run folder does not exist, or its MLflow run does not exist in the store.
-            ConfigError: The run is not tracked, or the store cannot be opened.
+            ConfigError: The run has no tracking configuration, or the store cannot be opened.
         """
         from raytrec.compat.mlflow_ import import_quietly
 
@@ -82,7 +82,7 @@ class MlflowRun:
         return cls(uri, mlflow_run.info.run_id, mlflow_run.info.experiment_id)
 
     def log(self, export: str, manifest: Manifest, embed: bool) -> str:
-        """Log an export as a model and return the model's URI.
+        """Log an export as a model, and return the model's URI.
 
         The model contains the code that loads the export (scoring/mlflow_entry.py), raytrec itself, versioned
         requirements, a signature, and some golden rows as an example.
@@ -128,7 +128,7 @@ class MlflowRun:
                     pip_requirements=list_pip_requirements(),
                     **_describe_model(export, manifest),
                 )
-        except Exception as error:  # MLflow and its stores raise many types
+        except Exception as error:  # MLflow and its stores raise exceptions of many types
             raise RunError(
                 f"MLflow rejected the model: {reason(error)}",
                 where=f"tracking.uri={hide(self.uri)}",
@@ -138,7 +138,7 @@ class MlflowRun:
 
 
 def _describe_model(export: str, manifest: Manifest) -> dict[str, Any]:
-    """Return the signature and the example of a model, derived from the golden rows and their scores."""
+    """Return the arguments `signature` and `input_example` of Model.log, derived from the golden rows."""
     golden = pa.ipc.open_file(pa.py_buffer(read_bytes(join_uri(export, GOLDEN)))).read_all()
     scores = [task.column for task in manifest.tasks]
     example = _remove_time_zones(golden.drop_columns(scores)[:EXAMPLE_ROWS]).to_pandas()
@@ -147,13 +147,13 @@ def _describe_model(export: str, manifest: Manifest) -> dict[str, Any]:
 
 @contextmanager
 def _use_store(uri: str) -> Iterator[None]:
-    """Make MLflow's functions write to a store for the duration of the block, and restore sys.path.
+    """Make MLflow's functions write to a store for the duration of the block, and restore sys.path afterwards.
 
-    When MLflow tests a model, it adds the model's folders to sys.path.
+    MLflow adds the folders of a model to sys.path when it tests the model.
     """
     import mlflow
 
-    # set_tracking_uri also sets the environment variable, which child processes would inherit.
+    # set_tracking_uri also sets MLFLOW_TRACKING_URI, which child processes would inherit, so both are restored.
     previous_uri, path = os.environ.get("MLFLOW_TRACKING_URI"), list(sys.path)
     mlflow.set_tracking_uri(uri)
     try:
@@ -164,7 +164,7 @@ def _use_store(uri: str) -> Iterator[None]:
 
 
 def list_pip_requirements() -> list[str]:
-    """Return the packages required by the model, pinned to the installed versions, in pip's format."""
+    """Return the model's required packages as pip requirements, pinned to the installed versions."""
     return [f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", *REQUIRED_PACKAGES)]
 
 
@@ -190,7 +190,7 @@ def make_signature(golden: pa.Table, scores: Collection[str]) -> Any:
 
 
 def _remove_time_zones(rows: pa.Table) -> pa.Table:
-    """Return the rows with time zones removed from timestamps, whose values are in UTC, for MLflow."""
+    """Return the rows with timestamps in UTC without a time zone, because MLflow does not support time zones."""
     kinds = [f.with_type(pa.timestamp(f.type.unit)) if types.is_timestamp(f.type) else f for f in rows.schema]
     return rows.cast(pa.schema(kinds))
 

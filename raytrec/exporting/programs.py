@@ -1,4 +1,4 @@
-"""Export a dense model to torch.export programs, which require only torch, and to ONNX."""
+"""Export dense models as torch.export programs, which require only torch, and as ONNX models."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from raytrec.scoring.program_archive import DisallowedContent, sanitize_archive
 from raytrec.scoring.single_rows import make_example_input
 from raytrec.tasks.objective import Objective
 
-EXAMPLE_ROWS = 3  # with a single row, torch would specialize the program to batches of one row
-TOLERANCE = 1e-5  # tolerance of onnxruntime's outputs, relative for values above 1
-RANDOM_BATCH_SIZES = (1, 3, 50)
-ROW_AXIS = "rows"  # name of the first dimension of all inputs and outputs
+EXAMPLE_ROWS = 3  # rows of example inputs; with one row, torch would specialize the program to batches of one row
+TOLERANCE = 1e-5  # maximum difference of onnxruntime's outputs, relative for values above 1
+RANDOM_BATCH_SIZES = (1, 3, 50)  # numbers of random rows for which outputs are compared with onnxruntime
+ROW_AXIS = "rows"  # name of the first dimension of all inputs and outputs in ONNX
 
 
 @dataclass(frozen=True)
 class Program:
-    """Exported program and its inputs.
+    """Program exported by torch.export, with its inputs.
 
     Attributes:
         exported: Program that maps tensors to a tuple of tensors: the predictions of each task, float32 [B]
@@ -47,7 +47,7 @@ class Program:
     model: ScoringModule
 
     def to_pt2_bytes(self) -> bytes:
-        """Return the content of a .pt2 file without example inputs (a pickle) and without paths of this machine.
+        """Return the content of a .pt2 file, without example inputs (a pickle) and paths of this machine.
 
         Raises:
             ConfigError: The model contains an operator that is not allowed in exports.
@@ -68,13 +68,13 @@ class Program:
 def make_program(
     recommender: Recommender, objective: Objective, inputs: Collection[Input], tower: TowerName | None = None
 ) -> Program:
-    """Return a recommender's dense model as a program with only those inputs that the model reads.
+    """Export a recommender's dense model as a program with only those inputs that the model reads.
 
     Args:
-        recommender: Tables and dense model.
-        objective: Tasks of the run.
-        inputs: All inputs of the model.
-        tower: Tower whose vectors the program returns; None: predictions of the objective's tasks.
+        recommender: Recommender that contains the dense model.
+        objective: Objective of the run, which converts logits to predictions.
+        inputs: Inputs for all features of the schema.
+        tower: Tower whose vectors the program returns; None: the program returns the predictions of all tasks.
 
     Raises:
         ConfigError: torch cannot export the model.
@@ -109,7 +109,7 @@ def _export(model: nn.Module, inputs: tuple[Input, ...]) -> ExportedProgram:
 
 
 def _find_model_line(error: Exception) -> str:
-    """Return the line of the model that raised an error."""
+    """Return the innermost line outside of torch and this file that raised an error, for messages."""
     excluded = os.path.dirname(torch.__file__), __file__
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((each for each in reversed(frames) if not each.filename.startswith(excluded)), frames[-1])
@@ -117,7 +117,7 @@ def _find_model_line(error: Exception) -> str:
 
 
 def _detect_read_inputs(program: ExportedProgram) -> Iterator[bool]:
-    """Yield, for each user input, True if its values are read; reading its number of rows does not count."""
+    """Yield True for each user input whose values are read, else False. Reading the number of rows does not count."""
     program.graph.eliminate_dead_code()
     read = {
         node.name: any(user.target is not torch.ops.aten.sym_size.int for user in node.users)
@@ -130,13 +130,13 @@ def _detect_read_inputs(program: ExportedProgram) -> Iterator[bool]:
 
 
 class ScoringModule(nn.Module):
-    """Module that maps input tensors to the predictions of each task or to one tower's vectors.
+    """Module that maps input tensors to the predictions of all tasks or to the vectors of one tower.
 
     Args:
-        recommender: Tables and dense model.
-        objective: Tasks of the run.
+        recommender: Recommender that contains the dense model.
+        objective: Objective of the run, which converts logits to predictions.
         inputs: Inputs of the program.
-        tower: Tower whose vectors are returned; None: predictions of each task.
+        tower: Tower whose vectors are returned; None: the predictions of all tasks are returned.
         dense: Number of dense columns in the schema, even if the model does not read them.
     """
 
@@ -153,18 +153,18 @@ class ScoringModule(nn.Module):
         self._objective, self._inputs, self._tower, self._dense = objective, inputs, tower, dense
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the predictions of each task, or a tuple with the vectors of the tower."""
+        """Return a tuple with the predictions of each task, or with the vectors of the tower."""
         if self._tower:
             tower = getattr(self.model, self._tower)
             return (select_last_vectors(self._call.run(tower, *self._split_inputs(tensors))),)
         return tuple(self._objective.predictions(self.logits(tensors)).values())
 
     def logits(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the logits of the rows, float32 [B] or [B, columns], as read by Objective."""
+        """Return the model's output, float32 [B] or [B, columns], which Objective splits by task."""
         return self._call.run(self.model, *self._split_inputs(tensors))
 
     def _split_inputs(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return (dense columns of the rows, inputs by feature)."""
+        """Return (dense columns, inputs by feature), the arguments of the model's forward."""
         dense = tensors[0].new_zeros(tensors[0].shape[0], self._dense)  # torch.export would trace len() as a constant
         features: dict[str, Any] = {}
         for spec, tensor in zip(self._inputs, tensors, strict=True):
@@ -179,16 +179,16 @@ class ScoringModule(nn.Module):
 
 
 def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
-    """Return the content of model.onnx, which accepts any number of rows.
+    """Convert a program to ONNX, and return the content of model.onnx. The model accepts any number of rows.
 
-    Inputs are named KIND.FEATURE (`make_input_name`), in the program's order.
+    Inputs are named KIND.FEATURE (`make_input_name`), and have the order of the program's inputs.
 
     Args:
         program: Program to convert.
         outputs: Names of the outputs.
 
     Raises:
-        ConfigError: Packages are missing, or ONNX lacks an operator of the program.
+        ConfigError: Packages are missing, or ONNX does not support an operator of the program.
     """
     try:
         import onnxruntime  # noqa: F401 (to compare with)
@@ -203,7 +203,7 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
     op: Any = onnxscript.opset18
 
     def squeeze(self: Any, dim: int) -> Any:
-        """Keep a dimension whose size is not 1, as torch does; ONNX's operator would raise an error."""
+        """Remove a dimension of size 1, and ignore other dimensions as torch does. ONNX's Squeeze rejects them."""
         return op.Squeeze(self, op.Constant(value_ints=[dim])) if self.shape[dim] == 1 else self
 
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # torch.onnx always warns about torchvision
@@ -219,7 +219,7 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
         )
         onnx_program.rename_axes({onnx_program.model.graph.inputs[0].shape[0]: ROW_AXIS})
         for node in onnx_program.model.graph:
-            node.metadata_props.clear()  # lines of code and paths of this machine
+            node.metadata_props.clear()  # removes lines of code and paths of this machine
         onnx_program.save(buffer)
     except Exception as error:  # torch's exceptions have no common base
         raise ConfigError(
@@ -237,7 +237,7 @@ def make_input_name(program_input: Input) -> str:
 
 
 def _summarize_error(error: BaseException) -> str:
-    """Return the operator that ONNX does not support, or the first line of the innermost error."""
+    """Return a message that names the operator ONNX does not support, or the first line of the innermost error."""
     while error.__cause__ is not None:
         error = error.__cause__
     missing = re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", str(error))
@@ -245,7 +245,7 @@ def _summarize_error(error: BaseException) -> str:
 
 
 class ComparedProgram:
-    """Program that compares its outputs with those of onnxruntime in every call.
+    """Program that compares its outputs with the outputs of onnxruntime in every call.
 
     Args:
         program: Program to run.
@@ -267,7 +267,7 @@ class ComparedProgram:
             ) from error
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the program's outputs after comparing them with those of onnxruntime.
+        """Return the program's outputs after comparing them with onnxruntime's outputs.
 
         Raises:
             RunError: onnxruntime's outputs differ by more than TOLERANCE.
@@ -276,7 +276,7 @@ class ComparedProgram:
         values = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
         with torch.no_grad():
             outputs = self._run(*tensors)
-        half = TOLERANCE / 2  # the sum of both terms is at most TOLERANCE · max(1, |expected|)
+        half = TOLERANCE / 2  # absolute and relative tolerance, whose sum is at most TOLERANCE · max(1, |expected|)
         for array, expected in zip(self._session.run(None, values), outputs, strict=True):
             actual = torch.from_numpy(array)
             if actual.shape != expected.shape or not actual.allclose(expected, half, half, equal_nan=True):
@@ -289,10 +289,10 @@ class ComparedProgram:
         return outputs
 
     def compare_random_rows(self) -> None:
-        """Compare the outputs for random rows, in batches of several sizes.
+        """Compare the outputs of both programs for random rows, in batches of RANDOM_BATCH_SIZES.
 
         Raises:
-            RunError: The outputs differ.
+            RunError: The outputs differ by more than TOLERANCE.
         """
         for rows in RANDOM_BATCH_SIZES:
             self.forward(*(make_example_input(each, rows) for each in self._inputs))

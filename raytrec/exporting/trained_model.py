@@ -1,4 +1,4 @@
-"""Trained model to export: its programs, table files and manifest entries."""
+"""Trained model to export, with its programs, the content of its table files and its manifest entries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from raytrec.scoring.manifest import ExportSource, PrecisionName, ProgramName, S
 from raytrec.scoring.stored_tables import PRECISIONS, StackedTable, TablePrecision, choose_block_rows, make_header
 from raytrec.tasks.objective import Objective
 
-PIECE_BYTES = 32 << 20  # maximum size of the rows in memory
+PIECE_BYTES = 32 << 20  # maximum size in bytes of the table rows that are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class TrainedModel:
     """Trained model of a checkpoint, with its exported programs.
 
     Attributes:
-        saved: Checkpoint with the run's configuration and schema, without side features that no program reads.
-        schema: Schema restricted to the features that the programs read and to their tables.
-        recommender: Model of the checkpoint.
-        objective: Tasks of the run.
+        saved: Checkpoint with the run's configuration and schema. Side features that no program reads are omitted.
+        schema: Schema restricted to the features that the programs read, and to the tables of these features.
+        recommender: Recommender with the dense weights of the checkpoint.
+        objective: Objective of the run.
         programs: Programs by name.
     """
 
@@ -54,11 +54,11 @@ class TrainedModel:
 
     @contextmanager
     def lookups(self, precision: PrecisionName, checked: bool = True) -> Iterator[Lookups]:
-        """Provide lookups in the checkpoint's tables for the duration of the block, rounded as in the export.
+        """Yield lookups in the checkpoint's tables, whose files are open for the duration of the block.
 
         Args:
-            precision: Precision to which rows are rounded.
-            checked: True to verify checksums; see StoredTable.
+            precision: Precision to which rows are rounded, as in an export with this precision.
+            checked: True to verify the checksums of the rows that are read; see StoredTable.
         """
         ids = {}
         for name in self.schema.managed:
@@ -73,7 +73,7 @@ class TrainedModel:
 
 
 def read_trained(saved: Checkpoint) -> TrainedModel:
-    """Return the trained model of a checkpoint, with its exported programs.
+    """Load the trained model of a checkpoint, and export its programs.
 
     Raises:
         ConfigError: torch cannot export the model.
@@ -99,7 +99,7 @@ def read_trained(saved: Checkpoint) -> TrainedModel:
 
 
 def make_source(trained: TrainedModel) -> ExportSource:
-    """Return the manifest entry on the model's origin, without paths of this machine."""
+    """Return the manifest entry that describes the model's origin, without paths of this machine."""
     return ExportSource(
         run=trained.saved.config.run.name,
         step=trained.saved.index["about"]["progress"]["step"],
@@ -120,7 +120,7 @@ def list_tasks(trained: TrainedModel) -> list[TaskEntry]:
 
 
 def list_towers(trained: TrainedModel) -> dict[TowerName, list[str]]:
-    """Return a mapping from tower to its features and dense columns, sorted; empty for models without towers."""
+    """Return tower → sorted names of its features and dense columns; empty for models without towers."""
     model, schema = trained.saved.config.model, trained.saved.schema
     if not model.retrieves:
         return {}
@@ -129,7 +129,7 @@ def list_towers(trained: TrainedModel) -> dict[TowerName, list[str]]:
 
 
 def plan_stacks(schema: Schema, precision: PrecisionName) -> list[StackEntry]:
-    """Return the manifest entries of the stacks, one for each dim of the tables."""
+    """Return the manifest entries of the stacks. Tables of the same dim are in one stack."""
     names: dict[int, list[str]] = {}
     for name, table in schema.tables.items():
         names.setdefault(table.dim, []).append(name)
@@ -143,7 +143,10 @@ def plan_stacks(schema: Schema, precision: PrecisionName) -> list[StackEntry]:
 
 
 def iterate_file_bytes(trained: TrainedModel, stack: StackEntry, number: int) -> Iterator[bytes]:
-    """Yield the bytes of the file with a stack's rows from number · block_rows on (scoring/stored_tables.py)."""
+    """Yield the content of a stack's block file, which starts with row number · block_rows, in pieces.
+
+    For the format, see scoring/stored_tables.py.
+    """
     precision, tables = PRECISIONS[stack.precision], [(name, trained.schema.tables[name]) for name in stack.tables]
     dim, first = tables[0][1].dim, number * stack.block_rows
     end = min(first + stack.block_rows, sum(table.rows for _, table in tables))
@@ -160,7 +163,7 @@ def iterate_file_bytes(trained: TrainedModel, stack: StackEntry, number: int) ->
 
 
 class CheckpointTable:
-    """Table whose rows are read from a checkpoint and rounded as in the export (lookups.TableRows).
+    """TableRows of a checkpoint, which are read from its files and rounded as in an export.
 
     Args:
         table: Table of the checkpoint.
@@ -177,5 +180,5 @@ class CheckpointTable:
 
 
 def make_rounding(precision: TablePrecision) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that rounds rows, float32 [n, dim], by encoding and decoding them in a precision."""
+    """Return a function that rounds rows, float32 [n, dim] → [n, dim], by encoding and decoding them."""
     return lambda rows_ND: precision.decode(precision.encode(rows_ND))

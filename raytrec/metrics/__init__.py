@@ -1,1 +1,1 @@
-"""Metrics for training and evaluation: their definitions (builtin/) and their aggregation over ranks."""
+"""Metrics of training and evaluation: definitions (builtin/) and aggregation over rows and ranks."""

@@ -1,4 +1,4 @@
-"""Collect evaluation rows for a task's metrics, and compute metrics of the largest and worst slices."""
+"""Evaluation rows of a task, metrics that are computed from these rows, and metrics of slices."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ if TYPE_CHECKING:
     from raytrec.data.batch import Batch
 
 AUC_BYTES_PER_ROW = 160  # peak memory per row: float64, sorted, with cumulative sums
-MAX_LISTED_SLICES = 10  # maximum number of slices in each list, the largest and the worst
-# Rows of each label that a slice needs to be listed as worst. With fewer rows, the AUC is mostly noise.
+MAX_LISTED_SLICES = 10  # maximum number of slices in the list of the largest and in the list of the worst
+# Minimum number of rows of each label in a listed worst slice. With fewer rows, the AUC is mostly noise.
 MIN_SLICE_LABEL_ROWS = 30
 MAX_SLICE_NAMES = 100_000  # maximum number of values per column whose text a rank stores
 
 
 class TaskRows:
-    """Rows of one task that this rank evaluates, in the form that the task's metrics and slices need.
+    """Rows of one task that this rank evaluates, stored for the metrics and slices that cannot be computed from sums.
+
+    Args:
+        selection: Metrics and settings of the run.
+        task: Name of the task.
 
     Attributes:
         columns: Columns whose keys the metrics and slices need.
@@ -56,12 +60,12 @@ class TaskRows:
         self.needed = bool(self._stores)
 
     def add(self, rows: WeightedRows) -> None:
-        """Store rows for all metrics and slices that need rows."""
+        """Store rows for the metrics and slices."""
         for store in self._stores:
             store.add(rows)
 
     def figures(self, peers: Peers, device: torch.device) -> tuple[dict[str, float | None], dict]:
-        """Return values by key (None if undefined), and curves, both equal on all ranks.
+        """Return metric values and counts by key (None if undefined), and curves; both are equal on all ranks.
 
         This is a collective operation: every rank must call it. For the form of the curves, see
         worker.evaluate.Curves.
@@ -75,10 +79,10 @@ class TaskRows:
         return {self._key(name): value for name, value in figures.items()}, curves
 
     def slices(self, peers: Peers, device: torch.device, names: Mapping[str, dict[int, str]]) -> dict[str, Any]:
-        """Return the metrics of each column's slices (Slices.figures).
+        """Return the metrics of slices by column (Slices.figures).
 
-        This is a collective operation: every rank must call it. `names` is column → key → text, for the values that
-        this rank has seen.
+        This is a collective operation: every rank must call it. `names` is column → key → text, for the slice values
+        that this rank has seen.
         """
         return {column: slices.figures(peers, device, names.get(column, {})) for column, slices in self._slices.items()}
 
@@ -98,7 +102,7 @@ class TaskRows:
                 curves[curve] = {**points, "metric": self._key(metric.name)}
 
     def _add_group_metrics(self, peers: Peers, device: torch.device, figures: dict) -> None:
-        """Compute group metrics, one part of the groups at a time, and add them to `figures`."""
+        """Compute group metrics and add them to `figures`. One part of the groups is in memory at a time."""
         metrics = _select_subclasses(self._metrics, GroupMetric)
         sums: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
         distinct: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
@@ -151,14 +155,17 @@ def _count_distinct(keys: torch.Tensor, peers: Peers) -> torch.Tensor:
 
 
 class Slices(BoundedRows):
-    """Rows of slices, at 20 bytes per row; once rows are binned, memory grows with slices, not with rows."""
+    """Rows of one task with the slice of each row, at 20 bytes per row.
 
-    _bins: list[torch.Tensor] | None = None  # binned ties by slice (`_merge_slice_ties`)
+    Once rows are binned, memory grows with the number of slices instead of the number of rows.
+    """
+
+    _bins: list[torch.Tensor] | None = None  # binned rows in the form returned by `_merge_slice_ties`
 
     def figures(self, peers: Peers, device: torch.device, names: Mapping[int, str]) -> dict[str, Any]:
-        """Return the largest and the worst slices over all ranks, equal on every rank.
+        """Return the largest and the worst slices of all ranks; the result is the same on every rank.
 
-        This is a collective operation: every rank must call it. It discards the rows.
+        This is a collective operation: every rank must call it. It discards the stored rows.
 
         Args:
             peers: Ranks of the evaluation.
@@ -166,9 +173,9 @@ class Slices(BoundedRows):
             names: Key → text of the slice values that this rank has seen.
 
         Returns:
-            `slices`, the number of all slices, and the lists `largest` and `worst`. The keys of a list entry
-            are slice (the value as text), rows, auc, calibration (None if undefined), and auc_bound if rows
-            are binned.
+            `slices`, the total number of slices, and the lists `largest` and `worst`. The keys of a list entry
+            are slice (the value as text), rows, auc and calibration (None if undefined), and, if all labels are
+            0 or 1 and rows are binned, auc_bound.
         """
         if binned := peers.max_number(self._bins is not None) > 0:
             self._bin_rows()
@@ -194,7 +201,7 @@ class Slices(BoundedRows):
         self._bins = _merge_slice_ties(*(torch.cat(pair) for pair in pairs))
 
     def _to_ties(self) -> list[torch.Tensor]:
-        """Return the stored rows as ties."""
+        """Return the stored rows, summed by slice and prediction (`_merge_slice_ties`), and discard them."""
         logits, labels, weights, keys = self._concatenate_rows()
         predictions, weights = self._predict(logits.double()).double(), weights.double()
         positive = weights * labels
@@ -203,9 +210,9 @@ class Slices(BoundedRows):
 
 
 def _merge_slice_ties(keys: torch.Tensor, predictions: torch.Tensor, *sums: torch.Tensor) -> list[torch.Tensor]:
-    """Return ties sorted by slice and descending prediction.
+    """Return ties, i.e. rows summed by slice and prediction, sorted by slice and descending prediction.
 
-    The columns are keys, predictions, and sums over rows that agree in both: positive weights, negative
+    The columns are slice keys, predictions, and sums over the rows that agree in both: positive weights, negative
     weights, weighted predictions, and numbers of rows.
     """
     order = predictions.argsort(descending=True)
@@ -220,10 +227,10 @@ class SliceMetrics:
     Attributes:
         keys: Keys of the slices, int64 [S].
         rows: Number of rows of each slice.
-        figures: auc (NaN unless all labels are 0 or 1 and the slice contains both), calibration, and
-            auc_bound if rows are binned.
-        goodness: Value that is lowest for the worst slices: the AUC, or the closeness of the calibration to 1
-            if labels are not all 0 or 1. NaN for slices with too few rows.
+        figures: auc (NaN unless all labels are 0 or 1 and the slice contains both), calibration, and, if all
+            labels are 0 or 1 and rows are binned, auc_bound.
+        goodness: Value that is lowest for the worst slices: the AUC or, if any label is neither 0 nor 1,
+            −|ln calibration|. NaN for slices with too few rows.
     """
 
     keys: torch.Tensor
@@ -233,7 +240,7 @@ class SliceMetrics:
 
     @classmethod
     def of(cls, ties: list[torch.Tensor], binary: bool, binned: bool) -> SliceMetrics:
-        """Return the metrics of complete slices, given as ties (`_merge_slice_ties`).
+        """Return the metrics of slices from the ties of all their rows (`_merge_slice_ties`).
 
         `binary` is True if all labels are 0 or 1. `binned` is True if nearly equal predictions count as tied.
         """
@@ -254,7 +261,10 @@ class SliceMetrics:
         return cls(keys, rows, {"auc": auc, "calibration": calibration, **bound}, goodness)
 
     def first(self, values: torch.Tensor, peers: Peers) -> list[dict[str, Any]]:
-        """Return the MAX_LISTED_SLICES slices with the lowest values [S], ascending. This is a collective operation."""
+        """Return the MAX_LISTED_SLICES slices of all ranks with the lowest finite values [S], in ascending order.
+
+        This is a collective operation: every rank must call it.
+        """
         order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:MAX_LISTED_SLICES]
         columns = torch.stack([values, self.rows, *self.figures.values()], 1)
         entries = zip(*(x.tolist() for x in peers.gather([columns[order], self.keys[order]])), strict=True)
@@ -266,14 +276,14 @@ class SliceMetrics:
 
 
 class SliceNames:
-    """Text of each slice value, collected on the host as batches pass through.
+    """Texts of slice values, collected from the batches of an evaluation.
 
     Args:
-        columns: Columns whose values are slices.
-        key_columns: Columns of Batch.keys, in order.
+        columns: Columns whose values define slices (eval.slices).
+        key_columns: Names of the columns of Batch.keys, in order.
 
     Attributes:
-        of: Column → key → text of the value; the first MAX_SLICE_NAMES values that this rank has seen.
+        of: Column → key → text of the value, for the first MAX_SLICE_NAMES values that this rank has seen.
     """
 
     def __init__(self, columns: Sequence[str], key_columns: Sequence[str]):

@@ -1,4 +1,8 @@
-"""Rank the relevant items of each row among all items (eval.retrieval)."""
+"""Ranking of all items for each row of an evaluation (eval.retrieval).
+
+The right items of a row are the items that should rank first (eval.retrieval.right_items). The items in the
+columns eval.retrieval.seen are excluded from the row's ranking, except right items.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +22,18 @@ from raytrec.metrics.evaluation import choose_ranking_device
 from raytrec.metrics.groups import RELEVANCE_THRESHOLD
 from raytrec.metrics.selection import RANKING_COUNT_KEYS, RETRIEVAL_PREFIX, Selection
 
-ABSENT = 1 << 62  # rank of a right item that is not among all items
+ABSENT = 1 << 62  # rank of a right item that eval.retrieval.items does not contain
 
 
 class FullRanking:
-    """Ranking of all items for the rows of one evaluation.
+    """Metrics of the ranking of all items for the rows of one evaluation.
 
-    A row counts if its label in the first task is positive and its weight in that task is not 0.
+    A row is ranked if its label in the first task is positive and its weight in that task is not 0.
 
     Args:
         selection: Metrics of the run, whose settings name the columns to read.
         device: Device of the model.
-        cells: Number of queries × items per block; default: the result of `choose_block_cells`.
+        cells: Number of scores (queries × items) per block; default: the result of `choose_block_cells`.
     """
 
     def __init__(self, selection: Selection, device: torch.device, cells: int | None = None):
@@ -43,10 +47,10 @@ class FullRanking:
         self._seen, self._own_seen = 0, torch.zeros((), dtype=torch.int64, device=device)
 
     def compute_item_vectors(self, step: Any, items: Any) -> None:
-        """Compute the vectors of all items.
+        """Compute and store the vectors of this rank's items.
 
-        This is a collective operation: every rank must call it. `step` is the worker.step.Step of a retrieval model,
-        and `items` is the Stream of eval.retrieval.items.
+        This is a collective operation: every rank must call it before `add`. `step` is the worker.step.Step of a
+        retrieval model, and `items` is the Stream of eval.retrieval.items.
         """
         keys: list[np.ndarray] = []
 
@@ -66,7 +70,7 @@ class FullRanking:
         self._items = Items(sorted_keys, all_vectors[order])
 
     def store_queries(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches unchanged after storing their queries for later calls of `add`."""
+        """Yield the batches unchanged, and store their queries for later calls of `add`."""
         for batch in batches:
             self._pending.append(self._extract_queries(batch))
             yield batch
@@ -90,9 +94,10 @@ class FullRanking:
         return Queries(rows, *map(torch.from_numpy, arrays))
 
     def add(self, vectors_BD: torch.Tensor) -> None:
-        """Rank the right items of the next batch, given the vectors of all its rows.
+        """Rank the right items of the next stored batch, and add the results to the metrics.
 
-        This is a collective operation: every rank must call it.
+        This is a collective operation: every rank must call it. `vectors_BD` contains the query vectors of all rows
+        of the batch.
         """
         queries = self._pending.popleft()
         query_vectors = vectors_BD[queries.rows.to(vectors_BD.device)]
@@ -131,10 +136,13 @@ class FullRanking:
     ) -> torch.Tensor:
         """Return the ranks of each query's right items, int64 [Q, R], ascending from 1.
 
-        This is a collective operation: every rank must call it. Unknown items and padding have rank ABSENT. The first
-        `active[r]` queries have more than r right items. `right_3P`, int64 [3, P], contains the query, the number
-        within the query, and the key of each right item. `seen_2S`, int64 [2, S], contains the query and key of each
-        item to exclude.
+        This is a collective operation: every rank must call it. Items without a vector and padding have rank ABSENT.
+
+        Args:
+            queries_QD: Query vectors of all ranks, in descending order of their numbers of right items.
+            active: For each column r, the number of queries with more than r right items, which come first.
+            right_3P: Query, index within the query, and key of each right item, int64 [3, P].
+            seen_2S: Query and key of each item to exclude, int64 [2, S].
         """
         (of_P, number_P, keys_P), (of_S, keys_S), device = right_3P, seen_2S, queries_QD.device
         position_P, position_S = self._items.find(keys_P), self._items.find(keys_S)
@@ -153,7 +161,10 @@ class FullRanking:
         return (self._peers.sum(above_QR) + offset_R).masked_fill(scores_QR == -torch.inf, ABSENT)
 
     def figures(self) -> dict[str, float | None]:
-        """Return values by key, equal on all ranks; None without rows. This is a collective operation."""
+        """Return the metrics (None if no row was ranked) and counts by key, equal on all ranks.
+
+        This is a collective operation: every rank must call it.
+        """
         values: dict[str, float | None] = {
             f"{RETRIEVAL_PREFIX}.{metric.name}": total / self._rows if self._rows else None
             for metric, total in zip(self._selection.retrieval_metrics, self._sums.tolist(), strict=True)
@@ -165,14 +176,14 @@ class FullRanking:
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of a batch, on the host.
+    """Queries of a batch, i.e. the rows for which items are ranked, in host memory.
 
     Attributes:
         rows: Indices of the batch's rows that are queries, int64 [Q].
         right: Number of right items of each query, int64 [Q].
-        items: Keys of the right items, query after query, int64 [P].
+        items: Keys of the right items of all queries, concatenated, int64 [P].
         lengths: Number of seen items of each query, int64 [Q].
-        seen: Keys of the seen items, query after query, int64 [S].
+        seen: Keys of the seen items of all queries, concatenated, int64 [S].
     """
 
     rows: torch.Tensor
@@ -182,10 +193,10 @@ class Queries:
     seen: torch.Tensor
 
 
-DEFAULT_BLOCK_CELLS = 1 << 22  # queries × items per block: 56 MiB while a block is counted
+DEFAULT_BLOCK_CELLS = 1 << 22  # scores (queries × items) per block, which take 56 MiB while a block is processed
 MAX_BLOCK_CELLS = 1 << 28  # maximum on a GPU with enough memory
 FREE_BYTES_PER_CELL = 128  # free GPU memory required per cell: four times the actual use
-# If float32 leaves more than 1 / UNDECIDED_DIVISOR of a block undecided, the whole block uses float64.
+# If float32 leaves more than 1 / UNDECIDED_DIVISOR of a block's comparisons undecided, all use float64.
 UNDECIDED_DIVISOR = 8
 
 
@@ -202,7 +213,7 @@ class Items:
     vectors: torch.Tensor
 
     def find(self, keys_K: torch.Tensor) -> torch.Tensor:
-        """Return the positions of keys, int64 [K]; -1 if this rank does not hold the item."""
+        """Return the positions of keys in `keys`, int64 [K]; -1 for items of other ranks and unknown items."""
         if not len(self.keys):
             return torch.full_like(keys_K, -1)
         places = torch.searchsorted(self.keys, keys_K).clamp(max=len(self.keys) - 1)
@@ -224,11 +235,16 @@ class Items:
         left_out: torch.Tensor,
         cells: int,
     ) -> torch.Tensor:
-        """Return the number of items that do not score below each given score, int64 [Q, R].
+        """Return the number of items that score at least as high as each given score, int64 [Q, R].
 
-        NaN is not below any score. Only the first `active[r]` queries count in column r; other entries are 0.
-        `left_out`, int64 [2, P], contains queries and positions of items that do not count; position -1 means
-        no item. `cells` is the number of queries × items per block.
+        Items whose score is NaN are included.
+
+        Args:
+            queries_QD: Query vectors.
+            scores_QR: Scores to compare with.
+            active: Number of queries with a score in each column, which come first; all other results are 0.
+            left_out: Query and position of each item that is not counted, int64 [2, P]; -1: no item.
+            cells: Number of scores (queries × items) per block.
         """
         device, block = queries_QD.device, max(1, cells // max(1, len(queries_QD)))
         left_out = left_out[:, left_out[1].argsort()]
@@ -249,7 +265,7 @@ class Items:
 
 
 def choose_block_cells(device: torch.device) -> int:
-    """Return the number of queries × items per block that a GPU's free memory allows; a constant on CPU."""
+    """Return the number of scores (queries × items) per block, which depends on the free memory of a GPU."""
     if device.type != "cuda":
         return DEFAULT_BLOCK_CELLS
     return min(MAX_BLOCK_CELLS, max(DEFAULT_BLOCK_CELLS, torch.cuda.mem_get_info(device)[0] // FREE_BYTES_PER_CELL))
@@ -258,7 +274,7 @@ def choose_block_cells(device: torch.device) -> int:
 def compare_exact(
     queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_QR: torch.Tensor, active: Sequence[int]
 ) -> Iterator[torch.Tensor]:
-    """Yield, for each column of `scores_QR`, a mask of items that do not score below it, bool [active, N]."""
+    """Yield a mask for each column of `scores_QR`: True for items that do not score below it, bool [active, N]."""
     products_QN = (queries_QD.double() @ items_ND.double().T).float()
     for scores_Q, count in zip(scores_QR.unbind(1), active, strict=True):
         yield ~(products_QN[:count] < scores_Q[:count].unsqueeze(1))
@@ -269,9 +285,9 @@ def compare_fast(
 ) -> Iterator[torch.Tensor]:
     """Yield the masks of `compare_exact`, computing in float64 only where float32 cannot decide.
 
-    Most GPUs compute float64 at 1/32 or 1/64 of the speed of float32. A float32 product of D terms has an
+    Most GPUs compute float64 at 1/32 or 1/64 of the speed of float32. A float32 dot product of D terms has an
     error of at most D · 2⁻²⁴ · ‖query‖ · ‖item‖ in any summation order (Higham 2002, 3.1). Rounding a score
-    adds 2⁻²⁴ of the score. The limits in this function are twice as wide.
+    adds an error of at most 2⁻²⁴ of the score. The limits in this function are twice as wide.
     """
     unit = 2.0**-23
     lengths = torch.outer(*(part.double().norm(dim=1).float() for part in (queries_QD, items_ND)))
@@ -288,7 +304,7 @@ def compare_fast(
 def _decide_unsure(
     queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_Q: torch.Tensor, above: torch.Tensor, unsure: torch.Tensor
 ) -> torch.Tensor:
-    """Return `above` with the unsure pairs decided by float64 products."""
+    """Return `above`, in which pairs marked in `unsure` are replaced by comparisons in float64."""
     queries, positions = unsure.nonzero(as_tuple=True)
     if len(queries) * UNDECIDED_DIVISOR > unsure.numel():
         return next(compare_exact(queries_QD, items_ND, scores_Q.unsqueeze(1), [len(scores_Q)]))

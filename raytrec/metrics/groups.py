@@ -1,4 +1,4 @@
-"""Groups of rows, gathered from all ranks so that each group is complete on one rank."""
+"""Groups of evaluation rows. The rows of a group are gathered from all ranks on one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytrec.embeddings.hashing import hash_bits
 from raytrec.metrics.ranked import WeightedRows, mark_run_starts
 
 RELEVANCE_THRESHOLD = 0.5  # labels above this value are positive
-DISK_PARTS = 64  # number of parts into which rows on disk are divided, by the hash of their key
+DISK_PARTS = 64  # number of parts into which rows on disk are divided by the hash of their group key
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Groups:
     Rows with equal predictions are sorted by ascending label, so that ties never improve a metric.
 
     Attributes:
-        of: Group of each row, int64 [N], from 0 to G - 1.
+        of: Index of each row's group, int64 [N], from 0 to G - 1.
         count: Number of groups, G.
         predictions: Predictions of the rows, float64 [N].
         labels: Labels of the rows, float64 [N].
@@ -51,9 +51,9 @@ class Groups:
         weights_N: torch.Tensor,
         items_N: torch.Tensor | None = None,
     ) -> Groups:
-        """Return the groups of rows, which can be in any order; each group must be complete.
+        """Return the groups of rows in any order; all rows of a group must be present.
 
-        `keys_N` is int64, and rows with the same key form a group. A NaN prediction makes the metrics NaN.
+        Rows with the same key in `keys_N` (int64) form a group. A NaN prediction makes the metrics NaN.
         """
         weights_N = weights_N.masked_fill(predictions_N.isnan(), float("nan"))
         order = labels_N.argsort(stable=True)
@@ -90,12 +90,12 @@ class Groups:
         return self.add(self.relevant)
 
     def sort_best_first(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Return the values of rows, sorted by group and descending value."""
+        """Return the rows' values [N], sorted by group and, within a group, in descending order."""
         order = values_N.argsort(descending=True)
         return values_N[order[self.of[order].argsort(stable=True)]]
 
     def auc(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the result of `compute_group_auc` for these groups, with weighted rows."""
+        """Return the weighted AUC of each group, and a mask of groups with both classes (`compute_group_auc`)."""
         positive, negative = self.weights * self.relevant, self.weights * ~self.relevant
         return compute_group_auc(self.of, self.count, self.predictions, positive, negative)
 
@@ -105,14 +105,14 @@ def compute_group_auc(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the AUC of each group, float64 [G], and a mask of the groups with both classes, bool [G].
 
-    Ties count half. The AUC of a group without both classes is 0 and has no meaning.
+    Ties count half. The AUC of a group without both classes is undefined and returned as 0.
 
     Args:
-        of_N: Group of each row, as in Groups; rows are sorted by group and descending prediction.
+        of_N: Index of each row's group, as in Groups; rows are sorted by group and descending prediction.
         count: Number of groups, G.
         predictions_N: Predictions of the rows.
-        positive_N: Weight of each row's positive part, float64.
-        negative_N: Weight of each row's negative part, float64.
+        positive_N: Weight of each row's positive examples, float64.
+        negative_N: Weight of each row's negative examples, float64.
     """
 
     def add(values_N: torch.Tensor) -> torch.Tensor:
@@ -133,8 +133,8 @@ def compute_group_auc(
 class GroupRows:
     """Rows of one task on this rank, stored until the ranks exchange rows to complete all groups.
 
-    A row takes 20 bytes, or 28 with its item. Beyond `exact_rows` rows, all rows are appended to unnamed
-    temporary files, one per column, which disappear when the process ends.
+    A row takes 20 bytes, or 28 with its item. If more than `exact_rows` rows are in memory, they are appended to
+    unnamed temporary files, one per column, which the system deletes when the process ends.
 
     Args:
         predict: Function of the task that converts logits to predictions.
@@ -152,7 +152,7 @@ class GroupRows:
         """Discard all rows."""
         self._pieces: list[Sequence[torch.Tensor]] = [self._empty_rows]
         self._files: list[IO[bytes]] = []
-        # For each part, (first row, number of rows) of its ranges in the files.
+        # Ranges of each part in the files, as (first row, number of rows).
         self._ranges: list[list[tuple[int, int]]] = [[] for _ in range(DISK_PARTS)]
         self._rows = self._written = 0
 
@@ -165,10 +165,10 @@ class GroupRows:
             self._write()
 
     def groups(self, peers: Peers, device: torch.device) -> Iterator[Groups]:
-        """Yield all groups in parts, with each group complete on one rank.
+        """Yield this rank's share of the groups, in parts. A group contains the rows of all ranks.
 
-        Each part requires a collective operation, and all ranks yield the same number of parts. Rows are sorted on
-        `device`.
+        Every part requires collective operations, so all ranks must consume the iterator; they yield the same number
+        of parts. Rows are sorted on `device`.
         """
         for rows in self._parts(peers):
             keys, logits, labels, weights, *item = peers.send(rows, assign_ranks(rows[0], peers.world))
@@ -225,5 +225,5 @@ class GroupRows:
 
 
 def assign_ranks(keys_N: torch.Tensor, world: int) -> torch.Tensor:
-    """Return the rank that owns each key, int64 [N]; hashing spreads any keys evenly."""
+    """Return the rank that owns each key, int64 [N]. Keys are hashed, so each rank owns about the same number."""
     return (hash_bits(keys_N) >> 8) % world

@@ -1,4 +1,4 @@
-"""Rows of all ranks, sorted by prediction."""
+"""Evaluation rows sorted by prediction across all ranks, exactly or in bins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from raytrec.common.collectives import Peers
 
-SAMPLES = 256  # number of predictions per rank from which the borders between the ranks' parts are chosen
+SAMPLES = 256  # number of predictions that each rank samples to choose the borders between the ranks' parts
 BIN_BITS = 20  # leading bits that determine the bin: sign, exponent and 11 bits of fraction
 BIN_COUNT = 1 << BIN_BITS
 DROPPED_BITS = 32 - BIN_BITS
@@ -25,7 +25,7 @@ class WeightedRows:
         logits: Logits, float32 [n], or [n, C] for C classes.
         labels: Labels, float32 [n].
         weights: Weights above 0, float32 [n].
-        keys: Column → keys, int64 [n].
+        keys: Column → key of each row's value, int64 [n].
     """
 
     logits: torch.Tensor
@@ -35,10 +35,7 @@ class WeightedRows:
 
 
 def mark_run_starts(*columns_N: torch.Tensor) -> torch.Tensor:
-    """Return a mask of rows that differ from the previous row in any column, bool [N].
-
-    The mask is always True for the first row.
-    """
+    """Return a mask of the rows that differ from the previous row in any column, bool [N]; True for the first row."""
     starts = torch.ones_like(columns_N[0], dtype=torch.bool)
     starts[1:] = torch.stack([column[1:] != column[:-1] for column in columns_N]).any(0)
     return starts
@@ -81,9 +78,9 @@ class Ties(NamedTuple):
 
     @classmethod
     def of(cls, predictions_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor) -> Ties:
-        """Return the ties of rows in any order, with labels 0 and 1.
+        """Return the ties of rows with labels 0 and 1, in any order.
 
-        A NaN prediction makes all results NaN.
+        A NaN prediction makes the sum of positive weights NaN, and thus all metrics.
         """
         weights = weights_N.double()
         positive = weights * labels_N
@@ -97,18 +94,18 @@ class Ties(NamedTuple):
 
     @classmethod
     def merge(cls, predictions: torch.Tensor, *sums: torch.Tensor) -> Ties:
-        """Return ties merged from ties in any order, of which several may have the same prediction."""
+        """Return ties in which entries with the same prediction are merged; the entries can be in any order."""
         return cls(*sum_equal_rows(predictions.argsort(), [predictions], sums))
 
 
 @dataclass(frozen=True)
 class RankedRows:
-    """This rank's part of all ranks' rows, sorted by prediction.
+    """This rank's part of the rows of all ranks, sorted by prediction.
 
-    Lower ranks hold lower predictions, and rows with equal predictions are on one rank.
+    Lower ranks hold lower predictions, and rows with equal predictions are on the same rank.
 
     Attributes:
-        ties: Ties of this rank.
+        ties: This rank's part, as ties.
         below: Sums of `positive`, `negative` and `rows` over all lower ranks, float64 [3].
         total: The same sums over all ranks, float64 [3].
         both_classes: True if the labels contain 0 and 1 and no other value.
@@ -138,7 +135,10 @@ class RankedRows:
         return cls(ties, below[:3], total[:3], has_both, peers)
 
     def sum_below(self, which: int) -> torch.Tensor:
-        """Return the sum below each tie of this rank, float64 [D]: positive (0), negative (1) or rows (2)."""
+        """Return a sum over all rows with lower predictions than each tie of this rank, float64 [D].
+
+        `which` selects the sum: positive weights (0), negative weights (1) or rows (2).
+        """
         values = self.ties[1 + which]
         return self.below[which] + values.cumsum(0) - values
 
@@ -167,8 +167,8 @@ def _estimate_borders(rising_D: torch.Tensor, peers: Peers) -> torch.Tensor:
 class BoundedRows:
     """Rows of one task on this rank in bounded memory.
 
-    Beyond `exact_rows` rows, all rows are binned. Rows whose predictions agree in sign, exponent and 11 bits
-    of fraction (to within 1/2,048 of their value) then count as tied.
+    If there are more than `exact_rows` rows, all rows are binned. Rows whose predictions agree in sign, exponent
+    and 11 bits of fraction (to within 1/2,048 of their value) then count as tied.
 
     Args:
         predict: Function of the task that converts logits to predictions.
@@ -192,26 +192,26 @@ class BoundedRows:
             self._bin_rows()
 
     def _bin_rows(self) -> None:
-        """Move the stored rows (`_concatenate_rows`) to the bins."""
+        """Add the stored rows (`_concatenate_rows`) to the bins, and discard them."""
         raise NotImplementedError
 
     def _concatenate_rows(self) -> list[torch.Tensor]:
-        """Return the logits, labels, weights and keys of the stored rows, which are discarded."""
+        """Return the logits, labels, weights and keys of the stored rows, and discard the rows."""
         joined = [torch.cat(pieces) for pieces in zip(*self._parts, strict=True)]
         self._parts, self._rows = [self._empty_rows], 0
         return joined
 
 
 class Scores(BoundedRows):
-    """Rows to be sorted into `RankedRows`, at 12 bytes per row or in 24 MiB of bins."""
+    """Rows of one task to be sorted into `RankedRows`, which take 12 bytes per row, or 24 MiB once they are binned."""
 
     _bins: torch.Tensor | None = None  # float64 [3, BIN_COUNT]: positive, negative, rows
 
     def ranked(self, peers: Peers, device: torch.device) -> tuple[RankedRows, bool]:
-        """Return the sorted rows of all ranks, and True if the rows are binned.
+        """Return this rank's part of the sorted rows, and True if rows are binned.
 
-        This is a collective operation: every rank must call it. If any rank has binned rows, all ranks bin theirs.
-        Rows are sorted on `device` and then discarded.
+        This is a collective operation: every rank must call it. If any rank has binned its rows, all ranks do so.
+        Exact rows are sorted on `device`. The stored rows are discarded.
         """
         binned = peers.max_number(self._bins is not None) > 0
         if binned:

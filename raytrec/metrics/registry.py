@@ -1,6 +1,6 @@
-"""Registry of metrics. A new metric is one class, in a file in builtin/ or named as `module:name`.
+"""Registry of metrics. A metric is a class in a file in builtin/, or a user's class, named as `module:name`.
 
-A metric sums values over rows and over ranks. Its base class determines the form of the rows:
+A metric is computed from sums over rows and ranks. Its base class determines the form of the rows:
 
     SumMetric     rows in any order; also computed during training
     RankedMetric  rows sorted by prediction, e.g. for the area under a curve
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 Direction = Literal["higher", "lower", "closer to 1"]
 DIRECTIONS = ("higher", "lower", "closer to 1", None)
 POSITIVES = "positives"  # key in SumMetric.counts: number of positives on which a ratio is based
-COUNTED_ROWS = "counted_rows"  # key: rows of a task that remain after mask, labels and sample weights
+COUNTED_ROWS = "counted_rows"  # key: number of rows that the task does not exclude by mask, label or sample weight
 # Keys of GroupMetric.counts.
 GROUPS, NO_POSITIVE, ONE_CLASS = "groups", "groups_without_positive", "groups_of_one_class"
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 FORMAT = re.compile(r"\{:,?(\.\d)?[fgeE%]\}")  # strict, because formats are read from untrusted run folders
 WHERE = "tasks.metrics"
-BOUND_SUFFIX = "_bound"  # suffix of NAME_bound: the maximum error of a value computed from bins
+BOUND_SUFFIX = "_bound"  # suffix of the key of the maximum error of a metric computed from binned predictions
 RESERVED = {"kind", "step", "total", "state", "eta_s", "rows", "skipped_rows", "nan_steps", "rows_per_s"}
 RESERVED |= {"unix_s", "loss", "curves", "slices", "unknown_items", "unknown_seen"}
 RESERVED |= {COUNTED_ROWS, POSITIVES, GROUPS, NO_POSITIVE, ONE_CLASS}
@@ -64,10 +64,10 @@ class Metric:
         title: Title in result tables.
         label: Short name for console lines and axes.
         better: Direction of better values; None if no direction is better.
-        format: Format string for values, as for str.format.
+        format: Format string of values, as for str.format.
         takes: Kinds of predictions that the metric supports (Loss.predicts); None: any.
         at_k: True if configurations name the metric with a cutoff k, as in recall@10.
-        k: Cutoff: number of highest predictions that count; 0 if the metric has no cutoff.
+        k: Cutoff, i.e. number of highest predictions that count; 0 if the metric has no cutoff.
     """
 
     name: ClassVar[str] = ""
@@ -81,7 +81,7 @@ class Metric:
 
     @staticmethod
     def sums(rows: Any, /) -> dict[str, torch.Tensor]:
-        """Return sums over this rank's rows, as scalars on the rows' device; subclasses define `rows`."""
+        """Return sums over this rank's rows, as scalars on the rows' device; the base class defines `rows`."""
         raise NotImplementedError
 
     @classmethod
@@ -104,18 +104,18 @@ class Metric:
 
 
 class SumMetric(Metric):
-    """Metric whose sums are added over rows, steps and ranks; training reports include its value.
+    """Metric that is computed from sums over rows, steps and ranks, in training as well as in evaluations.
 
     `sums` takes the TaskOutputs of one or more steps. The function must not make the host wait for the device
-    and must always return the same names. Metrics with the same `sums` function share the result.
+    and must always return the same keys. It is called once for all metrics that share the function.
     """
 
 
 class RankedMetric(Metric):
     """Metric over the rows of an evaluation, sorted by prediction across all ranks.
 
-    `sums` takes this rank's part (RankedRows). The value is undefined unless all labels are 0 or 1 and both
-    occur.
+    `sums` takes this rank's part of the rows (RankedRows). The value is undefined unless all labels are 0 or 1
+    and both occur.
     """
 
     takes = ("probability", "number", "score")
@@ -148,7 +148,7 @@ class GroupMetric(Metric):
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
-        """Return the values of groups whose labels are 0 and 1, float64 [G].
+        """Return the values of groups with labels 0 and 1 from the ranks of positive rows, float64 [G].
 
         Metrics with this method are also used in full rankings (selection.select_ranking_metrics).
 
@@ -161,12 +161,12 @@ class GroupMetric(Metric):
 
     @classmethod
     def weights(cls, groups: Groups) -> torch.Tensor:
-        """Return each group's weight, float64 [G]: the mean weight of the rows (1 without sample weights)."""
+        """Return the weight of each group, float64 [G]. By default, this is the mean weight of the group's rows."""
         return groups.add(groups.weights) / groups.sizes
 
     @classmethod
     def sums(cls, groups: Groups) -> dict[str, torch.Tensor]:
-        """Return the weighted sum of values, the sum of weights, and the numbers of all and excluded groups."""
+        """Return the weighted sum of values, the sum of weights, and the numbers of groups and of excluded groups."""
         values_G, counted_G = cls.of_groups(groups)
         weights_G = cls.weights(groups) * counted_G
         return {
@@ -178,7 +178,7 @@ class GroupMetric(Metric):
 
     @classmethod
     def distinct(cls, groups: Groups) -> dict[str, torch.Tensor]:
-        """Return keys by name, int64 [n] each, whose distinct counts over all ranks are added to the sums."""
+        """Return keys by name, int64 [n] each. The number of distinct keys over all ranks is added to the sums."""
         return {}
 
     @classmethod
@@ -210,10 +210,11 @@ def metric(
     """Return a class decorator that registers a metric.
 
     Args:
-        name: Name, made of lower-case letters, digits and _.
+        name: Name, which starts with a lower-case letter and contains lower-case letters, digits and _.
         title: Title in result tables; default: the name.
-        label: Short name for lines and axes; default: the name.
-        better: higher, lower, closer to 1, or None; with None, checkpoints cannot be ranked by the metric.
+        label: Short name for console lines and axes; default: the name.
+        better: Direction of better values: higher, lower, closer to 1, or None. With None, checkpoints cannot be
+            ranked by the metric.
         format: Format string for values, such as "{:.4f}" or "{:.1%}".
         takes: Supported kinds of predictions (Loss.predicts); default: the class attribute `takes`.
         at_k: True if configurations name the metric as NAME@10, where 10 is `k`; {k} in title and label is
@@ -257,8 +258,8 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
         folder: Folder from which the module can be imported, in addition to Python's path.
 
     Raises:
-        ConfigError: The metric does not exist, is not a metric class, or reuses another metric's name; or k
-            is missing, less than 1, or not supported.
+        ConfigError: The metric does not exist, is not a metric class, or reuses the name of a built-in metric;
+            or k is missing, less than 1, or not supported.
     """
     (name, separator, places), where = reference.partition("@"), f"{WHERE}: {reference}"
     cls = METRICS.find(name, WHERE, folder)
@@ -287,7 +288,7 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
 
 
 def specialize_at_k(metric: Any, k: int) -> Any:
-    """Return the metric class for the cutoff k, which is the same object for the same k."""
+    """Return a subclass of the metric with the cutoff k. Equal arguments return the same class."""
     return _at(metric, k)
 
 

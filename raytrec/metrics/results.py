@@ -1,4 +1,4 @@
-"""Metrics, counts and slice tables in result.json, in display form. Does not import torch."""
+"""Display forms of the metrics, counts and slice tables in result.json. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raytrec.common.formatting import as_dict, as_list, parse_number
 from raytrec.metrics.registry import BOUND_SUFFIX, COUNTED_ROWS, GROUPS, NO_POSITIVE, ONE_CLASS
 from raytrec.metrics.selection import EVAL_PREFIX, RANKING_COUNT_KEYS, MetricDisplay, read_metric_displays
 
-BRIEF, IF_NONZERO = "brief", "when any"  # shown in a brief summary; shown unless 0
+BRIEF, IF_NONZERO = "brief", "when any"  # also shown in a brief summary; shown unless 0
 RANKED_ROWS, RANKED_ITEMS, UNKNOWN_ITEMS, UNKNOWN_SEEN = (EVAL_PREFIX + key for key in RANKING_COUNT_KEYS)
 RESULT_TITLES = {  # values listed after the metrics: key → title, format, BRIEF or IF_NONZERO
     RANKED_ROWS: ("rows with a ranked item", "{:,}", ""),
@@ -52,12 +52,12 @@ SLICE_COLUMNS = {  # key in a slice record → title, format
 
 
 class Row(NamedTuple):
-    """Value of a result in display form.
+    """Row in a table of results: one value of result.json in display form.
 
     Attributes:
         title: Title of the value.
         text: Value as text; "–" if the value is undefined.
-        form: Format string for the value, as for str.format.
+        form: Format string of the value, as for str.format.
         brief: True if the value belongs in a brief summary.
     """
 
@@ -73,7 +73,7 @@ class Row(NamedTuple):
 
 
 def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
-    """Return the displayed values of a result, by key."""
+    """Return the values of a result to display, as key in result.json → Row."""
     rows: dict[str, tuple[str, str, str]] = {}
     for figure in read_metric_displays(result):
         rows[EVAL_PREFIX + figure.key] = figure.title, figure.format, BRIEF if figure.is_directed else ""
@@ -86,7 +86,7 @@ def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
 
 
 def _list_metric_counts(figure: MetricDisplay) -> dict[str, tuple[str, str, str]]:
-    """Return the counts that can accompany a metric: key → (title, format, "")."""
+    """Return the counts and error bound that can accompany a metric: key → (title, format, "")."""
     metric_key, of_task = EVAL_PREFIX + figure.key, figure.title.rpartition(": ")[0]
     counts = {metric_key + BOUND_SUFFIX: (f"{figure.title}: maximum error", "{:.1e}", "")}
     task = figure.key.rpartition(".")[0]
@@ -97,14 +97,14 @@ def _list_metric_counts(figure: MetricDisplay) -> dict[str, tuple[str, str, str]
 
 
 def as_text(value: Any, form: str) -> str:
-    """Return a value in a given format; "–" for None. Values that are not numbers are converted with str."""
+    """Return a value formatted with `form`; "–" for None. Values that are not numbers are converted with str."""
     if value is None:
         return "–"
     return str(value) if isnan(parse_number(value)) else form.format(value)
 
 
 class Cell(NamedTuple):
-    """Table cell: text, and the value by which the column is sorted (None: the text)."""
+    """Table cell: its text and the number by which the column is sorted (None: the column is sorted by text)."""
 
     text: str
     value: float | None = None
@@ -118,7 +118,7 @@ class DataTable(NamedTuple):
 
 
 def build_slice_tables(result: Mapping[str, Any]) -> list[tuple[str, DataTable]]:
-    """Return (title, table) for the largest and for the worst slices in a result, by task and column.
+    """Return (title, table) for the largest and the worst slices of each task and column in a result.
 
     Invalid entries of the result are skipped.
     """

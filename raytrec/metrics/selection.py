@@ -1,4 +1,4 @@
-"""Metrics of a run, their keys and their display."""
+"""Selection of the metrics that a run computes, with their keys and display properties."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raytrec.metrics.registry import (
 from raytrec.tasks.task import Task, resolve_tasks
 
 DEFAULT_FORMAT = "{:.4g}"
-LOSS = "loss"  # key of the training loss; TASK.loss is the part of one task
+LOSS = "loss"  # key of the training loss; with several tasks, TASK.loss is the loss of one task
 NE, LOG_LOSS = "ne", "logloss"  # names of metrics that reports use
 EVAL_PREFIX = "eval."  # prefix of evaluation keys in result.json
 RETRIEVAL_PREFIX = "retrieval"  # prefix of the keys of full rankings (eval.retrieval)
@@ -48,9 +48,9 @@ class MetricDisplay:
     Attributes:
         key: Key in messages and files: the metric's name, or TASK.NAME if the run has several tasks;
             retrieval.NAME for metrics of full rankings.
-        title: Title in result tables (registry.Metric). The title and the label begin with the part of the
-            key before the name, if any.
-        label: Short name for lines and axes.
+        title: Title in result tables (registry.Metric). If the key has a prefix (TASK or retrieval), the title
+            and the label begin with this prefix.
+        label: Short name for console lines and axes.
         better: Direction of better values; None if no direction is better.
         format: Format string of values.
         sums: True if the metric is also computed during training, not only in evaluations.
@@ -68,25 +68,27 @@ class MetricDisplay:
         return "–" if isnan(parse_number(value)) else self.format.format(value)
 
     def loss(self, value: float) -> float:
-        """Return a number that decreases as the value improves."""
+        """Return a number that decreases as the value improves, for comparisons of values."""
         return {"higher": -value, "lower": value, "closer to 1": abs(value - 1)}[self.better or "lower"]
 
     @property
     def is_ratio(self) -> bool:
-        """Return True if the target value is 1."""
+        """Return True if the best value is 1."""
         return self.better == "closer to 1"
 
     @property
     def is_directed(self) -> bool:
-        """Return True if the best value is the highest or the lowest one."""
+        """Return True if the highest or the lowest value is the best."""
         return self.better in ("higher", "lower")
 
 
 class Selection:
     """Metrics of a run's tasks.
 
+    The constructor imports the modules of user-defined metrics.
+
     Args:
-        tasks: Tasks in the order of the configuration; modules of user-defined metrics are imported.
+        tasks: Tasks in the order of the configuration.
         settings: Section `eval`; default: its default values.
 
     Attributes:
@@ -96,8 +98,8 @@ class Selection:
         retrieval_metrics: Metrics of eval.retrieval; empty if retrieval is not set.
 
     Raises:
-        ConfigError: A metric does not exist, occurs twice in a task, or does not support the task; or a task
-            has the name that is reserved for full rankings.
+        ConfigError: A metric does not exist, occurs twice in a task, or does not support the task; or one of
+            several tasks has the name that is reserved for full rankings.
     """
 
     def __init__(self, tasks: Sequence[Task], settings: EvalSection | None = None):
@@ -135,7 +137,7 @@ class Selection:
 
     @property
     def figures(self) -> list[MetricDisplay]:
-        """Return the metrics of each task, and then the metrics of full rankings."""
+        """Return the display properties of all metrics: metrics of tasks, followed by metrics of full rankings."""
         task_figures = [
             _make_figure(self.key(task, metric.name), metric, "" if len(self.of) == 1 else f"{task}: ")
             for task, metrics in self.of.items()
@@ -146,9 +148,9 @@ class Selection:
         ]
 
     def describe_metrics(self, training: bool = False) -> list[dict[str, Any]]:
-        """Return `figures` as JSON values for the result of a run; `read_metric_displays` is the inverse.
+        """Return `figures` as JSON values for result.json. `read_metric_displays` is the inverse.
 
-        With `training`, the result includes the training losses, for the start message of a run.
+        With `training`, the training losses are appended, for the start message of a run.
         """
         losses = [*(_make_loss_figure(f"{task}.{LOSS}", f"{task}: ") for task in self.tasks), _make_loss_figure(LOSS)]
         return [asdict(figure) for figure in [*self.figures, *(losses if training else [])]]
@@ -159,7 +161,7 @@ class Selection:
 
     @property
     def ratios(self) -> dict[str, str]:
-        """Return a mapping from the key of each metric with target 1 to the key of its positives."""
+        """Return key of metric → key of its number of positives, for all metrics whose best value is 1."""
         return {
             self.key(task, metric.name): self.key(task, POSITIVES)
             for task, metrics in self.of.items()
@@ -172,7 +174,8 @@ class Selection:
 
         Args:
             key: METRIC, TASK.METRIC or retrieval.METRIC, optionally prefixed with `eval.`. None: the first
-                metric that should be high or low; metrics that training computes take precedence.
+                metric whose highest or lowest value is best, preferably one that training computes, else the
+                first metric whose best value is 1.
             where: Configuration key that contains `key`, for error messages.
 
         Raises:
@@ -192,10 +195,10 @@ class Selection:
 
 
 def select_ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
-    """Return the metrics of full rankings, which depend only on the ranks of positive rows.
+    """Return the metrics of full rankings, i.e. all metrics that can be computed from the ranks of positive rows.
 
     Args:
-        places: Cutoffs k of the metrics that have one, such as recall@k.
+        places: Cutoffs k for metrics with a cutoff, such as recall@k.
     """
     rankable = [m for m in METRICS.parts.values() if issubclass(m, GroupMetric) and "of_ranks" in vars(m)]
     at_places = [specialize_at_k(m, k) for m in rankable if m.at_k for k in dict.fromkeys(places)]

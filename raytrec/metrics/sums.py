@@ -1,4 +1,4 @@
-"""Sums over steps and ranks from which metrics are computed."""
+"""Sums over rows, steps and ranks, from which metrics are computed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 
 ROWS = "rows"
 LOSS_PREFIX = "loss of "  # prefix of the names of the tasks' losses (StepOutputs.losses)
-COUNTED_ROWS_PREFIX = "counted rows of "  # prefix of the names of the tasks' numbers of rows with nonzero weight
-# Maximum number of steps that are summed together; fewer steps if they have this many logits.
+COUNTED_ROWS_PREFIX = "counted rows of "  # prefix of the name of each task's number of rows with nonzero weight
+# Pending steps are summed once they reach this number of steps or this number of logits.
 MAX_PENDING_STEPS, MAX_PENDING_LOGITS = 8, 1 << 22
 
 
@@ -36,8 +36,8 @@ class MetricSums:
 
     def __init__(self, selection: Selection, device: torch.device):
         self._device, self.selection = device, selection
-        self._names: list[str] = []  # names of the vector's elements; known after the functions' first call
-        self._resumed: dict[str, float] = {}  # sums from which this rank resumes
+        self._names: list[str] = []  # names of the vector's elements, known after the first sums are computed
+        self._resumed: dict[str, float] = {}  # sums of a checkpoint, to which this rank adds (only on rank 0)
         self._vector: torch.Tensor | None = None
         self._pending: list[StepOutputs] = []  # steps that have not been added to the vector
         self._functions: dict[str, dict[Callable, str]] = {task: {} for task in selection.of}
@@ -47,7 +47,7 @@ class MetricSums:
                     self._functions[task].setdefault(metric.sums, f"{task}.{metric.name}.")
 
     def add(self, outputs: StepOutputs) -> None:
-        """Add the outputs of one step on this rank, without making the host wait."""
+        """Add the outputs of one step on this rank. The host does not wait for the device."""
         self._pending.append(replace(outputs, vectors=None))
         values = sum(own.logits.numel() for step in self._pending for own in step.tasks.values())
         if len(self._pending) == MAX_PENDING_STEPS or values >= MAX_PENDING_LOGITS:
@@ -80,14 +80,14 @@ class MetricSums:
         return dict(zip(self._names, sums, strict=True))
 
     def resume(self, total: dict[str, float]) -> None:
-        """Continue from the result of `total`, with any number of ranks."""
+        """Start from sums that `total` returned, possibly with another number of ranks."""
         self._names = list(total)
         self._resumed = dict(total) if dist.get_rank() == 0 else {}
 
     def reduce(self) -> dict[str, float]:
-        """Return the result of `figures`, and reset the sums.
+        """Return the metric values and counts (`figures`), and reset the sums.
 
-        This is a collective operation: every rank must call it. The host waits for the result.
+        This is a collective operation: every rank must call it. The host waits for the device.
         """
         return self.figures(self.take().cpu())
 
@@ -109,10 +109,10 @@ class MetricSums:
             taken: Result of `take`, in host memory.
 
         Returns:
-            rows; the value and counts of each SumMetric of each task; counted_rows of each task in which rows
-            can be excluded; and in training, the mean loss over steps, and that of each task if there are
-            several tasks. Steps are weighted by rows. Metrics and losses are NaN if they are undefined or if
-            all rows are excluded.
+            The number of rows, the value and counts of each SumMetric of each task, and counted_rows of each task
+            in which rows can be excluded. In training, also the mean loss over steps weighted by rows and, if
+            there are several tasks, the mean loss of each task. Metrics and losses are NaN if they are undefined
+            or if all rows are excluded.
         """
         sums = dict(zip(self._names, taken, strict=True))
         figures: dict[str, float] = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}

@@ -4,29 +4,31 @@ A model is a plain nn.Module built from (schema, its section of the configuratio
 the dense columns, float32 [B, n], and a dict with one input per sparse feature:
 
 - pooled embeddings, float32 [B, dim of its table];
-- inputs.Sequence(vectors [B, L, dim], present [B, L]) for features with pooling: sequence, if the section has
-  a max_length L: the embedding of each id, most recent first. Without max_length, embeddings are averaged.
+- inputs.Sequence(vectors [B, L, dim], present [B, L]) for features with pooling: sequence, if the model's
+  section has a max_length L. It contains the embedding of each id, most recent first. Without max_length, the
+  feature's embeddings are averaged.
 
-forward returns logits, float32 [B] for one output, else [B, outputs]. Columns follow the order of the tasks;
-a task has one column, or one for each of its classes. The tasks define losses and the meaning of the logits
-(raytrec/tasks); a model reads no labels.
+forward returns logits, float32 [B] for one output, else [B, outputs]. Columns follow the order of the tasks.
+A task has one column, or one column per class. The tasks define the losses and the meaning of the logits
+(raytrec/tasks). A model reads no labels.
 
 Some models return additional columns:
 
 - A model that accepts `vectors` can also return query and item vectors, for losses that compare the rows of a
   batch: [B, outputs + 2·D]. The query columns precede the item columns.
 - A model whose section has `own_loss` returns its own loss, which is added to the losses of the tasks. The
-  loss is one column between logits and vectors: the contribution of each row, finite for padding and 0 in
-  eval mode.
+  loss is one column between the logits and the vectors. It contains each row's loss, which is finite for
+  padding rows and 0 in eval mode.
 
 A model whose section sets `retrieves` has two more methods with the arguments of forward. `query` returns
-float32 [B, D] (or [B, outputs, D], of which retrieval uses the last output), and `item` returns [B, D]. Each
-reads only the features in the section's `tower_members`. Dot products of the vectors rank the items of a query in the
-order of the scores. Item vectors can therefore be stored in an index (docs/retrieval.md).
+float32 [B, D], or several vectors per row, [B, n, D], of which retrieval uses the last. `item` returns [B, D].
+Both methods read only the features in the section's `tower_members`. The dot products of a query vector and the
+item vectors rank the items in the order of their scores. Item vectors can therefore be stored in an index
+(docs/retrieval.md).
 
 A model is independent of tables and ranks: `embeddings.pooling.PooledEmbeddings` looks up and pools the
-embeddings (recommender.py). Each row is computed from that row alone (no batch norm), so the distribution of
-rows over ranks does not change the result.
+embeddings (recommender.py). A row's logits depend only on that row (no batch norm), so the distribution of
+rows over ranks does not change them.
 
 A user-defined class (`model.name: "my.module:MyModel"`) follows the same contract, with its settings under
 `model.options`. Its __init__ receives `outputs`, `vectors` and `tasks` only if it has parameters with these
@@ -59,11 +61,11 @@ def build_model(
 
     Args:
         schema: Schema of the data.
-        config: Section of the configuration for the model.
+        config: The configuration's section for the model.
         outputs: Number of logit columns; 0 is allowed only with `vectors`.
         vectors: True if the model must also return query and item vectors.
-        tasks: Task → number of its columns (`outputs` in total), in the order of the columns; default: one
-            unnamed task per column.
+        tasks: Task → number of its logit columns (`outputs` in total), in the order of the columns; default:
+            one task per column, named task_0, task_1, ….
 
     Raises:
         ConfigError: The model rejects its configuration, the module or class does not exist, or the class is
@@ -74,7 +76,7 @@ def build_model(
     cls = find_code(config.path, "model", "model.name", os.getcwd())
     is_custom = isinstance(config, PythonSection)
     if is_custom and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise _contract_error(config.name, "it is not a torch.nn.Module", "a subclass of torch.nn.Module")
+        raise _contract_error(config.name, "the class is not a torch.nn.Module", "a subclass of torch.nn.Module")
     optional = {"outputs": outputs, "vectors": vectors, "tasks": tasks}
     kwargs = {name: value for name, value in optional.items() if _accepts_argument(cls, name)}
     if vectors and "vectors" not in kwargs:
@@ -87,7 +89,7 @@ def build_model(
 
 
 def _build_checked_model(cls: type, schema: Schema, config: ModelSection, kwargs: dict[str, Any]) -> nn.Module:
-    """Check a user-defined class against the contract, and return an instance."""
+    """Return an instance of a user-defined class; raise ConfigError if the class violates the contract."""
     try:
         inspect.signature(cls).bind(schema, config, **kwargs)
     except TypeError as error:
@@ -114,7 +116,7 @@ def _build_checked_model(cls: type, schema: Schema, config: ModelSection, kwargs
 
 
 def _accepts_argument(cls: type, name: str) -> bool:
-    """Return True if a class accepts an argument of this name after (schema, config)."""
+    """Return True if a class's constructor has a parameter of this name after (schema, config)."""
     parameters = list(inspect.signature(cls).parameters.values())
     return any(each.name == name and each.kind is not each.VAR_KEYWORD for each in parameters[2:])
 

@@ -21,10 +21,11 @@ from raytrec.models.parts.packed_sequences import reverse_sequences
 
 
 class DIEN(nn.Module):
-    """Model that reads each sequence with a GRU and an AUGRU, and all features with an MLP.
+    """Model that encodes each sequence with a GRU and an AUGRU, followed by an MLP.
 
-    Each sequence is encoded as the last state of an AUGRU over the states of a GRU. The MLP reads the dense
-    columns, these encodings and all other features (including the target) except the negatives.
+    A sequence is encoded as the last state of an AUGRU (GRU with attentional update gate), which reads the states
+    of a GRU. The MLP reads the dense columns, the encoded sequences, and all other features (including the target)
+    except the negatives.
 
     For id vectors e_1 … e_T, oldest first, and the target's vector e_a:
         h_t = GRU(e_t, h_{t−1}), as wide as e
@@ -32,7 +33,7 @@ class DIEN(nn.Module):
         the encoding is the last state of AUGRU(h_t, a_t); 0 for an empty sequence
     With negatives n_1 … n_T, one per id, the model's own loss for a row is
         −α · Σ over t from 1 to T − 1 of [ln σ(⟨h_t, e_{t+1}⟩) + ln(1 − σ(⟨h_t, n_{t+1}⟩))]
-    The negatives of a row are in the order of its ids; terms for ids without a negative are omitted.
+    A row's negatives are in the same order as its ids. Terms for ids without a negative are omitted.
     The MLP's activations are PReLU (see DIN in target_attention.py).
 
     Args:
@@ -64,8 +65,8 @@ class DIEN(nn.Module):
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs.
 
-        With negatives, the shape is [B, outputs + 1]; the last column is the model's own loss, 0 in eval
-        mode.
+        With negatives, the shape is [B, outputs + 1], where the last column is the model's own loss. In eval
+        mode, the own loss is 0.
         """
         encoded, own_B = dict(inputs), dense.new_zeros(dense.shape[0])
         for feature, (last_BD, states_BLD) in self.interests(inputs).items():
@@ -83,7 +84,7 @@ class DIEN(nn.Module):
 
 
 class InterestEvolution(nn.Module):
-    """Interests of a sequence and their evolution towards a target.
+    """GRU that extracts interests from a sequence, followed by an AUGRU that weights them by a target.
 
     Args:
         dim: Width of the sequence's vectors.
@@ -99,7 +100,7 @@ class InterestEvolution(nn.Module):
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last state of the AUGRU, float [B, dim], and all states of the GRU, float [B, L, dim].
 
-        The GRU's states are in the order of ids, most recent first; values at positions without an id are
+        The GRU's states are in the order of the ids, most recent first. States at positions without an id are
         undefined.
         """
         lengths_B, present_BT = sequence.present.sum(1), sequence.present  # `present` marks a prefix in either order
@@ -124,12 +125,12 @@ class InterestEvolution(nn.Module):
 def compute_auxiliary_loss(states_BLD: torch.Tensor, sequence: Sequence, negatives: Sequence) -> torch.Tensor:
     """Return −Σ [ln σ(⟨h, e⟩) + ln(1 − σ(⟨h, n⟩))] over all ids except the oldest, float32 [B].
 
-    h is the state before the id, e the id's vector, and n the vector of the id's negative. Ids without a
-    negative are omitted. All inputs are ordered from most recent to oldest.
+    For each id, h is the GRU's state after the next older id, e is the id's vector, and n is the vector of the
+    id's negative. Ids without a negative are omitted. All inputs are ordered from most recent to oldest.
     """
     length = min(states_BLD.shape[1], negatives.vectors.shape[1] + 1) - 1
     before_BLD = states_BLD[:, 1 : length + 1]
-    # An id has a preceding state if there is an older id.
+    # A state precedes an id only if the row contains an older id.
     valid_BL = sequence.present[:, 1 : length + 1] & negatives.present[:, :length]
     real_BL = (before_BLD * sequence.vectors[:, :length]).sum(2).float()
     drawn_BL = (before_BLD * negatives.vectors[:, :length]).sum(2).float()
@@ -165,8 +166,9 @@ class _Evolve(torch.autograd.Function):
     """Autograd function that runs all steps of an AUGRU and returns the last state, float32 [B, H].
 
     Steps are sequential, so their cost on a GPU is dominated by kernel launches. Terms that do not depend on
-    the state are therefore computed for all steps at once. Backward does the same, because a step is linear
-    in the gradient of its state. The loop launches 10 kernels per step; autograd would launch 35.
+    the previous state are therefore computed for all steps at once. In backward, this is possible for most
+    terms, because they are linear in the gradient of the step's state. The loops launch 10 kernels per step
+    in total, where autograd would launch 35.
     """
 
     @staticmethod
@@ -200,7 +202,8 @@ class _Evolve(torch.autograd.Function):
         reset_TBH, keep_TBH, of_state_TBH = gates_TBG.chunk(3, 2)
         share_TBH = (1 - keep_TBH).mul_(weights_BT1.transpose(0, 1))
         back_TBH = states_TBH - candidates_TBH
-        # Factors applied to a state's gradient: for its new part, and for the terms added to each gate.
+        # Factors by which the gradient of a state is multiplied to get the gradients of the candidate's input, and of
+        # the terms that the previous state adds to the gates and the candidate.
         of_new_TBH = torch.addcmul(share_TBH, share_TBH * candidates_TBH, candidates_TBH, value=-1)
         added_TBG = torch.empty_like(gates_TBG)
         of_reset_TBH, of_keep_TBH, of_new_state_TBH = added_TBG.chunk(3, 2)

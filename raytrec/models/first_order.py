@@ -12,24 +12,24 @@ from raytrec.models.parts.layers import ConcatInputs, FieldVectors, mlp, mlp_and
 
 
 class WideDeep(nn.Module):
-    """logit = Σ of the wide part's weights + wᵀ MLP(concatenated deep part) + b.
+    """Wide & Deep: logit = wide part + wᵀ MLP(concatenated deep part) + b.
 
-    Cheng et al. 2016, arXiv:1606.07792. The wide part is linear in ids and dense columns. The weight of an id
-    is the first number of its table row, which the MLP does not read; with T outputs, the first T numbers are
-    weights, one per output. A pooled embedding thus contains the sum of its ids' weights (or their mean,
-    depending on the pooling). For features that are only in the deep part, the MLP reads the whole row.
-    Cross-product features, φ(x) in the paper, must be features of the data.
+    Cheng et al. 2016, arXiv:1606.07792. The wide part is linear in ids and dense columns. The weight of an id is the
+    first number of its table row, which the MLP does not read. With T outputs, the first T numbers are weights. A
+    pooled embedding thus starts with the sum of its ids' weights (or their mean, depending on the pooling).
+    For features that are only in the deep part, the MLP reads the full table row. Cross-product features, φ(x)
+    in the paper, must be features of the data.
 
     With cross_layers, the MLP reads the output of DCN-V2's cross layers. With deep_dropout, the deep part is
-    dropped for a random share of training rows, which the linear part alone then predicts. In this case, w is
-    initialized near 0 and the slopes of dense columns with 0. After training, w can be scaled down (`shrunk`)
-    if a weaker deep part predicts held-out rows better.
+    dropped for a random share of the training rows, whose logits then consist of the wide part and b. In this
+    case, w is initialized near 0, and the weights of dense columns are initialized with 0. After training, w
+    can be scaled down (`shrunk`) if a weaker deep part predicts held-out rows better.
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims larger than T.
         config: Features of each part, layer sizes and dropout.
-        outputs: T, the number of logits per row. Each has its own weights; all layers of the MLP except the
-            last are shared.
+        outputs: T, the number of logits per row. Each output has its own weights; all layers of the MLP except
+            the last are shared.
 
     Raises:
         ConfigError: A feature is in neither part, or a pattern matches no feature.
@@ -55,7 +55,7 @@ class WideDeep(nn.Module):
 
     @property
     def shrunk(self) -> nn.Parameter | None:
-        """Weights w, by which the deep part can be scaled (worker.evaluate); None without deep_dropout."""
+        """Weights w, which worker.evaluate can multiply by a factor below 1; None without deep_dropout."""
         return self.logit.weight if self.shrinks else None
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -73,13 +73,13 @@ class WideDeep(nn.Module):
 
 
 class DeepFM(nn.Module):
-    """logit = Σᵢ wᵢ xᵢ + Σᵢ<ⱼ ⟨vᵢ, vⱼ⟩ xᵢ xⱼ + wᵀ MLP(all vectors concatenated) + b.
+    """DeepFM: logit = Σᵢ wᵢ xᵢ + Σᵢ<ⱼ ⟨vᵢ, vⱼ⟩ xᵢ xⱼ + wᵀ MLP(all vectors concatenated) + b.
 
-    Guo et al. 2017, arXiv:1703.04247. The weights wᵢ and the vectors vᵢ are stored in one table row
-    (layers.FieldVectors). Several outputs have separate weights and last layers. Each output sums the D
-    numbers of Σᵢ<ⱼ vᵢ ⊙ vⱼ with learned factors, initially 1; for a single output, the factors are fixed to
-    1. (torchrec.modules.deepfm.FactorizationMachine also multiplies the numbers within each vector and
-    therefore differs from the paper.)
+    Guo et al. 2017, arXiv:1703.04247. The weight wᵢ and the vector vᵢ of an id are stored in one table row
+    (layers.FieldVectors). Each of several outputs has its own weights and last layer. An output sums the D
+    numbers of Σᵢ<ⱼ vᵢ ⊙ vⱼ xᵢ xⱼ, multiplied by learned factors that are initially 1. For a single output, the
+    factors are fixed to 1. (torchrec.modules.deepfm.FactorizationMachine also multiplies the numbers within
+    each vector and therefore differs from the paper.)
 
     Args:
         schema: Schema with any dense columns; all tables have the same dim, larger than T.
@@ -113,8 +113,8 @@ def sum_pair_products(vectors_BFD: torch.Tensor) -> torch.Tensor:
 class XDeepFM(nn.Module):
     """xDeepFM with logit = Σᵢ wᵢ xᵢ + w₁ᵀ CIN(vectors) + w₂ᵀ MLP(all vectors concatenated) + b.
 
-    Lian et al. 2018, arXiv:1803.05170. The weights wᵢ and the vectors are stored in one table row
-    (layers.FieldVectors).
+    Lian et al. 2018, arXiv:1803.05170. The weight wᵢ and the vector of an id are stored in one table row
+    (layers.FieldVectors). CIN is the compressed interaction network.
 
     Args:
         schema: Schema with any dense columns; all tables have the same dim, larger than T.
@@ -144,8 +144,8 @@ class CIN(nn.Module):
     """Compressed interaction network: float [B, F, D] → [B, Σ sizes].
 
     Row h of layer k is Σᵢⱼ W[k,h,i,j] · (row i of layer k − 1 ⊙ row j of the vectors), where layer 0 consists
-    of the vectors. The output contains the sum over D of each row of each layer (equations 6 and 8). As in
-    the paper's best variant, there is no activation between layers.
+    of the vectors. The output contains, for every row of every layer, the sum of its D numbers (equations 6
+    and 8). As in the paper's best variant, there is no activation between layers.
 
     Args:
         fields: F, the number of vectors.
@@ -160,7 +160,7 @@ class CIN(nn.Module):
         )
 
     def forward(self, vectors_BFD: torch.Tensor) -> torch.Tensor:
-        """Return the sum over D of each row of each layer, float [B, Σ sizes]."""
+        """Return the sums of the layers' rows over D, float [B, Σ sizes]."""
         columns_BDF = vectors_BFD.transpose(1, 2)
         rows_BDH, sums = columns_BDF, []
         for layer in self.layers:

@@ -1,4 +1,4 @@
-"""Models that weight their inputs separately for each row: FinalMLP, MaskNet and PEPNet."""
+"""Models with gates, which weight inputs differently for each row: FinalMLP, MaskNet and PEPNet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytrec.models.parts.layers import ConcatInputs, FieldVectors, mlp, mlp_and
 
 
 class FinalMLP(nn.Module):
-    """logit = b + w₁ᵀ o₁ + w₂ᵀ o₂ + Σ over heads of o₁ₕᵀ Wₕ o₂ₕ, with oₛ = MLPₛ(gateₛ ⊙ e).
+    """FinalMLP: logit = b + w₁ᵀ o₁ + w₂ᵀ o₂ + Σ over heads of o₁ₕᵀ Wₕ o₂ₕ, where stream s is oₛ = MLPₛ(gateₛ ⊙ e).
 
     e is the concatenation of dense columns and embeddings. gateₛ = 2 σ(MLP(features of the stream's gate)),
     so each stream emphasizes different features. A gate without features reads one learned vector. o₁ and o₂
@@ -61,10 +61,10 @@ class Gate(nn.Module):
 
     Args:
         schema: Schema of the data.
-        members: Features and dense columns of the context; if empty, a learned vector takes their place.
+        members: Features and dense columns of the context; if empty, the context is a learned vector.
         sizes: Hidden sizes of the MLP.
         width: Number of weights.
-        more: Width of the additional input of `forward`.
+        more: Width of `more_BM` in `forward`; 0 if it is not passed.
     """
 
     def __init__(self, schema: Schema, members: set[str], sizes: list[int], width: int, more: int = 0):
@@ -82,7 +82,7 @@ class Gate(nn.Module):
         Args:
             dense: Dense columns, float32 [B, n].
             pooled: Feature → its embeddings.
-            more_BM: Additional input of the MLP, after the context.
+            more_BM: Values that are appended to the context before the MLP; default: none.
         """
         context = self.vector if self.context is None else self.context(dense, pooled)
         context = context if more_BM is None else torch.cat([context, more_BM], dim=1)
@@ -93,9 +93,9 @@ class MaskNet(nn.Module):
     """Mask blocks over normalized embeddings, arranged in parallel or in series, followed by an MLP.
 
     V is the concatenation of a row's F vectors, [F·D]. N contains the layer norms of these vectors, each with
-    a separate gain and bias. Parallel blocks all read N, and the MLP reads their concatenated outputs. Of
-    blocks in series, the first reads N, every other block reads the output of the previous block, and the MLP
-    reads the last output. The mask of every block is computed from V.
+    a separate gain and bias. The masks of all blocks are computed from V. In parallel, all blocks read N, and
+    the MLP reads their concatenated outputs. In series, the first block reads N, every later block reads the
+    output of the previous block, and the MLP reads the last output.
 
     Args:
         schema: Schema with any dense columns; all tables have the same dim.
@@ -160,10 +160,10 @@ class MaskBlock(nn.Module):
 class PEPNet(nn.Module):
     """Task towers over gated inputs, with a gate for the hidden units of each layer.
 
-    Chang et al. 2023, arXiv:2302.01115. e is the concatenation of dense columns and embeddings. EPNet: the
-    towers read o = gate(domain, sg(e)) ⊙ e, where sg stops gradients; without domain features, o = e. PPNet:
-    the hidden units of layer l of all towers are multiplied by gateₗ(personal, sg(o)). Gates are
-    2 σ(MLP(inputs)). Domain and personal features are also part of e.
+    Chang et al. 2023, arXiv:2302.01115. e is the concatenation of dense columns and embeddings, including the
+    domain and personal features. In EPNet, the towers read o = gate(domain, sg(e)) ⊙ e, where sg stops
+    gradients; without domain features, o = e. In PPNet, the hidden units in layer l of all towers are
+    multiplied by gateₗ(personal, sg(o)). Gates are 2 σ(MLP(inputs)).
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims.

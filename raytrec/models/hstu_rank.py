@@ -25,31 +25,32 @@ NORM_EPS = 1e-6
 class HstuRank(nn.Module):
     """Hierarchical sequential transduction units over context, history and candidates, with a tower for each task.
 
-    Zhai et al. 2024, arXiv:2402.17152, with the layers of the authors' DLRM-HSTU and of MLPerf's DLRMv4. The
-    tokens of a request are, in this order:
+    Zhai et al. 2024, arXiv:2402.17152. The layers are the same as in the authors' DLRM-HSTU and MLPerf's DLRMv4.
+    The tokens of a request are, in this order:
 
         context     W_f e + b_f for each feature f of the request, and one token for all its dense columns
         history     E_item(items) + p + s for each event, oldest first. With actions a, E_action(a) + p' + s
                     follows or, without `interleave`, E_action(a) is added
         candidates  E_item(items) + c
 
-    E are MLPs, and p, p', s and c are learned vectors: p and p' for the number of more recent events, s for
-    one of 128 logarithmic buckets of the time since the event. A token attends to itself and to earlier
-    tokens, but not to other candidates. A candidate's score thus depends on no other candidate, and the other
-    tokens of a request are computed once for all candidates.
+    E_item and E_action are MLPs, and p, p', s and c are learned vectors. p and p' depend on the number of more
+    recent events, and s on the time from the event to the request (without `request_time`, to the newest event),
+    in 128 logarithmic buckets. A token attends to itself and to earlier tokens, but not to other candidates. A
+    candidate's score is thus independent of the other candidates, and the context and history tokens of a request
+    are computed once for all of its candidates.
 
-    An item MLP computes a vector from all columns of the candidate. The towers read its product with the last
-    layer's output for the candidate, after layer norm. With `request_time`, this output is first combined with
-    hour and weekday.
+    Another MLP encodes all features and dense columns of the candidate as a vector. The towers read the
+    elementwise product of this vector and the layer norm of the last layer's output for the candidate. With
+    `request_time`, the output is first combined with the request's time of day and weekday.
 
     Args:
         schema: Schema with at least one sequence; each sequence has the dim of its target.
-        config: Names of the columns, and sizes.
+        config: Names of the columns, layer sizes and dropout.
         tasks: Task → number of its logit columns.
 
     Raises:
-        ConfigError: There is no sequence, a target or a column does not exist, or the heads do not divide the
-            width.
+        ConfigError: There is no sequence, a target or a column does not exist, or the width is not divisible by
+            the number of heads.
     """
 
     def __init__(self, schema: Schema, config: HstuRankSection, tasks: Mapping[str, int]):
@@ -124,7 +125,7 @@ class HstuRank(nn.Module):
         return tokens_NkD.flatten(0, 1)
 
     def _add_clock(self, states_ND: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        """Return the states, combined with hour and weekday of the request if `request_time` is set."""
+        """Return the states, combined with the request's time of day and weekday if `request_time` is set."""
         if self.clock is None:
             return states_ND
         turns_N2 = dense[:, self.request_time, None].double() / self.periods_s
@@ -133,7 +134,7 @@ class HstuRank(nn.Module):
 
 
 class SwishNorm(nn.Module):
-    """Activation x · σ(N x) with layer norm N: [N, width] → [N, width]."""
+    """Activation x · σ(LN(x)), where LN is layer norm: [N, width] → [N, width]."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -153,7 +154,9 @@ def make_encoder(inputs: int, config: HstuRankSection) -> nn.Sequential:
 class Actions(nn.Module):
     """Encoder of the actions of events: side features, float64 [N, n] → float32 [N, D].
 
-    Each action has a value of 0 or 1, and its weights in the first layer are its embedding.
+    An action is one bit of a bit mask, or a threshold that a number reaches (`model.actions`). The input of
+    the MLP is 1 for each action of the event and 0 for all others. The weights of an action in the first layer
+    act as its embedding.
     """
 
     def __init__(self, schema: Schema, config: HstuRankSection):
@@ -181,14 +184,20 @@ class Actions(nn.Module):
 class TransducerLayer(nn.Module):
     """Hierarchical sequential transduction unit for tokens of users and of candidates.
 
-    Each head computes, with layer norms N and N′ and dropout d:
+    With layer norms N and N′ and dropout d, each head computes:
 
         k, v, q, u = W₁ N x + b
         a_ij = silu(⟨q_i, k_j⟩ ÷ √width of a head) ÷ maximum number of tokens   if token i attends to j, else 0
         r_i = Σ_j a_ij v_j
         x ← x + W₂ d(silu(u), r, silu(u) ⊙ N′ r)
 
-    The last layer returns tokens of users unchanged, because only those of candidates are read.
+    Tokens of users are the tokens of the context and the history. The last layer returns them unchanged, because
+    the model reads only the candidates' tokens of the last layer.
+
+    Args:
+        config: Dim, heads, width and dropout.
+        tokens: Maximum number of tokens of a request with one candidate.
+        last: True for the last layer.
     """
 
     def __init__(self, config: HstuRankSection, tokens: int, last: bool):
@@ -205,7 +214,7 @@ class TransducerLayer(nn.Module):
     def forward(
         self, users_ND: torch.Tensor, candidates_ND: torch.Tensor, layout: TokenLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output of the layer for users and candidates, float [N, D] each."""
+        """Return the tokens of users and of candidates after this layer, float [N, D] each."""
         parts, others = (2 if self.last else 4) * self.width, 3 * self.width
         users_NE = linear(self.norm(users_ND), self.inputs.weight[:parts], self.inputs.bias[:parts])
         candidates_NE = self.inputs(self.norm(candidates_ND))
@@ -219,7 +228,7 @@ class TransducerLayer(nn.Module):
 
     @torch.compiler.disable
     def _attend(self, users_NE: torch.Tensor, candidates_NE: torch.Tensor, layout: TokenLayout) -> list[torch.Tensor]:
-        """Return Σ_j a_ij v_j for users, unless this is the last layer, and candidates: [N, width] each."""
+        """Return Σ_j a_ij v_j for users (except in the last layer) and for candidates, [N, width] each."""
         of_users, of_candidates = [], []
         key_NHd, value_NHd, query_NHd = self._split_heads(candidates_NE)
         groups = layout.group_users(users_NE), layout.group_candidates(query_NHd.flatten(1))
@@ -234,18 +243,18 @@ class TransducerLayer(nn.Module):
         return [layout.ungroup_users(of_users), read_NW] if of_users else [read_NW]
 
     def _split_heads(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return keys, values etc. by head: [..., n · width] → n × [..., heads, width ÷ heads]."""
+        """Return n concatenated projections by head: [..., n · width] → n × [..., heads, width ÷ heads]."""
         return values.unflatten(-1, (-1, self.heads, self.width // self.heads)).unbind(-3)
 
     @property
     def scale(self) -> float:
-        """Return the factor of the dot products of queries and keys."""
+        """Return 1 ÷ √width of a head, by which the dot products of queries and keys are multiplied."""
         return (self.width / self.heads) ** -0.5
 
     def _read(
         self, query_bQHd: torch.Tensor, key_bTHd: torch.Tensor, value_bTHd: torch.Tensor, is_causal: bool = False
     ) -> torch.Tensor:
-        """Return Σ_j a_ij v_j for each query, [b, Q, width]. The second operands may have b = 1."""
+        """Return Σ_j a_ij v_j for each query, [b, Q, width]; keys and values with b = 1 are shared by all rows."""
         weights_bHQT = silu(torch.einsum("bqhd,bthd->bhqt", query_bQHd * self.scale, key_bTHd)) / self.tokens
         weights_bHQT = weights_bHQT.tril() if is_causal else weights_bHQT
         return torch.einsum("bhqt,bthd->bqhd", weights_bHQT, value_bTHd).flatten(2)

@@ -1,4 +1,4 @@
-"""Model inputs: sequences, ids and candidates of requests."""
+"""Inputs of models: sequences, their ids, and candidates of requests."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Sequence(NamedTuple):
     Attributes:
         vectors: Embedding of each id (times its weight, if the feature has weights), most recent first;
             float32 [B, L, dim], 0 at positions without an id.
-        present: True at positions with an id, which are the first positions of each row; bool [B, L].
+        present: True at positions with an id, bool [B, L]. Ids occupy the first positions of a row.
         side_features: Numbers and times (seconds since 1970) of each id, in the order of `side_features` in
             the schema; float64 [B, L, n], 0 at positions without an id. None: the feature has no side
             features.
-        lengths: Number of ids in each row, int32 [B], on the host; None: lengths are only available from
-            `present`.
+        lengths: Number of ids in each row, int32 [B], on the host. None: the lengths must be computed from
+            `present`, which is on the device.
     """
 
     vectors: torch.Tensor
@@ -34,15 +34,16 @@ class Sequence(NamedTuple):
     lengths: torch.Tensor | None = None
 
 
-IDS = "ids that were looked up"  # key of the inputs for models that read ids: feature → int64 [B, L]
+# Input of models that read ids: feature → int64 [B, L] for sequences, else [B, 1] (SequenceLookup).
+IDS = "ids that were looked up"
 
 
 class SequenceLookup:
-    """Converter from embeddings to the inputs of a model that reads sequences id by id.
+    """Converter from embeddings to the inputs of a model that reads the vector of each id in a sequence.
 
     Args:
         features: Features of the run.
-        with_ids: Features whose ids are inputs as well (ModelSection.reads_ids).
+        with_ids: Features whose ids are added to the inputs under the key IDS (ModelSection.reads_ids).
     """
 
     def __init__(self, features: Features, with_ids: Collection[str] = ()):
@@ -87,7 +88,7 @@ class SequenceLookup:
 
 
 def pad_bags(values_Nn: torch.Tensor, lengths_B: torch.Tensor, length: int) -> torch.Tensor:
-    """Pad the values of bags of at most `length` ids with 0: [N, n] → [B, length, n].
+    """Pad bags of at most `length` ids with 0: [N, n] → [B, length, n], where N is the total number of ids.
 
     FBGEMM's jagged_to_padded_dense does not support float64 on CPU (1.8.0).
     """
@@ -99,14 +100,14 @@ def pad_bags(values_Nn: torch.Tensor, lengths_B: torch.Tensor, length: int) -> t
     return padded.index_put_((row_N, place_N), values_Nn)
 
 
-REQUESTS = "requests of examples"  # key of the RequestInputs for models that encode each request once
+REQUESTS = "requests of examples"  # key of the RequestInputs in the inputs of models that encode each request once
 
 
 class RequestInputs(NamedTuple):
     """Inputs of a batch of R requests, for models that encode each request only once.
 
     Attributes:
-        example_requests: Request of each example, int64 [N].
+        example_requests: Index of each example's request, ascending, int64 [N].
         dense: Dense columns of the requests, float32 [R, dense columns]; candidate columns are 0.
         max_examples: Maximum number of examples of a request, at least 1.
     """
@@ -117,7 +118,7 @@ class RequestInputs(NamedTuple):
 
 
 class RequestExpander:
-    """Converter from inputs of requests to inputs of examples; there is one example per candidate.
+    """Converter from inputs of requests to inputs of examples, with one example per candidate.
 
     Args:
         schema: Schema of the data.
@@ -135,7 +136,7 @@ class RequestExpander:
     def __call__(self, batch: Batch, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the dense columns [N, n] and inputs [N, ...] of N candidates.
 
-        Without candidates, one row of padding is returned, because few layers support a batch without rows.
+        If the batch has no candidates, one padding row is returned, because few layers support empty batches.
 
         Args:
             batch: R requests with their candidates.
@@ -171,6 +172,11 @@ def encode_requests_once(
     """Return the encoding of each example's request, [N, ...].
 
     A request shared by several examples is encoded once.
+
+    Args:
+        encode: Function from (dense columns, inputs) of R requests to their encodings, [R, ...].
+        dense: Dense columns of the examples, float32 [N, n]; used if each row is its own request.
+        inputs: Inputs of the model, with RequestInputs under the key REQUESTS if rows are requests.
     """
     requests = inputs.get(REQUESTS)
     if requests is None:

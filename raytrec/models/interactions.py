@@ -13,11 +13,11 @@ from raytrec.models.parts.layers import Constant, get_embedding_dim, mlp, mlp_an
 
 
 class DLRM(nn.Module):
-    """Bottom MLP, pairwise dot products of its output and the pooled embeddings, and top MLP.
+    """DLRM: pairwise dot products of the pooled embeddings and a bottom MLP's output, followed by a top MLP.
 
     Naumov et al. 2019, arXiv:1906.00091. The bottom MLP maps the dense columns to one vector with the dim of
-    the tables. Without dense columns, a learned constant takes its place; its dot products still give each
-    feature a first-order term.
+    the tables. Without dense columns, the vector is a learned constant, whose dot products give each feature a
+    first-order term.
 
     Args:
         schema: Schema with any dense columns; all tables have the same dim.
@@ -64,12 +64,12 @@ class DotInteraction(nn.Module):
 
 
 class DCN(nn.Module):
-    """Cross layers over the concatenated dense columns and pooled embeddings, combined with deep layers.
+    """DCN-V2: cross layers over the concatenated dense columns and pooled embeddings, combined with deep layers.
 
-    x₀ consists of the dense columns (after bottom_mlp) and the embeddings in the schema's order. stacked: the
-    deep layers read the output of the cross layers. parallel: the deep layers read x₀, and the logit is
-    linear in the concatenation of both outputs. MLPerf's DLRM-DCNv2 uses bottom_mlp [512, 256, 128], 3 cross
-    layers of rank 512, stacked, and top_mlp [1024, 1024, 512, 256].
+    x₀ consists of the dense columns (after bottom_mlp) and the embeddings in the schema's order. With `deep:
+    stacked`, the deep layers read the output of the cross layers. With `deep: parallel`, the deep layers read
+    x₀, and the logit is linear in the concatenation of both outputs. MLPerf's DLRM-DCNv2 uses bottom_mlp
+    [512, 256, 128], 3 stacked cross layers of rank 512, and top_mlp [1024, 1024, 512, 256].
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims.
@@ -105,7 +105,7 @@ class DCN(nn.Module):
 class Cross(nn.Module):
     """Cross layers x ← x₀ ⊙ (W x + b) + x, where W is a full matrix or a product U V of a given rank.
 
-    Shapes are float [B, n] → [B, n]. Matrices are initialized as in Glorot and Bengio 2010, biases with 0.
+    The shape is float [B, n] → [B, n]. Weights are initialized as in Glorot and Bengio 2010, and biases with 0.
     """
 
     def __init__(self, n: int, layers: int, rank: int | None = None):
@@ -130,10 +130,11 @@ def _matrix(n: int, rank: int | None) -> nn.Module:
 
 
 class Wukong(nn.Module):
-    """Interaction layers over the vectors of all features, and a top MLP over the last layer's vectors.
+    """Wukong: interaction layers over the vectors of all features, and a top MLP over the last layer's vectors.
 
-    Zhang et al. 2024, arXiv:2403.02545. X₀ contains the output of an MLP over the dense columns, if there are
-    any, and the pooled embeddings. Layer i returns interactions of 1 to 2ⁱ features.
+    Zhang et al. 2024, arXiv:2403.02545. The first layer reads the pooled embeddings and, if the schema has dense
+    columns, the output of an MLP over these columns. The output of layer i contains interactions of 1 to 2ⁱ
+    features.
 
     Args:
         schema: Schema with any dense columns; all tables have the same dim.
@@ -164,9 +165,10 @@ class Wukong(nn.Module):
 class InteractionLayer(nn.Module):
     """LN(concat(FMB(X), LCB(X)) + X) for the n vectors X of a row, float [B, n, D] → [B, n_F + n_L, D].
 
-    FMB(X) = MLP(LN(flatten(X Xᵀ Y))) is reshaped to n_F vectors (sections 3.4 and 3.6). Xᵀ Y is computed first,
-    so the n × n products are not. LCB(X) = W X has n_L vectors. If n ≠ n_F + n_L, a linear map of the vectors
-    replaces X in the sum. One matrix product computes all linear maps of the vectors: Yᵀ X, W X and this one.
+    The factorization machine block FMB(X) = MLP(LN(flatten(X Xᵀ Y))) is reshaped to n_F vectors (sections 3.4
+    and 3.6). Xᵀ Y is computed first, which avoids the n × n matrix X Xᵀ. The linear compression block LCB(X) =
+    W X has n_L vectors. If n ≠ n_F + n_L, R X replaces X in the sum, where R is a learned matrix. A single
+    matrix product computes Yᵀ X, W X and R X.
 
     Args:
         count: n, the number of vectors of the input.

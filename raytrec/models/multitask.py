@@ -13,7 +13,7 @@ from raytrec.models.parts.layers import ConcatInputs, mlp, mlp_and_linear
 
 
 class SharedBottom(nn.Module):
-    """logits of task k = towerₖ(MLP(concatenated dense columns and embeddings)).
+    """Shared bottom: the logits of task k are towerₖ(MLP(concatenated dense columns and embeddings)).
 
     Caruana 1997, "Multitask Learning", Machine Learning 28.
 
@@ -37,7 +37,7 @@ class SharedBottom(nn.Module):
 
 
 class MMoE(nn.Module):
-    """logits of task k = towerₖ(Σₑ softmax(Wₖ x)ₑ · expertₑ(x)).
+    """Multi-gate mixture of experts: the logits of task k are towerₖ(Σₑ softmax(Wₖ x)ₑ · expertₑ(x)).
 
     Ma et al. 2018, doi:10.1145/3219819.3220007, equations 6 and 7. x is the concatenation of dense columns
     and embeddings.
@@ -67,8 +67,8 @@ class PLE(nn.Module):
     """Progressive layered extraction: levels of experts and gates, then a tower for each task.
 
     Tang et al. 2020, doi:10.1145/3383313.3412236. The first level reads x, the concatenation of dense columns
-    and embeddings. Every other level reads the previous level's outputs: one for each task, and a shared one.
-    With a single level, PLE is CGC.
+    and embeddings. Every later level reads the previous level's outputs, which are one output for each task and
+    a shared output. With a single level, PLE is customized gate control (CGC).
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims.
@@ -97,13 +97,13 @@ class Level(nn.Module):
     """One level of PLE (equations 4 to 7).
 
     The output for task k is Σₑ softmax(Wₖ xₖ)ₑ · expert e over the task's experts and the shared experts. The
-    task's experts read xₖ, and the shared experts read the shared x. The shared output is the corresponding
-    mean over all experts, weighted by softmax(W x). The last level has no shared output.
+    task's experts read xₖ, and the shared experts read the shared x. The shared output is the mean of all
+    experts of all tasks and the shared experts, weighted by softmax(W x). The last level has no shared output.
 
     Args:
-        inputs: Width of each input.
+        inputs: Width of xₖ and of the shared x.
         tasks: Number of tasks.
-        config: Experts, layer sizes and dropout.
+        config: Numbers of experts, layer sizes and dropout.
         last: True for the last level.
     """
 
@@ -140,7 +140,7 @@ class TaskTowers(nn.Module):
 
     def __init__(self, inputs: int, sizes: list[int], tasks: Mapping[str, int], dropout: float):
         super().__init__()
-        # Modules are not named after tasks, because a task's name may equal that of a method of nn.Module.
+        # Modules are not named after tasks, because nn.Module may have a method with the name of a task.
         self.towers = nn.ModuleList(mlp([inputs, *sizes], dropout) for _ in tasks)
         last = (sizes or [inputs])[-1]
         self.logits = nn.ModuleList(nn.Linear(last, columns) for columns in tasks.values())
@@ -149,7 +149,7 @@ class TaskTowers(nn.Module):
         """Return the logits of all tasks in order, float32 [B, columns]; [B] if there is a single column.
 
         Args:
-            of_tasks: Input of the tower of each task, float [B, inputs].
+            of_tasks: Input of each task's tower, in the order of the tasks, float [B, inputs] each.
         """
         layers = zip(self.towers, self.logits, of_tasks, strict=True)
         return torch.cat([logit(tower(x_BN)) for tower, logit, x_BN in layers], dim=1).squeeze(1)
@@ -168,7 +168,7 @@ class Experts(nn.Module):
 
 
 class Gate(nn.Module):
-    """Gate Σₑ softmax(W x)ₑ · expert e: a mean of experts with weights that depend on x.
+    """Gate Σₑ softmax(W x)ₑ · expert e, a mean of the experts' outputs with weights that depend on x.
 
     Args:
         inputs: Width of x.
@@ -186,11 +186,11 @@ class Gate(nn.Module):
 
 
 class ESMM(nn.Module):
-    """pCTCVR = pCTR · pCVR: a click tower and a conversion tower that share the embeddings.
+    """ESMM: pCTCVR = pCTR · pCVR, with a click tower and a conversion tower that share the embeddings.
 
     Ma et al. 2018, arXiv:1804.07931. The click tower returns the click logit a, with pCTR = σ(a). The
     conversion tower returns b, with pCVR = σ(b), for which there is no separate label. The conversion logit
-    is the logit of p = σ(a) · σ(b), so the tower is trained on all impressions and not only on clicked ones.
+    is the logit of p = σ(a) · σ(b), so the conversion tower is trained on all impressions, not only on clicks.
     Since (1 − p) ÷ p = (1 + e⁻ᵃ)(1 + e⁻ᵇ) − 1, the logit of p is −ln(e⁻ᵃ + e⁻ᵇ + e⁻ᵃ⁻ᵇ), which is accurate
     even for p near 0 or 1. P(conversion | click) is the quotient of the two predictions.
 
@@ -217,11 +217,11 @@ class ESMM(nn.Module):
 
 
 class DBMTL(nn.Module):
-    """P(labels | x) = Πₖ P(label k | x, its parent labels), modeled in the layers below the logits.
+    """DBMTL: P(labels | x) = Πₖ P(label k | x, its parent labels), modeled in the layers below the logits.
 
     Wang et al. 2019, arXiv:1902.09154. s is the output of shared layers over the concatenated dense columns
-    and embeddings, and tₖ = towerₖ(s). For each task k, rₖ = MLPₖ(tₖ concatenated with rⱼ of each task j on
-    which task k depends). The logits of task k are linear in rₖ.
+    and embeddings, and tₖ = towerₖ(s). For each task k, rₖ = MLPₖ(concatenation of tₖ and rⱼ for all parents j of
+    k), where the parents are the tasks on which task k depends. The logits of task k are linear in rₖ.
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims.

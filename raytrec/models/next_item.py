@@ -19,18 +19,19 @@ from raytrec.models.parts.sampled_loss import Queries, SampledLoss, combine_outp
 from raytrec.models.parts.shared_negatives import ItemBatch, SharedNegatives
 
 NUM_TIME_BUCKETS = 128  # number of buckets for times between items; the last bucket is unbounded
-LOG_BUCKET_RATIO = log(1.35)  # each bucket's bounds are 1.35 × those of the previous bucket
+LOG_BUCKET_RATIO = log(1.35)  # the upper bound of a bucket is 1.35 × its lower bound
 
 
 class NextItem(nn.Module, ABC):
     """Base class of causal sequence models in which the state after each item is a query for the next item.
 
-    score = ⟨state after the most recent item, item⟩ ÷ temperature; both vectors are scaled to length 1 with
-    `normalize`. A row without a history has the state 0 and therefore the score 0 for every item.
+    score = ⟨state after the most recent item, item⟩ ÷ temperature. With `normalize`, both vectors are scaled to
+    length 1. A row without a history has the state 0 and therefore the score 0 for every item.
 
     The model's own loss is a sum over the row's item and all items of the history except the oldest. Each
-    item is predicted from the preceding items and compared with the row's negatives (with share_negatives,
-    those of the global batch). The sum is divided by max_length, so all positions have the same weight.
+    of these items is predicted from the preceding items and compared with the row's negatives (with
+    share_negatives, the negatives of the global batch). The sum is divided by max_length rather than by the
+    length of the history, so all positions of all rows have the same weight.
 
     Args:
         schema: Schema with a history and an item feature that share a table of dim D; other features are not read.
@@ -39,8 +40,8 @@ class NextItem(nn.Module, ABC):
         vectors: True to also return query and item vectors; the query is divided by the temperature.
 
     Raises:
-        ConfigError: A feature is missing, the history is not a sequence, or the tables of history, item and
-            negatives differ.
+        ConfigError: A feature is missing, the history is not a sequence, or history, item and negatives do not
+            share one table.
     """
 
     def __init__(self, schema: Schema, config: NextItemSection, outputs: int = 1, vectors: bool = False):
@@ -56,7 +57,7 @@ class NextItem(nn.Module, ABC):
 
     @abstractmethod
     def states(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
-        """Return the state after each item, computed from this and older items only, float32 [N, D]."""
+        """Return the state after each item, computed only from that item and older items, float32 [N, D]."""
 
     def embed_positions(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
         """Return √D · e + p for each item's embedding e and position vector p, after dropout, [N, D]."""
@@ -147,7 +148,7 @@ class SASRec(NextItem):
         x ← x + d(W₂ · d(relu(W₁ N x)))
 
     The state is N of the last block's x. For arguments and errors, see NextItem. ConfigError is also raised
-    if the heads do not divide D.
+    if D is not divisible by the number of heads.
     """
 
     def __init__(self, schema: Schema, config: SasrecSection, outputs: int = 1, vectors: bool = False):
@@ -164,7 +165,7 @@ class SASRec(NextItem):
 
 
 class Block(nn.Module):
-    """SASRec block: attention, then a two-layer network applied to each item, [N, D] → [N, D]."""
+    """SASRec block: causal attention, then a two-layer MLP applied to each item, [N, D] → [N, D]."""
 
     def __init__(self, dim: int, config: SasrecSection):
         super().__init__()
@@ -208,8 +209,8 @@ class Attention(nn.Module):
 class HSTU(NextItem):
     """Hierarchical sequential transduction units over a history (Zhai et al. 2024, arXiv:2402.17152).
 
-    x is initialized as in SASRec. Each layer then computes, with layer norm N (without weights) and dropout d
-    (equations 1 to 3), in each head:
+    x is initialized as in SASRec. With layer norm N (without weights) and dropout d, each head of a layer then
+    computes (equations 1 to 3):
 
         u, v, q, k = silu(W₁ N x)
         a_ij = silu(⟨q_i, k_j⟩ + r_{i−j} + s_{bucket(t_i − t_j)}) ÷ max_length   for j ≤ i, else 0
@@ -218,7 +219,8 @@ class HSTU(NextItem):
     r contains a learned bias for each distance. With model.time, s contains a learned bias for each of 128
     logarithmic buckets of the time between two items. Weights do not add up to 1, so the number of relevant
     items matters as well. The state is the last layer's x. For arguments and errors, see NextItem.
-    ConfigError is also raised if the heads do not divide the width or the column of times is missing.
+    ConfigError is also raised if the width is not divisible by the number of heads or the column of times is
+    missing.
     """
 
     def __init__(self, schema: Schema, config: HstuSection, outputs: int = 1, vectors: bool = False):
@@ -236,7 +238,7 @@ class HSTU(NextItem):
 
     @torch.compiler.disable
     def _buckets(self, history: Sequence, packed: PackedSequences) -> list[torch.Tensor]:
-        """Return the bucket of the time between every two items for each group, int32 [b, T, T]."""
+        """Return the bucket of the time between every two items of a row, int32 [b, T, T] for each group."""
         assert history.side_features is not None
         times_BL1 = history.side_features[:, :, self.time].unsqueeze(2)
         groups = [group_bT1.squeeze(2) for group_bT1 in packed.to_chronological(packed.pack(times_BL1))]
@@ -244,15 +246,18 @@ class HSTU(NextItem):
 
 
 def choose_time_bucket(between: torch.Tensor) -> torch.Tensor:
-    """Return buckets of time differences in seconds or a numeric column's unit: float [...] → int32 [...]."""
+    """Return the logarithmic bucket, 0 to 127, of each time difference: float [...] → int32 [...].
+
+    Differences are in seconds or, for a numeric column, in the column's unit. Differences below 1 are in bucket 0.
+    """
     return (between.clamp(min=1).log() / LOG_BUCKET_RATIO).int().clamp(max=NUM_TIME_BUCKETS - 1)
 
 
 class _BucketLookup(torch.autograd.Function):
-    """Lookup of a vector's values by bucket, [K], int32 [b, T, T] → [b, T, T], for GPUs.
+    """Lookup of one value per bucket on GPUs: values [K] and buckets, int32 [b, T, T] → [b, T, T].
 
-    The backward pass of torch's embedding sorts all b · T² buckets. Instead, the gradients of each row of T buckets
-    are added by bucket, then the sums of all rows.
+    The backward pass of torch's embedding sorts all b · T² buckets. This class avoids the sort: for each row of
+    T buckets, gradients are summed by bucket, and these sums are then added over all rows.
     """
 
     @staticmethod
@@ -308,7 +313,7 @@ class Layer(nn.Module):
         return read_nTd.unflatten(0, (rows, self.heads)).transpose(1, 2).flatten(2)
 
     def _bias(self, length: int, buckets_bTT: torch.Tensor | None) -> torch.Tensor:
-        """Return the biases, [1, T, T], or [b · heads, T, T] with times; biases of later keys are undefined."""
+        """Return biases, [1, T, T], or [b · heads, T, T] with times; biases of keys after the query are undefined."""
         places_T = torch.arange(length, device=self.distances.device)
         back_TT = (places_T.unsqueeze(1) - places_T).clamp(min=0)
         bias_1TT = self.distances[back_TT].unsqueeze(0)

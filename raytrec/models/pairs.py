@@ -14,20 +14,20 @@ from raytrec.models.parts.shared_negatives import SharedNegatives, compute_pair_
 
 
 class TwoTower(nn.Module):
-    """logit = scale · ⟨query, item⟩ + bias, with a learned bias and a learned or fixed scale.
+    """Two towers: logit = scale · ⟨query, item⟩ + bias, with a learned bias and a learned or fixed scale.
 
     Retrieval uses only `query` and `item`: item vectors are stored in an index, which is searched with the
-    query vector. A positive scale and the bias do not change the order of a query's items.
+    query vector. Neither the bias nor a positive scale changes the order of a query's items.
 
     Each of several outputs has its own query vector, scale and bias, so one index of items serves all tasks.
-    With `vectors`, there is an additional query vector for losses that compare rows. These losses read (scale
-    · query, item), so the scale acts as a learned temperature.
+    With `vectors`, there is an additional query vector for losses that compare rows. These losses read scale
+    · query and item, so the scale acts as an inverse temperature.
 
     With `negatives`, the model's own loss compares a row's item with drawn items, whose vectors the item
-    tower computes from their ids (sampled_loss.py). The loss uses the query of the last output. Without
-    outputs, it uses the query for losses that compare rows and is added to them. In-batch negatives are
-    mostly frequent items, whereas drawn negatives are not; the combination is the mixed negative sampling of
-    Yang et al. 2020 (https://doi.org/10.1145/3366424.3386195).
+    tower computes from their ids (sampled_loss.py). The loss uses the query vector of the last output. Without
+    outputs, it uses the query vector for losses that compare rows. In-batch negatives are mostly frequent
+    items, whereas drawn negatives are not. Using both is the mixed negative sampling of Yang et al. 2020
+    (https://doi.org/10.1145/3366424.3386195).
 
     Args:
         schema: Schema with any columns and features; sequences are averaged.
@@ -67,8 +67,8 @@ class TwoTower(nn.Module):
     def query(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return query vectors from the query tower's features, float32 [B, tower_mlp[-1]].
 
-        With several outputs, the shape is [B, outputs, tower_mlp[-1]]. With `vectors`, one more vector is the
-        last.
+        With several outputs, the shape is [B, outputs, tower_mlp[-1]]. With `vectors`, the query vector for
+        losses that compare rows follows the vectors of the outputs.
         """
         return self._vectors("query", dense, pooled)
 
@@ -93,7 +93,7 @@ class TwoTower(nn.Module):
     def _own_loss(
         self, query_BQD: torch.Tensor, item_BD: torch.Tensor, dense: torch.Tensor, pooled: dict
     ) -> torch.Tensor:
-        """Return the model's own loss for each row, float32 [B]; 0 in evaluations. query_BQD includes the scale."""
+        """Return the model's own loss for each row, float32 [B]; 0 in eval mode. query_BQD includes the scale."""
         if not self.training:
             return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
         drawn, (feature,) = pooled[self.config.negatives], self.towers["item"].concat_inputs.skipped_columns
@@ -117,7 +117,7 @@ class Tower(nn.Module):
 
     Args:
         schema: Schema of the data.
-        members: Names of dense columns and sparse features.
+        members: Names of the dense columns and sparse features that the tower reads.
         config: Layer sizes and dropout.
         outputs: Width of the last layer.
     """
@@ -134,17 +134,18 @@ class Tower(nn.Module):
 
 
 class MatrixFactorization(nn.Module):
-    """score = ⟨p, q⟩ + b_user + b_item + b for embeddings (p, b_user) and (q, b_item), with a learned b.
+    """Matrix factorization: logit = ⟨p, q⟩ + b_user + b_item + b for embeddings (p, b_user) and (q, b_item).
 
-    Rendle et al. 2020, arXiv:2005.09683. The items of a user are ordered by ⟨p, q⟩ + b_item, so query = (p,
-    1) and item = (q, b_item). b_user and b are included in the logits, and in the model's own loss if that
-    loss is bce. For a feature with several ids, the sum or mean of their embeddings is used.
+    Rendle et al. 2020, arXiv:2005.09683. b is learned. The items of a user are ordered by ⟨p, q⟩ + b_item, so
+    the query vector is (p, 1) and the item vector is (q, b_item). b_user and b are included in the logits, and
+    in the model's own loss if that loss is bce. For a feature with several ids, their embeddings are summed or
+    averaged. Without model.bias, the three biases are omitted.
 
     Args:
         schema: Schema with a user and an item feature of the same dim; other features are not read.
         config: Names of the features, negatives and loss settings.
-        outputs: Number of logits per row; with several outputs, each has its own query (sampled_loss.Queries)
-            and b.
+        outputs: Number of logits per row; each of several outputs has its own query (sampled_loss.Queries) and
+            its own b.
         vectors: True to also return query and item vectors.
 
     Raises:
@@ -178,7 +179,7 @@ class MatrixFactorization(nn.Module):
         return combine_outputs(query, item_BD, self.outputs, self.vectors, own_B, bias_BT)
 
     def _own_loss(self, item_BD: torch.Tensor, inputs: dict, bias_BT: torch.Tensor | None) -> torch.Tensor:
-        """Return the model's own loss for each row, float32 [B]; 0 in evaluations."""
+        """Return the model's own loss for each row, float32 [B]; 0 in eval mode."""
         if not self.training:
             return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
         query_BD = self.queries.own_loss_query(self._factors(inputs))
@@ -195,12 +196,12 @@ class MatrixFactorization(nn.Module):
 
 
 class NeuMF(nn.Module):
-    """logit = wᵀ (p_user ⊙ p_item, MLP(m_user, m_item)) + b: weighted products (GMF) and an MLP.
+    """NeuMF: logit = wᵀ (p_user ⊙ p_item, MLP(m_user, m_item)) + b, which combines weighted products and an MLP.
 
     He et al. 2017, arXiv:1708.05031. As in the paper, the products and the MLP use separate embeddings: the
-    first `gmf_dim` numbers of a feature's embedding are p, the others are m. With `shared`, both read the
-    whole embedding. Scores are not dot products of two vectors, so retrieval cannot search an index and must
-    score every item.
+    first `gmf_dim` numbers of a feature's embedding are p, the remaining numbers are m. With `shared`, p and m
+    are both the full embedding. Scores are not dot products of two vectors, so retrieval cannot search an
+    index and must score every item.
 
     Args:
         schema: Schema with a user and an item feature; other features are not read.
@@ -236,7 +237,7 @@ class NeuMF(nn.Module):
         return torch.cat([logits_BT, own_B.unsqueeze(1)], dim=1)
 
     def _own_loss(self, user_B1E: torch.Tensor, score_B: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """Return the model's own loss for each row, float32 [B]; 0 in evaluations."""
+        """Return the model's own loss for each row, float32 [B]; 0 in eval mode."""
         if not self.training:
             return torch.zeros_like(score_B, dtype=torch.float32)
         drawn, bias = inputs[self.config.negatives], self.loss.remove_canceling_bias(self.bias[-1])

@@ -1,4 +1,4 @@
-"""Recommenders, which map features to logits by means of tables and a dense model."""
+"""Recommenders: embedding tables and a dense model that together map features to logits."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ from raytrec.models.inputs import RequestExpander, SequenceLookup
 
 
 class Recommender(nn.Module):
-    """Model that consists of tables and a dense model, without labels; the tasks' losses define the logits' meaning.
+    """Embedding tables and the dense model that maps their pooled embeddings to logits.
+
+    A recommender reads no labels. The losses of the tasks define the meaning of the logits.
 
     Args:
-        embeddings: Tables, with lookup and pooling.
+        embeddings: Tables and their features, which are looked up and pooled.
         model: Dense model with forward(dense, inputs of sparse features) → logits; see raytrec/models.
         call: Function object that calls the dense model.
     """
@@ -47,9 +49,9 @@ class ModelCall:
 
     Args:
         sequences: Converter from embeddings to the model's inputs; None: the embeddings are the inputs.
+        bf16: True to multiply matrices in bfloat16 (autocast); outputs are converted back to float32.
         examples: Converter from inputs of requests to inputs of their candidates; None: each row is an
             example.
-        bf16: True to multiply matrices in bfloat16 (autocast); logits are converted back to float32.
 
     Attributes:
         graph_rows: Number of rows in batches that are replayed as CUDA graphs (`compile_dense`); None: no
@@ -72,7 +74,7 @@ class ModelCall:
             model: Dense model, possibly compiled.
             batch: Batch of rows; its labels are not read.
             pooled: Output of PooledEmbeddings for the batch.
-            tower: Method of a retrieval model to call, query or item (raytrec/models); None: forward.
+            tower: Method of a retrieval model to call instead of forward, query or item (raytrec/models).
         """
         dense, inputs, requests = batch.dense, pooled, batch.requests
         if self._sequences:
@@ -103,7 +105,7 @@ class ModelCall:
 
 
 def select_last_vectors(vectors: torch.Tensor) -> torch.Tensor:
-    """Return vectors [B, width]; of vectors [B, outputs, width], those of the last output."""
+    """Return the last vector of each row, [B, n, width] → [B, width]; vectors [B, width] are returned unchanged."""
     return vectors[:, -1] if vectors.dim() == 3 else vectors
 
 
@@ -115,7 +117,7 @@ def build_recommender(
     vectors: bool = False,
     tasks: Mapping[str, int] | None = None,
 ) -> Recommender:
-    """Return the configured unsharded model. Dense layers are seeded by run.seed; tables are on device meta.
+    """Return the configured model, unsharded. Dense layers are initialized from run.seed; tables are on device meta.
 
     Args:
         config: Configuration of the run.
@@ -135,22 +137,22 @@ def build_recommender(
 
 
 def _find_request_features(model: ModelSection, schema: Schema) -> set[str]:
-    """Return the features to encode once per request; empty if any of them belongs to candidates."""
+    """Return the features that the model encodes once per request; empty if any of them belongs to candidates."""
     members = set() if isinstance(model, PythonSection) else model.request_members(schema)
     return set() if schema.select_candidate_names(members) else members & {*schema.sparse}
 
 
 def compile_dense(model: nn.Module, call: ModelCall, device: torch.device, graph_rows: int | None = None) -> None:
-    """Compile a dense model in place, in its first forward pass. Parameters keep their names.
+    """Enable compilation of a dense model, in place. The model's parameters keep their names.
 
     Training and evaluation are compiled separately, each in its first step. Without CUDA graphs, sizes are
     dynamic, so a smaller batch does not recompile the model. With CUDA graphs, batches of other sizes run
     uncompiled. Each replay overwrites the previous output, so logits are copied. Gradients need no copy: they
-    have been used before the next replay, and TorchRec's optimizers release them before a forward pass.
+    are consumed before the next replay, and TorchRec's optimizers release them before a forward pass.
 
     Args:
         model: Dense model.
-        call: Function object that calls the model.
+        call: Function object that calls the model; its `graph_rows` is set.
         device: Device of the model.
         graph_rows: Number of rows in batches that are recorded and replayed as CUDA graphs; None: no CUDA
             graphs.
@@ -170,8 +172,8 @@ def checkpoint_activations(model: nn.Module) -> None:
     """Make the blocks of a dense model store only their inputs and recompute activations in backward.
 
     The model changes in place; parameters keep their names. The blocks are the model's direct children and
-    the entries of its module lists and dicts. Only one block's activations exist at a time. Values, gradients
-    and random numbers (dropout) are bitwise identical.
+    the entries of its module lists and dicts. In backward, only one block's activations exist at a time.
+    Values, gradients and random numbers (dropout) are bitwise identical to those without checkpointing.
     """
     for block in _blocks(model):
         block.forward = _wrap_checkpoint(block, block.forward)

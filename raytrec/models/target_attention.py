@@ -49,8 +49,8 @@ class DIN(nn.Module):
     Zhou et al. 2018, arXiv:1706.06978. Each sequence has its own unit. The MLP reads the concatenation of the
     dense columns, the sequences' vectors and all other features, including the target.
 
-    Activations are PReLU. The paper's Dice moves the kink of PReLU according to the mean and variance of the
-    batch, so a row would depend on other rows. With mean 0 and variance 0, Dice equals PReLU.
+    Activations are PReLU. The paper's Dice shifts PReLU's threshold by the mean and variance of the batch, so
+    a row's logit would depend on other rows. With mean 0 and variance 0, Dice equals PReLU.
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims, at least one with pooling:
@@ -86,8 +86,9 @@ class TargetAttention(nn.Module):
     The score of id k with vector e_k for a target t is s_k = MLP(e_k, t, e_k − t, e_k ⊙ t) + r_k, where r_k
     is a learned bias for the id's recency. The output is Σ σ(s_k) · e_k ÷ n over the n ids present, and 0 for
     an empty sequence. As in DIN, weights do not add up to 1, so a sequence that is more relevant to the
-    target has a larger output. With softmax, whose gradients add up to 0, the gradient of a bias common to
-    all scores would consist of rounding errors. The MLP's activations are sigmoids, as in DIN's code.
+    target has a larger output. Softmax is not used: the gradients of its inputs add up to 0, so the gradient of
+    a bias common to all scores would consist of rounding errors. The MLP's activations are sigmoids, as in
+    DIN's code.
 
     Args:
         dim: Width of the vectors.
@@ -111,9 +112,9 @@ class TargetAttention(nn.Module):
 class ActivationUnit(nn.Module):
     """DIN's local activation unit: Σ w_k · e_k over the ids present; 0 for an empty sequence.
 
-    w_k = MLP(e_k, t, e_k − t, e_k ⊙ t) for the target t. Weights are unbounded and not normalized: their sum
-    expresses the strength of the interest (section 4.3). The MLP's activations are PReLU with one slope per
-    unit.
+    The weight of id k with vector e_k for a target t is w_k = MLP(e_k, t, e_k − t, e_k ⊙ t). Weights are neither
+    bounded nor normalized, so their sum expresses the strength of the interest (section 4.3). The MLP's
+    activations are PReLU with one slope per hidden unit.
 
     Args:
         dim: Width of the vectors.
@@ -146,7 +147,7 @@ def build_score_layers(
 
 
 def compute_id_scores(layers: nn.Sequential, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
-    """Return the score of each id in a sequence, [B, L]; scores at positions without an id are undefined.
+    """Return the score of each id in a sequence, [B, L]. Scores at positions without an id are undefined.
 
     The first layer is linear in e, t, e − t and e ⊙ t, so the target's contribution is computed once for all
     ids.
@@ -206,8 +207,8 @@ class BST(nn.Module):
 class Transformer(nn.Module):
     """Transformer layers over a target and a sequence of up to L ids.
 
-    The gain of the last layer norm is initialized so that outputs are as small as embeddings. With 1 + L
-    output vectors of norm √dim, the model would memorize ids about which it has not learned anything yet.
+    The gain of the last layer norm is initialized to INITIAL_NORM_GAIN, so that outputs are as small as
+    embeddings. With 1 + L output vectors of norm √dim, the model would memorize ids with untrained embeddings.
 
     Args:
         dim: Width of the vectors.
@@ -230,10 +231,10 @@ class Transformer(nn.Module):
 
 
 class Layer(nn.Module):
-    """Transformer layer, x ← LN(x + MH(x)), x ← LN(x + W₂ LeakyReLU(W₁ x + b₁) + b₂); float [B, N, dim].
+    """Transformer layer: x ← LN(x + MH(x)), x ← LN(x + W₂ LeakyReLU(W₁ x + b₁) + b₂), float [B, N, dim].
 
-    LN is layer norm, and MH is multi-head attention without biases. Dropout is applied to each term added to
-    x.
+    LN is layer norm, and MH is multi-head attention without biases. Dropout is applied to both terms that are
+    added to x.
     """
 
     def __init__(self, dim: int, config: BstSection):

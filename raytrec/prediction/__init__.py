@@ -1,1 +1,1 @@
-"""Score rows and write files of predictions, for `raytrec predict`."""
+"""Implementation of `raytrec predict`, which scores rows and writes files of predictions."""

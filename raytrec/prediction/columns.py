@@ -1,4 +1,4 @@
-"""Columns that predictions carry over from their input. Does not import torch."""
+"""Columns that predictions carry over from their input. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ MAX_CACHED_SCHEMAS = 8  # maximum number of files whose schemas are cached
 class CarriedColumns:
     """Columns that predictions carry over from their input.
 
-    A column is taken from the files or their key=value folders if they contain it, else from data.transforms.
+    A column is read from the files or the names of their key=value folders. If neither contains the column, the
+    column is created by data.transforms.
 
     Attributes:
         names: Column names, in order; struct fields are named as in a schema, such as `user.id`.
         transforms: Transforms of the run.
         folders: Key in the names of key=value folders → type of its values.
-        code: Folder to search for the transforms' modules, after Python's own path; None: no folder.
+        code: Folder from which modules of transforms can be imported, in addition to Python's path; None: no folder.
     """
 
     names: tuple[str, ...]
@@ -41,10 +42,10 @@ class CarriedColumns:
     )
 
     def schema(self, uri: str) -> pa.Schema:
-        """Return the schema of a file's carried columns, with plain types.
+        """Return the schema of the carried columns of a file, without dictionary types.
 
         Raises:
-            DataError: The file does not contain a column, or contains it twice.
+            DataError: A column does not exist, or the file contains it twice.
         """
         if not self.names:
             return pa.schema([])
@@ -64,7 +65,7 @@ class CarriedColumns:
         return pa.schema([(name, _unwrap_dictionary(kinds[name])) for name in self.names])
 
     def read(self, part: Part) -> pa.Table:
-        """Read the carried columns for part of a row group, with the types of `schema`.
+        """Read the carried columns of a part of a row group, with the types of `schema`.
 
         Raises:
             DataError: The columns cannot be decoded.
@@ -94,27 +95,27 @@ class CarriedColumns:
         return self._schemas[uri]
 
     def _split_columns(self, arrow: pa.Schema) -> tuple[list[str], list[str]]:
-        """Return the columns contained in a file or its folders, and the columns created by transforms."""
+        """Return the columns that a file or its folders contain, and the columns that transforms create."""
         written = {name for transform in self.transforms for name in transform.writes}
         raw = [name for name in self.names if find_column(arrow, name) is not None]
         return raw, [name for name in self.names if name not in raw and name in written]
 
 
 def _unwrap_dictionary(kind: pa.DataType) -> pa.DataType:
-    """Return a dictionary type's value type, which all parts of a file can share; keep any other type."""
+    """Return the value type of a dictionary type, so that all parts of a file have the same type; keep other types."""
     return _unwrap_dictionary(kind.value_type) if pa.types.is_dictionary(kind) else kind
 
 
 def split_names(column_options: Sequence[str]) -> list[str]:
-    """Return the names in the values of --columns, each of which is one name or several separated by commas."""
+    """Return the column names in the values of --columns; a value contains one or more names, separated by commas."""
     return [name.strip() for each in column_options for name in each.split(",") if name.strip()]
 
 
 def choose_columns(requested_columns: Sequence[str] | None, carry: Sequence[str], scores: Sequence[str]) -> list[str]:
-    """Return the names of the carried columns.
+    """Return the names of the columns to carry over.
 
     Args:
-        requested_columns: Values of --columns (see `split_names`); None: `carry` is used.
+        requested_columns: Values of --columns (see `split_names`); None: `carry` is returned.
         carry: Default columns, which are data.reserve_columns of the run.
         scores: Names of the score columns.
 

@@ -1,12 +1,13 @@
-"""Files in a folder of predictions. Does not import torch.
+"""Files in a folder of predictions. This module does not import torch.
 
-    OUT/_predictions.json          description of the predictions: Manifest
-    OUT/a/part-0.parquet           predictions of the input file of this name; exists when complete
+    OUT/_predictions.json          Manifest, which describes the predictions
+    OUT/a/part-0.parquet           predictions of the input file with this name; exists only if complete
     OUT/_parts/PLAN/a/part-0.parquet/000000065536.parquet
-                                   span, from this row on, of a file with several spans; removed at the end
+                                   part: predictions of one span, which starts at this row, of a file with several
+                                   spans; removed at the end
 
-PLAN is a hash of how files are cut into spans and spans into batches; parts with another hash are not used.
-Readers of Parquet folders ignore names that begin with _.
+PLAN is a hash of all settings on which the content of parts depends, such as the number of rows in spans and batches.
+Parts with another hash are ignored. Readers of Parquet folders ignore names that begin with _.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from raytrec.prediction.spans import Span
 
 MANIFEST, PARTS_FOLDER = "_predictions.json", "_parts"
 VECTOR = "vector"  # name of the vector column
-COUNTS_KEY = b"raytrec"  # metadata key of a file of predictions; the value contains Counts and binding as JSON
+COUNTS_KEY = b"raytrec"  # metadata key in files of predictions, whose value contains Counts and binding as JSON
 ChangedIds = dict[str, list[int]]  # feature → [number of ids clamped or hashed into range, number of all ids]
 
 
@@ -53,7 +54,7 @@ class Manifest:
         data: Path or URI of the input data.
         input: Hash of the names and contents of the input files, and of the transforms.
         rules: Table → its out_of_range rule.
-        vectors: Tower whose vectors the folder contains; None for scores.
+        vectors: Tower whose vectors the folder contains; None: the folder contains scores.
     """
 
     format: Literal[1] = 1
@@ -69,15 +70,15 @@ class Manifest:
 
     @property
     def binding(self) -> str:
-        """Return a hash of everything that determines the content of a file."""
+        """Return a hash that identifies the content of files, except for the effect of `rules`."""
         tower = [self.vectors] if self.vectors else []
         return compute_binding(self.checkpoint_id, self.scores, self.columns, self.input, *tower)
 
     def explain_difference(self, earlier_manifest: Manifest) -> tuple[str, str] | None:
-        """Return how a folder with `earlier_manifest` differs and what to do; None if it is compatible.
+        """Return (difference from the manifest in the folder, advice for the user), or None if files can be kept.
 
-        If the earlier rule of a table was `error`, its complete files remain valid, because they contain no
-        id that the new rule would change.
+        If the earlier rule of a table was `error`, complete files remain valid, because they contain no id that the
+        new rule would change.
         """
         if earlier_manifest.checkpoint_id != self.checkpoint_id:
             what = f"predictions of checkpoint {earlier_manifest.checkpoint}"
@@ -106,11 +107,11 @@ class Manifest:
 
 @dataclass(frozen=True)
 class PredictionTask:
-    """Input and output of a prediction, passed to all ranks.
+    """Input and output of one call of `predict`, passed to all ranks.
 
     Attributes:
-        out: Folder of predictions.
-        below: Folder to which the names of input files are relative.
+        out: Path or URI of the output folder.
+        below: Folder to which the names of input files, and thus of output files, are relative.
         files: Input file → number of rows, including empty files.
         carried: Columns to carry over from the input.
         manifest: Manifest of the output folder.
@@ -128,7 +129,7 @@ class PredictionTask:
 
     @property
     def plan(self) -> str:
-        """Return a hash of everything that determines the content of a part."""
+        """Return a hash of all settings on which the content of parts depends."""
         manifest = self.manifest
         return compute_binding(manifest.binding, manifest.rules, self.batch_rows, self.span_rows)[:16]
 
@@ -137,27 +138,27 @@ class PredictionTask:
         return path.removeprefix(self.below).lstrip("/")
 
     def part_of(self, span: Span) -> str:
-        """Return the path of the part for one span of a file with several spans, relative to `out`."""
+        """Return the path of the part with the predictions of one span, relative to `out`."""
         return f"{self.parts_of(span.path)}/{span.first:012d}.parquet"
 
     def parts_of(self, path: str) -> str:
-        """Return the path of the folder of a file's parts, relative to `out`."""
+        """Return the path of the folder that contains the parts of an input file, relative to `out`."""
         return f"{PARTS_FOLDER}/{self.plan}/{self.name_of(path)}"
 
     def output_of(self, span: Span) -> str:
-        """Return the path to which a span is written, relative to `out`."""
+        """Return the path to which the predictions of a span are written, relative to `out`."""
         return self.name_of(span.path) if span.is_whole else self.part_of(span)
 
 
 @dataclass
 class Counts:
-    """Counts of predicted rows.
+    """Numbers of predicted rows and of ids outside of their tables.
 
     Attributes:
         rows: Number of rows.
-        skipped: Number of unreadable rows (data.on_error: skip), which have no score.
-        changed: Feature → numbers of ids clamped or hashed into range and of all ids, for tables that allow
-            such ids.
+        skipped: Number of unreadable rows (data.on_error: skip), whose scores are null.
+        changed: Feature → [number of ids clamped or hashed into range, number of all ids], for tables whose
+            out_of_range rule is not error.
     """
 
     rows: int = 0
@@ -173,13 +174,13 @@ class Counts:
         return self
 
     def metadata(self, binding: str) -> dict[bytes, bytes]:
-        """Return the counts as metadata of a file of predictions."""
+        """Return the counts and the binding as metadata of a file of predictions."""
         values = {"of": binding, "rows": self.rows, "skipped": self.skipped, "changed": self.changed}
         return {COUNTS_KEY: json.dumps(values, sort_keys=True).encode()}
 
     @classmethod
     def from_footer(cls, footer: pq.FileMetaData, binding: str) -> Counts | None:
-        """Return the counts in a file's metadata; None if missing or if binding or rows do not match."""
+        """Return the counts in a file's metadata, or None if they are missing or do not match the file or binding."""
         try:
             values = parse_json((footer.metadata or {})[COUNTS_KEY])
             if values["of"] != binding or values["rows"] != footer.num_rows:
@@ -203,7 +204,7 @@ class PredictionFolder(ClaimedFolder):
 
     @contextmanager
     def open_parquet_writer(self, name: str, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-        """Open a Parquet file for the duration of the block; it is only created if the block succeeds."""
+        """Yield a writer of a Parquet file, which is created only if the block succeeds."""
         with (
             self.stream(name, f"{PARTS_FOLDER}/{uuid4().hex}") as stream,
             pq.ParquetWriter(stream, schema, compression="zstd", write_page_checksum=True) as writer,
@@ -211,11 +212,11 @@ class PredictionFolder(ClaimedFolder):
             yield writer
 
     def find_finished(self, task: PredictionTask, names: Iterable[str]) -> dict[str, Counts]:
-        """Return the counts of each input file whose predictions are complete.
+        """Return input file → counts, for all input files whose predictions are complete.
 
         Args:
             task: Input and output of the predictions.
-            names: Names of the existing files.
+            names: Names of the files in the folder.
         """
         existing = set(names)
         candidates = [path for path in task.files if task.name_of(path) in existing]
@@ -232,10 +233,10 @@ class PredictionFolder(ClaimedFolder):
 
 
 def claim_prediction_folder(folder: PredictionFolder, manifest: Manifest) -> set[str]:
-    """Claim a folder, or check that it contains the same predictions; return its file names.
+    """Claim an empty folder, or check that a folder contains the same predictions. Return the names of its files.
 
     Raises:
-        ConfigError: The folder contains something else.
+        ConfigError: The folder contains other predictions or other files.
         RunError: The folder cannot be read or written.
     """
     expected = "a folder that all nodes can write to"

@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint's model in this process, with only the looked-up table rows in memory."""
+"""Score rows with a checkpoint's model in this process, with only the looked-up table rows in memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from raytrec.driver.evaluation import Checkpoint
 from raytrec.models.recommender import Recommender, build_recommender
 from raytrec.tasks.task import count_logits, needs_vectors, resolve_tasks
 
-UsedRows = dict[str, np.ndarray]  # table → looked-up rows, ascending
-Rounding = Callable[[torch.Tensor], torch.Tensor]  # table rows, float32 [n, dim] → the same rows rounded as stored
+UsedRows = dict[str, np.ndarray]  # table → indices of looked-up rows, ascending
+Rounding = Callable[[torch.Tensor], torch.Tensor]  # table rows, float32 [n, dim] → rows rounded to a precision
 HEAD = "head.model."  # prefix of dense parameter names (worker.step.LossModel)
 
 
@@ -35,7 +35,7 @@ def read_batch(saved: Checkpoint, dataset: Dataset, parts: list[Part]) -> Batch:
     Args:
         saved: Checkpoint of the model.
         dataset: Dataset that contains the rows; some of the schema's features may be missing.
-        parts: Rows to read.
+        parts: Parts of row groups to read.
     """
     silence_tracing()
     tables = [read_item(LaneItem(0, 0, (part,), None), dataset.form) for part in parts]
@@ -47,12 +47,12 @@ def read_batch(saved: Checkpoint, dataset: Dataset, parts: list[Part]) -> Batch:
 def compute_outputs(
     saved: Checkpoint, batch: Batch, tower: TowerName | None = None, as_stored: Rounding | None = None
 ) -> torch.Tensor:
-    """Return the logits of a batch or, for a tower, its vectors, float32 [rows, width].
+    """Return the logits of a batch or, if a tower is given, the vectors of this tower, float32 [rows, width].
 
     Args:
         saved: Checkpoint of the model.
         batch: Rows to score.
-        tower: Tower whose vectors are returned; None: logits.
+        tower: Tower whose vectors are returned; None: logits are returned.
         as_stored: Function that rounds table rows before the lookup; None: no rounding.
     """
     used, sparse = _renumber_ids(saved, batch.sparse)
@@ -62,7 +62,7 @@ def compute_outputs(
 
 
 def _renumber_ids(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[UsedRows, KeyedJaggedTensor]:
-    """Return the looked-up rows of each table, and the ids replaced by positions among these rows."""
+    """Return the looked-up rows of each table, and the bags with ids replaced by indices among these rows."""
     keys, schema = sparse.keys(), saved.schema
     table_of = [schema.sparse[key].table for key in keys]
     key_ids = list(sparse.values().split(sparse.length_per_key()))
@@ -82,14 +82,15 @@ def _renumber_ids(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[UsedRow
 
 
 def load_model(saved: Checkpoint, used: UsedRows, as_stored: Rounding | None = None) -> Recommender:
-    """Load a checkpoint's model with tables that contain only the rows in `used`.
+    """Load a checkpoint's model on CPU, with tables that contain only the rows in `used`.
 
-    The model computes in float32 regardless of train.matmul: CPUs without bfloat16 units are slower in
-    bfloat16, and onnxruntime has no bfloat16 matrix products on CPUs.
+    The model computes in float32 regardless of train.matmul, because CPUs without bfloat16 units are slower in
+    bfloat16, and onnxruntime does not support bfloat16 matrix products on CPUs. With train.ema, the averages of the
+    dense weights are loaded.
 
     Args:
         saved: Checkpoint of the model.
-        used: Table → rows to load.
+        used: Table → indices of the rows to load.
         as_stored: Function that rounds table rows; see `compute_outputs`.
     """
     config, schema = saved.config.model_copy(deep=True), saved.schema

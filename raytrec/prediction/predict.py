@@ -1,4 +1,4 @@
-"""Score all rows in a folder of Parquet files, for `raytrec predict`."""
+"""Driver side of `raytrec predict`, which scores all rows in a folder of Parquet files."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Predictions(Result):
     """Result of `predict`.
 
     Attributes:
-        metrics: Metrics of the whole folder: predict.rows, predict.files, predict.skipped_rows,
-            predict.skipped_files, predict.ids (number of ids of tables that clamp or hash ids into range),
+        metrics: Metrics of the complete folder: predict.rows, predict.files, predict.skipped_rows,
+            predict.skipped_files, predict.ids (number of ids in tables that clamp or hash ids into range),
             predict.changed_ids (number of clamped or hashed ids) and changed (feature → number of clamped or
             hashed ids). Metrics of this call: predict.rows_per_s (None if all files were complete),
             world_size and seconds. Also name and checkpoint.
@@ -78,28 +78,29 @@ def predict(
     overrides: Overrides | None = None,
     allow_code: bool = False,
 ) -> Predictions:
-    """Predict all rows of a Parquet folder, and write one output file of the same name per input file.
+    """Predict all rows of a Parquet folder, and write one output file with the same name per input file.
 
-    The order of rows is kept. If a call is interrupted, the next call continues; complete files are kept.
+    The order of rows is kept. If a call is interrupted, the next call keeps complete files and predicts the rest.
 
     Args:
-        place: Run folder or checkpoint folder. Nothing is written there.
+        place: Run folder or checkpoint folder; nothing is written there.
         data: Parquet folder or file; local, s3:// or gs://. No labels are needed.
         out: Output folder; local, s3:// or gs://. All nodes must be able to access it.
         columns: Input columns to carry over to the output; default: the run's data.reserve_columns.
-        vectors: Tower whose vectors are written instead of scores, "query" or "item"; the input then only
-            needs the columns of this tower's features.
+        vectors: Tower whose vectors are written instead of scores, "query" or "item". The input then needs only
+            the columns of this tower's features.
         workers: Number of workers; default: the run's scaling.num_workers.
         checkpoint: Step of the run's checkpoint, or "best" (by checkpoint.best_metric); default: the newest.
-        overrides: `section.key=value` for the sections data, scaling, plan and train, such as
-            data.on_error=skip; and tables.NAME.out_of_range=RULE.
+        overrides: Changes to the configuration: `section.key=value` for the sections data, scaling, plan and train,
+            such as data.on_error=skip, or tables.NAME.out_of_range=RULE.
         allow_code: True to allow the configuration to name code (raytrec/config/trust.py).
 
     Raises:
         RunError: There is no checkpoint, `out` cannot be read or written, or workers failed more often than
             scaling.max_failures.
-        ConfigError: `out` contains something else, a setting is wrong, or the model has no vectors.
-        DataError: The input is missing, damaged or does not fit the schema.
+        ConfigError: `out` contains other files or other predictions, a setting is invalid, or the model does not
+            compute query and item vectors.
+        DataError: The input is missing or damaged, or does not match the schema.
 
     Example:
         >>> raytrec.predict("runs/films", "films/test", "scores", columns=["user_id"]).columns
@@ -127,7 +128,7 @@ def predict(
         rules={name: table.out_of_range for name, table in schema.tables.items()},
         vectors=vectors,
     )
-    share = -(-config.data.global_batch_size // config.scaling.max_workers)  # the same for any number of ranks
+    share = -(-config.data.global_batch_size // config.scaling.max_workers)  # does not depend on the number of ranks
     batch_rows = max(1, min(share, max(files.values())))
     task = PredictionTask(out, below, files, carried, manifest, batch_rows, MIN_SPAN_ROWS)
     target = PredictionFolder(out)
@@ -169,7 +170,7 @@ def list_score_columns(tasks: Sequence[Task]) -> list[str]:
 def _open_input(
     data: str, config: RunConfig, schema: Schema, tower: TowerName | None
 ) -> tuple[Dataset, dict[str, int]]:
-    """Return the dataset without labels, and the number of rows in each readable file."""
+    """Return the dataset without labels, and readable file → number of rows, including empty files."""
     part = select_tower_schema(config, schema, tower, "--vectors") if tower else schema
     dataset = open_inputs(config, part, data)
     check_suspect_groups(dataset)
@@ -182,7 +183,7 @@ def _open_input(
 
 
 def _is_broken(path: str, places: set[str]) -> bool:
-    """Return True if a file without rows in the dataset has been skipped, and False if it is empty."""
+    """Return True if a file without rows in the dataset was skipped as unreadable; False if it is empty."""
     if any(where.startswith(path) for where in places):
         return True
     try:
@@ -192,10 +193,10 @@ def _is_broken(path: str, places: set[str]) -> bool:
 
 
 def _make_carried_columns(names: list[str], transforms: tuple[Transform, ...], files: dict[str, int]) -> CarriedColumns:
-    """Return the carried columns after checking that every file contains them.
+    """Return the carried columns, after checking that they exist for every file.
 
     Raises:
-        DataError: A file does not contain a column.
+        DataError: A column does not exist for a file.
     """
     folder_values = [parse_folder_values(path) for path in files]
     keys = set.intersection(*map(set, folder_values)) if folder_values else set()
@@ -251,10 +252,10 @@ def _predict_missing(
 
 
 def _compute_figures(target: PredictionFolder, task: PredictionTask, dataset: Dataset) -> dict[str, Any]:
-    """Return the metrics of the whole folder.
+    """Return the metrics of the complete folder.
 
     Raises:
-        RunError: A file is missing, although all workers have succeeded.
+        RunError: A file is missing although all workers have succeeded.
     """
     complete, counts = target.find_finished(task, target.list_names()), Counts()
     if missing := [path for path in task.files if path not in complete]:

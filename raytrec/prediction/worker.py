@@ -1,4 +1,4 @@
-"""Worker function that predicts one rank's spans."""
+"""Worker function of `raytrec predict`, which predicts the spans of one rank."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from raytrec.data.batch import Batch
     from raytrec.tasks.outputs import StepOutputs
 
-MAX_STEPS_IN_FLIGHT = 2  # number of batches after which scores are read from a GPU
-PROGRESS_INTERVAL_S = 2.0  # interval between progress messages
+MAX_STEPS_IN_FLIGHT = 2  # maximum number of batches whose scores are still being computed or copied from a GPU
+PROGRESS_INTERVAL_S = 2.0  # minimum interval between progress messages
 
 
 def predict_worker(prediction_task: PredictionTask, task: WorkerTask) -> None:
     """Predict and write this rank's spans, then join the parts of files with several spans.
 
     Raises:
-        Restart: The group is to be restarted; raised on all ranks. Written spans are kept.
+        Restart: The worker group must be restarted; raised on all ranks. Spans that have been written are kept.
     """
     import torch.distributed as dist
 
@@ -58,7 +58,7 @@ def predict_worker(prediction_task: PredictionTask, task: WorkerTask) -> None:
 
 
 def _list_finished(folder: PredictionFolder, spans: list[Span], task: PredictionTask) -> tuple[set[Span], set[str]]:
-    """Return the spans that are done, and the input files that are complete."""
+    """Return the spans whose predictions exist, and the input files whose predictions are complete."""
     names = folder.list_names()
     complete = set(folder.find_finished(task, names))
     done = {s for s in spans if s.path in complete or (not s.is_whole and task.part_of(s) in names)}
@@ -66,7 +66,7 @@ def _list_finished(folder: PredictionFolder, spans: list[Span], task: Prediction
 
 
 def _predict_spans(context: WorkerContext, task: PredictionTask, order: SpanOrder) -> tuple[int, float]:
-    """Predict and write this rank's spans; return the number of rows on all ranks and the seconds taken."""
+    """Predict and write this rank's spans. Return the number of rows of all ranks, and the duration in seconds."""
     from raytrec.tasks.objective import ScoringObjective
     from raytrec.worker.build import load_step
     from raytrec.worker.consensus import StepConsensus
@@ -110,19 +110,19 @@ class _SpanCollector:
 
     def __init__(self, spans: list[Span], writer: SpanWriter, features: list[str]):
         self._remaining, self._writer, self._features = deque(spans), writer, features
-        self._changed: deque[np.ndarray | None] = deque()  # counts of batches whose outputs are pending
+        self._changed: deque[np.ndarray | None] = deque()  # counts of batches whose outputs have not been taken
         self._pending: deque[tuple[Any, int, np.ndarray | None]] = deque()
         self._parts: list[tuple[list[np.ndarray], np.ndarray]] = []  # parts of the current span
         self._rows, self._counts = 0, Counts()
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches unchanged, and record their counts of changed ids."""
+        """Yield the batches unchanged, and record their numbers of clamped or hashed ids (Batch.changed)."""
         for batch in batches:
             self._changed.append(None if batch.changed is None else batch.changed.numpy())
             yield batch
 
     def take(self, outputs: StepOutputs, rows: int) -> None:
-        """Add the outputs of the next batch, whose first `rows` rows belong to a span."""
+        """Add the outputs of the next batch, of which all but the first `rows` rows are padding."""
         from raytrec.worker.nonfinite import AsyncHostCopy
 
         changed = self._changed.popleft()
@@ -135,7 +135,7 @@ class _SpanCollector:
             self._read_pending()
 
     def finish(self) -> None:
-        """Wait for the last outputs, and pass the last span to the writer."""
+        """Wait for the pending outputs, and pass the remaining spans to the writer."""
         while self._pending:
             self._read_pending()
 

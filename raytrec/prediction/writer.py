@@ -1,4 +1,4 @@
-"""Write spans of scores, and join spans to files. Does not import torch."""
+"""Write the predictions of spans, and join them to files. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MAX_QUEUED_SPANS = 2  # maximum number of predicted spans waiting to be written
 
 
 class SpanWriter:
-    """Writer of spans that runs in a thread and keeps the order in which spans are added.
+    """Writer of predicted spans that uses a background thread and keeps the order of the spans.
 
     Args:
         task: Input and output of the predictions.
-        skip: True if carried columns are null for rows that cannot be decoded (data.on_error: skip).
+        skip: True if carried columns that cannot be decoded are written as nulls (data.on_error: skip).
 
     Raises:
         DataError: Carried columns cannot be read; raised by `put` and `close`.
@@ -38,13 +38,12 @@ class SpanWriter:
         self._waiting: deque[Future[None]] = deque()
 
     def put(self, span: Span, scores: list[np.ndarray], present: np.ndarray, counts: Counts) -> None:
-        """Add a span to the queue, waiting while the queue is full.
+        """Add a span to the queue. The call blocks while the queue is full.
 
         Args:
             span: Span that has been predicted.
             scores: Scores of each task, float32 [rows] or [rows, classes].
-            present: True for rows that were read, bool [rows]; the scores of all other rows are written as
-                null.
+            present: True for rows that were read, bool [rows]. The scores of all other rows are written as nulls.
             counts: Counts of the span's rows.
         """
         while len(self._waiting) > MAX_QUEUED_SPANS:
@@ -79,13 +78,13 @@ class SpanWriter:
 
 
 def _make_schema(task: PredictionTask, carried: pa.Schema, scores: list[pa.DataType], counts: Counts) -> pa.Schema:
-    """Return the schema of a file of predictions: carried columns, then scores of the given types."""
+    """Return the schema of a file of predictions, with carried columns, score columns, and counts as metadata."""
     fields = [*carried, *(pa.field(*column) for column in zip(task.manifest.scores, scores, strict=True))]
     return pa.schema(fields, counts.metadata(task.manifest.binding))
 
 
 def to_score_column(scores: np.ndarray, present: np.ndarray) -> pa.Array:
-    """Return a task's scores as a column of float or list<float> (classes); null for absent rows."""
+    """Return a task's scores as a column of type float or, for classes, list<float>; null for absent rows."""
     absent = ~present
     if scores.ndim == 1:
         return pa.array(scores, pa.float32(), mask=absent if absent.any() else None)
@@ -95,11 +94,11 @@ def to_score_column(scores: np.ndarray, present: np.ndarray) -> pa.Array:
 
 
 def join_parts(task: PredictionTask, spans: list[Span], tick: Callable[[], None] = lambda: None) -> None:
-    """Join the parts of a file in order; each part becomes one row group.
+    """Join the parts of a file in order. Every part becomes one row group.
 
     Args:
         task: Input and output of the predictions.
-        spans: All spans of one file, in order; all parts must have been written.
+        spans: All spans of one file, in order, whose parts have been written.
         tick: Function called after each part, to report progress.
 
     Raises:
@@ -138,7 +137,7 @@ def write_empty(task: PredictionTask, path: str, scores: list[pa.DataType]) -> N
 
 
 def group_by_file(spans: Iterator[Span] | list[Span]) -> dict[str, list[Span]]:
-    """Return a mapping from file to its spans in order, for files with several spans."""
+    """Return file → its spans in order, for files with several spans."""
     groups: dict[str, list[Span]] = {}
     for span in spans:
         if not span.is_whole:
@@ -147,7 +146,7 @@ def group_by_file(spans: Iterator[Span] | list[Span]) -> dict[str, list[Span]]:
 
 
 def _report_write_errors(task: PredictionTask) -> AbstractContextManager[None]:
-    """Return a context manager that converts errors in writing predictions to RunError."""
+    """Return a context manager that converts OSError to RunError while predictions are written."""
     return convert_os_errors(
         "the predictions cannot be written",
         where=task.out,

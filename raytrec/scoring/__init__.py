@@ -1,1 +1,1 @@
-"""Score rows with exported models. Requires neither Ray, TorchRec, FBGEMM nor MLflow."""
+"""Score rows with exported models. This package requires neither Ray, TorchRec, FBGEMM nor MLflow."""

@@ -1,4 +1,4 @@
-"""Split the columns of a model between users and candidates."""
+"""Divide a model's columns between users and candidates, so that user features are processed once per user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raytrec.scoring.plain_rows import PlainRowReader
 from raytrec.scoring.request_rows import RowReader, name_rows, repeat_users
 from raytrec.scoring.single_rows import Program, repeat_rows
 
-# Numbers of candidates, runs of each way and maximum CPU time of the comparison of two ways to score candidates.
+# Comparison of two ways to score candidates: numbers of candidates, calls per measurement, and maximum CPU time.
 MEASURED_CANDIDATES, MEASURED_RUNS, MEASURING_S = (4, 16, 64, 256), 3, 0.03
 
 
@@ -31,14 +31,15 @@ class ColumnSplit:
         names: Columns of the user.
         users: Reader of the users' features.
         candidates: Reader of the candidates' features.
-        plain: Readers of plain users, plain candidates and plain rows; None: these are never plain.
+        plain: Readers of plain users, plain candidates and plain rows with all columns (plain_rows.py); None: rows
+            of this kind are never plain.
         repeated: Columns of the user that features of candidates also read.
         inputs: Inputs of the model's program.
-        program: Program that takes one row per user of some inputs, the user of each candidate, and the dense
-            columns of users or None.
-        once: Positions of the inputs of `program` with one row per user.
-        min_candidates: Candidates per user from which this is faster than plain rows that repeat the user. None:
-            not measured.
+        program: Program that takes `inputs`, the user of each candidate, and the dense columns of users or None
+            (single_rows.py).
+        once: Indices of the inputs of `program` with one row per user.
+        min_candidates: Number of candidates per user from which this split is faster than plain rows that repeat
+            the user. None: not measured.
     """
 
     names: frozenset[str]
@@ -54,13 +55,13 @@ class ColumnSplit:
     def read_plain(
         self, user: Mapping, max_ids: int, candidates: Sequence[Any], repeat: bool
     ) -> tuple[Rows, Rows | None, ColumnSplit | None] | None:
-        """Return candidates, their user and this split, or None if they are not plain.
+        """Return (candidates, their user, this split), or None if the user or a candidate is not plain.
 
         Args:
-            user: Columns of the user.
+            user: Values of the user by column.
             max_ids: Maximum number of ids in a list.
-            candidates: Mappings; other values are not plain.
-            repeat: True to return rows that repeat the user, without a user and a split.
+            candidates: Mappings of columns to values; other objects are not plain.
+            repeat: True to return (rows that repeat the user, None, None) instead.
         """
         users, others, whole = self.plain
         if not (users and others and whole):
@@ -72,15 +73,15 @@ class ColumnSplit:
         return (rows, user_rows, None if repeat else self) if is_plain else None
 
     def read(self, users: pa.Table, candidates: pa.Table, counts: Sequence[int]) -> list[Rows]:
-        """Return users and their candidates in tables as rows, in this order.
+        """Return [rows of users, rows of candidates] from tables.
 
         Args:
             users: One row per user.
-            candidates: Candidates of the first user, then of the second, etc.
+            candidates: Candidates of all users, in the order of the users.
             counts: Number of candidates of each user.
 
         Raises:
-            DataError: The schema does not allow a value.
+            DataError: A value is missing or invalid.
         """
         tables = users, repeat_users(candidates, users, self.repeated, counts)
         rows, readers = [], {"user": self.users, "candidates": self.candidates}
@@ -102,7 +103,7 @@ class ColumnSplit:
             key = entry.kind, entry.feature
             if place in self.once:
                 tensors.append(user_inputs[key])
-            elif entry.kind == "dense":  # columns of the other part are 0
+            elif entry.kind == "dense":  # both are 0 in columns that the other one contains
                 tensors.append(repeat_rows(user_inputs[key], users_B) + row_inputs[key])
             else:
                 tensors.append(row_inputs[key] if key in row_inputs else repeat_rows(user_inputs[key], users_B))
@@ -111,6 +112,8 @@ class ColumnSplit:
 
 def find_min_candidates(score: Callable[[list[Any], bool], Any], rows: list[Any]) -> int:
     """Return the number of candidates from which scoring a user once takes less CPU time than repeating the user.
+
+    The result is one of MEASURED_CANDIDATES; the last number that was measured if repeating the user is always faster.
 
     Args:
         score: Function that scores candidates; its second argument is True to repeat the user.
@@ -126,9 +129,9 @@ def find_min_candidates(score: Callable[[list[Any], bool], Any], rows: list[Any]
 
 
 def _measure(call: Callable[[], Any]) -> float:
-    """Return the least CPU time of MEASURED_RUNS calls in seconds.
+    """Return the shortest CPU time of MEASURED_RUNS calls, in seconds.
 
-    The module timeit would keep the call, and thus the model, alive until the next garbage collection.
+    timeit is not used, because it would keep the call, and thus the model, alive until the next garbage collection.
     """
     seconds = []
     for _ in range(MEASURED_RUNS):

@@ -1,4 +1,4 @@
-"""Load exports."""
+"""Load exports: copy files from a store, compare checksums, and open programs and tables."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from raytrec.scoring.scorer import Scorer
 from raytrec.scoring.stored_tables import open_tables
 
 COPY_PREFIX = "raytrec-export-"  # prefix of temporary folders
-# Time limit of checksums in a child process, which gets little time if all processors are busy.
+# Time limit for checksums in a child process, which gets little CPU time if all processors are busy.
 CHILD_BASE_S, CHILD_BYTES_PER_S = 300.0, 20e6
-# URI, manifest and rows of managed ids → lookups in tables that are elsewhere.
+# Function from URI, manifest and rows of managed ids (by table) to lookups in tables of other processes.
 LookupMaker = Callable[[str, Manifest, Mapping[str, IdRows]], Lookups]
 
 
@@ -50,22 +50,23 @@ def load(
     background: bool = False,
     make_lookups: LookupMaker | None = None,
 ) -> Scorer:
-    """Load a model written by `raytrec export`. Neither Ray, TorchRec nor a run is needed.
+    """Load a model written by `raytrec export`. Neither Ray, TorchRec nor the run folder is needed.
 
-    Tables are mapped into memory; rows that have been looked up stay in memory while there is room.
+    Tables are mapped into memory. Rows that have been looked up stay in memory as long as the system has free memory.
 
     Args:
-        uri: Local path, s3:// or gs:// URI. Files in a store are first copied to a temporary folder. Its space is
+        uri: Local path, s3:// or gs:// URI. Files in a store are first copied to a temporary folder, whose space is
             freed when the process ends or the model is no longer used.
         check_tables: True to also compare the checksums of tables, which reads all of their files.
         allow_code: True to import the code that transforms of the export name (module:name).
-        background: True if this process serves requests meanwhile: a child process at low priority compares
-            checksums.
-        make_lookups: Function that makes the lookups; the files of tables are then not read. None: tables are mapped.
+        background: True if this process serves requests in the meantime. Checksums are then computed in a child
+            process at low priority.
+        make_lookups: Function that returns the lookups; the files of tables are then not read. None: the files of
+            tables are mapped.
 
     Raises:
-        RunError: There is no export, it is damaged, or its golden rows get different scores here.
-        ConfigError: The export names code.
+        RunError: There is no export, it is damaged, or its golden rows get different scores in this process.
+        ConfigError: A transform of the export names code, and `allow_code` is False.
 
     Example:
         >>> model = raytrec.load("films-export")
@@ -87,7 +88,7 @@ def load(
             scorer.lookups.finish_loading()
         except (RunError, ConfigError):
             raise
-        except Exception as error:  # a manifest that does not fit its files can fail anywhere
+        except Exception as error:  # a manifest that does not match its files can cause any error
             raise RunError(
                 f"the files of the export do not match its {MANIFEST_FILE}: {get_first_line(error)}",
                 where=place,
@@ -101,7 +102,7 @@ def load(
 
 
 def select_files(manifest: Manifest, names: Iterable[str]) -> Manifest:
-    """Return the manifest with only some of the files."""
+    """Return a copy of the manifest that lists only the named files."""
     return manifest.model_copy(update={"files": {name: manifest.files[name] for name in names}})
 
 
@@ -112,10 +113,10 @@ def unlink_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
-    """Raise an error if transforms of the export run the user's code, unless code is allowed.
+    """Check that no transform of the export runs user code, unless code is allowed.
 
     Raises:
-        ConfigError: A transform names code.
+        ConfigError: A transform names code, and `allow_code` is False.
     """
     code_names = [each.do for each in manifest.transforms if isinstance(each, Python)]
     if code_names and not allow_code:
@@ -133,12 +134,15 @@ def list_table_names(manifest: Manifest) -> set[str]:
 
 
 def copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Path, bool]:
-    """Return (a local folder with the export's files, True if they are copies).
+    """Copy an export from a store to a temporary folder.
 
     Args:
         place: Folder or URI of the export.
         manifest: Manifest of the export.
-        copies: Stack that receives the removal of the copies.
+        copies: Exit stack that deletes the copies when it is closed.
+
+    Returns:
+        (local folder with the export's files, True if they are copies). A local export is not copied.
 
     Raises:
         RunError: The store cannot be read, or there is not enough disk space.
@@ -182,7 +186,7 @@ def check_files(folder: Path, manifest: Manifest, tables: bool, where: str, back
         background: True to compute checksums in a child process at low priority.
 
     Raises:
-        RunError: A file is missing or differs, or the child process failed.
+        RunError: A file is missing or differs, or its checksum cannot be computed.
     """
     lazy = set() if tables else list_table_names(manifest)
 
@@ -205,14 +209,14 @@ def check_files(folder: Path, manifest: Manifest, tables: bool, where: str, back
         status = (folder / name).stat()
         return S_ISREG(status.st_mode) and status.st_size == entry.bytes
 
-    compare(has_size, manifest.files)  # before pipes, devices or large files are read
+    compare(has_size, manifest.files)  # first, so that no pipe, device or unexpectedly large file is read
     names = [name for name in manifest.files if name not in lazy]
     sums = hash_in_child(folder, names, where) if background else {}
     compare(lambda name, entry: (sums.get(name) or compute_sha256(folder / name)) == entry.sha256, names)
 
 
 def compute_sha256(file: Path) -> str:
-    """Return the checksum of a file's content."""
+    """Return the SHA-256 of a file's content as hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -234,7 +238,7 @@ def hash_in_child(folder: Path, files: Iterable[str], where: str) -> dict[str, s
         run = subprocess.run(command, input=names, capture_output=True, check=True, text=True, timeout=limit_s)
         return json.loads(run.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        # The text of an error of subprocess is: Command '…' died with <Signals.SIGKILL: 9>.
+        # The text of subprocess errors has the form: Command '…' died with <Signals.SIGKILL: 9>.
         reason = get_last_line(getattr(error, "stderr", None) or "", str(error).rpartition("' ")[2])
         what = f"the checksums of the export cannot be computed: {reason}"
         expected = "readable files, and idle processors and free memory on this host"
@@ -249,7 +253,7 @@ def open_export(
     Args:
         folder: Local folder of the export.
         manifest: Manifest of the export.
-        make_lookups: Function that makes the lookups; None: tables are mapped.
+        make_lookups: Function that returns the lookups; None: the files of tables are mapped.
     """
     vocabularies = [_resolve_vocabulary(each, folder) for each in manifest.transforms]
     manifest = manifest.model_copy(update={"transforms": vocabularies})
@@ -257,7 +261,7 @@ def open_export(
     ids = {name: read_ids(folder / file, manifest, name) for name, file in manifest.ids.items()}
     with pa.memory_map(str(folder / GOLDEN)) as file:
         golden = pa.ipc.open_file(file).read_all()
-    golden.validate(full=True)  # wrong offsets would read other memory
+    golden.validate(full=True)  # invalid offsets would read memory outside the buffers
     scores = {task.column for task in manifest.tasks}
     columns = pa.schema([(f.name, widen_type(f.type)) for f in golden.schema if f.name not in scores])
     if make_lookups:
@@ -266,16 +270,16 @@ def open_export(
 
 
 def _resolve_vocabulary(transform: Any, folder: Path) -> Any:
-    """Return a transform whose vocabulary, a file of the export, has an absolute path."""
+    """Return a transform in which the path of its vocabulary, a file of the export, is absolute."""
     name = getattr(transform, "vocabulary", None)
     return transform.model_copy(update={"vocabulary": str(folder / name)}) if name else transform
 
 
 def read_ids(file: Path, manifest: Manifest, table: str) -> IdRows:
-    """Read the managed ids of a table.
+    """Read the managed ids of a table and their rows.
 
     Raises:
-        RunError: A row is not in the table.
+        RunError: There are more ids than rows, or an id has a row that is not in the table.
     """
     schema, parquet = manifest.data_schema.tables[table], pq.ParquetFile(file)
     if parquet.metadata.num_rows > schema.rows:

@@ -18,16 +18,16 @@ from raytrec.embeddings.hashing import assign_fallback_rows, ids_to_keys, unhash
 from raytrec.scoring.manifest import InputKind
 from raytrec.scoring.stored_tables import RowChanges, RowStack, StackedTable, TableRows, encode_changes
 
-MAX_CACHED_GROUPINGS = 64  # cached groupings of a request's features
-Tensors = dict[tuple[InputKind, str], torch.Tensor]  # by kind and feature; see manifest.Input
+MAX_CACHED_GROUPINGS = 64  # maximum number of cached results of Lookups._group_features
+Tensors = dict[tuple[InputKind, str], torch.Tensor]  # (kind, feature) → input of a program; see manifest.Input
 
 
 class IdRows:
-    """Rows of a table's managed ids.
+    """Mapping from a table's managed ids to their rows.
 
     Args:
         table: Schema of the table.
-        keys: Keys of the ids that have their own row, int64 [n], ascending.
+        keys: Keys (hashes) of the ids that have their own row, int64 [n], ascending.
         rows: Rows of these ids, int64 [n].
     """
 
@@ -36,16 +36,16 @@ class IdRows:
 
     @property
     def ids(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids that have their own row, in the order of their keys, and these rows, int64 [n] each."""
+        """Return the ids that have their own row, in the order of their keys, and their rows, int64 [n] each."""
         return unhash_bits(self._keys), self._rows
 
     def replace(self, listed_L: torch.Tensor, ids_N: torch.Tensor, rows_N: torch.Tensor) -> IdRows:
-        """Return a copy in which the listed rows are first released, and then assigned to ids.
+        """Return a copy in which rows are released, and then possibly assigned to new ids.
 
         Args:
-            listed_L: Listed rows, int64 [L].
-            ids_N: Ids to which rows are assigned, int64 [N].
-            rows_N: Row of each of these ids, int64 [N]; all are listed.
+            listed_L: Rows to release, int64 [L].
+            ids_N: Ids to which released rows are assigned, int64 [N].
+            rows_N: Row of each of these ids, int64 [N]; must be in `listed_L`.
 
         Raises:
             ValueError: An id would have two rows.
@@ -57,7 +57,7 @@ class IdRows:
         return IdRows(self._table, keys, torch.cat([self._rows[is_kept], rows_N])[order])
 
     def __call__(self, ids_N: torch.Tensor) -> torch.Tensor:
-        """Return each id's own row or a shared one: int64 [N] → int64 [N]."""
+        """Return each id's own row or, for ids without one, a shared fallback row: int64 [N] → int64 [N]."""
         keys_N = ids_to_keys(ids_N)
         shared_N = assign_fallback_rows(keys_N, self._table.own_rows, self._table.ids.fallback_rows)
         if not len(self._keys):
@@ -66,7 +66,7 @@ class IdRows:
         return torch.where(self._keys[places_N] == keys_N, self._rows[places_N], shared_N)
 
     def read(self, first: int, end: int) -> torch.Tensor:
-        """Return the ids whose keys plus 2⁶³ are in [first, end), by ascending key, and their rows: int64 [n, 2]."""
+        """Return the ids with key + 2⁶³ in [first, end), in ascending order of keys, and their rows: int64 [n, 2]."""
         bounds = torch.tensor([first - 2**63, end - 1 - 2**63])
         begin, stop = torch.searchsorted(self._keys, bounds[0]), torch.searchsorted(self._keys, bounds[1], right=True)
         return torch.stack([unhash_bits(self._keys[begin:stop]), self._rows[begin:stop]], 1)
@@ -77,13 +77,13 @@ class IdRows:
 
 @dataclass(frozen=True)
 class _FeatureGroup:
-    """Features of one stack that are looked up together, because each of their bags is a single vector.
+    """Features that are looked up together, because their tables are in one stack and all bags contain one id.
 
     Attributes:
         stack: Rows of all tables of the stack.
-        places: Places of the f features.
-        inputs: Their inputs.
-        first_rows_f1: First rows of their tables in the stack, int64 [f, 1].
+        places: Indices of the f features among the schema's features.
+        inputs: Keys of the features in `Tensors`.
+        first_rows_f1: First row of each feature's table in the stack, int64 [f, 1].
     """
 
     stack: TableRows
@@ -119,7 +119,7 @@ class Lookups:
         self._group = lru_cache(MAX_CACHED_GROUPINGS)(lambda *key: lookups._group_features(*key))
 
     def __call__(self, rows: AssembledTensors, needed_features: Collection[str]) -> Tensors:
-        """Return the inputs of `needed_features`, with B rows each, and the dense columns."""
+        """Return the inputs of `needed_features` and the input of dense columns, with B rows each."""
         bags, side_features = rows.bags, rows.side_features or {}
         inputs: Tensors = {("dense", ""): rows.dense}
         lengths_FB = bags.lengths.view(len(bags.keys), bags.rows)
@@ -143,10 +143,10 @@ class Lookups:
     def _group_features(
         self, has_one_id: tuple[bool, ...], needed_features: tuple[str, ...]
     ) -> tuple[list[_FeatureGroup], list[int]]:
-        """Return the features that are looked up together, by stack, and the places of all others.
+        """Return groups of features that are looked up together, and the indices of all other needed features.
 
         Args:
-            has_one_id: True for each feature whose bags all have one id.
+            has_one_id: For each feature, True if all of its bags contain one id.
             needed_features: Features to look up.
         """
         places: dict[TableRows, list[int]] = {}
@@ -164,16 +164,16 @@ class Lookups:
         return groups, others
 
     def finish_loading(self) -> None:
-        """Prepare for requests; called once the golden rows have been compared."""
+        """Prepare for requests after the golden rows have been compared. By default, nothing needs to be prepared."""
 
     def take_missing_shards(self) -> set[int]:
-        """Return the table shards that this thread's lookups have missed since the last call."""
+        """Return the table shards that lookups of this thread could not reach since the last call; default: none."""
         return set()
 
     def prepare_update(
         self, deltas: Sequence[Mapping[str, RowChanges]], version: str, number: int
     ) -> Callable[[], None]:
-        """Prepare new rows, and return the function that changes the tables, in the thread that scores.
+        """Prepare new rows, and return a function that writes them to the tables, to be called in the scoring thread.
 
         Args:
             deltas: Table → new rows, for consecutive deltas.
@@ -197,11 +197,11 @@ class Lookups:
 
     @property
     def refusal(self) -> RunError | None:
-        """Return the reason why another process that has lost the tables cannot load their state; None: all is well."""
+        """Return the reason why an unavailable table shard cannot load the current state; None: no reason is known."""
         return None
 
     def make_reader(self, table: str) -> Callable[[int, int], torch.Tensor]:
-        """Return a function that reads the stored rows [first, end) of a table in the present state, [n, …]."""
+        """Return a function from (first, end) to the stored rows [first, end) of a table's current state, [n, …]."""
         stack, first_row = cast(RowStack, self.tables[table].stack), self.tables[table].first_row
         return lambda first, end: stack.read(first_row + first, first_row + end)
 
@@ -245,7 +245,7 @@ def pool_bags(
         vectors_ND: Vectors, already multiplied by their weights.
         lengths_B: Number of vectors of each bag.
         weights_N: Weights; None: the vectors are not weighted.
-        mean: True to divide each sum by the sum of the bag's weights, unless that is 0, or without weights by
+        mean: True to divide each sum by the sum of the bag's weights (unless the sum is 0) or, without weights, by
             the bag's length.
     """
     sums_BD = torch.segment_reduce(vectors_ND, "sum", lengths=lengths_B.long(), unsafe=True)
@@ -253,7 +253,7 @@ def pool_bags(
 
 
 def divide_by_totals(sums_BD: torch.Tensor, lengths_B: torch.Tensor, weights_N: torch.Tensor | None) -> torch.Tensor:
-    """Return the means of bags, float32 [B, D], given their sums; see pool_bags."""
+    """Return the means of bags from their sums, float32 [B, D]; see pool_bags."""
     if weights_N is None:
         totals_B = lengths_B.clamp(min=1).float()
     else:
@@ -263,7 +263,7 @@ def divide_by_totals(sums_BD: torch.Tensor, lengths_B: torch.Tensor, weights_N: 
 
 
 def pad_sequences(values_Nx: torch.Tensor, present_BL: torch.Tensor) -> torch.Tensor:
-    """Return values of present ids, row after row, as a padded tensor: [N, …] → [B, L, …]; 0 elsewhere."""
+    """Return the values of ids, concatenated over rows, as a padded tensor: [N, …] → [B, L, …]; 0 without an id."""
     padded = values_Nx.new_zeros(*present_BL.shape, values_Nx.shape[1])
     padded[present_BL] = values_Nx
     return padded

@@ -1,13 +1,13 @@
-"""manifest.json: content of an export. Does not import torch.
+"""Content of an export and of its manifest.json. This module does not import torch.
 
-DIR/manifest.json              this file; exists once all other files are complete
+DIR/manifest.json              Manifest; written last, so its presence means that the export is complete
 DIR/predict.pt2                rows → predictions (torch.export); query.pt2, item.pt2: vectors of towers
 DIR/model.onnx                 ONNX version of predict.pt2, if requested
 DIR/tables/dim64-00000.safetensors
-                               blocks of the rows of all tables of one dim (stored_tables.py), mapped into memory
+                               blocks of rows of tables with one dim (stored_tables.py), mapped into memory
 DIR/ids/TABLE.parquet          managed ids: id and row, in the order of keys (embeddings/hashing.py)
-DIR/vocabularies/0.parquet     files that transforms name
-DIR/golden.arrow               rows as read from the data, with their scores; defines the columns' types
+DIR/vocabularies/0.parquet     vocabularies that transforms read
+DIR/golden.arrow               golden rows: rows of the data with the model's scores; defines the columns' types
 """
 
 from __future__ import annotations
@@ -39,10 +39,13 @@ class Input(Section):
     """One input tensor of a program, with B rows.
 
     Attributes:
-        kind: dense: float32 [B, width], the dense columns in the schema's order. bag: float32
-            [B, width], the pooled embedding of a feature. For a sequence feature, most recent id first:
-            vectors, float32 [B, length, width]; present, bool [B, length], True for positions with an id;
-            side_features, float64 [B, length, width].
+        kind: dense: the dense columns in the schema's order, float32 [B, width]. bag: the pooled embedding of a
+            feature, float32 [B, width]. vectors, present and side_features: a sequence feature, most recent id
+            first, as float32 [B, length, width], bool [B, length] (True at positions with an id) and float64
+            [B, length, width].
+        feature: Sparse feature; empty for kind dense.
+        length: Maximum number of ids of a sequence.
+        width: Size of the last dimension, except for kind present.
     """
 
     kind: InputKind
@@ -68,23 +71,23 @@ def list_inputs(features: Features) -> list[Input]:
 
 
 class FileEntry(Section):
-    """A file of the export."""
+    """Size in bytes and SHA-256 of a file of the export."""
 
     bytes: NonNegativeInt
     sha256: str
 
 
 class ProgramEntry(Section):
-    """Program and its input tensors, in order. The programs of towers return vectors."""
+    """File of a program, and its input tensors in order. The programs of towers return vectors."""
 
     file: str
     inputs: list[Input]
 
 
 class StackEntry(Section):
-    """Stack: rows of tables of one dim, one table after another, in files of `block_rows` rows each.
+    """Stack: concatenated rows of tables of one dim and precision, in files of `block_rows` rows each.
 
-    The first row of a table is the number of rows of the tables before it. The last file contains the
+    A table's first row in the stack is the total number of rows of the preceding tables. The last file contains the
     remaining rows.
     """
 
@@ -95,7 +98,7 @@ class StackEntry(Section):
 
 
 class TaskEntry(Section):
-    """Task, with the column and the kind of its predictions."""
+    """Task of the model, with the name of its prediction column and the kind of its predictions."""
 
     name: str
     label: str
@@ -103,7 +106,8 @@ class TaskEntry(Section):
     classes: PositiveInt = 1
     """Number of values per row; more than one if the task has classes."""
     predicts: Literal["probability", "number", "classes", "score"] | None = None
-    """Probability of label 1, number in the label's units, probability of each class, or order only."""
+    """Probability of label 1, number in the label's units, probability of each class, or score, of which only the
+    order is meaningful."""
 
 
 class ExportSource(Section):
@@ -124,11 +128,13 @@ class Manifest(Section):
 
     Attributes:
         data_schema: Schema of the features that the model reads; key: schema.
-        sequences: Feature that is read id by id → maximum number of ids.
-        lists: Features whose columns are lists after the transforms.
+        sequences: Feature of which the model reads the vector of each id → maximum number of ids.
+        lists: Features whose columns contain lists after the transforms.
         transforms: Transforms needed for these features; files that they name are in the export's folder.
         towers: Tower (query or item) → features and dense columns from which its vectors are computed.
-        files: Name → entry of each file except manifest.json.
+        programs: Program → its file and inputs; query and item exist for models with two towers.
+        ids: Table with managed ids → name of the file with its ids.
+        files: Name → entry, for all files except manifest.json.
     """
 
     format: Literal[1] = EXPORT_FORMAT
@@ -149,7 +155,7 @@ class Manifest(Section):
     """For quantized tables: metric → its values with fp32 and with quantized tables; None if undefined."""
     files: dict[str, FileEntry]
     binding: str
-    """Hash of everything that determines the export."""
+    """Hash of the inputs that determine the export, such as the checkpoint and the options of the command."""
 
     @model_validator(mode="after")
     def _check_files(self) -> Manifest:
@@ -181,7 +187,7 @@ class Manifest(Section):
 
     @property
     def stack_shapes(self) -> list[tuple[int, int]]:
-        """Return rows and dim of each stack."""
+        """Return (number of rows, dim) of each stack."""
         return [(self.count_rows(each), self.data_schema.tables[each.tables[0]].dim) for each in self.stacks]
 
     @property
@@ -196,7 +202,7 @@ class Manifest(Section):
 
     @property
     def features(self) -> Features:
-        """Return the features of a row and their lookups."""
+        """Return the features that the model reads."""
         return Features(self.data_schema, self.sequences)
 
     @property
@@ -212,7 +218,7 @@ class Manifest(Section):
 
 
 def format_version(run: str, step: int, checksum: str) -> str:
-    """Return a model's name in responses: run, step and checksum digits, in ASCII for headers."""
+    """Return a model's name in responses, RUN-STEP-CHECKSUM, in ASCII so that HTTP headers can contain it."""
     name = re.sub(r"[^\w.-]", "_", run, flags=re.ASCII)
     return f"{name}-{step}-{checksum[:8]}"
 

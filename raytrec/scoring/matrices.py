@@ -1,6 +1,6 @@
-"""Matrices in requests: list columns `dense` and `ids` that hold the values of many columns of the model.
+"""Matrices in requests: list columns `dense` and `ids`, which contain the values of many columns of the model.
 
-Two matrices cost less to encode, send and decode than dozens of columns.
+Two matrices are faster to encode, send and decode than dozens of columns.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def list_matrix_columns(columns: pa.Schema, dense: Collection[str]) -> dict[str,
         dense: Dense columns of the schema.
 
     Returns:
-        dense: dense columns and other numbers that may have fractions. ids: other columns with one integer a
-        row. Text and lists are in neither. The result is empty if a column has the name of a matrix.
+        Matrix → columns. `dense` contains dense columns and other floating-point columns, and `ids` contains all
+        other columns with one integer per row. Neither contains text or lists. The result is empty if a column
+        has the name of a matrix.
     """
     matrices: dict[str, list[str]] = {DENSE_MATRIX: [], ID_MATRIX: []}
     if matrices.keys() & set(columns.names):
@@ -42,10 +43,10 @@ def list_matrix_columns(columns: pa.Schema, dense: Collection[str]) -> dict[str,
 
 
 def read_matrix(table: pa.Table, name: str, columns: Sequence[str]) -> pa.Array | None:
-    """Return the values of a matrix, row after row.
+    """Return the values of a matrix, concatenated over rows.
 
-    The result is None if the table has no column of this name, or has one of the matrix's columns. In the second case,
-    the matrix is an additional column, which is ignored.
+    The result is None if the table has no column of this name, or has one of the matrix's columns. In the latter case,
+    the column with the name of the matrix is an additional column, which is ignored.
 
     Raises:
         DataError: A row does not have one value for each column.
@@ -69,7 +70,7 @@ def read_matrix(table: pa.Table, name: str, columns: Sequence[str]) -> pa.Array 
 
 
 def read_matrices(table: pa.Table, matrices: Mapping[str, Sequence[str]]) -> Matrices:
-    """Return the values of each matrix, [B, columns]; {} if there are other columns or no rows.
+    """Return the values of each matrix, [B, columns]; {} if the table has other columns or no rows.
 
     Args:
         table: Rows of a request.
@@ -86,7 +87,7 @@ def read_matrices(table: pa.Table, matrices: Mapping[str, Sequence[str]]) -> Mat
 
 
 def split_matrices(table: pa.Table, matrices: Mapping[str, Sequence[str]]) -> pa.Table:
-    """Return a table with the columns of its matrices.
+    """Return a table to which the columns of its matrices are appended.
 
     Args:
         table: Rows of a request.

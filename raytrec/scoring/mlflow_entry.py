@@ -1,4 +1,4 @@
-"""Code of the MLflow model of an export; MLflow runs this file to load the model.
+"""Code of an exported model in MLflow, which runs this file to load the model.
 
 The artifact `export` is the export's folder, or a JSON file that refers to an export by uri, version and
 checksum.
@@ -37,7 +37,10 @@ class ExportedModel(PythonModel):
             )
 
     def predict(self, context, model_input: pd.DataFrame, params=None):
-        """Return the predictions as columns score or score_TASK. Times must be UTC: MLflow has no time zones."""
+        """Return the predictions in a column score, or score_TASK for each task.
+
+        Times must be in UTC, because MLflow does not support time zones.
+        """
         columns = pa.schema([field for field in self._model.columns if field.name in model_input.columns])
         rows = pa.Table.from_pandas(model_input, columns, preserve_index=False)
         return self._model.predict(rows).to_pandas()

@@ -1,4 +1,4 @@
-"""Operators and symbolic expressions that programs of exports may contain, and checks of arguments."""
+"""Operators and symbolic expressions that programs of exports may contain, and checks of operator arguments."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from raytrec.common.formatting import as_dict
 from raytrec.compat.torch_ import get_schema, is_dispatched
 
 aten = torch.ops.aten
-MODEL = "models/model.json"  # entry of an archive with the operators
+MODEL = "models/model.json"  # entry of an archive that contains the graph
 OPERATOR_PATTERN = re.compile(r"torch\.ops\.aten\.(\w+?)_?\.(?!\w*out)\w+")
-# Operators of aten that check every index and size on CPU. Others, such as segment_reduce, may access memory
-# outside of their tensors. None of these returns uninitialized memory.
+# Allowed operators of aten. On CPU, they check every index and size, and return no uninitialized memory. Operators
+# that are not listed, such as segment_reduce, may access memory outside of their tensors.
 OPERATORS = """
 _assert_scalar _assert_tensor_metadata _log_softmax _softmax _to_copy abs acos add addcdiv addcmul addmm
 alias all amax amin any arange argmax argmin argsort asin atan atan2 baddbmm batch_norm bitwise_and
@@ -42,7 +42,7 @@ OTHER_OPERATORS = {
     *("torch.sym_float", "torch.sym_int", "torch.sym_max", "torch.sym_min", "torch.sym_not", "math.trunc"),
     *(f"_operator.{name}" for name in SIZES.split()),
 }
-# Type of an argument in an operator's schema → its kind in an archive. A plain number would not be checked.
+# Type of an argument in an operator's schema → its kind in an archive. torch would not check a plain number.
 ENUM_KINDS = {"ScalarType": "as_scalar_type", "Layout": "as_layout", "MemoryFormat": "as_memory_format"}
 EXPRESSION_FUNCTIONS = {
     *("Symbol", "Integer", "Float", "Rational", "Add", "Mul", "Mod", "PythonMod", "FloorDiv", "CeilToInt"),
@@ -50,15 +50,15 @@ EXPRESSION_FUNCTIONS = {
     *("GreaterThan", "StrictGreaterThan", "LessThan", "StrictLessThan"),
 }
 EXPRESSION_ATOMS = ("Symbol", "Integer", "Float", "Rational")
-MAX_EXPRESSION_CHARACTERS, MAX_EXPRESSION_CALLS = 2000, 40  # characters, calls
+MAX_EXPRESSION_CHARACTERS, MAX_EXPRESSION_CALLS = 2000, 40  # maximum length of an expression and number of its calls
 IDENTIFIER_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|")  # torch writes names into source code
-STRIDED = 7  # torch.strided in archives
-# Circular padding returns uninitialized memory; −2⁶³ ÷ −1, rounded towards 0, ends the process.
+STRIDED = 7  # code of torch.strided in archives
+# Circular padding returns uninitialized memory. −2⁶³ ÷ −1 with rounding mode trunc crashes the process.
 REFUSED_OPTIONS = {"circular", "trunc"}
 
 
 class DisallowedContent(ValueError):
-    """Error for a part of an archive that `raytrec export` does not write."""
+    """Error for an archive with content that `raytrec export` does not write; the message is a noun phrase."""
 
 
 def is_operator(target: str) -> bool:
@@ -68,7 +68,7 @@ def is_operator(target: str) -> bool:
 
 
 def check_arguments(target: Any, inputs: Any) -> None:
-    """Check how a node of a program calls an operator.
+    """Check the arguments with which a node of a program calls an operator.
 
     Args:
         target: Operator.
@@ -94,7 +94,7 @@ def check_arguments(target: Any, inputs: Any) -> None:
 
 
 def add_size_checks(program: torch.nn.Module) -> None:
-    """Make a program check sizes at each call of operators that could read outside of their tensors."""
+    """Make a program check sizes before each call of an operator that could read outside of its tensors."""
     for module in program.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
@@ -140,7 +140,10 @@ def compute_gru(
 def canonicalize_expression(text: str) -> str:
     """Return a symbolic expression, such as "Add(Symbol('s0', integer=True), Integer(1))", in canonical form.
 
-    sympy evaluates the expression as Python code.
+    Expressions must be checked, because sympy evaluates them as Python code.
+
+    Raises:
+        DisallowedContent: The expression is too long, or contains an element that `_is_expression` does not allow.
     """
     try:
         short = len(text) <= MAX_EXPRESSION_CHARACTERS and text.count("(") <= MAX_EXPRESSION_CALLS
@@ -153,9 +156,9 @@ def canonicalize_expression(text: str) -> str:
 
 
 def _is_expression(node: ast.expr) -> bool:
-    """Return True for a number, a truth value, or a call of EXPRESSION_FUNCTIONS with such arguments.
+    """Return True for a number, a truth value, or a call of EXPRESSION_FUNCTIONS whose arguments are expressions.
 
-    At most one factor of a product may be a call, as sympy expands products of sums in exponential time.
+    At most one factor of a product may be a call, because sympy expands products of sums in exponential time.
     """
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)

@@ -1,7 +1,8 @@
-"""Plain rows of requests: numbers and ids without nulls, read with one call for all columns.
+"""Fast reader of plain rows in requests, which are rows of numbers and ids without nulls.
 
-`PlainRowReader` reads only values that need no conversion and violate no rule. All other rows, such as rows
-with nulls, text or invalid values, are read or refused by `RowReader`, which defines what a value means.
+`PlainRowReader` reads all columns with one call, but only values that are valid and need no conversion. All other
+rows, such as rows with nulls, text or invalid values, are read or rejected by `RowReader`, which defines the meaning
+of values.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class PlainRowReader:
     """Reader of plain rows for one program of a model.
 
     Args:
-        reader: Reader of all rows of the program.
+        reader: General reader of the program's rows.
 
     Raises:
-        ValueError: The model's rows are never plain: columns are transformed, weighted or of other types, a row is a
-            request with candidates, or there are no columns.
+        ValueError: The model's rows are never plain, because columns are transformed, weighted or of other types, rows
+            are requests with candidates, or there are no columns.
         ImportError: msgspec is not installed.
     """
 
@@ -54,7 +55,7 @@ class PlainRowReader:
         self._form = form
         self._single_places = [self._ids.index(columns[name]) for name in form.singles]
         self._bag_places = [self._lists.index(columns[name]) for name in form.bags]
-        # As unsigned numbers, negative ids are larger than all others. Any number is a managed id.
+        # As unsigned numbers, negative ids exceed any number of rows. Any number is a valid managed id.
         limits = {
             name: 2**64 - 1 if (table := schema.tables[spec.table]).ids else table.rows
             for name, spec in schema.sparse.items()
@@ -84,16 +85,16 @@ class PlainRowReader:
         self._convert = msgspec.convert
 
     def read_json(self, body: bytes, max_rows: int, max_ids: int) -> Rows | None:
-        """Return the rows of a body with `rows` or `columns`, or None if they are not plain."""
+        """Return the rows of a JSON request body with `rows` or `columns`, or None if they are not plain."""
         objects, lists = body.count(b"{"), body.count(b"[")
         if b"\\" in body or objects > max_rows + 1:
             return None
         try:
             if not body.isascii():
-                body.decode()  # columns that are ignored must be UTF-8, too
+                body.decode()  # raises an error if a column, even an ignored one, is not UTF-8
             if objects > 2 or b'"rows"' in body:
                 rows = list(map(self._as_tuple, self._row_decoder.decode(body).rows))
-                # Any other object or list is in a column that is ignored; it must not be nested too deeply.
+                # Additional objects or lists are in ignored columns. The general parser limits their nesting depth.
                 if len(rows) != objects - 1 or lists != 1 + len(rows) * len(self._lists) or not rows:
                     return None
                 return self._read_values(rows, max_ids)
@@ -114,7 +115,7 @@ class PlainRowReader:
         return self._read_values(list(map(self._as_tuple, values)), max_ids) if values else None
 
     def _read_values(self, rows: Sequence[Sequence[Any]], max_ids: int) -> Rows | None:
-        """Return rows of values: numbers, then ids, then lists."""
+        """Return rows from their values, ordered as dense columns, ids and lists; None if they are not plain."""
         count, dense, ids = len(rows), len(self._dense), len(self._dense) + len(self._ids)
         try:
             numbers = np.fromiter(chain.from_iterable([row[:dense] for row in rows]), np.float64).reshape(count, -1).T
@@ -158,7 +159,7 @@ class PlainRowReader:
         return self.to_rows(numbers, single, lists, max_ids)
 
     def read_matrices(self, matrices: Matrices, max_rows: int, max_ids: int) -> Rows | None:
-        """Return the rows of matrices [B, columns], or None if they are not plain or columns are missing."""
+        """Return the rows of matrices [B, columns], or None if the rows are not plain or columns are missing."""
         empty = np.empty((max(map(len, matrices.values()), default=0), 0), np.int64)
         dense_BD, ids_BS = matrices.get(DENSE_MATRIX, empty), matrices.get(ID_MATRIX, empty)
         shapes = (len(empty), len(self._dense)), (len(empty), len(self._ids))
@@ -171,12 +172,12 @@ class PlainRowReader:
     def to_rows(
         self, numbers_DB: np.ndarray, ids_SB: np.ndarray, lists: Sequence[tuple[np.ndarray, np.ndarray]], max_ids: int
     ) -> Rows | None:
-        """Return canonical rows, or None if a value is not plain.
+        """Return rows in the canonical form of data.canonical, or None if a value is not plain.
 
         Args:
             numbers_DB: Values of the dense columns, float64 [D, B].
-            ids_SB: Ids of the columns with one id a row, int64 [S, B].
-            lists: For each column of lists, the lengths of its lists, int32 [B], and the ids, int64 [N].
+            ids_SB: Ids of the columns with one id per row, int64 [S, B].
+            lists: For each column of lists, the lengths of its lists, int32 [B], and their ids, int64 [N].
             max_ids: Maximum number of ids in a list.
         """
         count, matrices = numbers_DB.shape[1] if len(self._dense) else ids_SB.shape[1], {}
@@ -198,14 +199,14 @@ class PlainRowReader:
             np.cumsum(lengths_B, out=offsets[1:, bag])
             values.append(self._mark_managed(ids_N))
         places = {f"ids.{name}": place for place, name in enumerate(self._form.bags)}
-        if self._form.accepts_out_of_range_ids:  # no id was brought into range
+        if self._form.accepts_out_of_range_ids:  # no id had to be clamped or hashed into range
             places["changed"] = len(places)
             offsets, values = np.pad(offsets, ((0, 0), (0, 1))), [*values, np.empty(0, np.int32)]
         matrices["lengths"] = np.diff(offsets, axis=0)
         return Rows(Chunk(matrices, places, values, offsets, None), 0, count)
 
     def _scale(self, numbers_DB: np.ndarray) -> np.ndarray | None:
-        """Return scaled numbers as float32 [D, B], or None if a number is not finite or may be inexact."""
+        """Return scaled numbers as float32 [D, B]; None if a number is not finite or too large to be exact."""
         if not (np.abs(numbers_DB) < FIRST_INEXACT_INTEGER).all():  # also False for NaN
             return None
         if self._is_log.any():
@@ -215,12 +216,12 @@ class PlainRowReader:
         return scaled_DB if np.isfinite(scaled_DB).all() else None
 
     def _mark_managed(self, ids: np.ndarray) -> np.ndarray:
-        """Replace the number that marks a missing managed id."""
+        """Replace ids equal to NO_MANAGED_ID, which marks a missing managed id."""
         return np.maximum(ids, NO_MANAGED_ID + 1) if self._form.schema.managed else ids
 
 
 def make_plain_reader(reader: RowReader) -> PlainRowReader | None:
-    """Return the reader of a program's plain rows, or None without msgspec or for rows that are never plain."""
+    """Return the reader of a program's plain rows; None if its rows are never plain or msgspec is not installed."""
     try:
         return PlainRowReader(reader)
     except (ValueError, ImportError):

@@ -1,8 +1,8 @@
 """Archives of torch.export (.pt2), whose content is checked before torch loads them.
 
-torch.export.load can run code of an archive: it unpickles entries, evaluates symbolic expressions, loads
-libraries, and writes names into Python source. Archives are therefore read by one strict parser, which
-accepts only content that `raytrec export` writes. torch then loads a new archive that consists of the checked parts.
+torch.export.load can run code from an archive: it unpickles entries, evaluates symbolic expressions, loads
+libraries, and writes names into Python source. Archives are therefore read by a strict parser, which accepts only
+content that `raytrec export` writes. torch then loads a new archive that consists of the checked parts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from raytrec.scoring.operators import (
 
 SAMPLE_INPUTS_ENTRY = "data/sample_inputs/model.pt"
 WEIGHTS_CONFIG, WEIGHT_PREFIX = "data/weights/model_weights_config.json", "data/weights/weight_"
-# Configuration of tensors → pattern of the entries in its folder.
+# Entry that describes tensors → pattern of the names of the tensors' entries in the same folder.
 TENSORS = {
     WEIGHTS_CONFIG: re.compile(r"weight_\d+"),
     "data/constants/model_constants_config.json": re.compile(r"tensor_\d+"),
@@ -44,7 +44,8 @@ TENSORS = {
 FIXED_ENTRIES = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little"}
 WRITTEN_BY_TORCH = {".data/version", ".data/serialization_id"}
 
-DROPPED_KEYS = {"metadata": {}, "guards_code": [], "treespec_namedtuple_fields": {}}  # not needed to compute
+# Keys of model.json whose values are not needed to run the program → value that replaces them.
+DROPPED_KEYS = {"metadata": {}, "guards_code": [], "treespec_namedtuple_fields": {}}
 ARGUMENT_KINDS = {
     *("as_tensor", "as_tensors", "as_optional_tensor", "as_optional_tensors", "as_nested_tensors", "as_none"),
     *("as_int", "as_ints", "as_int_lists", "as_float", "as_floats", "as_bool", "as_bools", "as_string"),
@@ -57,29 +58,29 @@ FIELD_PATTERNS = {
     **dict.fromkeys(("as_float", "as_floats"), re.compile("-?Infinity|NaN")),
     "as_string": re.compile(r"[\w., >-]*"),  # options of operators, such as an equation of einsum
     "torch_version": re.compile(r"[\w.+]*"),
-    "type": re.compile("cpu"),  # of a device
+    "type": re.compile("cpu"),  # type of a device
 }
-# Kinds of arguments, with torch's text about each: a tensor, a tuple, and an empty mapping.
+# (type, context) of allowed nodes in the structure of arguments: a tensor, a tuple, and an empty mapping.
 ARGUMENT_STRUCTURES = {(None, None), ("builtins.tuple", "null"), ("builtins.dict", "[]")}
 
 
-# All entries of an archive except weights → a program in memory that was loaded from such entries.
+# All entries of an archive except weights → program that was loaded from these entries and is still in memory.
 _loaded: WeakValueDictionary[tuple, torch.fx.GraphModule] = WeakValueDictionary()
 
 
 def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
     """Load a program written by `raytrec export`.
 
-    If a program in memory differs only in its weights, as after retraining, the new program shares its code. This
-    reduces the load time, during which the GIL is held, to about 1 %.
+    If a program in memory differs only in its weights, as after retraining, the new program shares the code of that
+    program. This reduces the load time, during which the GIL is held, to about 1 %.
 
     Args:
         file: File of the program.
         inputs: Number of tensors that the program takes.
 
     Raises:
-        RunError: The file is damaged, takes a different number of tensors, or contains something that
-            `raytrec export` does not write.
+        RunError: The file is damaged or contains something that `raytrec export` does not write, or the program
+            takes a different number of tensors.
     """
     try:
         content = file.read_bytes()
@@ -91,9 +92,9 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
         else:
             program = load_archive(io.BytesIO(sanitize_archive(content)))
             module = program.module(check_guards=False)  # guards take ten times as long as a small model
-            module.graph.set_codegen(CodeGen())  # torch's generator flattens a tree of inputs at each call
+            module.graph.set_codegen(CodeGen())  # torch's code generator would flatten a tree of inputs at each call
             add_size_checks(module)
-            if all(weights.values()):  # torch creates tensors without values
+            if all(weights.values()):  # an empty entry belongs to a tensor without values, which torch creates itself
                 _loaded[key] = module
     except DisallowedContent as error:
         raise RunError(
@@ -110,15 +111,15 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
 
 
 def _replace_weights(program: torch.fx.GraphModule, entries: dict[str, bytes], weights: dict[str, bytes]) -> Any:
-    """Return a program with the code and constants of another program, but its own weights.
+    """Return a copy of a program with other weights; code and constants are shared.
 
     Args:
         program: Program in memory.
-        entries: Other entries of the archive, equal to those of the program in memory.
+        entries: Entries of the new program's archive, without weights. They equal the entries of `program`.
         weights: Entries with the weights of the new program.
     """
     config, state = json.loads(entries[WEIGHTS_CONFIG])["config"], program.state_dict()
-    # As in torch, weights of one entry share memory; clone() aligns it as torch does, so scores are bitwise equal.
+    # As in torch, weights of one entry share memory. clone() aligns the memory as torch does, for bitwise equal scores.
     storages = {name: torch.frombuffer(bytearray(value), dtype=torch.uint8).clone() for name, value in weights.items()}
     for name, old in state.items():
         values = storages[f"data/weights/{config[name]['path_name']}"].view(old.dtype)
@@ -129,10 +130,10 @@ def _replace_weights(program: torch.fx.GraphModule, entries: dict[str, bytes], w
 
 
 def replace_weights(content: bytes, program: torch.fx.GraphModule, weights: Mapping[str, torch.Tensor]) -> bytes:
-    """Return an archive of the same program with other weights.
+    """Return the archive of a program with other weights.
 
     Args:
-        content: Archive.
+        content: Content of the program's archive.
         program: Program that `load_program` has loaded from the archive.
         weights: Values of all weights by name.
     """
@@ -216,7 +217,7 @@ def _parse_entry(entries: dict[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _sanitize_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, Any]:
-    """Return a configuration of tensors after checking that its entries match a pattern and are not pickles."""
+    """Check that a description of tensors names no pickles and only entries that match a pattern, and return it."""
     tensors = as_dict(config.get("config"))
     for name, value in tensors.items():
         tensor = as_dict(value)
@@ -230,9 +231,9 @@ def _sanitize_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, 
 
 
 def _sanitize_value(value: Any, key: str) -> Any:
-    """Return a value of model.json without the parts in DROPPED_KEYS, after checking its strings.
+    """Check the strings in a value of model.json, and return the value without the content of DROPPED_KEYS.
 
-    A string must be an operator, a symbolic expression, the shape of arguments, or match its key's pattern.
+    A string must be an operator, a symbolic expression, a structure of arguments, or match the pattern of its key.
     """
     if isinstance(value, dict):
         for name in value:
@@ -256,7 +257,7 @@ def _sanitize_value(value: Any, key: str) -> Any:
 
 
 def _check_tree_shape(text: str) -> str:
-    """Return the shape of a program's arguments or results: tuples of tensors, and no named arguments."""
+    """Check and return the structure of a program's arguments or results: tuples of tensors, no named arguments."""
     try:
         version, shape = parse_json(text)
         stack = [shape]

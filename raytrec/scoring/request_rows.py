@@ -1,4 +1,4 @@
-"""Rows of a request, which are read in the same way as the rows of a file in training."""
+"""Read the rows of a request in the same way as rows of files in training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raytrec.scoring.matrices import ROWS_PLACE, list_matrix_columns
 
 
 class RowReader:
-    """Reader of rows with some of a model's features.
+    """Reader of rows that contain some or all of a model's features.
 
     Args:
         schema: Schema of the features.
@@ -38,8 +38,8 @@ class RowReader:
 
     Attributes:
         form: Resolved read plan of the rows that `read` returns.
-        columns: Columns that rows must contain, with the types for values that have no type.
-        matrices: Columns of each matrix that rows may contain instead.
+        columns: Columns that rows must contain, with the types of values that arrive without a type, such as JSON.
+        matrices: Matrix → columns; a request can contain the matrix instead of these columns (matrices.py).
     """
 
     def __init__(self, schema: Schema, transforms: Sequence[Transform], lists: Sequence[str], columns: pa.Schema):
@@ -48,13 +48,14 @@ class RowReader:
         self.form = ResolvedReadPlan(ReadPlan(schema, needed, read_labels=False), feature_lists)
         self.columns = pa.schema([columns.field(name) for name in self.form.columns])
         self.matrices = list_matrix_columns(self.columns, schema.dense)
-        self._checked: pa.Schema | None = None  # schema of the last rows, which passed the checks
+        self._checked: pa.Schema | None = None  # schema of the last rows that passed the checks
 
     def read(self, table: pa.Table) -> Rows:
-        """Return the canonical form of rows.
+        """Return rows in their canonical form (data.canonical).
 
         Raises:
-            DataError: The schema does not allow a value. The error names the column and the row.
+            DataError: A column is missing, or the schema does not allow a value. The error names the column and the
+                row.
         """
         schema, plan = table.schema, self.form.plan
         is_checked = schema == self._checked
@@ -76,7 +77,7 @@ class RowReader:
         try:
             rows_read = canonical(table, self.form, Place(ROWS_PLACE, None, 0))
         except DataError as error:
-            error.do = "correct the rows"  # the error suggests settings of a run
+            error.do = "correct the rows"  # the original advice refers to settings of a run
             raise
         columns = [column.combine_chunks() for column in rows_read.columns]
         return Rows.of(pa.RecordBatch.from_arrays(columns, schema=rows_read.schema))
@@ -84,7 +85,7 @@ class RowReader:
 
 @contextmanager
 def name_rows(part: str) -> Iterator[None]:
-    """Name the part of a request, user or candidates, in errors that the block raises about rows of that part."""
+    """Insert the part of a request, `user` or `candidates`, into errors that the block raises about rows."""
     try:
         yield
     except DataError as error:
@@ -97,13 +98,12 @@ def name_rows(part: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ObjectRows:
-    """Rows of a request in JSON, which become a table when they are scored.
+    """Rows of a JSON request, which are converted to a table when they are scored.
 
-    Converting rows to a table has a cost per column. Rows of requests that are scored together are therefore
-    converted together.
+    The conversion has a cost per column. Rows of requests that are scored together are therefore converted together.
 
     Attributes:
-        rows: One mapping of columns to values per row; not yet checked.
+        rows: One mapping of columns to values per row, not yet checked.
         schema: Columns that the model reads, with the types of their values.
     """
 
@@ -118,10 +118,10 @@ class ObjectRows:
 
 
 def concat_rows(parts: Sequence[pa.Table | ObjectRows]) -> pa.Table:
-    """Concatenate rows of one type and schema into a table.
+    """Concatenate parts of the same type and schema into a table.
 
     Raises:
-        DataError: A row is not a mapping, or a value does not fit its column.
+        DataError: A row is not a mapping, or a value does not match the type of its column.
     """
     objects = [part for part in parts if isinstance(part, ObjectRows)]
     if objects:
@@ -134,11 +134,11 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
 
     Args:
         rows: A pyarrow.Table or RecordBatch, a pandas.DataFrame, a mapping of columns to values (one row) or
-            a list of mappings. Mappings name every column; None is a null.
-        columns: Columns and types of the values in mappings.
+            a list of mappings. Mappings must contain every column; None is a null.
+        columns: Columns to read from mappings, with their types.
 
     Raises:
-        DataError: The rows are not tabular, or a value does not fit its column.
+        DataError: The rows are not tabular, or a value does not match the type of its column.
     """
     if isinstance(rows, pa.Table):
         return rows
@@ -153,7 +153,7 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
     try:
         try:
             return pa.Table.from_pandas(rows, preserve_index=False)
-        except pa.ArrowException:  # lists of several NumPy dtypes: an empty array is float64
+        except pa.ArrowException:  # e.g. lists as NumPy arrays of several dtypes: an empty array is float64
             schema = pa.schema([field for field in columns if field.name in rows.columns])
             return pa.Table.from_pandas(rows, schema, preserve_index=False)
     except (pa.ArrowException, AttributeError, TypeError, ValueError) as error:
@@ -163,12 +163,12 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
 
 
 def repeat_users(candidates: pa.Table, users: pa.Table, names: Sequence[str], counts: Sequence[int]) -> pa.Table:
-    """Return candidates with columns of their users.
+    """Return the candidates, to which columns of their users are appended.
 
     Args:
-        candidates: Candidates of the first user, then of the second, etc.
+        candidates: Candidates of all users, in the order of the users.
         users: One row per user.
-        names: Columns of the users to add.
+        names: Columns of the users to append.
         counts: Number of candidates of each user.
     """
     places = pa.array(np.repeat(np.arange(len(counts)), counts))
@@ -178,7 +178,7 @@ def repeat_users(candidates: pa.Table, users: pa.Table, names: Sequence[str], co
 
 
 def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
-    """Return the values of each column."""
+    """Return the values of each column from mappings, one per row."""
     names = columns.names
     if not rows or not names:
         return [[] for _ in names]
@@ -193,23 +193,23 @@ def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
                 raise _make_type_error(what, at, None, expected) from None
             for field in columns:
                 if field.name not in row:
-                    what, do = f"column '{field.name}' is missing", f"add {field.name} to each row; null has no value"
+                    what, do = f"column '{field.name}' is missing", f"add {field.name} to each row; null means no value"
                     raise _make_type_error(what, at, field.name, _describe_type(field.type), do) from None
         raise
 
 
 def to_column(values: Sequence[Any], field: pa.Field) -> pa.Array:
-    """Return Python values as a column; times may be text, as in JSON.
+    """Return Python values as a column. Times may be text, as in JSON.
 
     Raises:
-        DataError: A value does not fit the type of the column.
+        DataError: A value does not match the type of the column.
     """
     name = field.name
     try:
         return to_array(values, field.type)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
         invalid = (i for i, value in enumerate(values) if not _is_convertible(value, field.type))
-        # If each value fits alone, some times are text and others numbers.
+        # If every single value can be converted, some times are text and others are numbers.
         not_text = (i for i, value in enumerate(values) if not isinstance(value, str | None))
         at = next(chain(invalid, not_text))
         value, inner = values[at], list_element_type(field.type)
@@ -220,18 +220,18 @@ def to_column(values: Sequence[Any], field: pa.Field) -> pa.Array:
 
 
 def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Return Python values as an array of a type; times may be text, as in JSON.
+    """Return Python values as an array of a type. Times may be text, as in JSON.
 
     Raises:
-        ArrowException, OverflowError, TypeError, ValueError: A value does not fit.
+        ArrowException, OverflowError, TypeError, ValueError: A value does not match the type.
     """
     if types.is_temporal(kind) and str in set(map(type, values)):
         return pa.array(values, pa.string()).cast(kind)
     element = list_element_type(kind)
-    if element and str in set(map(type, values)):  # Arrow takes text for a list of characters
+    if element and str in set(map(type, values)):  # Arrow would read text as a list of characters
         raise TypeError("a value is text instead of a list")
     array = pa.array(values, kind)
-    if types.is_integer(element or kind):  # Arrow truncates fractions
+    if types.is_integer(element or kind):  # Arrow would truncate fractions
         flat = chain.from_iterable(filter(None, values)) if element else values
         if float in set(map(type, flat)):
             raise TypeError("the values contain a fraction instead of a whole number")
@@ -252,7 +252,7 @@ def _make_type_error(what: str, row: int, column: str | None, expected: str, do:
 
 
 def _describe_type(kind: pa.DataType) -> str:
-    """Return a description of a type for users who write JSON."""
+    """Return a description of a type for users who send JSON."""
     inner = list_element_type(kind)
     if inner is not None:
         return f"a list of values, each {_describe_type(inner)}"
@@ -268,7 +268,7 @@ def _describe_type(kind: pa.DataType) -> str:
 
 
 def widen_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type for values of a column that arrive without a type."""
+    """Return the type for values of a column that arrive without a type: the widest type of the same kind."""
     kind = plain(kind)
     inner = list_element_type(kind)
     if inner is not None:

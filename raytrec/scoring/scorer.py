@@ -1,4 +1,4 @@
-"""Scorer, the result of `raytrec.load`: a model that scores rows in this process."""
+"""Scorer: an exported model that scores rows in this process, as returned by `raytrec.load`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from raytrec.scoring.plain_rows import PlainRowReader, make_plain_reader
 from raytrec.scoring.request_rows import ROWS_PLACE, RowReader, concat_rows, name_rows, to_table
 from raytrec.scoring.single_rows import RewrittenProgram, rewrite_for_single_rows
 
-TOLERANCE = 1e-6  # of golden rows' scores, relative to scores above 1
-MAX_CACHED_SPLITS = 16  # cached ways to divide columns between user and candidates
+TOLERANCE = 1e-6  # maximum difference between scores of a golden row, relative for scores above 1
+MAX_CACHED_SPLITS = 16  # maximum number of cached ColumnSplits
 Programs = Mapping[ProgramName, torch.fx.GraphModule]
 
 
@@ -34,25 +34,25 @@ class Scorer:
 
     Args:
         manifest: Manifest of the export.
-        programs: Programs of the manifest (ExportedProgram.module), each tensors → a tuple of tensors.
+        programs: Programs of the manifest (ExportedProgram.module), which map tensors to a tuple of tensors.
         lookups: Lookups in the tables.
-        columns: Columns of the model's data, with the types for values that have no type.
-        golden: Rows with their scores, used by `check`.
+        columns: Columns of the model's data, with the types of values that arrive without a type, such as JSON.
+        golden: Golden rows with their exported scores, which `check` compares.
 
     Attributes:
         manifest: Manifest of the export.
         columns: Columns that a row must contain.
         lookups: Lookups in the tables.
-        step: Step of the run whose state the scorer has.
-        version: Name of this state in responses; see `update`.
-        split: Function that returns the division of the model's columns for the given columns of a user.
+        step: Training step of the current state of tables and weights.
+        version: Name of the current state in responses; see `update`.
+        split: Function from the names of a user's columns (frozenset) to the ColumnSplit for such users.
     """
 
     def __init__(self, manifest: Manifest, programs: Programs, lookups: Lookups, columns: pa.Schema, golden: pa.Table):
         self.manifest, self.columns, self.golden = manifest, columns, golden
         self._programs, self.lookups, self._features = programs, lookups, manifest.features
         self.step, self._rewritten = manifest.source.step, WeakSet[RewrittenProgram]()
-        # The caches do not refer to the scorer: without reference cycles, the last reference frees the tables.
+        # The caches refer to the scorer weakly. Without reference cycles, its tables are freed with the last reference.
         scorer, features = proxy(self), manifest.features
         self.split = lru_cache(MAX_CACHED_SPLITS)(lambda names: scorer._make_split(names))
         self._assembler = lru_cache(4 * MAX_CACHED_SPLITS)(lambda reader: Assembler(reader.form, features))
@@ -62,17 +62,17 @@ class Scorer:
 
         Args:
             rows: A pyarrow.Table, a pandas.DataFrame, a mapping of columns to values (one row) or a list of
-                mappings, with the columns of the features (`columns`); other columns are ignored.
+                mappings, with the columns of the features (`columns`). Additional columns are ignored.
             user: One row in any of these forms, with some of the columns.
-            candidates: Rows in any of these forms, with the other columns.
+            candidates: Rows in any of these forms, with the remaining columns.
 
         Returns:
-            One row per input row, in the same order. The column is `score`, float32, or `score_TASK` for each
-            of several tasks; the values of a task with classes are lists.
+            One row per input row, in the same order. The column is `score`, float32; with several tasks, there is
+            a column `score_TASK` per task. The values of a task with classes are lists.
 
         Raises:
-            DataError: A row does not fit the model; the message names the column and the row.
-            ConfigError: The arguments are neither rows nor user and candidates.
+            DataError: A value is missing or invalid; the message names the column and the row.
+            ConfigError: The arguments are neither `rows` nor `user` and `candidates`.
         """
         is_given = [each is not None for each in (rows, user, candidates)]
         if is_given not in ([True, False, False], [False, True, True]):
@@ -97,14 +97,14 @@ class Scorer:
 
         Raises:
             ConfigError: The model does not compute query and item vectors.
-            DataError: A row does not fit the model.
+            DataError: A value is missing or invalid.
         """
         reader = self.get_reader(tower)
         return self.score([reader.read(to_table(rows, reader.columns))], tower)[0]
 
     @cached_property
     def version(self) -> str:
-        """Return the manifest's version until the first update."""
+        """Return the name of the current state in responses: the manifest's version until the first `update`."""
         return self.export_version
 
     @cached_property
@@ -114,23 +114,25 @@ class Scorer:
 
     @property
     def program_weights(self) -> dict[str, torch.Tensor]:
-        """Return the dense weights and buffers of all programs by PROGRAM/NAME."""
+        """Return the dense weights and buffers of all programs, with keys PROGRAM/NAME."""
         states = {program: module.state_dict() for program, module in self._programs.items()}
         return {f"{program}/{name}": value for program, state in states.items() for name, value in state.items()}
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the weights of all programs by name; a weight may be in several programs."""
+        """Return the dense weights and buffers by name; programs that contain the same name have the same values."""
         return {name.partition("/")[2]: value for name, value in self.program_weights.items()}
 
     def update(self, step: int, version: str, ids: Mapping[str, IdRows], weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace managed ids and weights in place. Unlike other methods, call this only in the scoring thread.
+        """Replace managed ids and weights in place.
+
+        Unlike other methods, `update` is not thread-safe and must be called in the thread that scores.
 
         Args:
-            step: Step of the new state.
+            step: Training step of the new state.
             version: Name of the new state in responses.
-            ids: Rows of managed ids, for some or all tables.
-            weights: Weights of the programs, by name.
+            ids: Table → rows of its managed ids, for some or all tables.
+            weights: Values of all weights of the programs, by name.
         """
         with torch.no_grad():
             for program in self._programs.values():
@@ -143,7 +145,7 @@ class Scorer:
 
     @cached_property
     def reader(self) -> RowReader:
-        """Return the reader of rows for `score`."""
+        """Return the reader of rows for the program `predict`."""
         return self.get_reader("predict")
 
     def get_reader(self, program: ProgramName) -> RowReader:
@@ -162,7 +164,7 @@ class Scorer:
         return self._readers[program]
 
     def get_plain_reader(self, program: ProgramName) -> PlainRowReader | None:
-        """Return the reader of a program's plain rows, or None if the program has no plain rows."""
+        """Return the fast reader of a program's plain rows (plain_rows.py), or None if its rows are never plain."""
         return self._plain_readers[program]
 
     @cached_property
@@ -186,14 +188,14 @@ class Scorer:
         return RowReader(manifest.data_schema.select_features(names), manifest.transforms, manifest.lists, self.columns)
 
     def score(self, pieces: Sequence[Rows], program: ProgramName = "predict") -> list[np.ndarray]:
-        """Return the predictions of rows, which may come from several requests.
+        """Return the outputs of a program for rows, which may come from several requests.
 
         Args:
             pieces: Rows read by `get_reader(program)`.
             program: Program to run.
 
         Returns:
-            float32 [rows] or [rows, classes] for each task; for a tower, a single [rows, width].
+            float32 [rows] or [rows, classes] for each task; for a tower, one array [rows, width].
         """
         count = sum(map(len, pieces))
         tensors = self._look_up(self.get_reader(program), pieces, count)
@@ -203,17 +205,17 @@ class Scorer:
             return [each.numpy() for each in outputs]
 
     def read_candidates(self, user: Any, candidates: Any, max_ids: int = sys.maxsize) -> tuple[Any, Any, Any]:
-        """Return a user and candidates, in any form that `predict` accepts, for `rank`.
+        """Read a user and candidates, in any form that `predict` accepts, for `rank` or `score`.
 
-        A few plain candidates are returned as rows that repeat the user, for `score`, if that is faster.
+        A few plain candidates (plain_rows.py) are returned as rows that repeat the user, if that is faster.
 
         Args:
             user: One row.
-            candidates: Rows with the model's other columns.
-            max_ids: Maximum number of ids in a list of plain rows; other rows are returned as tables.
+            candidates: Rows with the remaining columns of the model.
+            max_ids: Maximum number of ids in a list of plain rows; rows with more ids are returned as tables.
 
         Returns:
-            (candidates, user, split), or (rows, None, None).
+            (candidates, user, split) for `rank`, or (rows, None, None) for `score`.
 
         Raises:
             DataError: The user or the candidates are invalid, as for `to_ranking_tables`.
@@ -228,11 +230,11 @@ class Scorer:
         return self.to_ranking_tables(user, candidates)
 
     def to_ranking_tables(self, user: Any, candidates: Any) -> tuple[pa.Table, pa.Table, ColumnSplit]:
-        """Return a user and candidates, in any form that `predict` accepts, as tables for `rank`.
+        """Return candidates and their user, in any form that `predict` accepts, as tables for `rank`, and the split.
 
         Raises:
             DataError: The user is not a single row with some, but not all, of the model's columns; candidates
-                repeat a column of the user; or a value does not fit its column.
+                repeat a column of the user; or a value does not match the type of its column.
         """
         fields = [field for field in self.columns if not isinstance(user, Mapping) or field.name in user]
         with name_rows("user"):
@@ -260,12 +262,12 @@ class Scorer:
         return candidates, user, split
 
     def rank(self, split: ColumnSplit, users: Sequence[Any], candidates: Sequence[Any]) -> list[np.ndarray]:
-        """Return the predictions for the candidates of one or several users, as `score` does.
+        """Return the predictions for the candidates of one or several users, in the form returned by `score`.
 
         Args:
-            split: Division of the columns.
-            users: One row for each user, all as `Rows`, or all as tables of one schema.
-            candidates: Candidates of each user, also in one form.
+            split: Division of the columns between users and candidates.
+            users: One row for each user, either all as `Rows` or all as tables of one schema.
+            candidates: Candidates of each user, in the same form as the users.
         """
         counts = [len(each) for each in candidates]
         if not isinstance(users[0], Rows):
@@ -278,11 +280,15 @@ class Scorer:
             return [each.numpy() for each in split.run(user_inputs, row_inputs, users_B)]
 
     def _select_known(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the columns of the model among columns of a user."""
+        """Return the names that are columns of the model."""
         return frozenset(names) & frozenset(self.columns.names)
 
     def _make_split(self, names: frozenset[str]) -> ColumnSplit:
-        """Return the division of the model's columns if the user has columns of these names."""
+        """Return the division of the model's columns for users with columns of these names.
+
+        Raises:
+            DataError: The names are all columns of the model.
+        """
         schema, transforms = self.manifest.data_schema, list(self.manifest.transforms)
         all_names = self._list_names("predict")
         needed = {n: set(resolve_input_columns(transforms, schema.select_features([n]).inputs)) for n in all_names}
@@ -325,9 +331,9 @@ class Scorer:
         return pa.table(dict(zip(names, columns, strict=True)))
 
     def check(self) -> float:
-        """Score the golden rows and return the largest difference from the exported scores.
+        """Score the golden rows, and return the largest difference from the exported scores.
 
-        Differences are relative for scores above 1.
+        Differences are absolute for scores up to 1, and relative for larger scores.
 
         Raises:
             RunError: The difference exceeds TOLERANCE.

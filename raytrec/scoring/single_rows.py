@@ -1,12 +1,13 @@
-"""Rewrite programs so that the part that depends only on the user is computed once.
+"""Rewrite programs so that the part that depends only on the user is computed once per user.
 
-A program of torch.export is a list of operators over tensors of B rows. If some inputs have one row per user, [U, …],
-an operator on such inputs alone also returns one row per user. Before any other operator, each candidate's row of the
-users is selected. Pointwise operators and matrix products broadcast the row of a single user. Dense columns of both
-users and candidates have one row per candidate; selections of users' columns read another tensor, [U, …].
+A program of torch.export is a list of operators over tensors of B rows, here one row per candidate. If some inputs
+have one row per user, [U, …], an operator that reads only such inputs also returns one row per user. For any other
+operator, the rows of the users are repeated for their candidates. Pointwise operators and matrix products broadcast
+the row of a single user instead. The input of dense columns has one row per candidate if it contains columns of both
+users and candidates. Operators that select only columns of users then read an additional tensor, [U, …].
 
 A linear layer over columns of both parts is divided: W · cat(user, candidate) = W₁ · user + W₂ · candidate. The dot
-products of all pairs of vectors are such columns, too: the products of two vectors of a user are computed once.
+products of all pairs of vectors (as in DLRM) are also divided, so that products of two user vectors are computed once.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from raytrec.scoring.manifest import Input
 
 aten = torch.ops.aten
 BROADCASTING_OPERATORS = {aten.einsum.default, aten.matmul.default}
-# Tolerance of the comparison with the whole program, on random inputs, and the user of each row in the comparison.
+# Outputs of rewritten and original programs are compared on random inputs: tolerance, and user of each row.
 COMPARISON_TOLERANCE, COMPARED_USERS = 1e-5, ([0] * 5, [0, 1, 1, 2, 2])
 Program = Callable[..., tuple[torch.Tensor, ...]]
 ValueOrigin = Literal["user", "rows", "none", "size"]
 
 
 class RewrittenProgram:
-    """Program that takes one row per user of some inputs, and the additional inputs of `rewrite_for_single_rows`.
+    """Program in which some inputs have one row per user, as returned by `rewrite_for_single_rows`.
 
     Args:
-        module: Graph, which shares the weights of the original program.
-        copy_weights: Functions that copy parts of these weights to weights of the graph.
+        module: Rewritten graph, which shares weights with the original program.
+        copy_weights: Functions that copy columns of original weights to weights of the rewritten graph.
     """
 
     def __init__(self, module: fx.GraphModule, copy_weights: Sequence[Callable[[], object]]):
@@ -48,7 +49,7 @@ class RewrittenProgram:
         return self._forward(*tensors)
 
     def refresh(self) -> None:
-        """Copy parts of the original program's weights, whose values have changed."""
+        """Copy columns of the original program's weights again, after their values have changed."""
         for copy in self._copy_weights:
             copy()
 
@@ -56,14 +57,14 @@ class RewrittenProgram:
 def rewrite_for_single_rows(
     program: fx.GraphModule, inputs: Sequence[Input], once: Collection[int], user_columns: Collection[int] = ()
 ) -> RewrittenProgram | None:
-    """Return a program that takes one row per user of some inputs, or None if the program cannot be rewritten.
+    """Return a program in which some inputs have one row per user, or None if the program cannot be rewritten.
 
     Args:
         program: Graph of ExportedProgram.module().
-        inputs: Inputs of the program. The returned program takes two more: the user of each row, int64 [B], and with
-            `user_columns`, the dense columns of users, float32 [U, n].
-        once: Positions of the inputs with one row per user.
-        user_columns: Places of the user's dense columns, if the input of dense columns is not in `once`.
+        inputs: Inputs of the program. The rewritten program takes two more: the user of each row, int64 [B], and the
+            dense columns of users, float32 [U, n], or None without `user_columns`.
+        once: Indices of the inputs with one row per user.
+        user_columns: Indices of the user's dense columns, if the input of dense columns is not in `once`.
     """
     torch_state = torch.random.get_rng_state()
     try:
@@ -93,19 +94,19 @@ def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def repeat_rows(values: torch.Tensor, users_B: torch.Tensor, dim: int = 0, broadcast: bool = False) -> torch.Tensor:
-    """Return each row's values of its user: size U of a dimension → B, or 1 if `broadcast` is True and U is 1."""
+    """Return the values of each row's user: size U of `dim` becomes B, or stays 1 if U is 1 and `broadcast` is True."""
     if values.shape[dim] > 1:
         return values.index_select(dim, users_B)
     return values if broadcast else values.expand(*values.shape[:dim], len(users_B), *values.shape[dim + 1 :])
 
 
 def _multiply(ones_RND: torch.Tensor, others_UMD: torch.Tensor, users_B: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the dot products of all pairs of two groups of vectors, [R, N · M].
+    """Return the dot products of N and M vectors in each row, [R, N · M].
 
     Args:
-        ones_RND: Vectors of users or rows.
-        others_UMD: Vectors with the same number of rows, or with `users_B`, vectors of users.
-        users_B: User of each row, ascending.
+        ones_RND: N vectors per row (or per user).
+        others_UMD: M vectors per row, or per user if `users_B` is given.
+        users_B: User of each row, ascending; None: the arguments have the same number of rows.
     """
     if users_B is None:
         return (ones_RND @ others_UMD.mT).flatten(1)
@@ -114,7 +115,7 @@ def _multiply(ones_RND: torch.Tensor, others_UMD: torch.Tensor, users_B: torch.T
 
 
 def _copy_columns(part_OI: torch.Tensor, places: torch.Tensor, weight_OI: torch.Tensor, columns: torch.Tensor) -> None:
-    """Copy columns of a weight to places of a part; columns with the same place are added."""
+    """Copy columns of a weight to the columns `places` of another weight; columns with the same place are added."""
     part_OI.zero_().index_add_(1, places, weight_OI[:, columns])
 
 
@@ -129,7 +130,7 @@ def make_example_input(of: Input, rows: int) -> torch.Tensor:
 
 
 class _UnsupportedProgram(Exception):
-    """Error for parts of a program that the rewriting does not support."""
+    """Error for a program that contains an operation or size that cannot be rewritten."""
 
 
 @dataclass(eq=False)
@@ -137,10 +138,10 @@ class _Value:
     """Tensor of the program, or a size that is a multiple of the number of rows.
 
     Attributes:
-        origin: user (U rows), rows (B rows), size, or none if none of these applies, such as for a weight.
-        shape: Shape in the program, whose number of rows is symbolic; () for a size.
-        new: Node of the rewritten program; of a size, for U rows.
-        rows: Node of a size for B rows.
+        origin: user (tensor with U rows), rows (tensor with B rows), size, or none (such as a weight).
+        shape: Shape in the original program, with a symbolic number of rows; () for a size.
+        new: Node in the rewritten program. For a size, the node of its value for U rows.
+        rows: For a size, the node of its value for B rows.
     """
 
     origin: ValueOrigin
@@ -150,7 +151,14 @@ class _Value:
 
 
 class _ProgramRewriter:
-    """Rewriter of one program, node by node; `dense` is the position of dense columns of both users and rows."""
+    """Rewriter of one program, node by node.
+
+    Args:
+        program: Graph of the program.
+        once: Indices of the inputs with one row per user.
+        dense: Index of the input of dense columns if it contains columns of both users and rows, else None.
+        columns: Indices of the users' columns in this input.
+    """
 
     def __init__(self, program: fx.GraphModule, once: Collection[int], dense: int | None, columns: Collection[int]):
         self._program, self._graph = program, fx.Graph()
@@ -210,7 +218,7 @@ class _ProgramRewriter:
         return _Value("rows", shape, self._copy(node, self._broadcast if broadcasts else self._repeat))
 
     def _selects_user_columns(self, node: fx.Node) -> bool:
-        """Return True if a node selects dense columns, all of which are those of the user."""
+        """Return True if a node selects dense columns that are all columns of the user."""
         if self._dense is None or node.target not in (aten.select.int, aten.index_select.default):
             return False
         source, dim, places = node.args
@@ -241,7 +249,7 @@ class _ProgramRewriter:
         return self._call(repeat_rows, value.new, self._users_B, dims[0], broadcast)
 
     def _divide_linear(self, node: fx.Node) -> fx.Node | None:
-        """Return the sum of a linear layer's outputs for the users' and the rows' columns, or None for one part."""
+        """Return the sum of a linear layer's outputs for users' and for rows' columns; None unless it reads both."""
         source, weight, *bias = node.args
         columns = self._list_columns(source)
         if {value.origin for value, _ in columns} != {"user", "rows"} or weight.op != "get_attr":
@@ -262,7 +270,7 @@ class _ProgramRewriter:
         return self._call(operator.add, outputs[1], self._broadcast(user))
 
     def _list_columns(self, node: fx.Node) -> list[tuple[_Value, int]]:
-        """Return the columns of a tensor, which are its last dimension, as places in other tensors."""
+        """Return the source of each column (last dimension) of a tensor as (tensor, column in that tensor)."""
         value, last = self._values[node], len(node.meta["val"].shape) - 1
         if node.target is aten.cat.default and node.args[1:] in ((-1,), (last,)):
             return [column for part in node.args[0] for column in self._list_columns(part)]
@@ -275,7 +283,7 @@ class _ProgramRewriter:
         return [(value, place) for place in range(value.shape[last])]
 
     def _list_pair_products(self, vectors: Sequence[_Value]) -> list[tuple[_Value, int]]:
-        """Return the columns of the dot products of all pairs of vectors."""
+        """Return the source of each dot product of a pair of vectors, as `_list_columns` does."""
         users, rows = ([i for i, each in enumerate(vectors) if each.origin == origin] for origin in ("user", "rows"))
         users_UMD, rows_BND = (
             self._call(aten.stack.default, [vectors[i].new for i in each], 1) for each in (users, rows)
@@ -293,7 +301,7 @@ class _ProgramRewriter:
 
 
 def _match_pair_products(node: fx.Node) -> Sequence[fx.Node]:
-    """Return the vectors whose dot products of all pairs are the columns of a tensor; () for other tensors."""
+    """Return the vectors if a node contains the dot products of all pairs of vectors; () for other nodes."""
     if node.target is aten.flatten.using_ints and node.args[1:] == (1,) and node.args[0].target is aten.bmm.default:
         stack, transposed = node.args[0].args
         if (transposed.target, transposed.args) == (aten.transpose.int, (stack, 1, 2)):

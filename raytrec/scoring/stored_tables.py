@@ -1,18 +1,18 @@
-"""Tables of an export: precisions and files of their rows, and rows in memory, which can be replaced.
+"""Tables of an export: the format of their files, and their rows in memory, which can be replaced.
 
-Rows of tables are stored in files in one of four precisions:
+Rows of tables are stored in one of four precisions:
 
     fp32, fp16     [n, dim]
-    int8           uint8 [n, dim + 8]: steps of 0 to 255, then scale and offset, float32
-    int4           uint8 [n, dim ÷ 2 + 4]: two steps of 0 to 15 per byte, the first in the low bits, then scale
-                   and offset, float16
+    int8           uint8 [n, dim + 8]: steps from 0 to 255, followed by scale and offset (float32)
+    int4           uint8 [n, dim ÷ 2 + 4]: steps from 0 to 15, two per byte, the first in the low bits, followed by
+                   scale and offset (float16)
 
-A value is step · scale + offset. The layouts of int8 and int4 follow FBGEMM's row-wise quantization:
-each row contains its own scale and offset.
+A value is step · scale + offset. The layouts of int8 and int4 follow FBGEMM's row-wise quantization, in which
+each row has its own scale and offset.
 
-Tables of one dim and precision are stored one after another, as a stack. Each file is a block of the stack's
-rows: a safetensors file with one tensor, `rows`. Its values begin and end at page boundaries, so that all blocks
-of a stack can be mapped to consecutive addresses.
+The rows of tables with the same dim and precision are concatenated to a stack. A stack is stored in blocks of rows.
+Each block is a safetensors file with one tensor, `rows`. The values of full blocks begin and end at page boundaries,
+so that all blocks of a stack can be mapped to consecutive addresses.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.common.memory import advise_random_access, allow_writing, map_files, prefetch_rows
 from raytrec.scoring.manifest import Manifest, PrecisionName, StackEntry
 
-MAX_FLOAT16 = 65_504  # the largest float16; int4 stores scale and offset in float16
-MAX_INT8 = 1e38  # the difference of two values is then a finite float32
+MAX_FLOAT16 = 65_504  # largest float16; limit for int4, which stores scale and offset in float16
+MAX_INT8 = 1e38  # limit for int8, with which the difference of two values is a finite float32
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TablePrecision:
 
     Attributes:
         dtype: dtype of the stored rows.
-        bits: Bits of a quantized value; 0: values are not quantized.
+        bits: Number of bits of a quantized value; 0: values are not quantized.
         scale_dtype: dtype of a quantized row's scale and offset.
     """
 
@@ -59,10 +59,10 @@ class TablePrecision:
         return self.width(dim) * self.dtype.itemsize
 
     def encode(self, rows_ND: torch.Tensor) -> torch.Tensor:
-        """Encode rows for storage.
+        """Encode rows for storage: float32 [n, dim] → [n, width(dim)].
 
         Args:
-            rows_ND: float32 [n, dim].
+            rows_ND: Values of the rows.
 
         Raises:
             ConfigError: A value is too large for the precision.
@@ -108,12 +108,12 @@ PRECISIONS: dict[PrecisionName, TablePrecision] = {
 }
 
 
-# Lookups of at least MIN_PREFETCHED_ROWS rows prefetch pages unless SAMPLED_ROWS of the rows are in memory.
+# Lookups of at least MIN_PREFETCHED_ROWS rows prefetch pages, unless a sample of SAMPLED_ROWS rows is in memory.
 MIN_PREFETCHED_ROWS, SAMPLED_ROWS = 256, 3
 
 
 class TableRows(Protocol):
-    """Rows of one or several tables, one table after another."""
+    """Concatenated rows of one or several tables, in this or another process."""
 
     def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
         """Return the vectors of rows: int64 [N] → float32 [N, dim]."""
@@ -121,10 +121,10 @@ class TableRows(Protocol):
 
 
 class RowStack:
-    """Stored rows of tables of one dim and precision.
+    """Concatenated stored rows of tables of one dim and precision.
 
     Args:
-        stored: Stored rows, [n, …], of all tables; they may be mapped from files.
+        stored: Stored rows of all tables, [n, …], possibly mapped from files.
         precision: Format of the stored rows.
     """
 
@@ -148,10 +148,10 @@ class RowStack:
             self._is_writable = True
         if len(rows_N) >= MIN_PREFETCHED_ROWS:
             prefetch_rows(self._stored, rows_N, SAMPLED_ROWS)
-        self.write(rows_N, self.read_rows(rows_N))  # the same values, which readers do not notice
+        self.write(rows_N, self.read_rows(rows_N))  # values do not change, so concurrent lookups are not affected
 
     def write(self, rows_N: torch.Tensor, stored_N: torch.Tensor) -> None:
-        """Replace rows, int64 [N], by stored values, [N, …]. Call `prepare_writing` for these rows first."""
+        """Replace rows, int64 [N], with stored values, [N, …]. Call `prepare_writing` for these rows first."""
         self._stored.index_copy_(0, rows_N, stored_N)
 
     def read_rows(self, rows_N: torch.Tensor) -> torch.Tensor:
@@ -169,7 +169,7 @@ class StackedTable:
 
     Attributes:
         stack: Rows of all tables of the stack.
-        first_row: Number of rows of the tables before this table.
+        first_row: Index of the table's first row in the stack.
     """
 
     stack: TableRows
@@ -178,10 +178,10 @@ class StackedTable:
 
 @dataclass(frozen=True)
 class RowChanges:
-    """New values of whole rows of a table.
+    """New values of some rows of a table.
 
     Attributes:
-        rows: Row numbers, int64 [n], ascending.
+        rows: Indices of the rows in the table, int64 [n], ascending.
         values: Values, float32 [n, dim].
     """
 
@@ -190,7 +190,7 @@ class RowChanges:
 
 
 def encode_rows(table: str, changes: RowChanges, precision: TablePrecision) -> torch.Tensor:
-    """Return the new rows of a table as an export stores them.
+    """Return the new rows of a table in the format of the export, [n, …].
 
     Raises:
         ValueError: A value is too large for the precision.
@@ -204,10 +204,10 @@ def encode_rows(table: str, changes: RowChanges, precision: TablePrecision) -> t
 def encode_changes(
     tables: Mapping[str, StackedTable], changes: Mapping[str, RowChanges]
 ) -> dict[RowStack, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the rows of each stack that change, int64 [n], and their new stored values, [n, …].
+    """Return stack → (rows that change, int64 [n], and their new stored values, [n, …]).
 
     Args:
-        tables: Tables in stacks of stored rows.
+        tables: Tables by name, in stacks of type RowStack.
         changes: Table → new rows.
 
     Raises:
@@ -220,22 +220,22 @@ def encode_changes(
     return {stack: tuple(torch.cat(each) for each in zip(*members, strict=True)) for stack, members in parts.items()}
 
 
-ALIGNMENT = 1 << 16  # bytes; a multiple of the page sizes of Linux
+ALIGNMENT = 1 << 16  # in bytes; a multiple of the page sizes of Linux
 MAX_FILE_BYTES = 4 << 30
-DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}  # names of types in safetensors
+DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}  # names of dtypes in safetensors
 
 
 def choose_block_rows(precision: TablePrecision, dim: int) -> int:
-    """Return the number of rows of a full block, whose size is a multiple of ALIGNMENT."""
+    """Return the number of rows of a full block, whose size in bytes is a multiple of ALIGNMENT."""
     unit = ALIGNMENT // gcd(precision.row_bytes(dim), ALIGNMENT)
     return max(1, MAX_FILE_BYTES // (precision.row_bytes(dim) * unit)) * unit
 
 
 def make_header(rows: int, precision: TablePrecision, dim: int) -> bytes:
-    """Return the beginning of a file, before the values of its rows.
+    """Return the first ALIGNMENT bytes of a block's file, which precede the values of its rows.
 
-    Files are written without the library, which would need all values in memory. The format consists of eight
-    bytes with the length of a JSON header, the header, and the values.
+    Files are written without the safetensors library, which would need all values in memory. The format consists of
+    eight bytes with the length of a JSON header, the header, and the values.
     """
     offsets, shape = [0, rows * precision.row_bytes(dim)], [rows, precision.width(dim)]
     about = {"dtype": DTYPE_NAMES[precision.dtype], "shape": shape, "data_offsets": offsets}
@@ -254,7 +254,7 @@ def open_tables(folder: Path, manifest: Manifest) -> dict[str, StackedTable]:
 
 
 def place_tables(manifest: Manifest, stacks: Sequence[Any]) -> dict[str, StackedTable]:
-    """Return the tables of an export in its stacks, which are in the order of the manifest."""
+    """Return the tables of an export by name, as places in `stacks`, which are in the order of the manifest."""
     tables = {}
     for entry, stack in zip(manifest.stacks, stacks, strict=True):
         shapes = [manifest.data_schema.tables[name] for name in entry.tables]

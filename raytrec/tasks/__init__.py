@@ -1,1 +1,1 @@
-"""Tasks, their losses, and the objective that combines the losses into one scalar."""
+"""Tasks, their losses, and the objective that combines all losses into one scalar."""

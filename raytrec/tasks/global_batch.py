@@ -1,8 +1,8 @@
 """Compute losses that compare rows of the global batch.
 
-Each rank computes the losses of its rows from the logits of all ranks, and their gradient for all logits. The
-gradients are summed over ranks, and each rank keeps the gradients of its rows. Therefore, values and
-gradients are the same as in one process that holds the whole batch. Losses within requests need no exchange,
+Each rank computes the losses of its rows from the logits of all ranks, and the gradient of these losses with respect
+to all logits. The gradients are summed over ranks, and each rank keeps the gradients of its rows. Therefore, values
+and gradients are the same as in one process that holds the global batch. Losses within requests need no exchange,
 because all candidates of a request are on one rank.
 """
 
@@ -18,11 +18,11 @@ from torch.nn.functional import pad
 from raytrec.common.collectives import Peers
 from raytrec.tasks.losses import BatchLoss, Rows
 
-# Number of row pairs compared at a time. Each float32 tensor takes 64 MiB, or 256 MiB on a GPU, where each
-# piece requires a few dozen kernel launches.
+# Maximum number of row pairs compared at a time. A float32 tensor of them takes 64 MiB, or 256 MiB on a GPU, where
+# comparing fewer pairs at a time would require more kernel launches.
 MAX_PAIRS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
-# Number of candidates of consecutive requests that are compared at once. In larger blocks, more pairs belong to
-# different requests; smaller blocks require more kernel launches.
+# Maximum number of candidates of consecutive requests that are compared at once. In larger blocks, more pairs belong
+# to different requests and are ignored. Smaller blocks require more kernel launches.
 MAX_BLOCK_ROWS = {"cpu": 1 << 9, "cuda": 1 << 12}
 
 
@@ -37,14 +37,14 @@ def compute_batch_loss(
         loss: Loss of the task.
         rank_rows: Rows of this rank, including padding; every rank has the same number of rows, unless
             `candidate_counts` is given.
-        factors_B: Factors of these rows' losses, float32 [B].
+        factors_B: Factor of each row's loss, float32 [B].
         world: Number of ranks.
         candidate_counts: Number of rows of each request, to compare only rows of the same request; `rank_rows.keys`
-            are then requests. None: rows of the global batch are compared.
+            must then identify the requests. None: rows of the global batch are compared.
 
     Returns:
-        Float32 scalar. If gradients are enabled, its gradient for `rank_rows.logits` is the gradient of the
-        sum over the global batch.
+        Sum of the losses of this rank's rows, multiplied by their factors; float32 scalar. If gradients are enabled,
+        the gradient with respect to `rank_rows.logits` is the gradient of the sum over the global batch.
     """
     gradient, peers = torch.is_grad_enabled(), Peers(alone=world == 1 or candidate_counts is not None)
     batch = rank_rows if peers.world == 1 else _gather_rows(rank_rows, peers)
@@ -67,9 +67,9 @@ def compute_batch_loss(
 
 
 def equalize_rows(rows: Rows, factors_B: torch.Tensor, world: int) -> tuple[Rows, torch.Tensor]:
-    """Return rows and factors, padded with weight 0 to the largest number of rows of a rank, at least 1.
+    """Return rows and factors, padded with zeros to the largest number of rows of any rank, at least 1.
 
-    This is a collective operation: every rank must call it. The host waits for the number of rows of all ranks.
+    This is a collective operation: every rank must call it. The host waits for the result of the exchange.
     """
     missing = int(Peers(alone=world == 1).max_number(max(1, len(factors_B)))) - len(factors_B)
     columns = (None if x is None else pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) for x in (*rows, factors_B))
@@ -80,9 +80,10 @@ def equalize_rows(rows: Rows, factors_B: torch.Tensor, world: int) -> tuple[Rows
 def _split_blocks(
     loss: BatchLoss, batch: Rows, factors_B: torch.Tensor, rank: int, candidate_counts: Iterable[int] | None
 ) -> Iterator[tuple[Rows, torch.Tensor, int]]:
-    """Yield (block of rows that are compared, factors of this rank's rows in the block, place of the first of them).
+    """Yield (block of rows to compare, factors of this rank's rows in the block, index of the first of these rows).
 
-    A block is the whole batch, or consists of whole requests with at most MAX_BLOCK_ROWS rows if possible.
+    A block is the global batch or, with `candidate_counts`, consists of complete requests. It then contains at most
+    MAX_BLOCK_ROWS rows, unless a single request has more.
     """
     if candidate_counts is None or loss.is_linear:
         yield batch, factors_B, rank * len(factors_B)
@@ -111,7 +112,7 @@ def _gather_rows(rows: Rows, peers: Peers) -> Rows:
 
 
 class _PrecomputedGradient(torch.autograd.Function):
-    """Autograd function that returns a value whose gradient for the logits is already known."""
+    """Autograd function that returns a value whose gradient with respect to the logits is already known."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

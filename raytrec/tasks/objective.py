@@ -13,7 +13,8 @@ averages dense gradients over ranks. Therefore, each rank's loss is
 
     world_size × Σ over the rank's rows ÷ rows of the global batch
 
-and both kinds of gradients equal the gradient of the definition, for equal, unequal and empty parts.
+and both kinds of gradients equal the gradient of the loss defined above, even if ranks have different numbers of rows
+or none.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 from raytrec.tasks.task import Task, check_model_learns, key_columns, resolve_tasks
 
 TEMPERATURES = "loss_log_temperatures"  # parameter of the model that `add_temperatures` adds
-MODEL_LOSS_KEY = ""  # key, in place of a task name, of lookup_l2's loss and of a model's loss that no task uses
+MODEL_LOSS_KEY = ""  # key, instead of a task name, for lookup_l2 and for a model's own loss that no task uses
 
 
 def rank_loss(
     losses_B: torch.Tensor, weights_B: torch.Tensor, rows: int | torch.Tensor, world: int, weight: float = 1.0
 ) -> torch.Tensor:
-    """Return the scalar on which one rank calls backward.
+    """Return one rank's loss (see the module), the scalar on which the rank calls backward.
 
     Args:
         losses_B: Loss of each row, float [B].
-        weights_B: Factor of each row, float [B]; 0 for padding.
-        rows: Number of rows in the global batch of all ranks, without padding.
+        weights_B: Factor of each row's loss, float [B]; 0 for padding.
+        rows: Number of rows in the global batch, without padding.
         world: Number of ranks.
         weight: Factor of the task.
     """
@@ -54,7 +55,7 @@ def rank_loss(
 
 
 def add_temperatures(model: nn.Module, tasks: Sequence[Task]) -> None:
-    """Add the logarithms of the temperatures that losses learn to a dense model, if any, as one parameter."""
+    """Add the logarithms of learned temperatures to a dense model as one parameter, if any loss learns one."""
     if count := sum(task.loss.learns_temperature for task in tasks):
         device = next((p.device for p in model.parameters()), None)
         model.register_parameter(TEMPERATURES, nn.Parameter(torch.zeros(count, device=device)))
@@ -64,17 +65,17 @@ class Objective:
     """Weighted sum of the tasks' losses, each averaged over the global batch.
 
     The model's output, float32 [B] or [B, columns], is called logits here. The first columns are the logits of
-    each task: one, or one per class. The model's own loss for each row follows, if the model computes one. The
-    last columns are the vectors of query and item, if a loss reads vectors.
+    the tasks, with one column per task or class. If the model computes a loss, it is the next column. If a loss
+    reads vectors, the last columns are the vectors of query and item.
 
     Args:
         tasks: Tasks, at least one.
         world: Number of ranks; 1 if the whole batch is in one process.
-        keys: Columns of a batch's keys (task.key_columns); default: the columns of the tasks.
+        keys: Names of the columns of Batch.keys (task.key_columns); default: the columns of the tasks.
         own_loss: True if the model outputs a loss itself (models/__init__.py). The model's loss for a row is
             multiplied by the row's label and weight in the task with loss from_model. Without such a task,
             every row has the factor 1.
-        l2_factors: Feature → factor of its vectors' squared norm (ModelSection.lookup_l2).
+        l2_factors: Feature → factor of half the squared norm of its vectors (ModelSection.lookup_l2).
     """
 
     def __init__(
@@ -110,23 +111,23 @@ class Objective:
         looked_up: Mapping[str, torch.Tensor] | None = None,
         log_temperatures: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return a mapping from task to the task's part of the scalar (`total`) on which a rank calls backward.
+        """Return the parts of this rank's loss by task. A rank calls backward on their sum (`total`).
 
-        Losses that belong to no task are under MODEL_LOSS_KEY.
+        Losses that belong to no task have the key MODEL_LOSS_KEY.
 
-        This is a collective operation if a loss compares rows of the global batch, or if rows are requests with
-        candidates: then every rank must call it.
+        If a loss compares rows of the global batch, or if rows are requests with candidates, this is a collective
+        operation, which every rank must call.
 
         Args:
             logits: Output of the model.
             batch: Batch of this rank.
-            looked_up: Feature → vectors, float32 [B, dim] or [B, L, dim] (PooledEmbeddings), to penalize by
-                lookup_l2; None: no vectors are penalized.
-            log_temperatures: Logarithms of the temperatures that losses learn, in the order of their tasks
-                (`add_temperatures`), float32 [n]; None: all temperatures are 1.
+            looked_up: Feature → vectors that lookup_l2 penalizes, float32 [B, dim] or [B, L, dim]
+                (PooledEmbeddings); None: no vectors are penalized.
+            log_temperatures: Logarithms of the learned temperatures, in the order of their tasks
+                (`add_temperatures`), float32 [n]; None: the logits are not scaled.
 
         Raises:
-            ConfigError: The number of the output's columns does not match the tasks.
+            ConfigError: The number of columns of `logits` does not match the tasks.
         """
         parts: dict[str, torch.Tensor] = {}
 
@@ -138,7 +139,7 @@ class Objective:
         scales = iter(() if log_temperatures is None else (-log_temperatures).unbind())
         for task, task_logits, weights_B in zip(self.tasks, self._split_logits(logits), weights, strict=True):
             if task.loss.learns_temperature and (scale := next(scales, None)) is not None:
-                # A score of vectors is a product of two logits.
+                # A score is the dot product of two vectors, each of which is scaled by the square root of the factor.
                 task_logits = task_logits * (scale / 2 if task.loss.reads_vectors else scale).exp()
             labels_B = batch.labels[:, task.column]
             factors_B = task.factors(labels_B, weights_B)
@@ -172,7 +173,7 @@ class Objective:
         return Peers(count.device, alone=self.world == 1).sum(count).clamp(min=1)
 
     def _half_squared_norms(self, looked_up: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return half of each row's Σ factor · ‖vector‖², float32 [B]."""
+        """Return Σ factor ÷ 2 · ‖vector‖² over the penalized vectors of each row, float32 [B]."""
         of_features = (
             factor / 2 * looked_up[feature].float().square().flatten(1).sum(1)
             for feature, factor in self.l2_factors.items()
@@ -204,14 +205,14 @@ class Objective:
         """Return the outputs of a step from which metrics are computed.
 
         Args:
-            loss: Sum of the step's losses on this rank.
+            loss: This rank's loss in the step (`total`).
             logits: Output of the model.
             batch: Batch of this rank.
             losses: Result of `losses`; None: the outputs contain no task losses.
         """
         rows_of_rank = batch.global_rows / self.world
         parts = {name: part.detach() * rows_of_rank for name, part in (losses or {}).items()}
-        # Batches in training contain no keys of slices, which come last; hence strict=False below.
+        # Batches in training contain no keys of slices, which are the last columns; hence strict=False below.
         keys = batch.keys if batch.keys is None or batch.requests is None else batch.keys[batch.requests]
         column_keys = {} if keys is None else dict(zip(self.keys, keys.unbind(1), strict=False))
         tasks = {}
@@ -223,7 +224,7 @@ class Objective:
         return StepOutputs(tasks, batch.weights, loss.detach(), losses=parts)
 
     def predictions(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a mapping from task to the predictions in the label's units, float32 [B] or [B, classes]."""
+        """Return the predictions by task, in the label's units, float32 [B] or [B, classes]."""
         per_task = zip(self.tasks, self._split_logits(logits), strict=True)
         return {task.name: task.loss.predict(task.calibrate(task_logits)) for task, task_logits in per_task}
 
@@ -262,7 +263,7 @@ class Objective:
 
 
 def total(losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the result of `Objective.losses`, on which a rank calls backward."""
+    """Return the sum of the losses returned by `Objective.losses`, on which a rank calls backward."""
     first, *others = losses.values()
     for part in others:
         first = first + part
@@ -270,7 +271,7 @@ def total(losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 class ScoringObjective(Objective):
-    """Objective for predictions only, without labels or losses. No method is a collective operation."""
+    """Objective for predictions without labels and losses. No method is a collective operation."""
 
     def losses(
         self,
@@ -279,13 +280,13 @@ class ScoringObjective(Objective):
         looked_up: Mapping[str, torch.Tensor] | None = None,
         log_temperatures: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return a loss of 0 for the first task."""
+        """Return a loss of 0 for the first task, because there are no labels."""
         return {self.tasks[0].name: logits.new_zeros(())}
 
     def outputs(
         self, loss: torch.Tensor, logits: torch.Tensor, batch: Batch, losses: Mapping[str, torch.Tensor] | None = None
     ) -> StepOutputs:
-        """Return the outputs of a step with all labels 0, in which no task ignores a row."""
+        """Return the outputs of a step, in which all labels are 0 and no task ignores a row."""
         labels = batch.labels.new_zeros(len(batch.labels), 1 + max(task.column for task in self.tasks))
         unlabelled = replace(batch, labels=labels, task_weights=None, keys=None)
         return super().outputs(loss, logits, unlabelled, losses)

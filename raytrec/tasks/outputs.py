@@ -1,4 +1,4 @@
-"""Outputs of a step that the metrics read."""
+"""Outputs of a training or evaluation step, which the metrics read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 
-ROW_TENSORS = ("logits", "predictions", "labels", "weights")  # tensors of TaskOutputs
+ROW_TENSORS = ("logits", "predictions", "labels", "weights")  # attributes of TaskOutputs with one value per row
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class TaskOutputs:
         predictions: Predictions in the label's units, such as probabilities for bce; [B, C] for C classes.
         labels: Labels of the task; rows without a label have a finite value.
         weights: Weight of each row in the task's loss and metrics; 0 for padding and rows that the task ignores.
-        keys: Column of groups, items or slices → keys, int64 [B] (Batch.keys).
+        keys: Column that contains groups, items or slices → key of each row's value, int64 [B] (Batch.keys).
     """
 
     logits: torch.Tensor
@@ -43,19 +43,19 @@ class TaskOutputs:
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """Outputs of one rank's step that the metrics read.
+    """Outputs of one rank in a step.
 
     A step that is skipped on all ranks has zero logits, predictions, labels, weights and losses.
 
     Attributes:
         tasks: Task → outputs of the task, in the order of the configuration.
         rows: 1 for a row and 0 for padding, independent of task weights, float32 [B].
-        loss: Scalar on which this rank calls backward (tasks/objective.py): this rank's share of the
+        loss: Scalar on which this rank calls backward (tasks/objective.py), i.e. this rank's part of the
             global batch's loss, multiplied by the number of ranks.
         is_skipped: Function that waits for the forward pass and returns True if the step is skipped; None
             unless train.on_nan is skip.
         losses: Task (or objective.MODEL_LOSS_KEY) → the task's part of `loss` × rows of the global batch ÷
-            ranks, in training. The sum over ranks ÷ rows of the global batch is the loss of the step.
+            ranks, in training. Their sum over tasks and ranks ÷ rows of the global batch is the step's loss.
         vectors: Vectors from one tower of the model (worker.step.Head), float32 [B, width]; None: no tower.
     """
 
@@ -70,7 +70,7 @@ class StepOutputs:
         return self.tasks[task]
 
     def masked(self, mask: torch.Tensor, is_skipped: Callable[[], object]) -> StepOutputs:
-        """Return the outputs with zeros if the step is skipped, because the values may then be NaN.
+        """Return the outputs, which are replaced by zeros if the step is skipped, because they may then be NaN.
 
         Args:
             mask: Bool scalar on the step's device; True if the step is skipped.

@@ -1,4 +1,4 @@
-"""Tasks in the configuration, resolved against a schema and checked against losses and the model.
+"""Tasks of a run: their resolution against the schema, and checks of their settings, losses and model.
 
 This module does not import torch.
 """
@@ -31,12 +31,12 @@ class Task(TaskRows):
     """Label to learn, with its loss and metrics.
 
     Attributes:
-        column: Position of the label among the schema's labels.
-        loss: Loss of single rows, or of rows of a batch.
+        column: Index of the label among the schema's labels.
+        loss: Loss, possibly a BatchLoss.
         weight: Factor of the loss in the sum over tasks.
         metrics: Names of the metrics.
         positive_weight: Factor of the loss for rows whose label is 1.
-        negatives_kept: Share of negatives kept by down-sampling, in (0, 1].
+        negatives_kept: Share of negatives that down-sampling kept in the training data, in (0, 1].
         group: Reserved column that contains the group of each row; None: no groups.
         item: Reserved column that contains the item of each row; None: no items.
         item_frequency: Reserved column that contains the number of occurrences of each row's item, or None.
@@ -55,7 +55,7 @@ class Task(TaskRows):
     outputs: int = 1
 
     def factors(self, labels_B: torch.Tensor, weights_B: torch.Tensor) -> torch.Tensor:
-        """Return the factor of each row's loss: the row's weight, times positive_weight for label 1."""
+        """Return the factor of each row's loss, float32 [B]: the row's weight, times positive_weight for label 1."""
         if self.positive_weight == 1:
             return weights_B
         return weights_B.where(labels_B != 1, weights_B * self.positive_weight)
@@ -64,15 +64,16 @@ class Task(TaskRows):
         """Return the logits for metrics and predictions, computed from the model's output for this task.
 
         For vectors of query and item, the result is their dot product. If negatives were down-sampled to a
-        share r, the result is the log-odds for all data. For the model's probability p, the log-odds of
-        p ÷ (p + (1 − p) ÷ r) are smaller by −ln r (He et al. 2014, section 6.3).
+        share r, ln r is added, so that the result is the log-odds for the data before down-sampling. The
+        corresponding probability is p ÷ (p + (1 − p) ÷ r) for the model's probability p (He et al. 2014,
+        section 6.3).
         """
         scores = self.loss.scores(logits)
         return scores if self.negatives_kept == 1 else scores + log(self.negatives_kept)
 
 
 def key_columns(tasks: Sequence[Task], slices: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the columns of Batch.keys in order: those of tasks, then slices, without duplicates."""
+    """Return the columns of Batch.keys in order: columns of the tasks, then slices, without duplicates."""
     of_tasks = (name for task in tasks for name in (task.group, task.item, task.item_frequency))
     return tuple(dict.fromkeys([*(name for name in of_tasks if name is not None), *slices]))
 
@@ -88,11 +89,11 @@ def needs_vectors(tasks: Sequence[Task]) -> bool:
 
 
 def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task, ...]:
-    """Return the resolved tasks in the configured order; modules of user-defined losses are imported.
+    """Return the resolved tasks in the configured order. Modules of user-defined losses are imported.
 
     Raises:
-        ConfigError: A label or loss does not exist, two tasks have the same name, or masks form a cycle.
-            Also raised if a loss does not accept a setting of its task.
+        ConfigError: A label or loss does not exist, two tasks have the same name, masks form a cycle, or a loss
+            does not accept a setting of its task.
     """
     tasks = [_resolve(section, schema, i, len(sections) > 1) for i, section in enumerate(sections)]
     by_name = {task.name: task for task in tasks}
@@ -131,7 +132,7 @@ def _resolve(section: TaskSection, schema: Schema, place: int, several: bool) ->
 
 
 def _check_mask(task: Task, by_name: Mapping[str, Task], where: str) -> None:
-    """Check that a task's mask, and the masks of tasks that serve as masks, form no cycle.
+    """Check that a task's mask forms no cycle with the masks of other tasks.
 
     Raises:
         ConfigError: The masks form a cycle.
@@ -178,11 +179,11 @@ def _loss(section: TaskSection, where: str) -> Loss:
 
 
 def check_model_learns(tasks: Sequence[Task], model: ModelSection) -> None:
-    """Check that the model computes a loss if a task has loss from_model.
+    """Check that the model computes a loss for the task with loss: from_model, if there is one.
 
     Raises:
-        ConfigError: The model computes no loss, two tasks have loss from_model, or the model's loss belongs
-            to the last task with logits but another task has loss from_model.
+        ConfigError: The model computes no loss, two tasks have loss: from_model, or the model's loss refers to
+            the last task with logits, but an earlier task has loss: from_model.
     """
     places = [place for place, task in enumerate(tasks) if task.loss.from_model]
     if len(places) > 1:

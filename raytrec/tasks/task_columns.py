@@ -1,4 +1,4 @@
-"""Columns that tasks and evaluations read in addition to features, and the log-odds of labels.
+"""Columns that tasks and evaluations read in addition to features, and log-odds of the labels.
 
 This module does not import torch.
 """
@@ -41,9 +41,8 @@ def build_read_plan(
         tasks: Tasks of the run.
         schema: Schema of the run.
         transforms: data.transforms.
-        slices: Columns whose values split an evaluation.
-        retrieval: Section eval.retrieval, for a dataset whose rows have right items to rank among all items;
-            None: no items are ranked.
+        slices: Columns whose values divide the rows of an evaluation into slices (eval.slices).
+        retrieval: Section eval.retrieval, for a dataset whose rows contain right items; None: no items are ranked.
     """
     ranked = (retrieval.right_column, *retrieval.seen) if retrieval else ()
     key = "right_items" if retrieval and retrieval.right_items else "item"
@@ -67,7 +66,7 @@ def build_read_plan(
 
 
 def task_rows(tasks: Sequence[Task]) -> tuple[TaskRows, ...]:
-    """Return each task's rules for rows, without its loss, so that readers need not import losses."""
+    """Return the row rules of each task without the loss, so that processes that read data need not import losses."""
     names = [field.name for field in fields(TaskRows)]
     return tuple(TaskRows(**{name: getattr(task, name) for name in names}) for task in tasks)
 
@@ -78,7 +77,7 @@ def whole_labels(tasks: Sequence[Task]) -> frozenset[str]:
 
 
 def label_ranges(tasks: Sequence[Task], schema: Schema) -> dict[str, tuple[float, float] | None]:
-    """Return, for each label, the (smallest, largest) value that all its tasks allow; None: any finite number."""
+    """Return label → (smallest, largest) value that all tasks with this label allow; None: any finite number."""
     ranges: dict[str, tuple[float, float] | None] = dict.fromkeys(schema.labels)
     for task in tasks:
         common, allowed = ranges[task.label], task.loss.label_range
@@ -89,7 +88,7 @@ def label_ranges(tasks: Sequence[Task], schema: Schema) -> dict[str, tuple[float
 
 
 def check_group_columns(tasks: Sequence[Task], slices: Sequence[str], reserved: Sequence[str]) -> None:
-    """Check that the columns that group rows are reserved.
+    """Check that the columns that tasks and slices name are in data.reserve_columns.
 
     Raises:
         ConfigError: A column is not in data.reserve_columns.
@@ -110,7 +109,7 @@ def check_group_columns(tasks: Sequence[Task], slices: Sequence[str], reserved: 
 
 
 def check_frequency_columns(tasks: Sequence[Task], types: Mapping[str, pa.DataType], uri: str) -> None:
-    """Check that columns of item frequencies have integer types.
+    """Check that the columns named by tasks.item_frequency have integer types.
 
     Args:
         tasks: Tasks of the run.
@@ -131,11 +130,11 @@ def check_frequency_columns(tasks: Sequence[Task], types: Mapping[str, pa.DataTy
 
 
 def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float, ...]:
-    """Return the log-odds of the label 1 for each column of logits; 0 for tasks without log-odds.
+    """Return the log-odds of label 1 in the data for each column of logits; 0 for tasks without log-odds.
 
-    The log-odds are also 0 if only positives or only negatives are found. Rows are weighted as in the tasks'
-    losses, by mask, sample weight and positive_weight. Only columns with labels, masks and weights are read,
-    from about MAX_LABELS_READ rows.
+    They are the initial bias of the last layer (worker.build), and 0 if only positives or only negatives are found.
+    Rows are weighted as in the tasks' losses, by mask, sample weight and positive_weight. Only columns with labels,
+    masks and weights are read, from about MAX_LABELS_READ rows.
 
     Returns:
         One number for each column; empty if a task reads vectors, or rows are requests with candidates.

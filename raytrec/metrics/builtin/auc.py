@@ -17,7 +17,7 @@ MAX_ROC_POINTS = 200  # maximum number of points of the ROC curve
 
 
 def roc(ranked: RankedRows) -> dict[str, list] | None:
-    """Return the lists fpr and tpr of the ROC curve, from (0, 0) to (1, 1).
+    """Return the false positive rates (fpr) and true positive rates (tpr) of the ROC curve, from (0, 0) to (1, 1).
 
     This is a collective operation: every rank must call it. The result is None unless the labels contain 0 and 1 and
     no other value.
@@ -29,8 +29,9 @@ def roc(ranked: RankedRows) -> dict[str, list] | None:
     positive, negative = ranked.sum_below(0), ranked.sum_below(1)
     of_ranks = ranked.peers.stack(torch.tensor([len(positive)], device=positive.device)).squeeze(1)
     offset, distinct = int(of_ranks[: ranked.peers.rank].sum()), int(of_ranks.sum())
-    # Rates of the rows predicted at least as high as each distinct prediction. More than MAX_ROC_POINTS
-    # predictions are thinned evenly. If two ranks have a point at the same position, the lower rank's is used.
+    # For each distinct prediction, the rates if rows with at least this prediction are classified as positive.
+    # Of more than MAX_ROC_POINTS distinct predictions, evenly spaced ones are kept. If two ranks have a point at the
+    # same position, the point of the lower rank is kept.
     order = torch.arange(offset, offset + len(positive), device=positive.device)
     positions = (order * (MAX_ROC_POINTS / max(MAX_ROC_POINTS, distinct))).ceil().long()
     first = torch.ones_like(positions, dtype=torch.bool)
@@ -59,7 +60,7 @@ class AUC(RankedMetric):
 
     @classmethod
     def sums(cls, ranked: RankedRows) -> dict[str, torch.Tensor]:
-        """Return the weights of ordered pairs (ties count half), of half the tied pairs, and of both classes."""
+        """Return the weights of correctly ordered pairs (with half of the ties), half of the ties, and each class."""
         positive, negative = ranked.ties.positive, ranked.ties.negative
         tied = positive * negative / 2
         return {
@@ -76,9 +77,9 @@ class AUC(RankedMetric):
 
     @classmethod
     def bound(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return half of the share of pairs within a bin.
+        """Return half of the share of pairs in which both rows are in the same bin.
 
-        Such a pair counts half, whereas it counts 0 or 1 in the exact order.
+        Such a pair counts half, whereas it would count 0 or 1 in the exact order.
         """
         return sums["tied"] / (sums["positive"] * sums["negative"])
 
@@ -87,22 +88,23 @@ class AUC(RankedMetric):
 class PRAUC(RankedMetric):
     """Average precision: Σ (R_i - R_(i-1)) P_i over distinct predictions in descending order.
 
-    P_i and R_i are the weighted precision and recall of all rows with at least the i-th prediction.
+    P_i and R_i are the weighted precision and recall if rows with at least the i-th prediction are classified as
+    positive.
 
     Source: scikit-learn's average_precision_score. The trapezoidal rule would overestimate the area.
     """
 
     @classmethod
     def sums(cls, ranked: RankedRows) -> dict[str, torch.Tensor]:
-        """Return the sums of precision, of its maximum error due to binning, and of positive weights."""
+        """Return the weighted sums of precision and of its maximum error due to binning, and the positive weight."""
         positive, negative = ranked.ties.positive, ranked.ties.negative
         # Weights of all rows with higher predictions; rounding must not make them negative.
         above_1 = (ranked.total[0] - ranked.sum_below(0) - positive).clamp(min=0)
         above_0 = (ranked.total[1] - ranked.sum_below(1) - negative).clamp(min=0)
         above_and_here = above_1 + above_0 + positive + negative
         precision = positive * (above_1 + positive) / above_and_here
-        # Bounds for bins whose positive rows are all above, or all below, the negative rows. The latter bound
-        # is an integral, because individual weights are unknown. A bin with one row is exact.
+        # Bounds for bins in which all positive rows are above (upper) or below (lower) all negative rows. The lower
+        # bound is an integral, because individual weights are unknown. A bin with one row is exact.
         below = above_0 + negative
         growth = above_and_here / (above_1 + below).clamp(min=1e-300)
         upper = positive * (above_1 + positive) / (above_1 + above_0 + positive).clamp(min=1e-300)

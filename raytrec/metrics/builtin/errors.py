@@ -1,4 +1,4 @@
-"""Metrics of single rows: log loss, NE, MAE, MSE, RMSE, accuracy, calibration, ECE."""
+"""Metrics computed from sums over single rows: log loss, NE, MAE, MSE, RMSE, accuracy, calibration and ECE."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ETA = 1e-12  # TorchRec's bound on probabilities inside logarithms
 
 
 def sum_entropy(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
-    """Return the weighted sums of the cross-entropy in bits, of rows, of labels, and of 1 - labels.
+    """Return the weighted sums over rows of the cross-entropy in bits, 1, the label, and 1 - label.
 
-    For class predictions, the last two sums are the weight of all rows and 0.
+    For class predictions, the last two sums are the total weight and 0.
 
     Source: torchrec.metrics.ne.get_ne_states.
     """
@@ -66,7 +66,7 @@ class LogLoss(SumMetric):
 
 @metric("ne", title="NE (normalized entropy)", label="NE", better="lower", takes=("probability",))
 class NE(SumMetric):
-    """Cross-entropy ÷ cross-entropy of the constant prediction of the mean label; NaN if all labels are equal.
+    """Cross-entropy ÷ cross-entropy of always predicting the mean label; NaN if all labels are 0 or all are 1.
 
     Source: X. He et al., Practical Lessons from Predicting Clicks on Ads at Facebook, ADKDD 2014, section 3.
     """
@@ -143,10 +143,10 @@ class RMSE(SumMetric):
 
 @metric("accuracy", better="higher", takes=("probability", "classes"))
 class Accuracy(SumMetric):
-    """Share of correct predictions, Σ w [right] ÷ Σ w; NaN without rows.
+    """Share of correct predictions, Σ w [correct] ÷ Σ w; NaN without rows.
 
-    A probability is right if prediction and label are both above 0.5, or neither is. For class predictions,
-    the class with the highest prediction must be the label; among equal predictions, the first class counts.
+    A probability is correct if prediction and label are both above 0.5, or neither is. A class prediction is
+    correct if the class with the highest probability is the label; among ties, the first class counts.
     """
 
     @staticmethod
@@ -169,7 +169,7 @@ NUM_RELIABILITY_BINS = 20  # bins of the reliability diagram, with about equal n
 
 
 def reliability(ranked: RankedRows) -> dict[str, list] | None:
-    """Return each bin's weighted mean prediction, weighted mean label and number of rows.
+    """Return a reliability diagram: the weighted mean prediction, weighted mean label and number of rows of each bin.
 
     This is a collective operation: every rank must call it. The keys are predicted, actual and rows. The result is
     None unless the labels contain 0 and 1 and no other value.
@@ -195,8 +195,8 @@ def reliability(ranked: RankedRows) -> dict[str, list] | None:
 class Calibration(SumMetric):
     """Weighted sum of predictions ÷ weighted sum of labels; NaN if the sum of labels is 0.
 
-    Source: torchrec.metrics.calibration, which returns 0 unless the sum of labels is above 0; He et al. 2014
-    (NE), section 3.
+    Source: He et al. 2014 (see NE), section 3, and torchrec.metrics.calibration, which returns 0 unless the sum of
+    labels is above 0.
     """
 
     ranked_curve = staticmethod(reliability)
@@ -216,7 +216,7 @@ class Calibration(SumMetric):
 
     @staticmethod
     def counts(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the weighted number of positives; random variation of the ratio is about 1 ÷ √positives."""
+        """Return the weighted sum of labels, n; the relative standard error of the ratio is about 1 ÷ √n."""
         return {POSITIVES: sums["calibration_denom"]}
 
 
@@ -224,8 +224,8 @@ class Calibration(SumMetric):
 class ECE(SumMetric):
     """Expected calibration error Σ_b |Σ w p - Σ w y| ÷ Σ w over 15 bins b of equal width; NaN without rows.
 
-    The value is the mean distance between a bin's mean prediction and mean label, weighted by the bins' rows.
-    Bin b contains predictions in [b/15, (b+1)/15); the last bin includes 1.
+    The value is the mean over bins, weighted by row weights, of the distance between mean prediction and mean
+    label. Bin b contains predictions in [b/15, (b+1)/15); the last bin includes 1.
 
     Source: M. P. Naeini et al., Obtaining Well Calibrated Probabilities Using Bayesian Binning, AAAI 2015; 15
     bins as in C. Guo et al., On Calibration of Modern Neural Networks, ICML 2017.
@@ -233,7 +233,7 @@ class ECE(SumMetric):
 
     @staticmethod
     def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
-        """Return the sum of weights and, for each bin, the weighted sum of prediction - label."""
+        """Return the sum of weights and, for each bin, the weighted sum of differences prediction - label."""
         places_B = (outputs.predictions * NUM_ECE_BINS).long().clamp(0, NUM_ECE_BINS - 1)
         weights_B = outputs.weights.double()
         off_B = weights_B * (outputs.predictions.double() - outputs.labels)

@@ -1,4 +1,4 @@
-"""Ranking metrics: recall, hit rate, MRR, MAP, NDCG, coverage, GAUC."""
+"""Ranking metrics over groups of rows: recall, hit rate, MRR, MAP, NDCG, coverage and GAUC."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class HitRate(GroupMetric):
 
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return 1 for groups with a hit, else 0."""
+        """Return 1 for groups with a hit, else 0, and a mask of groups with positive rows."""
         hits = groups.add(groups.relevant & (groups.ranks <= cls.k))
         return (hits > 0).double(), groups.positives > 0
 
@@ -75,17 +75,18 @@ class MRR(GroupMetric):
 
 @metric("map", title="MAP (mean average precision) at {k}", label="MAP@{k}", better="higher", at_k=True)
 class MeanAveragePrecision(GroupMetric):
-    """Mean over groups of Σ precision at the ranks ≤ k of positive rows ÷ min(k, number of positive rows).
+    """Mean over groups of the average precision: Σ precision at rank r ÷ min(k, number of positive rows).
 
-    Precision at a rank is the share of positive rows up to that rank. Among equal predictions, negative rows
-    come first. Groups without a positive row are excluded and counted.
+    The sum is over the ranks r ≤ k of positive rows. The precision at rank r is the share of positive rows among
+    the first r rows. Among equal predictions, negative rows come first. Groups without a positive row are
+    excluded and counted.
 
     Source: Manning et al., Introduction to Information Retrieval, 8.4, limited to the first k as in RecBole.
     """
 
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the average precision of each group."""
+        """Return the average precision of each group, and a mask of groups with positive rows."""
         reached = groups.relevant.double().cumsum(0)
         positives_before = (groups.positives.cumsum(0) - groups.positives)[groups.of]
         precision = (reached - positives_before) / groups.ranks * (groups.relevant & (groups.ranks <= cls.k))
@@ -101,16 +102,16 @@ class MeanAveragePrecision(GroupMetric):
 
 @metric("ndcg", title="NDCG at {k}", label="NDCG@{k}", better="higher", at_k=True)
 class NDCG(GroupMetric):
-    """Mean over groups of DCG@k ÷ DCG@k of the best order; DCG@k = Σ label ÷ log2(1 + rank) for ranks 1 to k.
+    """Mean over groups of DCG@k ÷ the DCG@k of the best order, where DCG@k = Σ label ÷ log2(1 + rank), rank ≤ k.
 
-    The label is the gain, as in scikit-learn's ndcg_score; negative labels have no gain. Among equal
-    predictions, the lowest label comes first, whereas scikit-learn averages over their orders. Groups without
-    a gain are excluded and counted.
+    The label is the gain, as in scikit-learn's ndcg_score; the gain of negative labels is 0. Among equal
+    predictions, the lowest label comes first, whereas scikit-learn averages over all orders of the ties. Groups
+    without a gain above 0 are excluded and counted.
     """
 
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the NDCG of each group."""
+        """Return the NDCG of each group, and a mask of groups with a gain above 0."""
         gains = groups.labels.clamp(min=0)
         best = groups.sort_best_first(gains)
         discounts = (groups.ranks + 1.0).double().log2().reciprocal() * (groups.ranks <= cls.k)
@@ -127,7 +128,7 @@ class NDCG(GroupMetric):
 
 @metric("coverage", title="coverage at {k}", label="coverage@{k}", better="higher", at_k=True)
 class Coverage(GroupMetric):
-    """Share of all distinct items that are among the k rows with the highest predictions of at least one group.
+    """Share of all distinct items that are among the k highest predictions of at least one group.
 
     The task's `item` column identifies items. Among equal predictions, negative rows come first. Rows with
     weight 0 are excluded; other weights have no effect. Source: catalogue coverage in M. Ge et al., Beyond
@@ -143,7 +144,7 @@ class Coverage(GroupMetric):
 
     @classmethod
     def distinct(cls, groups: Groups) -> dict[str, torch.Tensor]:
-        """Return the keys of the items among the k highest predictions, and of all items."""
+        """Return the keys of the items among the k highest predictions of a group, and the keys of all items."""
         return {"shown": groups.items[groups.ranks <= cls.k], "items": groups.items}
 
     @classmethod
@@ -171,7 +172,7 @@ class GAUC(GroupMetric):
 
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the AUC of each group."""
+        """Return the AUC of each group, and a mask of groups with both classes."""
         return groups.auc()
 
     @classmethod

@@ -14,7 +14,7 @@ from raytrec.config.schema import Schema
 
 
 class Constant(nn.Module):
-    """Learned vector that is the same for every row: [B, anything] → float32 [B, dim]."""
+    """Learned vector that is the same for every row: [B, …] → float32 [B, dim]."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -56,7 +56,7 @@ def get_embedding_dim(schema: Schema, feature: str) -> int:
 
 
 class Dropout(nn.Dropout):
-    """Faster nn.Dropout; on CPU, it takes a quarter of the time and rounds the rate to a multiple of 2⁻¹⁶.
+    """nn.Dropout that takes a quarter of the time on CPU, where the rate is rounded to a multiple of 2⁻¹⁶.
 
     On CPU, PyTorch (2.13.0) draws a random number for each value, which takes longer than most layers. This
     class draws 64 bits at a time and uses 16 bits for each value. Compiled code uses PyTorch's
@@ -64,7 +64,7 @@ class Dropout(nn.Dropout):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the input; in training mode, random values are set to 0 and the others are scaled."""
+        """Return the input; in training mode, random values are set to 0 and the rest are divided by 1 − rate."""
         dropped = round(self.p * 2**16)
         if not (self.training and input.is_cpu and 0 < dropped < 2**16) or torch.compiler.is_compiling():
             return super().forward(input)
@@ -95,7 +95,7 @@ class SequenceModules(nn.ModuleList):
 
 
 class ConcatInputs(nn.Module):
-    """Concatenation of unchanged dense columns and pooled embeddings, in the schema's order: → float32 [B, width].
+    """Concatenation of unchanged dense columns and pooled embeddings in the schema's order, float32 [B, width].
 
     Args:
         schema: Schema of the data.
@@ -128,10 +128,10 @@ class FieldVectors(nn.Module):
     """Module that returns one vector for each dense column and each sparse feature, float32 [B, F, D].
 
     The vector of a sparse feature is its pooled embedding. A dense column with value x has the vector x · v
-    with a learned v, as in factorization machines (Rendle 2010). With first-order weights, each table row,
-    and each v, has the form [w₁ … w_T, vector]: the first T numbers are weights, one per output. A linear
-    model of ids and columns is thus trained alongside the vectors, with separate parameters. The
-    parametrization is the same as in the papers, except that both parts are stored in one table row.
+    with a learned v, as in factorization machines (Rendle 2010). With first-order weights, all table rows and
+    all v have the form [w₁ … w_T, vector], where the first T numbers are weights, one per output. A linear
+    model of ids and columns is thus trained alongside the vectors. As in the papers, weights and vectors are
+    separate parameters, although they share a table row.
 
     Args:
         schema: Schema whose tables all have the same dim.

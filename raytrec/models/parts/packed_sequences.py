@@ -1,4 +1,4 @@
-"""Sequences packed without padding between ids.
+"""Packed sequences, which store the values of all ids without padding.
 
 Operations on groups of rows are excluded from train.compile (torch.compiler.disable). The lengths of groups
 change with every step, and each change would recompile these operations.
@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 
-# Number of groups of rows with similar lengths: more groups have less padding, but need more kernels.
+# Approximate number of groups of rows with similar lengths. More groups have less padding, but need more kernels.
 CPU_GROUPS, GPU_GROUPS = 8, 2
-MIN_SPLIT_LENGTH = 64  # on CPU, groups with longer rows are split where the length halves
+MIN_SPLIT_LENGTH = 64  # on CPU, a group with a longer row contains no row shorter than half of that row
 
 
 @torch.compiler.disable
 def pack_ids(present: torch.Tensor, lengths: torch.Tensor | None = None) -> PackedSequences:
-    """Return the packed positions of a batch of sequences; for torch.export, shapes do not depend on values.
+    """Return the positions of the ids in a batch of sequences.
 
-    For arguments, see PackedSequences.
+    For torch.export, the result is a PaddedSequences, whose shapes do not depend on the lengths. For
+    arguments, see PackedSequences.
     """
     return PaddedSequences(present) if torch.compiler.is_exporting() else PackedSequences(present, lengths)
 
@@ -29,14 +30,14 @@ class PackedSequences:
 
     Layers that process ids independently take [N, D], which is much smaller than [B, L, D] if few sequences
     are long. Layers that compare the ids of a row take groups of b rows with similar lengths, each group
-    padded to its longest row. Ids are ordered by time, oldest first. Padding comes last and is thus ignored
-    by causal attention, so no row needs a separate mask.
+    padded to its longest row. In a group, ids are ordered by time, oldest first. Padding comes last and is thus
+    ignored by causal attention, so rows need no separate masks.
 
     Args:
-        present: True at positions with an id, which are the first positions of each row, most recent first;
-            bool [B, L].
+        present: True at positions with an id, bool [B, L]. Ids occupy the first positions of a row, most recent
+            first.
         lengths: Number of ids in each row, int [B], on the host, from which all sizes are computed; default:
-            read from the device, for which the host waits.
+            copied from the device, which blocks the host.
 
     Attributes:
         recency: Number of more recent ids in the same row, int64 [N].
@@ -79,13 +80,13 @@ class PackedSequences:
         return _Put.apply(_Take.apply(values_ND, self._newest), self._rows, self._count)
 
     def to_chronological(self, values_ND: torch.Tensor) -> list[torch.Tensor]:
-        """Return the values of each group, oldest first: [N, D] → [b, T, D] each; 0 at positions without an id."""
+        """Return the values by group, oldest first: [N, D] → [b, T, D] for each group; 0 at positions without an id."""
         sizes = [mask_bT.numel() for mask_bT in self.group_masks]
         parts = _Put.apply(values_ND, self._by_time, sum(sizes)).split(sizes)
         return [part.view(*mask_bT.shape, -1) for part, mask_bT in zip(parts, self.group_masks, strict=True)]
 
     def from_chronological(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return packed values from groups, [b, T, D] each → [N, D]; the inverse of `to_chronological`."""
+        """Return packed values, the inverse of `to_chronological`: [b, T, D] for each group → [N, D]."""
         return _Take.apply(torch.cat([group.flatten(0, 1) for group in groups]), self._by_time)
 
     def sum_rows(self, values_N: torch.Tensor) -> torch.Tensor:
@@ -93,11 +94,11 @@ class PackedSequences:
         return values_N.new_zeros(self._count).index_add(0, self._rows_N, values_N)
 
     def to_groups(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return per-row values as groups: [B, …] → [b, …] for each group."""
+        """Split per-row values into groups: [B, …] → [b, …] for each group."""
         return values.index_select(0, self._by_length).split(self._sizes)
 
     def from_groups(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return per-row values from groups, [b, …] each → [B, …]; the inverse of `to_groups`."""
+        """Join per-row values from groups, the inverse of `to_groups`: [b, …] for each group → [B, …]."""
         values_B = torch.cat(groups)
         return torch.empty_like(values_B).index_copy(0, self._by_length, values_B)
 
@@ -130,7 +131,7 @@ class PaddedSequences(PackedSequences):
         return [reverse_sequences(values_ND.unflatten(0, (-1, self._length)), self._lengths_B)]
 
     def from_chronological(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return the values of all ids: [B, L, D] → [N, D]; the inverse of `to_chronological`."""
+        """Return packed values, the inverse of `to_chronological`: [B, L, D] → [N, D]."""
         return reverse_sequences(groups[0], self._lengths_B).flatten(0, 1)
 
     def to_groups(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -160,7 +161,7 @@ def _choose_group_sizes(sorted_B: torch.Tensor, is_cuda: bool) -> list[int]:
 
     Args:
         sorted_B: Lengths of the rows in descending order, int [B], on the host.
-        is_cuda: True if the model is on a GPU, where all groups have the same size.
+        is_cuda: True if the model is on a GPU, where all groups except the last have the same size.
     """
     count, first, sizes = len(sorted_B), 0, list[int]()
     most, ascending_B = -(-count // (GPU_GROUPS if is_cuda else CPU_GROUPS)), -sorted_B
@@ -179,7 +180,7 @@ def _make_mask(lengths_b1: torch.Tensor, length: int) -> torch.Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """Selection of distinct rows, [M, D] → [N, D], whose gradients need not be accumulated."""
+    """Selection of distinct rows, [M, D] → [N, D]. As no row is selected twice, backward accumulates no gradients."""
 
     @staticmethod
     def forward(ctx: Any, values_MD: torch.Tensor, places_N: torch.Tensor) -> torch.Tensor:

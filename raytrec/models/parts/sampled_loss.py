@@ -1,4 +1,4 @@
-"""Losses against drawn negatives, and query vectors."""
+"""Losses that compare items with drawn negatives, and the query vectors that score the items."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class SampledLoss:
     """Loss that compares an item's score s with the scores sₖ of its K negatives.
 
         softmax  −ln(eˢ ÷ (eˢ + Σₖ eˢᵏ)), 0 without negatives
-        bce      −b · ln σ(s) − Σₖ ln(1 − σ(sₖ)): label 1 once, and label 0 K times (He et al. 2017), where
-                 b = 1 − t · (1 − K ÷ (items − 1)). With t = 1 the scores are log-odds of the item among all
-                 (gBCE: Petrov and Macdonald 2023, arXiv:2308.07192, equations 10 and 21)
-        bpr      the mean over k of −ln σ(s − sₖ), 0 without negatives (Rendle et al. 2009, arXiv:1205.2618)
+        bce      −b · ln σ(s) − Σₖ ln(1 − σ(sₖ)), i.e. one example with label 1 and K with label 0 (He et al.
+                 2017), where b = 1 − t · (1 − K ÷ (items − 1)). With t = 1, s is the item's log-odds among all
+                 items (gBCE: Petrov and Macdonald 2023, arXiv:2308.07192, equations 10 and 21)
+        bpr      mean over k of −ln σ(s − sₖ), 0 without negatives (Rendle et al. 2009, arXiv:1205.2618)
 
     Attributes:
         kind: softmax, bce or bpr.
-        gbce: t, from 0 to 1.
-        items: Total number of items.
+        gbce: t, from 0 (plain bce) to 1; only used by bce.
+        items: Total number of items, i.e. rows of the item table.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class SampledLoss:
         return cls(config.loss, config.gbce, schema.tables[schema.sparse[item].table].rows)
 
     def reduce(self, own: torch.Tensor, scores_K: torch.Tensor) -> torch.Tensor:
-        """Return the contribution of some negatives to the loss, float32 [...].
+        """Reduce the scores of negatives to their contribution to the loss, float32 [...].
 
         Args:
             own: Scores of the items, float32 [...].
@@ -52,7 +52,7 @@ class SampledLoss:
         return softplus(scores_K if self.kind == "bce" else scores_K - own.unsqueeze(-1)).sum(-1)
 
     def join(self, parts_W: torch.Tensor) -> torch.Tensor:
-        """Combine the contributions of W parts of the negatives: [W, ...] → [...]."""
+        """Combine the contributions of W disjoint sets of negatives: [W, ...] → [...]."""
         return parts_W.logsumexp(0) if self.kind == "softmax" else parts_W.sum(0)
 
     def finish(self, own: torch.Tensor, added: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -77,10 +77,10 @@ class SampledLoss:
         return self.finish(own, self.reduce(own, scores_K), count)
 
     def remove_canceling_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """Return a bias that is added to all scores, or 0 if the bias has no effect on the loss.
+        """Return a bias that is added to all scores of a query, or 0 if the bias has no effect on the loss.
 
-        softmax and bpr only depend on differences of scores, in which the bias cancels. Rounding would
-        nevertheless leave a small gradient, and Adam would turn it into a full step.
+        softmax and bpr depend only on differences of scores, in which the bias cancels. Rounding would
+        nevertheless leave a small gradient, which Adam would amplify to a full step.
         """
         return bias if self.kind == "bce" else 0 * bias
 
@@ -107,26 +107,26 @@ class SampledLoss:
 
 
 def mask_absent(present: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the term to add to negatives' scores: 0, or ABSENT for missing negatives."""
+    """Return the term to add to the scores of negatives: 0, or ABSENT for missing negatives."""
     return torch.zeros(present.shape, dtype=dtype, device=present.device).masked_fill_(~present, ABSENT)
 
 
 class Queries(nn.Module):
     """Layer that derives one query vector per output from the model's single vector for each row.
 
-    With a single output, the query is the model's vector. With several, each query is the model's vector
-    times a learned weight per dimension (as GMF weights products: He et al. 2017), so that one index of items
-    serves all tasks.
+    If there is a single query vector, it is the model's vector. If there are several, each is the elementwise
+    product of the model's vector and learned weights (as in the GMF of He et al. 2017), so that one index of
+    items serves all tasks.
 
     Args:
         outputs: Number of logits per row.
-        vectors: True to add one more vector, the last, for losses that compare rows.
+        vectors: True to append a query vector for losses that compare rows.
         width: Width of a vector.
 
     Attributes:
         count: Number of query vectors.
-        own_loss_index: Index of the vector for the model's own loss: the vector of the last output or,
-            without outputs, the vector for losses that compare rows.
+        own_loss_index: Index of the query vector for the model's own loss. This is the vector of the last
+            output or, without outputs, the vector for losses that compare rows.
     """
 
     def __init__(self, outputs: int, vectors: bool, width: int):
@@ -152,7 +152,7 @@ def combine_outputs(
     own_B: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the output of a model from its vectors: [B, outputs | own loss | query D, item D].
+    """Return the output of a model's forward from its vectors: [B, outputs | own loss | query D, item D].
 
     Args:
         query: Query vectors, float [B, D]; [B, outputs + vectors, D] if there are several.

@@ -1,9 +1,9 @@
 """Negatives shared by all rows of the global batch.
 
-Each rank looks up the negatives of its rows. If the negatives of all ranks do not outnumber one rank's
-queries, the negatives are sent to all ranks. Otherwise, the queries are sent: each rank compares all queries
-with its own negatives and returns their contributions to the losses to the ranks of the queries. Thus no rank
-needs memory for all items of a large table.
+Each rank looks up the negatives of its rows. If the negatives of all ranks do not outnumber the maximum number
+of queries of one rank, the negatives are sent to all ranks. Otherwise, the queries are sent to all ranks. Each
+rank then compares all queries with its negatives, and sends the negatives' contributions to the losses back to the
+ranks of the queries. Thus no rank needs memory for all items of a large table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raytrec.config.schema import Schema
 from raytrec.models.inputs import IDS, Sequence
 from raytrec.models.parts.sampled_loss import ABSENT, SampledLoss
 
-# Maximum number of scores in memory. Beyond this limit, queries are split and backward recomputes each part.
+# Maximum number of scores in memory. Above it, queries are split into blocks, and backward recomputes the scores.
 MAX_SCORES_PER_BLOCK = {"cpu": 1 << 24, "cuda": 1 << 27}
 # A score takes 20 bytes (scores, bias, mask, masked copy, gradient). A block takes up to a quarter of the free memory.
 FREE_BYTES_PER_SCORE = 80
@@ -34,7 +34,8 @@ class ItemBatch(NamedTuple):
     Attributes:
         vectors: Item vectors, float [N, D].
         ids: Item ids, int64 [N]; -1 for a missing item.
-        log_share: Correction subtracted from each item's scores, float32 [N]; None: nothing is subtracted.
+        log_share: ln(sampling probability ÷ uniform probability) of each item, which is subtracted from the
+            item's scores; float32 [N]. None: nothing is subtracted.
     """
 
     vectors: torch.Tensor
@@ -51,8 +52,8 @@ class SharedNegatives(nn.Module):
     Args:
         loss: Loss of a single query.
         negatives: Feature that contains the negatives.
-        log_share: Index of the negatives' side feature to subtract from their scores; None: nothing is
-            subtracted.
+        log_share: Index of the side feature of `negatives` that is subtracted from their scores; None: nothing
+            is subtracted.
 
     Attributes:
         peers: Ranks that share the global batch; initially this process alone (see
@@ -67,7 +68,7 @@ class SharedNegatives(nn.Module):
 
     @classmethod
     def from_section(cls, schema: Schema, config: SampledSection, loss: SampledLoss) -> SharedNegatives | None:
-        """Return the loss of a model's configuration, or None if rows do not share negatives."""
+        """Return the shared loss of a model's section, or None if the section does not set share_negatives."""
         if not config.share_negatives:
             return None
         return cls(loss, config.negatives, config.find_log_share_index(schema))
@@ -104,8 +105,8 @@ class SharedNegatives(nn.Module):
             negatives: Negatives of this rank's rows, with vectors [K, D]; K must be equal on all ranks.
             max_queries: Upper bound on N over all ranks; must be equal on all ranks.
             bias_N: Bias added to all scores of each query; see SampledLoss.remove_canceling_bias.
-            is_max_reached: True if some rank has `max_queries` queries, so that ranks need not agree on their
-                largest number of queries; must be equal on all ranks.
+            is_max_reached: True if at least one rank has `max_queries` queries, which saves an exchange of the
+                numbers of queries; must be equal on all ranks.
         """
         own_N = (query_ND * query_items.vectors).sum(1).float()
         bias_N = torch.zeros_like(own_N) if bias_N is None else self.loss.remove_canceling_bias(bias_N)
@@ -118,14 +119,14 @@ class SharedNegatives(nn.Module):
             gathered = ItemBatch(vectors, *others)
             added_N, count_N = self._compare_with_negatives(queries_NE, query_items.ids, gathered).unbind(1)
         else:
-            # Numbers of queries are exchanged between hosts, because a host that reads from its GPU drains the GPU.
+            # Numbers of queries are exchanged in host memory, because the host would wait for a value on the GPU.
             longest = max_queries if is_max_reached else int(self._host_peers.max_number(len(query_ND)))
             added_N, count_N = self._compare_on_all_ranks(queries_NE, query_items.ids, negatives, longest)
         return self.loss.finish(own_N + bias_N, added_N, count_N)
 
     @cached_property
     def _host_peers(self) -> Peers:
-        """Return the ranks as peers that exchange host memory. The first access is a collective operation."""
+        """Return Peers that exchange tensors in host memory. The first access is a collective operation."""
         is_host = get_collective_device().type == "cpu"
         return self.peers if is_host else Peers(group=dist.new_group(backend="gloo"))
 
@@ -186,7 +187,7 @@ def compute_pair_losses(
 ) -> torch.Tensor:
     """Return the loss of each row's query and item, float32 [B].
 
-    This is a collective operation if negatives are shared: then every rank must call it.
+    If negatives are shared, this is a collective operation, which every rank must call.
 
     Args:
         loss: Loss of a single query.
@@ -215,7 +216,7 @@ def choose_block_scores(device: torch.device) -> int:
 
 
 def share_negatives_across_ranks(model: nn.Module, peers: Peers) -> None:
-    """Make a model share the negatives of its rows with the rows of other ranks."""
+    """Make all SharedNegatives of a model compare queries with the negatives of all ranks in `peers`."""
     for module in model.modules():
         if isinstance(module, SharedNegatives):
             module.peers = peers

@@ -1,4 +1,4 @@
-"""Positions of the tokens of context, history and candidates."""
+"""Layouts of the tokens of HstuRank: context, history and candidates."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from raytrec.models.parts.packed_sequences import PackedSequences, PaddedSequenc
 
 @torch.compiler.disable
 def make_layout(*args: Any) -> TokenLayout:
-    """Return a TokenLayout, whose sizes change with every step; for arguments, see TokenLayout."""
+    """Return a TokenLayout outside compiled code, because its sizes change in every step.
+
+    For arguments, see TokenLayout.
+    """
     return TokenLayout(*args)
 
 
 class TokenLayout:
     """Positions of the tokens of a batch, and conversions between layouts.
 
-    Tokens of users are packed: those of the context [R · C, …], then those of the history [N · k, …].
+    Tokens of users are packed: tokens of the context, [R · C, …], precede tokens of the history, [N · k, …],
+    where N is the number of events.
 
     Args:
-        packed: Positions of the events.
-        rows: R, the number of requests, or of rows.
+        packed: Positions of the events in the history.
+        rows: R, the number of requests.
         context: C, the number of context tokens of a request.
         per_event: k, the number of tokens of an event.
-        requests: Requests of the candidates; None: each row has one candidate.
+        requests: Requests of the candidates; None: each row is a request with one candidate.
     """
 
     def __init__(
@@ -41,7 +45,7 @@ class TokenLayout:
             self._places_N = requests_N * self._most + places_N - starts_R[requests_N]
 
     def group_users(self, users_NE: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tokens of each group of rows in chronological order, [b, C + kT, E]; 0 for absent events."""
+        """Return the tokens of each group of rows in chronological order, [b, C + kT, E]; padding is 0."""
         count = self._shape[0] * self._shape[1]
         context_NE, events_NE = users_NE.split([count, users_NE.shape[0] - count])
         groups = self._packed.to_chronological(events_NE.unflatten(0, (-1, self._per_event)).flatten(1))
@@ -55,7 +59,7 @@ class TokenLayout:
         return [torch.cat(pair, dim=1) for pair in zip(context, events, strict=True)]
 
     def ungroup_users(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return packed tokens, [N, E]; the inverse of `group_users`."""
+        """Return packed tokens of users, [R · C + N · k, E], the inverse of `group_users`."""
         _, count = self._shape
         events = [group_bTE[:, count:].unflatten(1, (-1, self._per_event)).flatten(2) for group_bTE in groups]
         events_NE = self._packed.from_chronological(events).unflatten(1, (self._per_event, -1)).flatten(0, 1)
@@ -65,13 +69,13 @@ class TokenLayout:
         return torch.cat([context_RCE.flatten(0, 1), events_NE])
 
     def group_candidates(self, candidates_NE: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the candidates of each group of rows, [b, M, E], padded with 0."""
+        """Return the candidates by group of rows, [b, M, E], padded with 0 to the maximum number M per request."""
         if self._places_N is not None:
             padded_NE = candidates_NE.new_zeros(self._shape[0] * self._most, candidates_NE.shape[1])
             candidates_NE = padded_NE.index_copy(0, self._places_N, candidates_NE)
         return self._packed.to_groups(candidates_NE.unflatten(0, (-1, self._most)))
 
     def ungroup_candidates(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return the candidates without padding, [N, E]; the inverse of `group_candidates`."""
+        """Return the candidates without padding, [candidates, E], the inverse of `group_candidates`."""
         candidates_NE = self._packed.from_groups(groups).flatten(0, 1)
         return candidates_NE if self._places_N is None else candidates_NE.index_select(0, self._places_N)

@@ -1,4 +1,4 @@
-"""Registry and base classes for losses. Each loss is one class, which may be in a user's module.
+"""Registry and base classes of losses. A loss is a class in this folder or in a user's module.
 
     @loss("bce")                                            # not needed in a user's module
     class BinaryCrossEntropy(Loss):
@@ -11,7 +11,8 @@
 
 The configuration names a loss as in `tasks: [{loss: bce}]` or `loss: "my.module:MyLoss"`. The class is called
 with the task's `options` as keyword arguments. Files in this folder import torch only inside methods, because
-the driver reads the attributes of losses. A loss that compares rows with each other is a BatchLoss.
+the driver reads the attributes of losses without importing torch. A loss that compares rows with each other is a
+BatchLoss.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from raytrec.common.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-# Meaning of predictions: probability of the label 1, number in the label's units, probability of each class,
-# or a score of which only the order is meaningful.
+# Meaning of predictions: probability of label 1, number in the label's units, probability of each class, or score,
+# of which only the order is meaningful.
 Kind = Literal["probability", "number", "classes", "score"]
 
 
@@ -38,7 +39,7 @@ class Loss(ABC):
         metrics: Names of the default metrics for tasks with this loss.
         predicts: Meaning of the predictions, which metrics must support (Metric.takes); None: all metrics are
             allowed.
-        log_odds: True if logits are the log-odds of the label 1, so that `negatives_kept` can shift them.
+        log_odds: True if logits are the log-odds of label 1, which a task's `negatives_kept` can correct.
         outputs: Number of logits per row: the number of classes, or 1.
         reads_vectors: True if the loss takes the vectors of query and item instead of logits; see `scores`.
         from_model: True if the task minimizes the loss that the model computes for the task's rows.
@@ -57,17 +58,17 @@ class Loss(ABC):
     learns_temperature: bool = False
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits for metrics, computed from the model's output for this task; default: the output.
+        """Return the logits for metrics and predictions from the model's output for this task; default: the output.
 
         With `reads_vectors`, the model's output contains the vectors of query and item side by side, float32
-        [B, 2·D]. The result contains one number for each row, [B].
+        [B, 2·D]. The result must contain one number per row, float32 [B].
         """
         return logits
 
     def predict(self, logits_B: torch.Tensor) -> torch.Tensor:
-        """Return predictions in the label's units, float32 [B] → float32 [B]; default: unchanged logits.
+        """Return the predictions in the label's units, float32 [B] → float32 [B]; default: unchanged logits.
 
-        With several outputs, the shapes are [B, outputs] → [B, outputs].
+        With several outputs, the shape is [B, outputs] → [B, outputs].
         """
         return logits_B
 
@@ -81,7 +82,7 @@ class Loss(ABC):
 
 
 class Rows(NamedTuple):
-    """All rows of a global batch, including padding, rank after rank.
+    """Rows that a BatchLoss compares, including padding: the global batch in the order of ranks, or some requests.
 
     Attributes:
         logits: Logits, float32 [N]; [N, C] for a loss with several outputs or vectors.
@@ -104,10 +105,10 @@ class BatchLoss(Loss):
     Attributes:
         by: Task key, group or item, that names the column by which rows are grouped; None: no grouping. If rows
             are requests, losses with `by` group compare only candidates of the same request.
-        needs_column: True if the task must set that key.
+        needs_column: True if the task must set the key in `by`.
         reads_counts: True if the loss reads the frequency of each row's item (the task's item_frequency).
-        is_linear: True if `of_batch` takes time and memory proportional to the number of rows; otherwise, some rows at
-            a time are compared.
+        is_linear: True if `of_batch` takes time and memory proportional to the number of rows. Otherwise, it is called
+            for a limited number of rows at a time.
     """
 
     by: Literal["group", "item"] | None = None
@@ -117,14 +118,14 @@ class BatchLoss(Loss):
 
     @abstractmethod
     def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:
-        """Return the losses of some rows of a global batch: float32 [rows], differentiable in batch.logits.
+        """Return the losses of batch[rows], compared with all rows of the batch: float32 [rows].
 
-        Rows with weight 0 must not affect the losses of other rows. The losses of rows with weight 0 must be
-        finite and are ignored.
+        The losses must be differentiable with respect to batch.logits. Rows with weight 0 must not affect the losses
+        of other rows; their own losses must be finite and are ignored.
         """
 
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
-        """Return the losses of a single process's batch, in which every row has weight 1 and no key."""
+        """Return the losses of a batch in a single process, in which every row has weight 1 and no key."""
         import torch
 
         return self.of_batch(Rows(logits_B, labels_B, torch.ones_like(labels_B)), slice(0, len(labels_B)))
@@ -134,7 +135,7 @@ loss: Registry[type[Loss]] = Registry("loss", __name__)
 
 
 def check_in_range(name: str, value: object, low: float, high: float, *, exclusive: bool = False) -> float:
-    """Return a loss option as a float after checking its range.
+    """Check the range of a loss option, and return it as a float.
 
     Args:
         name: Name of the option.

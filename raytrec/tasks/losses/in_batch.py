@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 class BayesianPersonalizedRanking(BatchLoss):
     """Bayesian personalized ranking: mean of −ln sigmoid(s − s') over the group's rows with a lower label.
 
-    s is the row's score, and s' is the score of the other row. The mean is weighted by the weights of the
-    other rows. If there are none, the loss is 0. Rows of the global batch with the same value of the task's
-    `group` form a group; without `group`, the global batch is one group. If rows are requests, the candidates
-    of a request form a group. Rows in different batches are not compared. Source: Rendle et al. 2009,
+    s is the score of the row, and s' is the score of a row with a lower label. The mean is weighted by the weights
+    of the rows with a lower label. If there are none, the loss is 0. Rows of the global batch with the same value
+    of the task's `group` form a group; without `group`, the global batch is one group. If rows are requests, the
+    candidates of a request form a group. Rows in different batches are not compared. Source: Rendle et al. 2009,
     arXiv:1205.2618. Predictions are scores of which only the order is meaningful.
     """
 
@@ -31,7 +31,7 @@ class BayesianPersonalizedRanking(BatchLoss):
         from torch.nn.functional import softplus
 
         places_B = torch.arange(len(batch.labels), device=batch.labels.device)[rows]
-        if places_B.is_cpu:  # rows with the lowest label have no loss; to omit them on a GPU, the host would wait
+        if places_B.is_cpu:  # rows with the lowest label have no loss; on a GPU, omitting them would block the host
             compared_B = batch.labels[rows] > batch.labels.min()
             places_B = places_B[compared_B]
         lower_BN = batch.labels[places_B].unsqueeze(1) > batch.labels.unsqueeze(0)
@@ -45,7 +45,7 @@ class BayesianPersonalizedRanking(BatchLoss):
 
 
 class _Softmax(BatchLoss):
-    """Base class for losses −y · ln of the softmax of score ÷ temperature."""
+    """Base class of losses −y · ln softmax(score ÷ temperature)."""
 
     label_range = (0.0, 1.0)
     metrics = ("auc",)
@@ -103,9 +103,9 @@ class InBatchSoftmax(_Softmax):
     loss, but their items are negatives for other rows. If the task sets `item`, other rows with the same item
     are excluded. If the task sets `item_frequency`, the logarithm of an item's frequency is subtracted from
     the item's scores, but not from predictions. Frequent items occur in more batches and would otherwise be
-    penalized (log-Q correction; Yi et al. 2019, https://doi.org/10.1145/3298689.3346996). Counts below 1 are
-    replaced with 1. The model must output vectors, as two_tower does. A row's score is the dot product of its
-    vectors.
+    penalized (log-Q correction; Yi et al. 2019, https://doi.org/10.1145/3298689.3346996). Frequencies below 1 are
+    replaced with 1. The model must output vectors, as two_tower does. A row's prediction is the dot product of its
+    query and item vectors.
 
     Args:
         temperature: Divisor of scores, > 0.
@@ -120,7 +120,7 @@ class InBatchSoftmax(_Softmax):
     reads_counts = True
 
     def scores(self, vectors_BV: torch.Tensor) -> torch.Tensor:
-        """Return ⟨query, item⟩ of each row: float32 [B, 2·D] → [B]."""
+        """Return the dot product ⟨query, item⟩ of each row: float32 [B, 2·D] → [B]."""
         query_BD, item_BD = vectors_BV.chunk(2, dim=1)
         return (query_BD * item_BD).sum(1)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @loss("bce")
 class BinaryCrossEntropy(Loss):
-    """Binary cross-entropy −y · ln p − (1 − y) · ln(1 − p) in nats, p = sigmoid(logit), labels in [0, 1]."""
+    """Binary cross-entropy −y · ln p − (1 − y) · ln(1 − p) in nats, with p = sigmoid(logit) and labels in [0, 1]."""
 
     label_range = (0.0, 1.0)
     metrics = ("auc", "ne", "logloss", "calibration")
@@ -20,7 +20,7 @@ class BinaryCrossEntropy(Loss):
     log_odds = True
 
     def predict(self, logits_B: torch.Tensor) -> torch.Tensor:
-        """Return the probability of the label 1: float32 [B]."""
+        """Return the probability of label 1: float32 [B]."""
         return logits_B.sigmoid()
 
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
@@ -32,14 +32,14 @@ class BinaryCrossEntropy(Loss):
 
 @loss("focal")
 class Focal(BinaryCrossEntropy):
-    """Focal loss −α·y · (1 − p)^γ · ln p − (1 − α)·(1 − y) · p^γ · ln(1 − p) in nats, p = sigmoid(logit).
+    """Focal loss −α·y · (1 − p)^γ · ln p − (1 − α)·(1 − y) · p^γ · ln(1 − p) in nats, with p = sigmoid(logit).
 
-    Without alpha, the factors α and 1 − α are both 1. Source: Lin et al. 2017, arXiv:1708.02002. The focal
-    factor makes predictions underconfident. Use only their order, or calibrate them after training.
+    Source: Lin et al. 2017, arXiv:1708.02002. The factors (1 − p)^γ and p^γ make predictions underconfident. Use only
+    the order of predictions, or calibrate them after training.
 
     Args:
-        gamma: Exponent γ, 0 to 100; without alpha, 0 results in binary cross-entropy.
-        alpha: Factor of positives, in (0, 1); the factor of negatives is 1 − alpha. None: both factors are 1.
+        gamma: Exponent γ, 0 to 100; without alpha, γ = 0 is binary cross-entropy.
+        alpha: Factor α of positives, in (0, 1); the factor of negatives is 1 − α. None: both factors are 1.
 
     Raises:
         ValueError: An option is out of range.
@@ -61,7 +61,7 @@ class Focal(BinaryCrossEntropy):
 
 @loss("cross_entropy")
 class CrossEntropy(Loss):
-    """Cross-entropy, −ln of the softmax of the logits at the label's class, in nats; labels 0 to classes − 1.
+    """Cross-entropy −ln softmax(logits)[label] in nats, for labels from 0 to classes − 1.
 
     Args:
         classes: Number of classes, 2 to 65,536.
@@ -92,7 +92,7 @@ class CrossEntropy(Loss):
 
 @loss("mse")
 class SquaredError(Loss):
-    """Squared error (logit − y)². Large labels cause large gradients; scale such labels with a transform."""
+    """Squared error (logit − y)². Large labels cause large gradients and should be scaled by a transform."""
 
     metrics = ("mse", "mae")
     predicts = "number"
@@ -128,7 +128,7 @@ class Huber(Loss):
 
 @loss("poisson")
 class Poisson(Loss):
-    """Poisson loss exp(logit) − y · logit: −ln of the Poisson probability of y without the constant ln y!."""
+    """Poisson loss exp(logit) − y · logit, the negative log-likelihood of y without the constant ln y!."""
 
     label_range = (0.0, float("inf"))
     metrics = ("mse", "mae")
@@ -145,10 +145,10 @@ class Poisson(Loss):
 
 @loss("from_model")
 class FromModel(Loss):
-    """Label y times the loss that the model computes for the row, e.g. its item against sampled negatives.
+    """Label y times the loss that the model computes for the row, e.g. from the row's item and sampled negatives.
 
-    Rows with label 0 have no loss. Metrics and predictions use the model's score. The objective adds the
-    model's loss (tasks/objective.py); this class contributes 0.
+    Rows with label 0 have no loss. Metrics and predictions use the model's logits. The objective adds the
+    model's loss (tasks/objective.py), so this class returns 0.
     """
 
     label_range = (0.0, 1.0)
@@ -157,5 +157,5 @@ class FromModel(Loss):
     from_model = True
 
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
-        """Return 0 for each row: float32 [B]."""
+        """Return 0 for each row, because the objective adds the model's loss: float32 [B]."""
         return logits_B.new_zeros(logits_B.shape)
