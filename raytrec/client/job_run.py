@@ -77,7 +77,7 @@ class JobRun(Run):
         """Return the run folder on the cluster; wait until the job has begun its run.
 
         Raises:
-            RunError: The job ended before it began a run, or did not begin a run within ten minutes.
+            RunError: The job ended without beginning a run, or did not begin a run within ten minutes.
         """
         deadline = monotonic() + JOB_START_TIMEOUT_S
         while not self._folder and self._poll() not in ENDED:
@@ -85,7 +85,8 @@ class JobRun(Run):
                 raise RunError(f"the job did not start a run within {JOB_START_TIMEOUT_S} s", where=self.job)
             sleep(self.poll_s)
         if not self._folder:
-            self._outcome()  # raises an error
+            self._outcome()  # raises an error unless the job succeeded
+            raise RunError("the job has ended without training a run", where=self.job, do="read its result with wait()")
         return self._folder
 
     def stop(self) -> None:
@@ -109,8 +110,8 @@ class JobRun(Run):
         self.state = STATES.get(status) or ("running" if self._folder else "starting")
         if self.state == "failed" and self.error is None:
             last = [line.strip() for line in self.log if line.strip()][-FAILED_LOG_LINES:]
-            expected = " | ".join(last) or self._jobs.message(self.job)
-            self.error = RunError("the job failed", where=self.job, expected=expected)
+            why = " | ".join(last) or self._jobs.message(self.job)
+            self.error = RunError(f"the job failed: {why}", where=self.job)
 
     def _command(self, name: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
         """Run a command as a separate job, wait for its end, and return its metrics."""

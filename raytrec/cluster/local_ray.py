@@ -26,6 +26,7 @@ from raytrec.compat.ray_start import CURRENT_CLUSTER_FILE, INFREQUENT_REPORTS_EN
 
 FOLDER_PREFIX, OWNER = "raytrec-", "owner"
 RAY_TMPDIR_VARIABLE = "RAY_TMPDIR"
+FOLDER_ADVICE = f"set {RAY_TMPDIR_VARIABLE} to a folder on a local disk that you can write to"
 # Maximum length of a Unix socket address (sys/un.h).
 MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 MIN_ABANDONED_AGE_S = 3600.0  # a younger folder without an owner file may be in creation
@@ -57,8 +58,7 @@ def make_folder() -> tuple[Path, int]:
         RunError: The folder cannot be created.
     """
     base = find_base_folder()
-    do = f"set {RAY_TMPDIR_VARIABLE} to a folder on a local disk that you can write to"
-    with convert_os_errors("cannot create a folder for Ray's files", where=str(base), do=do):
+    with convert_os_errors("cannot create a folder for Ray's files", where=str(base), do=FOLDER_ADVICE):
         sweep(base)
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))  # mode 0700
         owner = os.open(folder / f".{OWNER}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -72,7 +72,7 @@ def find_base_folder() -> Path:
     """Return the parent folder of private folders, whose path is short enough for Unix sockets in them.
 
     Raises:
-        RunError: The path in RAY_TMPDIR is too long.
+        RunError: The path in RAY_TMPDIR is too long, or the folder cannot be created.
     """
     for name in (RAY_TMPDIR_VARIABLE, "TMPDIR"):
         if value := os.environ.get(name):
@@ -80,7 +80,8 @@ def find_base_folder() -> Path:
             base = base.parent if base.name.startswith(FOLDER_PREFIX) else base  # set by an enclosing Ray
             max_bytes = MAX_SOCKET_PATH_BYTES - len(f"/{FOLDER_PREFIX}12345678{LONGEST_SOCKET_PATH}")
             if len(os.fsencode(base)) <= max_bytes:
-                base.mkdir(parents=True, exist_ok=True, mode=0o700)
+                with convert_os_errors("cannot create Ray's folder", where=f"{name}={value}", do=FOLDER_ADVICE):
+                    base.mkdir(parents=True, exist_ok=True, mode=0o700)
                 return base
             if name == RAY_TMPDIR_VARIABLE:
                 raise RunError(

@@ -121,6 +121,14 @@ def measure_system_memory() -> int:
     return get_system_memory()
 
 
+def measure_available_memory() -> int:
+    """Return the main memory that is not in use on this machine, or in this process's container, in bytes."""
+    import psutil
+    from ray._private.utils import estimate_available_memory
+
+    return min(psutil.virtual_memory().available, estimate_available_memory())
+
+
 def resolve_bootstrap_address(address: str) -> str | None:
     """Return the HOST:PORT of the cluster that Ray joins for an address, or None for "local".
 

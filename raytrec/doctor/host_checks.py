@@ -25,7 +25,7 @@ from raytrec.common.machine import (
     get_torch_cuda_version,
     list_gpu_kinds,
 )
-from raytrec.compat.ray_core import measure_system_memory
+from raytrec.compat.ray_core import measure_available_memory, measure_system_memory
 from raytrec.compat.ray_start import CURRENT_CLUSTER_FILE, get_logs_folder
 from raytrec.compat.versions import find_wrong_versions
 
@@ -196,10 +196,8 @@ def check_limits() -> Diagnoses:
     virtual, _ = resource.getrlimit(resource.RLIMIT_AS)
     limited = ["unlimited" if n == resource.RLIM_INFINITY else f"{n:,}" for n in (files, locked, virtual)]
     what = f"{limited[0]} open files, {limited[1]} bytes of locked and {limited[2]} bytes of virtual memory"
-    if (
-        virtual != resource.RLIM_INFINITY
-        and virtual < MIN_VIRTUAL_MEMORY_BYTES + OBJECT_STORE_SHARE * measure_system_memory()
-    ):
+    least = MIN_VIRTUAL_MEMORY_BYTES + OBJECT_STORE_SHARE * measure_system_memory()
+    if has_little_virtual := virtual != resource.RLIM_INFINITY and virtual < least:
         do = "remove the limit: ulimit -v unlimited, LimitAS=infinity (systemd); limit memory by cgroup"
         yield Diagnosis(FAILURE, f"{what}: Ray processes map more virtual memory, and exit at startup", do)
     do = "raise the limit: ulimit -n 65536, LimitNOFILE=65536 (systemd), docker run --ulimit nofile=65536"
@@ -208,16 +206,14 @@ def check_limits() -> Diagnoses:
     elif locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
         do = "set ulimit -l unlimited, LimitMEMLOCK=infinity (systemd) or docker run --ulimit memlock=-1"
         yield Diagnosis(WARNING, f"{what}: InfiniBand needs unlimited locked memory", do)
-    else:
+    elif not has_little_virtual:
         yield Diagnosis(OK, what)
 
 
 @host_check("memory")
 def check_main_memory() -> Diagnoses:
     """Check the available main memory, within the container's limit."""
-    import psutil
-
-    total, available = (measure_system_memory(), min(psutil.virtual_memory().available, measure_system_memory()))
+    total, available = measure_system_memory(), measure_available_memory()
     what = f"{available / GIB:,.1f} GiB available of {total / GIB:,.1f} GiB"
     if available < MIN_MEMORY_BYTES:
         do = "end other processes, or raise the container's limit: Linux may kill workers without a message"

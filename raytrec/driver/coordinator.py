@@ -31,11 +31,12 @@ PHASES = {
     "evaluate": "evaluating",
     "save": "saving",
 }
-# Descriptions of a GPU's phases (common.messages.PHASES, without "tables"), in the order of a step.
+# Descriptions of a GPU's phases (common.messages.PHASES), in the order of a step.
 GPU_PHASE_TEXTS = {
     "data": "waiting for data",
     "copy": "waiting for its batch",
     "input_exchange": "in the exchange of ids",
+    "tables": "in lookups or updates of tables",
     "forward": "in the forward pass",
     "collectives": "in the exchange of embeddings",
     "backward": "in the backward pass",

@@ -15,7 +15,7 @@ from raytrec.common.reading import UnreadableError
 from raytrec.common.storage import read_yaml
 from raytrec.config.base import NonNegativeFloat
 from raytrec.config.features import resolve_features
-from raytrec.config.models import check_model
+from raytrec.config.models import PythonSection, check_model
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema, format_yaml_scalar
 from raytrec.config.transforms import Sample
@@ -116,7 +116,7 @@ def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -
     """
     refused = {
         "model.lookup_l2": bool(config.model.l2_factors(schema)),
-        "model.negatives": config.model.own_loss,
+        "model.gives_loss" if isinstance(config.model, PythonSection) else "model.negatives": config.model.own_loss,
         "eval.retrieval": config.eval.retrieval is not None,
     }
     for i, task in enumerate(tasks):  # items are columns of requests, not of candidates
@@ -126,7 +126,7 @@ def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -
         raise ConfigError(
             f"{keys[0]} does not support rows that are requests with candidates (schema.yaml, candidates)",
             where=keys[0],
-            expected="no negatives, lookup_l2 or eval.retrieval, and no item or item_frequency in in_batch_softmax",
+            expected="no loss of the model, lookup_l2 or eval.retrieval, and no item or item_frequency in in_batch_softmax",
             do="remove the setting, or write one row per candidate and remove candidates from schema.yaml",
         )
 

@@ -23,6 +23,7 @@ from raytrec.config.tables import EmbeddingOptim
 BY_ID_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 # For tables that produce sums of bags: ranks hold parts of each sum, which a reduce-scatter adds up.
 REDUCE_SCATTER_TYPES = ("row_wise", "table_row_wise", "grid_shard")
+HOST_SHARDING_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")  # assigned host by host
 COLUMN_SHARDED_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 NO_REDUCTION_TYPES = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
 # Reason for rejecting other sharding types, and the expected ones.

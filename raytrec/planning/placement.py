@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torchrec.distributed.planner.types import ShardingOption
 
-from raytrec.embeddings.constraints import REDUCE_SCATTER_TYPES, TableConstraint
+from raytrec.embeddings.constraints import HOST_SHARDING_TYPES, REDUCE_SCATTER_TYPES, TableConstraint
 from raytrec.planning.loads import LoadCounter, Loads
 from raytrec.planning.memory import PlannedTable
 from raytrec.planning.step_cost import StepTime, estimate_step_time
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 TIE_BREAK_WEIGHT = 0.1
 TABLE_STEP_PARTS = ("lookup", "input exchange", "output exchange", "all-reduce")
 ALL_RANK_SHARDING_TYPES = ("row_wise", "data_parallel")  # sharding types that use all ranks in rank order
-# Sharding types whose shards are assigned host by host.
-HOST_SHARDING_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.planning.balance import DoesNotFitError, PlanBalancer
 from raytrec.planning.dense_work import DenseWork
 from raytrec.planning.loads import group_lengths_by_table
-from raytrec.planning.memory import GIB, Constraints, move_to_files
+from raytrec.planning.memory import DTYPE_BYTES, GIB, Constraints, move_to_files
 from raytrec.planning.placement import PlacementSpace
 from raytrec.planning.rates import Rates
 
@@ -157,7 +157,8 @@ class Search:
         return out
 
     def _make_refusal(self, constraints: Constraints, reason: str) -> ConfigError:
-        gib = sum(t.rows * t.dim * 4 for t in self.schema.tables.values()) / GIB
+        tables = self.schema.tables
+        gib = sum(tables[n].rows * tables[n].dim * DTYPE_BYTES[c.dtype] for n, c in constraints.items()) / GIB
         sizes, allowed = self.topology.devices[0].storage, ", ".join(self.config.plan.sharding_types)
         kernels = {constraint.kernel for constraint in constraints.values()}
         if self.topology.compute_device == "cuda":

@@ -15,6 +15,7 @@ import numpy as np
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tables import DenseOptim
+from raytrec.embeddings.constraints import REDUCE_SCATTER_TYPES
 from raytrec.embeddings.mapped import BYTES_PER_PLACE, ROW_BYTES
 from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.planning.dense_work import DenseWork
@@ -254,7 +255,7 @@ def _estimate_input_exchange_s(loads: Loads, rates: Rates, world: int, hosts: in
 
 
 def _estimate_output_exchange_s(loads: Loads, rates: Rates, world: int) -> np.ndarray:
-    kinds = [kind for _, kind in loads.groups]
+    summed = [kind for by_id, kind in loads.groups if kind in REDUCE_SCATTER_TYPES and not by_id]
     out, near, far = np.zeros(world), np.zeros(world), np.zeros(world)
     for kind in COLLECTIVES[:3]:
         sent, sent_far = loads.near[kind], loads.far[kind]
@@ -262,9 +263,8 @@ def _estimate_output_exchange_s(loads: Loads, rates: Rates, world: int) -> np.nd
             sent, sent_far = np.maximum(sent, loads.arrived[0]), np.maximum(sent_far, loads.arrived[1])
         near = near + sent / rates.bandwidth[kind]
         far = far + (sent_far / rates.far if rates.far else 0.0)
-    summed = sum(kind in ("row_wise", "table_row_wise", "grid_shard") for kind in kinds)
-    out += summed * (_get_latency_s(rates, "reduce_scatter", world) + _get_latency_s(rates, "all_gather", world))
-    out += 2 * (len(kinds) - kinds.count("row_wise")) * _get_latency_s(rates, "all_to_all", world)
+    out += len(summed) * (_get_latency_s(rates, "reduce_scatter", world) + _get_latency_s(rates, "all_gather", world))
+    out += 2 * (len(loads.groups) - summed.count("row_wise")) * _get_latency_s(rates, "all_to_all", world)
     return out + np.maximum(near, far)
 
 

@@ -11,6 +11,7 @@ from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.constraints import (
     CACHING_KERNEL,
     COLUMN_SHARDED_TYPES,
+    HOST_SHARDING_TYPES,
     MMAP_KERNEL,
     TableConstraint,
     count_column_shards,
@@ -154,7 +155,8 @@ def _check_dtype(table: str, constraint: TableConstraint, optimizer: str, device
         )
 
 
-def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: int, per_host: int) -> None:
+def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: int, per_host: int | None) -> None:
+    """Check plan.tables.*.ranks; what depends on hosts is checked by the workers if `per_host` is None."""
     ranks, sharding = constraint.ranks, constraint.sharding[0]
     outside = [r for r in ranks if r >= world]
     if outside:
@@ -163,6 +165,10 @@ def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: in
         )
     if len(set(ranks)) < len(ranks):
         raise make_plan_error(table, f"ranks {list(ranks)} contain duplicates", "each rank once")
+    if per_host is None:
+        if sharding in HOST_SHARDING_TYPES:
+            return
+        per_host = world
     hosts = [list(range(h, h + per_host)) for h in range(0, world, per_host)]
     one_host = any(set(ranks) <= set(host) for host in hosts)
     whole_hosts = all(list(ranks[i : i + per_host]) in hosts for i in range(0, len(ranks), per_host))

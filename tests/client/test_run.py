@@ -144,8 +144,8 @@ def test_job_run_follows_the_job_log():
     ("written", "what", "expected"),
     [
         (log((lines.ERROR, {"what": "bad rows", "expected": "good ones"})), "bad rows", "good ones"),
-        ("1\n\n2\n3\nValueError: x\n", "the job failed", "2 | 3 | ValueError: x"),
-        ("", "the job failed", "no node"),
+        ("1\n\n2\n3\nValueError: x\n", "the job failed: 2 | 3 | ValueError: x", None),
+        ("", "the job failed: no node", None),
     ],
 )
 def test_failed_job_raises_its_error(written, what, expected):
@@ -156,6 +156,13 @@ def test_failed_job_raises_its_error(written, what, expected):
     run = JobRun(FakeJobs(written, "FAILED"), "mine-1")
     with pytest.raises(RunError, match=what):
         _ = run.folder
+
+
+def test_job_without_a_run_has_no_folder():
+    run = JobRun(FakeJobs(log((lines.RESULT, {"eval.auc": 0.7})), "SUCCEEDED"), "mine-1")
+    with pytest.raises(RunError, match="ended without training a run"):
+        _ = run.folder
+    assert run.wait() == {"eval.auc": 0.7}
 
 
 def test_predict_starts_a_job_and_returns_its_result():

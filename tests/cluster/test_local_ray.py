@@ -121,6 +121,14 @@ def test_too_long_ray_path_is_reported(base, monkeypatch):
         assert folder.parent == Path("/tmp")
 
 
+def test_unusable_ray_path_is_reported(base, monkeypatch):
+    (base / "file").touch()
+    monkeypatch.setenv(RAY_TMPDIR_VARIABLE, str(base / "file" / "ray"))
+    with pytest.raises(RunError, match="cannot create Ray's folder") as error, create_private_folder():
+        pass
+    assert f"{RAY_TMPDIR_VARIABLE}={base}/file/ray" in error.value.where and "local disk" in error.value.do
+
+
 def test_auto_address_finds_heads_of_this_user(base):
     """Ray itself would pick any GCS process on the machine, including that of a local run."""
     from raytrec.cluster.session import _require_single_address

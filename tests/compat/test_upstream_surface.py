@@ -34,6 +34,7 @@ NAMES = [
     "ray._raylet:ActorClassID.size",
     "ray._common.constants:HEAD_NODE_RESOURCE_NAME",
     "ray._common.utils:get_system_memory",
+    "ray._private.utils:estimate_available_memory",
     "ray._raylet:GcsClient",
     "ray._raylet:InnerGcsClient.drain_node",
     "ray._raylet:Config.initialize",

@@ -170,7 +170,8 @@ def test_low_disk_memory_and_limits_are_reported(tmp_path, monkeypatch):
     with small_disk(make_short_link(tmp_path).parent / "disk", "1m") as place:
         monkeypatch.setenv("RAY_TMPDIR", str(place))
         assert "RAY_TMPDIR" in get_only_diagnosis("Ray's folder", FAILURE).do
-    monkeypatch.setattr(host_checks, "measure_system_memory", lambda: 1 << 29)
+    for name in ("measure_system_memory", "measure_available_memory"):
+        monkeypatch.setattr(host_checks, name, lambda: 1 << 29)
     assert "0.5 GiB available of 0.5" in get_only_diagnosis("memory", WARNING).finding
     monkeypatch.setattr(host_checks, "MIN_OPEN_FILES", 1 << 40)
     monkeypatch.setattr(host_checks, "RECOMMENDED_OPEN_FILES", 1 << 40)
@@ -182,12 +183,13 @@ def test_virtual_memory_limit_is_reported_before_a_run():
     code = """
 import resource
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-from raytrec.doctor.host_checks import check_before_run
-print(*check_before_run(), sep="\\n")
+from raytrec.doctor.host_checks import check_before_run, check_limits
+print(*check_before_run(), *(each.result for each in check_limits()), sep="\\n")
 """
     lines = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).splitlines()
     (line,) = [line for line in lines if line.startswith("limits")]
     assert "8,589,934,592 bytes of virtual memory" in line and "ulimit -v unlimited" in line
+    assert lines.count(FAILURE) == 1 and OK not in lines, "one diagnosis"
 
 
 def test_local_run_warns_of_low_memory_before_ray_starts(tiny_data, tmp_path, monkeypatch):

@@ -2,8 +2,14 @@
 
 import asyncio
 
-from raytrec.common.messages import HEARTBEAT_INTERVAL_S, MAX_HEARTBEATS_PER_S, Command, compute_heartbeat_interval
-from raytrec.driver.coordinator import Coordinator
+from raytrec.common.messages import (
+    HEARTBEAT_INTERVAL_S,
+    MAX_HEARTBEATS_PER_S,
+    PHASES,
+    Command,
+    compute_heartbeat_interval,
+)
+from raytrec.driver.coordinator import GPU_PHASE_TEXTS, Coordinator
 
 WAIT_LOCATION = "wait, distributed/comm_ops.py:12"
 
@@ -50,6 +56,12 @@ def describe_gpu_hang(*states):
     return describe_hang(
         *((9, step, "step", WAIT_LOCATION, waiting, unfinished) for step, waiting, unfinished in states)
     )
+
+
+def test_each_phase_of_a_gpu_has_a_text():
+    assert {*GPU_PHASE_TEXTS} == {*PHASES}
+    found = describe_gpu_hang((57, False, (55, "backward")), (57, False, (55, "tables")))
+    assert found.startswith("rank 1 ") and "(in lookups or updates of tables)" in found
 
 
 def test_coordinator_names_the_rank_whose_gpu_is_behind():

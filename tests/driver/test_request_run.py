@@ -98,6 +98,7 @@ def test_predict_and_export_accept_one_candidate_per_row(run, folder, tmp_path):
     "key,changes",
     [
         ("model.lookup_l2", {"model": {"name": "dlrm", "lookup_l2": {"user": 0.1}}}),
+        ("model.gives_loss", {"model": {"name": "mine:Model", "gives_loss": True}}),
         ("tasks[0].item", {"model": TOWERS, "tasks": [{"loss": "in_batch_softmax", "item": "g"}]}),
         ("eval.retrieval", {"model": TOWERS, "eval": {"retrieval": {"items": "x", "item": "item"}}}),
         ("train.compile=graphs", {"train": {"compile": "graphs"}}),

@@ -13,9 +13,10 @@ from raytrec.config.schema import Statistics
 from raytrec.planning import dense_work
 from raytrec.planning.dense_work import count_dense_layers
 from raytrec.planning.dry_run import ClusterEstimator
-from raytrec.planning.loads import estimate_hit_share
+from raytrec.planning.loads import Loads, estimate_hit_share
 from raytrec.planning.machines import Cluster, parse_cluster
 from raytrec.planning.rates import Rates
+from raytrec.planning.step_cost import _estimate_output_exchange_s
 from raytrec.worker.build import build_unsharded
 
 ROWS, DIM, WORLD = 1000, 32, 4
@@ -183,6 +184,16 @@ def test_cpu_step_time_is_the_sum_of_its_parts():
     assert time.parts["dense layers"] == pytest.approx(products * two_ranks_a_core, rel=0.01)
     assert time.step == pytest.approx(sum(time.parts.values()) - time.parts["ingest"])
     assert time.rows_per_s == pytest.approx(64 / time.step) and time.bottleneck in time.parts
+
+
+def test_vectors_of_ids_in_sequences_are_exchanged_all_to_all():
+    latencies = dict.fromkeys(("reduce_scatter", "all_gather", "all_reduce"), 0.0) | {"all_to_all": 1.0}
+    times = {}
+    for table_read_by_id in ("", "t"):
+        loads = Loads(WORLD, row_ids=3)
+        loads.groups[table_read_by_id, "row_wise"] = 1
+        times[table_read_by_id] = _estimate_output_exchange_s(loads, make_rates(latency_s=latencies), WORLD).max()
+    assert times[""] == 0 and times["t"] >= 2
 
 
 def test_ranks_sharing_cores_slow_down_dense_layers():

@@ -81,6 +81,18 @@ def make_item_line(sharding=None, kernel=None, **line):
     return {"item": line | {key: value for key, value in both.items() if value}}
 
 
+def test_manual_ranks_are_validated_before_hosts_are_known():
+    """The driver of a cluster validates plans before the workers have been placed on hosts."""
+    for ranks, message in ([2], None), ([4], "there is no rank 4"), ([0, 1], "cannot use ranks"):
+        plan = config({"item": {"sharding_type": "table_wise", "ranks": ranks}, "shop": {"sharding_type": "row_wise"}})
+        with pytest.raises(ConfigError, match=message) if message else nullcontext():
+            validate_constraints(plan, schema(), "cpu", world=4)
+    for kind, ranks in ("column_wise", [3, 1]), ("table_row_wise", [2, 3]), ("grid_shard", [0, 1]):
+        validate_constraints(config(make_item_line(kind, ranks=ranks)), schema(), "cpu", world=4)
+    with pytest.raises(ConfigError, match="16 columns into 3 parts"):
+        validate_constraints(config(make_item_line("column_wise", ranks=[0, 1, 2])), schema(), "cpu", world=4)
+
+
 @pytest.mark.parametrize(
     "tables,together,message",
     [
