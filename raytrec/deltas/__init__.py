@@ -1,1 +1,1 @@
-"""Deltas: the rows, ids and dense weights that a run has changed since its previous delta."""
+"""Deltas of a run: table rows and managed ids that have changed since the previous delta, and all dense weights."""

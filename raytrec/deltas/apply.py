@@ -1,4 +1,4 @@
-"""Check the content of deltas, and apply deltas to models in memory."""
+"""Read and check deltas, and apply them to a model in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class IdChanges:
     Attributes:
         listed: Rows that lose their id, int64 [l].
         ids: Ids that get a row, int64 [n].
-        rows: Rows of these ids, int64 [n]; all are listed.
+        rows: Row that each of `ids` gets, int64 [n]; all of these rows are in `listed`.
     """
 
     listed: torch.Tensor
@@ -37,13 +37,13 @@ class IdChanges:
 
 @dataclass(frozen=True)
 class Delta:
-    """Content of a delta, restricted to the tables of a consumer.
+    """Content of a delta, restricted to the tables of a consumer's export.
 
     Attributes:
-        position: Position after the delta.
-        rows: Table → new rows.
-        ids: Table → changed ids.
-        dense: Name → values of all weights.
+        position: Position of a consumer that has applied the delta.
+        rows: Table → new values of changed rows.
+        ids: Table → changes of managed ids.
+        dense: Weight → new values, for all weights of the programs.
     """
 
     position: Position
@@ -57,12 +57,12 @@ def read_delta(folder: str, position: Position, schema: Schema, weights: Mapping
 
     Args:
         folder: Folder of deltas.
-        position: Position after the delta.
-        schema: Schema of the consumer's export; its tables may be some of the run's tables.
-        weights: Weights of the consumer's programs by name, which determine names, shapes and dtypes.
+        position: Position of a consumer that has applied the delta.
+        schema: Schema of the consumer's export, which may lack some of the run's tables.
+        weights: Weights of the consumer's programs by name; the delta must have the same names, shapes and dtypes.
 
     Raises:
-        RunError: A file is missing, damaged, or does not fit the consumer's export.
+        RunError: A file is missing or damaged, does not fit the consumer's export, or contains NaN or infinity.
     """
     with refuse_unusable(folder, position):
         _check_tables(position, schema)
@@ -73,7 +73,7 @@ def read_delta(folder: str, position: Position, schema: Schema, weights: Mapping
 
 
 def read_row_changes(folder: str, position: Position, schema: Schema) -> dict[str, RowChanges]:
-    """Return only the new rows of a delta by table; arguments and errors are those of `read_delta`."""
+    """Return the new rows of a delta by table, without its ids and dense weights. See `read_delta`."""
     with refuse_unusable(folder, position):
         _check_tables(position, schema)
         return _join_tables(list(read_batches(folder, position.manifest, "rows")), schema)
@@ -81,7 +81,7 @@ def read_row_changes(folder: str, position: Position, schema: Schema) -> dict[st
 
 @contextmanager
 def refuse_unusable(folder: str, position: Position) -> Iterator[None]:
-    """Convert errors in the content of a delta to the error that refuses the delta."""
+    """Convert errors about the content of a delta to a RunError that refuses the delta."""
     try:
         yield
     except (OSError, ValueError, StructError, pa.ArrowException) as error:
@@ -99,14 +99,14 @@ def _check_tables(position: Position, schema: Schema) -> None:
 def _check_range(table: str, rows: np.ndarray, count: int) -> None:
     if len(rows) and not 0 <= rows.min() <= rows.max() < count:
         row = rows.min() if rows.min() < 0 else rows.max()
-        raise UnusableDeltaError(f"row {row:,} is not in table {table}, which has {count:,} such rows")
+        raise UnusableDeltaError(f"row {row:,} is not in table {table}, which has {count:,} valid rows")
 
 
-Piece = tuple[int, np.ndarray, np.ndarray]  # first column, rows [n], and their values from this column on, [n, width]
+Piece = tuple[int, np.ndarray, np.ndarray]  # first column, rows [n], and values of `width` columns, [n, width]
 
 
 def _split_rows(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, list[Piece]]:
-    """Return the pieces of rows of each table; the rows of a piece have the same columns."""
+    """Return the pieces of each table; a piece contains rows with values for the same range of columns."""
     pieces: dict[str, list[Piece]] = {}
     for batch in batches:
         rows, columns, lists = batch["row"].to_numpy(), batch["column"].to_numpy(), batch["values"]
@@ -130,7 +130,7 @@ def _join_tables(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, Row
 
 
 def _join_rows(table: str, schema: Schema, pieces: list[Piece]) -> RowChanges:
-    """Return whole rows from the pieces of a table."""
+    """Join the pieces of a table into complete rows, and check them."""
     all_rows = np.unique(np.concatenate([rows for _, rows, _ in pieces]))
     _check_range(table, all_rows, schema.tables[table].rows)
     values = np.empty((len(all_rows), schema.tables[table].dim), np.float32)
@@ -161,7 +161,7 @@ def _read_ids(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, IdChan
         rows, ids, has_id = (np.concatenate(each) for each in zip(*members, strict=True))
         _check_range(name, rows, schema.tables[name].own_rows)
         if len(np.unique(rows)) < len(rows):
-            raise UnusableDeltaError(f"the id of a row of table {name} occurs twice")
+            raise UnusableDeltaError(f"a row of table {name} is listed twice in the changes of ids")
         changes[name] = IdChanges(*(torch.from_numpy(each) for each in (rows, ids[has_id], rows[has_id])))
     return changes
 
@@ -179,7 +179,7 @@ def _read_dense(batches: list[pa.RecordBatch], weights: Mapping[str, torch.Tenso
                 raise UnusableDeltaError(f"{what} instead of {expected[0]} {expected[1]} in {expected[2]:,} bytes")
             dense[name] = torch.empty(old.shape, dtype=old.dtype)
             dense[name].view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(values, np.uint8)
-            # A mask may contain infinity, which then never changes.
+            # A mask may contain infinity, but only where its value does not change.
             if not bool((dense[name].isfinite() | (dense[name] == old)).all()):
                 raise UnusableDeltaError(f"weight {name} contains NaN or infinity")
     if missing := sorted(weights.keys() - dense.keys()):
@@ -188,14 +188,14 @@ def _read_dense(batches: list[pa.RecordBatch], weights: Mapping[str, torch.Tenso
 
 
 class PreparedDeltas:
-    """Consecutive deltas of which only copies into a scorer remain to be made.
+    """Consecutive deltas, prepared so that applying them only copies values into a scorer.
 
     Args:
         folder: Folder of deltas, for error messages.
-        scorer: Scorer in the state before the deltas. The scorer may score meanwhile, but must not be changed.
+        scorer: Scorer in the state before the first delta. Until `apply`, the scorer may score but must not change.
 
     Attributes:
-        position: Position after the last delta; None: there is no delta.
+        position: Position after the last added delta; None if no delta has been added.
     """
 
     def __init__(self, folder: str, scorer: Scorer):
@@ -209,7 +209,7 @@ class PreparedDeltas:
 
         Raises:
             RunError: A weight has different shapes in the programs, an id would have two rows, or a value is too
-                large for the table shards.
+                large for the precision of its table (checked here only with table shards).
         """
         lookups, precisions, rows = self._scorer.lookups, self._scorer.manifest.precisions, delta.rows
         with refuse_unusable(self._folder, delta.position):
@@ -218,7 +218,7 @@ class PreparedDeltas:
                     raise UnusableDeltaError(f"weight {name} has different shapes in the programs")
             ids = {name: self._ids.get(name, lookups.ids[name]) for name in delta.ids}
             ids = {name: ids[name].replace(each.listed, each.ids, each.rows) for name, each in delta.ids.items()}
-            if lookups.is_remote:  # shards would refuse the later deltas, too
+            if lookups.is_remote:  # a shard that refuses this delta also refuses all later deltas
                 for name, each in rows.items():
                     encode_rows(name, each, PRECISIONS[precisions[name]])
                 rows = {name: RowChanges(each.rows, torch.empty(0)) for name, each in rows.items()}
@@ -227,10 +227,10 @@ class PreparedDeltas:
         self._dense, self.position = delta.dense, delta.position
 
     def finish(self) -> None:
-        """Prepare the rows of all deltas.
+        """Prepare the rows of all added deltas, of which there must be at least one.
 
         Raises:
-            RunError: A value is too large for the precision of the tables, or the tables cannot be changed.
+            RunError: A value is too large for the precision of its table, or the tables cannot be made writable.
             UnavailableError: A table shard does not have the new state.
         """
         with refuse_unusable(self._folder, self.position):
@@ -238,6 +238,6 @@ class PreparedDeltas:
             self._update_rows = update(self._rows, self.position.version, self.position.number)
 
     def apply(self) -> None:
-        """Change the scorer to the state after the last delta, in the thread that scores."""
+        """Change the scorer to the state after the last delta. Call this method only in the thread that scores."""
         self._update_rows()
         self._scorer.update(self.position.manifest.step, self.position.version, self._ids, self._dense)

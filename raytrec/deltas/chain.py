@@ -28,7 +28,7 @@ REFUSAL_ADVICE = "wait for the run's next full export, which replaces all deltas
 
 @dataclass(frozen=True)
 class Position:
-    """State of a consumer: the delta that leads to this state.
+    """State of a consumer, identified by the delta that leads to the state.
 
     Attributes:
         run: Name of the run.
@@ -47,7 +47,7 @@ class Position:
 
     @property
     def version(self) -> str:
-        """Return the name of the state in responses."""
+        """Return the version of the state, as named in responses of a service."""
         return format_version(self.run, self.manifest.step, self.checksum)
 
 
@@ -64,7 +64,7 @@ def make_missing_export_error(folder: str) -> RunError:
 
 
 def find_stream(folder: str) -> DeltaStream | None:
-    """Read the identity of the run that writes a folder; return None if there is none yet.
+    """Return the identity of the run that writes a folder of deltas, or None if no run has written to the folder.
 
     Raises:
         RunError: The file cannot be read.
@@ -83,7 +83,7 @@ def read_next(folder: str, position: Position) -> Position | None:
     """Return the position after the next delta, or None if the next delta does not exist yet.
 
     Raises:
-        RunError: The manifest is damaged, of another run, or does not continue the consumer's delta.
+        RunError: The manifest cannot be read, belongs to another run, or does not continue the consumer's delta.
     """
     number, stream = position.number + 1, position.manifest.stream
     try:
@@ -94,7 +94,7 @@ def read_next(folder: str, position: Position) -> Position | None:
         return None
     manifest, checksum = found
     if manifest.stream != stream:
-        raise make_refusal(folder, number, f"it is of another run: stream {manifest.stream}", f"stream {stream}")
+        raise make_refusal(folder, number, f"it belongs to another run: stream {manifest.stream}", f"stream {stream}")
     if manifest.parent != position.checksum:
         reason = f"it does not continue delta {position.number}: parent {manifest.parent[:8] or 'none'}"
         raise make_refusal(folder, number, reason, f"parent {position.checksum[:8]}")
@@ -105,7 +105,7 @@ def check_gap(folder: str, position: Position) -> None:
     """Raise an error if the next delta is missing and will not appear.
 
     Raises:
-        RunError: The next delta has been removed, or the delta after it exists.
+        RunError: The next delta is missing, and the delta after it exists or the consumer's delta has been removed.
         OSError: The store cannot be read.
     """
     number = position.number + 1
@@ -118,7 +118,7 @@ def check_gap(folder: str, position: Position) -> None:
 
 
 def iterate_exports(folder: str, newer_than: int = 0) -> Iterator[tuple[str, Position]]:
-    """Yield the location and the position of each full export of the current stream, the newest one first.
+    """Yield the location and the position of each intact full export of the current stream, newest first.
 
     Args:
         folder: Folder of deltas.
@@ -146,11 +146,13 @@ def find_position(folder: str, export: str, source: ExportSource) -> Position:
 
     Args:
         folder: Folder of deltas.
-        export: Location of the export; if its last part is a number, that of the delta.
+        export: Location of the export. If its last path component is a number, only the delta of this number is
+            considered.
         source: Origin of the exported model.
 
     Raises:
         RunError: The folder does not contain exactly one delta that leads to the step of the export.
+        OSError: The store cannot be read.
     """
     stream, name = find_stream(folder), split_query(export)[0].rpartition("/")[2]
     numbers, found = set(list_numbers(folder, DELTAS_FOLDER)) if stream else set(), []

@@ -1,4 +1,4 @@
-"""Rows of this rank's shards, and managed ids of rows, that have changed since the previous delta."""
+"""Track the table rows and managed ids that have changed on this rank since the previous delta."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RowPiece:
     Attributes:
         table: Name of the table.
         rows: Rows of the table, int64 [n], in host memory.
-        column: First column.
+        column: First column of the values.
         values: Values, float32 [n, columns], in host memory.
     """
 
@@ -41,32 +41,33 @@ class RowPiece:
 
 
 class LookedUpRows:
-    """Changed rows of a shard whose rows change only after lookups or when they are reassigned to other ids.
+    """Tracker of changed rows in a shard whose rows change only if they are looked up or reassigned to other ids.
 
     Args:
         table: Name of the table.
         shard: Shard of this rank.
-        flags: uint8 [rows]; lookups set the flags of their rows to 1.
+        flags: One flag per row of the shard, uint8 [rows]; lookups in training steps set the flags of their rows to 1.
     """
 
     def __init__(self, table: str, shard: Shard, flags: torch.Tensor):
         self.table, self.shard, self._flags = table, shard, flags
 
     def mark(self, rows: torch.Tensor) -> None:
-        """Count rows as changed: int64 [n], relative to the shard's first row, on the shard's device."""
+        """Mark rows as changed: int64 [n], relative to the shard's first row, on the shard's device."""
         self._flags.index_fill_(0, rows, 1)
 
     def take(self) -> torch.Tensor:
-        """Return the changed rows, int64 [n] as in `mark`, and count none as changed."""
+        """Return the changed rows, int64 [n] as in `mark`, and clear all marks."""
         rows = self._flags.nonzero().squeeze(1)
         self._flags.zero_()
         return rows
 
 
 class ComparedRows:
-    """Changed rows of a shard of which any step may change any row; at first, all rows count as changed.
+    """Tracker of changed rows in a shard in which a step may change any row. At first, all rows count as changed.
 
-    All rows of a shard with some of the columns always count as changed, because a delta contains whole rows.
+    If the shard has only some of the table's columns, all rows always count as changed, because a delta must contain
+    complete rows.
 
     Args:
         table: Name of the table.
@@ -79,11 +80,11 @@ class ComparedRows:
         self._published = torch.full_like(shard.values, torch.nan)  # NaN differs from every value
 
     def mark(self, rows: torch.Tensor) -> None:
-        """Count rows as changed; see LookedUpRows."""
+        """Mark rows as changed; see LookedUpRows."""
         self._published.index_fill_(0, rows, torch.nan)
 
     def take(self) -> torch.Tensor:
-        """Return the changed rows, and count none as changed; see LookedUpRows."""
+        """Return the changed rows, and clear all marks; see LookedUpRows."""
         differs = (self.shard.values != self._published).any(1)
         rows = (differs | self._is_part).nonzero().squeeze(1)
         self._published.index_copy_(0, rows, self.shard.read(rows))
@@ -94,10 +95,10 @@ TakenRows = list[tuple[LookedUpRows | ComparedRows, torch.Tensor]]
 
 
 class RowChanges:
-    """Changed rows of this rank's shards. Rank 0 publishes data-parallel tables.
+    """Tracker of changed rows in all shards of this rank. Only rank 0 tracks data-parallel tables.
 
     Args:
-        model: Sharded model, whose lookups are observed from now on.
+        model: Sharded model; the constructor registers hooks that observe its lookups.
         tables: Live tables by name.
     """
 
@@ -110,13 +111,13 @@ class RowChanges:
             self._parts += [ComparedRows(name, weight.local[0], weight.shape[1]) for name, weight in replicated]
 
     def mark_local(self, table: str, rows: torch.Tensor) -> None:
-        """Count rows of this rank's shards of a table as changed; arguments as in ManagedBatches.on_write."""
+        """Mark rows of this rank's shards of a table as changed. The arguments are those of ManagedBatches.on_write."""
         for part in self._parts:
             if part.table == table:
                 part.mark(rows)
 
     def mark(self, table: str, rows: torch.Tensor) -> None:
-        """Count rows of a table, int64 [n] in host memory, as changed on the ranks that hold them."""
+        """Mark the rows among these rows of a table, int64 [n] in host memory, that this rank holds."""
         for part in self._parts:
             if part.table == table:
                 shard = part.shard
@@ -124,18 +125,18 @@ class RowChanges:
                 part.mark(local.to(shard.values.device))
 
     def mark_all(self) -> None:
-        """Count all rows as changed."""
+        """Mark all rows as changed."""
         for part in self._parts:
             part.mark(torch.arange(len(part.shard.rows), device=part.shard.values.device))
 
     @torch.no_grad()
     def take(self) -> TakenRows:
-        """Return the changed rows of each shard, and count none as changed."""
+        """Return the changed rows of each shard, and clear all marks."""
         return [(part, part.take()) for part in self._parts]
 
 
 def count_bytes(taken: TakenRows) -> int:
-    """Return the size of the values of changed rows in bytes."""
+    """Return the size in bytes of the float32 values of changed rows."""
     return sum(4 * len(rows) * len(part.shard.columns) for part, rows in taken)
 
 
@@ -150,7 +151,7 @@ def iterate_pieces(taken: TakenRows) -> Iterator[RowPiece]:
 
 
 def _watch_kernel(kernel: nn.Module, tables: Mapping[str, Table]) -> list[LookedUpRows | ComparedRows]:
-    """Return the changes of the shards that a kernel looks up."""
+    """Return trackers for the shards that a kernel looks up. For a fused kernel, a hook observes its lookups."""
     names = [each.name for each in list_kernel_tables(kernel)]
     shards = [_find_shard(tables[each.name], get_shard_origin(each)) for each in list_kernel_tables(kernel)]
     if find_fused_lookup(kernel) is None:
@@ -178,7 +179,7 @@ class IdRowChanges:
 
     Attributes:
         rows: Distinct rows, int64 [n], in host memory.
-        ids: Their ids, int64 [n]; undefined for rows without an id.
+        ids: Id of each row, int64 [n]; undefined for rows without an id.
         has_id: True for rows with an id, bool [n].
     """
 
@@ -188,10 +189,10 @@ class IdRowChanges:
 
 
 class IdChanges:
-    """Rows with changed managed ids. Rank r of W publishes the rows ≡ r mod W.
+    """Tracker of rows whose managed ids have changed. Rank r of W publishes the rows ≡ r mod W.
 
-    Every rank learns all assignments of rows to ids (IdExchange.train). Rows that have lost their id are those
-    that have become free (FreeRows.left), which every rank knows as well.
+    Every rank receives all assignments of rows to ids (IdExchange.train). Every rank also knows the rows that have
+    lost their id, because they have become free (FreeRows.left).
 
     Args:
         maps: This rank's part of the map of each table with managed ids.
@@ -200,16 +201,16 @@ class IdChanges:
     def __init__(self, maps: Mapping[str, RowMap]):
         self._maps, self._peers = maps, Peers()
         self._pending: dict[str, list[IdRowChanges]] = {name: [] for name in maps}
-        self._free = {name: part.free.left for name, part in maps.items()}  # in the previous delta
+        self._free = {name: part.free.left for name, part in maps.items()}  # as of the previous delta
 
     def add_assigned(self, new: Mapping[str, NewRows]) -> None:
-        """Count rows that have been assigned to ids as changed; the host does not wait for a GPU."""
+        """Mark rows that have been assigned to ids as changed; the host does not wait for a GPU."""
         for name, (rows, ids, _) in new.items():
             if len(rows):
                 self._pending[name].append(IdRowChanges(rows, ids, torch.ones_like(rows, dtype=torch.bool)))
 
     def mark(self, table: str, rows: torch.Tensor) -> None:
-        """Count rows, distinct int64 [n] in host memory and the same on all ranks, as changed.
+        """Mark rows, distinct int64 [n] in host memory and the same on all ranks, as changed.
 
         This is a collective operation: every rank must call it.
         """
@@ -225,7 +226,7 @@ class IdChanges:
         self._pending[table].append(IdRowChanges(all_rows, torch.cat([ids, free_rows]), has_id))
 
     def mark_all(self) -> None:
-        """Count the ids of all rows as changed.
+        """Mark the ids of all rows as changed.
 
         This is a collective operation: every rank must call it.
         """
@@ -233,7 +234,10 @@ class IdChanges:
             self.mark(name, torch.arange(part.capacity))
 
     def take(self) -> dict[str, IdRowChanges]:
-        """Return this rank's rows with changed ids, and count none as changed; no map may be ahead of its table."""
+        """Return this rank's rows with changed ids, and clear all marks.
+
+        The maps must not contain assignments for later steps, which a pipeline makes ahead.
+        """
         taken = {}
         for name, part in self._maps.items():
             taken[name] = self._collect(self._pending[name], part.free.left.cpu(), self._free[name].cpu())
@@ -241,7 +245,7 @@ class IdChanges:
         return taken
 
     def put_back(self, taken: Mapping[str, IdRowChanges]) -> None:
-        """Count rows of an earlier `take` as changed, because they were not published."""
+        """Mark the rows of an earlier `take` as changed again, because they were not published."""
         for name, changes in taken.items():
             self._pending[name].insert(0, changes)
 
@@ -251,7 +255,7 @@ class IdChanges:
         Args:
             pending: Changes, oldest first.
             free: Rows without an id.
-            previous: Rows without an id in the previous delta.
+            previous: Rows without an id at the time of the previous delta.
         """
         freed = free[~torch.isin(free, previous)]
         no_ids = IdRowChanges(freed, freed, torch.zeros_like(freed, dtype=torch.bool))

@@ -19,15 +19,15 @@ from raytrec.scoring.manifest import FileEntry
 
 
 class DeltaFiles:
-    """Files that this rank writes for one delta.
+    """Writer of this rank's files of one delta.
 
     Args:
         folder: Folder of deltas.
-        attempt: Name of the delta's folder of files.
+        attempt: Name of the subfolder for the delta's files, NUMBER-ATTEMPT.
         tables: Names of all tables.
 
     Attributes:
-        entries: Operation → name of each file, as in DeltaManifest → size and checksum.
+        entries: Operation → name of each file → size and checksum, as in DeltaManifest.files.
     """
 
     def __init__(self, folder: str, attempt: str, tables: Iterable[str]):
@@ -50,7 +50,7 @@ class DeltaFiles:
         self._write("ids", name, columns)
 
     def write_dense(self, name: str, values: Mapping[str, torch.Tensor]) -> None:
-        """Write dense weights, which are in host memory. OSError is raised as in `write_rows`."""
+        """Write dense weights, which must be in host memory. OSError is raised as in `write_rows`."""
         columns = [
             list(values),
             [str(value.dtype).removeprefix("torch.") for value in values.values()],

@@ -3,7 +3,7 @@
 FOLDER/stream.json                     DeltaStream: identity of the run that writes the folder
 FOLDER/exports/000000000012/           full export of the state that delta 12 leads to (`raytrec export`)
 FOLDER/deltas/000000000013.json        DeltaManifest of delta 13; exists once all of its files are complete
-FOLDER/deltas/000000000013-ATTEMPT/    its files; ATTEMPT is a random name
+FOLDER/deltas/000000000013-ATTEMPT/    files of delta 13; ATTEMPT is a random name
 
 Deltas are numbered from 1 without gaps. Each manifest contains the SHA-256 of the previous manifest. The files
 are Arrow IPC files; their schema metadata names the operation and the version of the format:
@@ -12,8 +12,8 @@ are Arrow IPC files; their schema metadata names the operation and the version o
     ids     rows of managed ids: all listed rows lose their id, then each non-null id gets its row
     dense   new values of all dense weights
 
-When a run returns to an earlier checkpoint, its next delta also contains the rows and ids that later deltas have
-changed. Their values are those of the checkpoint. If these deltas are not known, it contains all rows and ids.
+When a run returns to an earlier checkpoint, its next delta also contains the current values of all rows and ids that
+the deltas after the checkpoint have changed. If those deltas cannot be read, it contains all rows and ids.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ Operation = Literal["rows", "ids", "dense"]
 
 
 def make_arrow_schema(operation: Operation) -> pa.Schema:
-    """Return the schema of the files of an operation."""
+    """Return the Arrow schema of an operation's files."""
     table = pa.field("table", pa.dictionary(pa.int32(), pa.string()), nullable=False)
     row = pa.field("row", pa.int64(), nullable=False)
     fields = {
-        # A row's values from column `column` on; column-wise shards write different columns of the same row.
+        # `values` of a row begin at column `column`; column-wise shards write different columns of the same row.
         "rows": [table, row, pa.field("column", pa.int32()), pa.field("values", pa.large_list(pa.float32()))],
         "ids": [table, row, pa.field("id", pa.int64())],
         # Values in row-major order, as little-endian bytes of the dtype (torch's name, such as float32).
@@ -64,7 +64,7 @@ class DeltaStream(Section):
     """Identity of the run that writes a folder of deltas.
 
     Attributes:
-        id: Random identifier, which checkpoints of the run contain.
+        id: Random identifier, which the checkpoints of the run also contain.
         run: Name of the run.
     """
 
@@ -89,7 +89,7 @@ class DeltaManifest(Section):
         parent: SHA-256 of the file of the previous manifest; empty for delta 1.
         step: Step whose state the delta leads to. It is smaller than the previous delta's step if the run has
             returned to an earlier checkpoint in the meantime.
-        cut_unix_s: Time at which training reached the step, in seconds since 1970.
+        cut_unix_s: Time at which training reached the step, in seconds since the Unix epoch.
         last: True if the run has ended with this delta.
         tables: Sizes of all tables.
         files: Operation → name of each file, relative to the folder of the manifest → size and checksum.
@@ -117,7 +117,7 @@ class DeltaManifest(Section):
 
 
 def format_number(number: int) -> str:
-    """Return the name of a delta or of an export: its number with leading zeros."""
+    """Return the name of a delta or of a full export: its number with leading zeros, 12 digits."""
     return f"{number:012d}"
 
 
@@ -132,7 +132,7 @@ def get_export_uri(folder: str, number: int) -> str:
 
 
 def encode_manifest(manifest: DeltaManifest) -> tuple[bytes, str]:
-    """Return the content of a manifest's file, and its SHA-256, the parent of the next delta."""
+    """Return the content of a manifest's file, and its SHA-256, which the next manifest contains as `parent`."""
     content = to_json_document(manifest)
     return content, hashlib.sha256(content).hexdigest()
 
@@ -161,16 +161,16 @@ def read_delta_manifest(folder: str, number: int) -> tuple[DeltaManifest, str] |
     return manifest, hashlib.sha256(content).hexdigest()
 
 
-MAX_NAMES = 100_000  # names of tables in a dictionary of a file
-ARROW_MAGIC_BYTES = 8  # before the stream in an Arrow IPC file
+MAX_NAMES = 100_000  # maximum number of table names in the dictionary of a file
+ARROW_MAGIC_BYTES = 8  # size of the magic bytes and padding before the stream in an Arrow IPC file
 
 
 class UnusableDeltaError(ValueError):
-    """Reason why a delta must not be applied."""
+    """Error for a delta that must not be applied; its message states the reason."""
 
 
 def read_batches(folder: str, manifest: DeltaManifest, operation: Operation) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of all files of an operation, whose offsets, dictionaries and nulls have been checked.
+    """Yield the record batches of all files of an operation, after checking offsets, dictionaries and nulls.
 
     Args:
         folder: Folder of deltas.
@@ -178,7 +178,7 @@ def read_batches(folder: str, manifest: DeltaManifest, operation: Operation) -> 
         operation: Operation of the files.
 
     Raises:
-        UnusableDeltaError: A file is missing, damaged, or not of the format of deltas.
+        UnusableDeltaError: A file is missing or damaged, or does not have the format of deltas.
     """
     for name, entry in manifest.files.get(operation, {}).items():
         try:
@@ -201,7 +201,7 @@ def _read_file(uri: str, entry: FileEntry, schema: pa.Schema) -> list[pa.RecordB
                 content = file.read_buffer(entry.bytes)
     if (content.size, hashlib.sha256(content).hexdigest()) != (entry.bytes, entry.sha256):
         raise UnusableDeltaError(f"the file differs from the written file of {entry.bytes:,} bytes")
-    # The messages are read in their order; the footer, which could point elsewhere, is not used.
+    # The messages are read in file order; the footer, which could point to other positions, is not used.
     stream = content.slice(min(ARROW_MAGIC_BYTES, content.size))
     if has_compressed_buffers(stream):
         raise UnusableDeltaError("the buffers are compressed")
@@ -215,10 +215,10 @@ def _read_file(uri: str, entry: FileEntry, schema: pa.Schema) -> list[pa.RecordB
 
 
 def select_tables(batch: pa.RecordBatch, tables: Container[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each of some tables that a batch names, and the places of its entries in the batch, int64 [n].
+    """Yield the name of each of `tables` that occurs in a batch, and the positions of its rows in the batch, int64 [n].
 
     Raises:
-        UnusableDeltaError: The batch names too many tables.
+        UnusableDeltaError: The dictionary of the batch names more than MAX_NAMES tables.
     """
     column = batch["table"]
     if len(column.dictionary) > MAX_NAMES:

@@ -31,8 +31,8 @@ from raytrec.deltas.format import (
 from raytrec.deltas.stream import DeltaOutcome, ManifestWriter, describe_failure, list_exports, read_stream
 from raytrec.embeddings.managed.batches import ManagedBatches
 
-MAX_COPY_BYTES = 1 << 30  # of changed rows on a rank; for larger deltas, training waits until they are written
-COMMIT_TIMEOUT_S = 60.0  # for which a checkpoint waits for its delta
+MAX_COPY_BYTES = 1 << 30  # maximum copy of a rank's changed rows; training waits until a larger delta is written
+COMMIT_TIMEOUT_S = 60.0  # maximum time that a checkpoint waits for its delta
 HEAD, VALUE, AVERAGE = "dense/head.", "/value", "/ema"  # parts of dense names in LogicalState
 
 
@@ -49,7 +49,7 @@ class _Cut:
 
 
 class DeltaPublisher:
-    """Writer of this rank's part of a run's deltas; the constructor and `cut` are collectives.
+    """Writer of this rank's part of a run's deltas. The constructor and `cut` are collective operations.
 
     Args:
         config: Configuration of the run.
@@ -91,7 +91,7 @@ class DeltaPublisher:
                 self._rows.mark_local(table, rows)
 
             managed.on_write, managed.on_assign = write, self._ids.add_assigned
-        # A single rank needs no group, whose threads would poll.
+        # A single rank creates no group, because the threads of the group would poll.
         self._peers = Peers(group=dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltas")
         self._running: Future[DeltaOutcome] | None = None
@@ -103,7 +103,7 @@ class DeltaPublisher:
         self._number = self._mark_since(position, step)
 
     def take_request(self) -> bool:
-        """Return True once if export.deltas.every_s has passed since the last delta, and that delta is complete."""
+        """Return True once if export.deltas.every_s has passed since the last `cut`, and no delta is being written."""
         is_busy = self._is_requested or not (self._running is None or self._running.done())
         self._is_requested |= not is_busy and monotonic() - self._cut_at >= self._section.every_s
         return not is_busy and self._is_requested
@@ -116,14 +116,14 @@ class DeltaPublisher:
             return False
 
     def mark_all(self) -> None:
-        """Count all rows and ids as changed."""
+        """Include all rows and ids in the next delta."""
         self._marks_all = True
 
     def cut(self, step: int, last: bool = False) -> dict[str, Any]:
         """Start to write a delta that leads to the current state, and return as soon as training may continue.
 
         Args:
-            step: Number of training steps completed in the run. No map of managed ids may be ahead.
+            step: Number of training steps completed in the run. Ids of later batches must not have been mapped yet.
             last: True if the run ends with this state.
 
         Returns:
@@ -144,7 +144,7 @@ class DeltaPublisher:
         return {"deltas": {"stream": self._stream.id, "number": self._number + 1}}
 
     def collect(self, block: bool = True) -> None:
-        """Read the outcome of the last delta; changes that were not written remain changed.
+        """Process the outcome of the last delta. If the delta was not written, the next delta includes its changes.
 
         Args:
             block: True to wait for the outcome; False to return if it is not known yet.
@@ -153,7 +153,7 @@ class DeltaPublisher:
             return
         outcome, self._running = self._running.result(), None
         if outcome.error is not None and outcome.number != self._number:
-            self._marks_all = True  # the content of the delta that exists is not known
+            self._marks_all = True  # the folder contains a delta of unknown content
         self._number = outcome.number
         if outcome.error is None:
             self.written = dict([*self.written.items(), (self._cut.step, outcome.number)][-9:])
@@ -174,12 +174,12 @@ class DeltaPublisher:
             wait([running], COMMIT_TIMEOUT_S)
 
     def close(self) -> None:
-        """Wait for the last delta; no further delta is possible."""
+        """Wait for the last delta, and end the thread. `cut` must not be called afterwards."""
         self.collect()
         self._thread.shutdown()
 
     def _copy_dense(self) -> dict[str, torch.Tensor]:
-        """Return copies of all dense weights on rank 0: the averages if train.ema is set, else the weights."""
+        """Return copies of all dense weights (their averages if train.ema is set) on rank 0, and {} on other ranks."""
         dense, copies = self._state.dense, {}
         for name in dense if dist.get_rank() == 0 else ():
             if name.startswith(HEAD) and name.endswith(VALUE):
@@ -188,7 +188,7 @@ class DeltaPublisher:
         return copies
 
     def _mark_since(self, position: Mapping[str, Any] | None, step: int) -> int:
-        """Count the changes of all deltas since a checkpoint as changes, and return the number of the newest delta."""
+        """Mark the changes of all deltas since a checkpoint, and return the number of the newest delta."""
         found: list[Any] = [None]
         if dist.get_rank() == 0:
             found[0] = self._manifests.find_since(position, step)
@@ -212,7 +212,7 @@ class DeltaPublisher:
         return number
 
     def _read_named(self, delta: DeltaManifest, operation: Operation) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (table, rows, int64 [n]) for the rows that a delta of this run names.
+        """Yield (table, rows int64 [n]) for the rows in a delta's files of an operation.
 
         Raises:
             UnusableDeltaError: A file cannot be read, or is damaged.
@@ -223,7 +223,7 @@ class DeltaPublisher:
                 yield table, torch.from_numpy(rows[places])
 
     def _publish(self, cut: _Cut, pieces: list[RowPiece] | None) -> DeltaOutcome:
-        """Write this rank's files, and on rank 0 the manifest; runs in the thread."""
+        """Write this rank's files, and on rank 0 the manifest. Runs in the background thread."""
         rank, begun = dist.get_rank(), None
         if rank == 0:
             begun = *self._manifests.begin(self._number), uuid.uuid4().hex[:8]

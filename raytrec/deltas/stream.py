@@ -1,4 +1,4 @@
-"""Stream of a run's deltas: its identity, its newest delta, its manifests; without torch."""
+"""Stream of a run's deltas: identity, newest delta and manifests. Does not import torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from raytrec.scoring.manifest import MANIFEST_FILE, FileEntry
 
 
 class NewestDelta(NamedTuple):
-    """Newest delta of a folder; number 0 and "" if there is none.
+    """Newest delta of a folder; (0, "") if the folder contains no delta.
 
     Attributes:
         number: Number of the delta.
@@ -52,7 +52,7 @@ def open_stream(config: RunConfig) -> None:
     """Create the stream of a run before training starts, or check that the run owns the stream in the folder.
 
     Raises:
-        ConfigError: The folder contains the stream of another run, or is the folder of the run or of its checkpoints.
+        ConfigError: The folder contains deltas of another or an unknown run, or is the run folder or checkpoint folder.
         RunError: The folder cannot be written.
     """
     folder, own_file = config.export.deltas.to, Path(config.run.dir) / DELTA_STREAM
@@ -66,7 +66,7 @@ def open_stream(config: RunConfig) -> None:
         stored = find_document(join_uri(folder, STREAM_FILE), DeltaStream)
         own = find_document(str(own_file), DeltaStream)
         is_unused = not (list_numbers(folder, DELTAS_FOLDER) or list_numbers(folder, EXPORTS_FOLDER))
-        if is_unused and (stored is None or stored.run == config.run.name):  # also if the run failed before any delta
+        if is_unused and (stored is None or stored.run == config.run.name):  # the run may have written no delta
             stream = DeltaStream(id=uuid.uuid4().hex, run=config.run.name)
             OutputFolder(folder).write(STREAM_FILE, to_json_document(stream))
             OutputFolder(config.run.dir).write(DELTA_STREAM, to_json_document(stream))
@@ -107,9 +107,9 @@ def list_exports(folder: str) -> list[int]:
 
 
 def remove_old_files(folder: str, keep: int) -> None:
-    """Remove full exports except the `keep` newest, and the deltas before the oldest remaining export.
+    """Remove all but the `keep` newest full exports, and the deltas before the oldest remaining full export.
 
-    The manifests are removed first, so that no reader finds a part of an export or of a delta.
+    The manifests are removed first, so that no reader finds a partial export or delta.
 
     Raises:
         OSError: The store cannot be read or written.
@@ -156,7 +156,7 @@ class DeltaOutcome(NamedTuple):
 
 
 class ManifestWriter:
-    """Writer of the manifests of a run, on rank 0.
+    """Writer of the manifests of a run's deltas, used on rank 0.
 
     Args:
         folder: Folder of deltas.
@@ -170,17 +170,17 @@ class ManifestWriter:
         self._newest: NewestDelta | None = None  # None: unknown
 
     def find_since(self, position: Mapping[str, Any] | None, step: int) -> tuple[int, list[DeltaManifest] | None]:
-        """Return the number of the newest delta, and the deltas that may lead away from the state of a checkpoint.
+        """Return the number of the newest delta, and the deltas that contain changes after a checkpoint.
 
-        Delta N of a checkpoint is the delta of its step, unless that delta could not be written. In that case, a
-        later step has the number N, or there is no such delta, and changes before the checkpoint are unknown.
+        A checkpoint contains the number N of the delta of its step. If that delta could not be written, delta N
+        belongs to a later step or does not exist. In the second case, the changes before the checkpoint are unknown.
 
         Args:
             position: Entry "deltas" of the checkpoint's index; None at the start of the run.
             step: Step of the checkpoint.
 
         Returns:
-            The number, and the deltas; None if they cannot be determined.
+            The number, 0 if the folder cannot be read; and the manifests of the deltas, None if they are unknown.
         """
         first = 0 if position is None else as_dict(position).get("number")
         is_same = position is None or as_dict(position).get("stream") == self._stream.id
@@ -200,11 +200,11 @@ class ManifestWriter:
         return newest.number, deltas[1:] if first and deltas[0].step == step else deltas
 
     def begin(self, known: int) -> tuple[int, str | None]:
-        """Return the number of the newest delta; and the reason, if the next delta cannot be begun.
+        """Return the number of the newest delta, and the reason why the next delta cannot be started, or None.
 
         Args:
-            known: Number of the newest known delta. A larger number may follow if the store has created a manifest
-                in spite of an error, or if another process writes deltas.
+            known: Number of the newest known delta. A newer delta exists if the store has created a manifest in
+                spite of an error, or if another process writes deltas.
         """
         try:
             self._newest = self._newest or find_newest_delta(self._folder)
@@ -214,12 +214,12 @@ class ManifestWriter:
         return number, None if number == known else f"delta {number} exists already"
 
     def commit(self, number: int, entries: Iterable[dict[Operation, dict[str, FileEntry]]], **about: Any) -> str | None:
-        """Write the manifest of a delta, and return the reason if that fails.
+        """Write the manifest of a delta. Return None, or the reason why the manifest was not written.
 
         Args:
             number: Number of the delta.
-            entries: Files of each rank.
-            **about: step, cut_unix_s and last of the manifest.
+            entries: DeltaFiles.entries of each rank.
+            **about: Fields step, cut_unix_s and last of the manifest.
         """
         manifest = DeltaManifest(
             stream=self._stream.id, number=number, parent=self._newest.sha256, tables=self._tables, **about
@@ -242,7 +242,7 @@ class ManifestWriter:
 
         Args:
             number: Number of the delta.
-            attempt: Folder of its files.
+            attempt: Name of the subfolder with the files.
         """
         self._newest = None
         with suppress(OSError, RaytrecError):  # a store may have created the manifest in spite of the error
@@ -251,7 +251,7 @@ class ManifestWriter:
 
 
 def describe_failure(failure: Exception) -> str:
-    """Return the reason of a failure in one line."""
+    """Return the reason for a failure in one line."""
     if isinstance(failure, RaytrecError):
         return failure.what
     return (isinstance(failure, OSError) and failure.strerror) or get_first_line(failure)

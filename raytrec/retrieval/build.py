@@ -30,7 +30,7 @@ from raytrec.prediction.predict import predict
 from raytrec.retrieval.index import FAISS_FILE, ITEMS, MANIFEST, Index, read_vectors, require_faiss
 
 RECALL_CUTOFFS = (10, 100)  # values of k for which recall is reported
-NUM_RECALL_QUERIES, CONSECUTIVE_QUERIES = (1000, 10)  # queries that measure recall; consecutive rows among them
+NUM_RECALL_QUERIES, CONSECUTIVE_QUERIES = (1000, 10)  # queries that measure recall; consecutive rows per sample
 MAX_TRAIN_VECTORS = 1 << 18  # maximum number of vectors from which faiss learns clusters and codes
 VECTORS_PER_ADD = 1 << 16  # vectors added to a faiss index at a time
 RESERVED_COLUMNS = ("query", "rank", "score", VECTOR)  # columns that Index.search and the index add to items
@@ -70,9 +70,9 @@ def index(
         allow_code: As in `predict`.
 
     Returns:
-        Result: The content of index.json: index.items, index.width, index.faiss (None: exact search only),
+        Result: Metrics, as in index.json: index.items, index.width, index.faiss (None: exact search only),
             index.recall@10 and @100 of faiss, index.queries (number of queries that measured recall),
-            index.queried (path of these queries), index.faiss_sha256; item, name, checkpoint, world_size,
+            index.queried (location of the queries), index.faiss_sha256; item, name, checkpoint, world_size,
             seconds and the counts of `predict`.
 
     Raises:
@@ -145,7 +145,7 @@ def _check_columns(names: list[str]) -> None:
 
 
 def _open_queries(saved: Checkpoint, queries: str | None) -> Dataset | None:
-    """Return the queries, or None if `queries` is None and the run's evaluation data cannot be read."""
+    """Return the queries, or None if `queries` is not set and the run's evaluation data is missing or unreadable."""
     config, part = saved.config, select_tower_schema(saved.config, saved.schema, "query", "raytrec index")
     if queries:
         return open_inputs(config, part, make_absolute(str(queries)), "--queries")
@@ -157,7 +157,7 @@ def _open_queries(saved: Checkpoint, queries: str | None) -> Dataset | None:
 
 
 def _compute_query_vectors(saved: Checkpoint, dataset: Dataset) -> np.ndarray:
-    """Return the query vectors of about NUM_RECALL_QUERIES rows spread evenly over the dataset."""
+    """Return the query vectors of at most NUM_RECALL_QUERIES rows, which are spread evenly over the dataset."""
     from raytrec.prediction.one_process import compute_outputs, read_batch
 
     pieces = max(1, min(NUM_RECALL_QUERIES, dataset.rows) // CONSECUTIVE_QUERIES)
@@ -176,7 +176,7 @@ def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
 
     Args:
         spec: Specification for faiss.index_factory, such as HNSW32, "IVF256,Flat" or "OPQ16,IVF256,PQ16".
-        items_ND: Item vectors, float32.
+        items_ND: Item vectors, float32 [N, D].
         seed: Seed for the sample of items that trains the index, if the index needs training.
 
     Raises:
@@ -201,7 +201,7 @@ def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
 
 
 def _measure_recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:
-    """Return, for each k, the share of the exact top k that faiss finds; and the queries' number and URI."""
+    """Return the share of the exact top k items that faiss finds, for each k; and the number and URI of the queries."""
     metrics: dict[str, Any] = {}
     for k in [k for k in RECALL_CUTOFFS if k <= len(index)] or [len(index)]:
         exact, approximate = (index.nearest(queries, k, exact=e)[0] for e in (True, False))

@@ -1,6 +1,6 @@
-"""Index of items in memory, searched exactly with NumPy or with faiss. The module does not import torch.
+"""In-memory index of items, searched exactly with NumPy or approximately with faiss. Does not import torch.
 
-DIR/items/*.parquet       item columns, and `vector`, float32 (raytrec predict --vectors item)
+DIR/items/*.parquet       item columns, and the column `vector`, lists of float32 (raytrec predict --vectors item)
 DIR/index.faiss           faiss index of the vectors (optional)
 DIR/index.json            description of the index, written after all other files
 """
@@ -27,7 +27,7 @@ from raytrec.prediction.folder import VECTOR
 from raytrec.prediction.writer import read_verified
 
 MANIFEST, FAISS_FILE, ITEMS = "index.json", "index.faiss", "items"
-BLOCK_QUERIES, BLOCK_SCORES = 256, 1 << 22  # queries, and queries × items, in each block of exact search
+BLOCK_QUERIES, BLOCK_SCORES = 256, 1 << 22  # maximum number of queries, and of scores, in a block of exact search
 LOWER_32_BITS = np.uint64(0xFFFFFFFF)
 
 
@@ -45,13 +45,13 @@ class IndexManifest(TypedDict):
 
 
 class Index:
-    """Items and their vectors in memory.
+    """Items and their vectors in memory, as returned by `raytrec.load_index`.
 
     Args:
         items: Item columns, with rows in the order of the vectors.
         vectors: Item vectors, float32 [N, D].
         key: Column that identifies an item.
-        about: Content of index.json.
+        about: Content of index.json; default: {}.
         faiss: faiss index of the vectors; None: search is always exact.
     """
 
@@ -112,7 +112,8 @@ class Index:
     def nearest(self, queries: np.ndarray, k: int, *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows and scores of the k best items for each query, highest score first.
 
-        Rows are int64 [Q, k], with -1 where faiss finds fewer than k items. Scores are float32 [Q, k].
+        Rows are int64 [Q, k], and scores are float32 [Q, k]. Where faiss finds fewer than k items, the row is
+        -1 and the score is -inf.
         """
         if exact or self.faiss is None:
             return search_exactly(self.vectors, queries, k)
@@ -213,9 +214,9 @@ def _read_index(uri: str, about: dict[str, Any]) -> Index:
 
 
 def read_vectors(uri: str) -> tuple[pa.Table, np.ndarray]:
-    """Return a table of the columns in a folder of Parquet files, and its vectors as float32 [N, D].
+    """Return the rows of a folder of Parquet files: a table without the vector column, and vectors, float32 [N, D].
 
-    The table excludes the vector column. Rows that `predict` could not read have no vector and are skipped.
+    Rows that `predict` could not read have no vector and are skipped.
     """
     table = pa.concat_tables([read_verified(file) for file in list_files(uri, "vectors").files])
     table = table.filter(table[VECTOR].is_valid())
@@ -231,8 +232,8 @@ def search_exactly(items_ND: np.ndarray, queries_QD: np.ndarray, k: int) -> tupl
     come last.
 
     Args:
-        items_ND: Item vectors, float32.
-        queries_QD: Query vectors, float32.
+        items_ND: Item vectors, float32 [N, D].
+        queries_QD: Query vectors, float32 [Q, D].
         k: Number of items per query, 1 to N.
 
     Returns:
@@ -255,7 +256,7 @@ def search_exactly(items_ND: np.ndarray, queries_QD: np.ndarray, k: int) -> tupl
 
 
 def compute_dot_products(items_ND: np.ndarray, queries_QD: np.ndarray, rows_QK: np.ndarray) -> np.ndarray:
-    """Return the dot products of each query with its items, float32 [Q, K]."""
+    """Return the dot products of each query with the items in `rows_QK`, int64 [Q, K], as float32 [Q, K]."""
     items = items_ND[rows_QK].astype(np.float64)
     return np.einsum("qkd,qd->qk", items, queries_QD.astype(np.float64)).astype(np.float32)
 
@@ -263,7 +264,7 @@ def compute_dot_products(items_ND: np.ndarray, queries_QD: np.ndarray, rows_QK: 
 def _pack_ranks(scores_QN: np.ndarray, first: int) -> np.ndarray:
     """Return uint64 numbers [Q, N] that combine score and row, and are larger for items that rank higher.
 
-    The upper 32 bits contain the float32 score, mapped to an integer that sorts alike; the lower 32 bits
+    The upper 32 bits contain the float32 score, mapped to an integer that sorts in the same order. The lower 32 bits
     contain the inverted row. `first` is the row of the first item.
     """
     scores = scores_QN.astype(np.float32) + np.float32(0)  # maps -0.0 to 0.0

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from raytrec.serving.follow import Follower
 
 log = logging.getLogger(__name__)
-ADVICE = {  # by status, for errors without advice
+ADVICE = {  # by status, for errors that contain no advice
     400: "compare the request with GET /example and GET /openapi.json",
     401: "send the service's token: -H 'Authorization: Bearer TOKEN'",
     403: "copy the export into this folder, or start the service with another --promote-from",
@@ -45,18 +45,18 @@ Decoder = Callable[[Scorer], Query]
 
 
 class Service:
-    """ASGI application that serves requests with the current version.
+    """ASGI application that serves requests with the current version or its challenger.
 
-    Client errors are rejected with a 4xx status and a body that names the field and the reason.
+    Invalid requests are rejected with a 4xx status and a body that names the field and the reason.
 
     Args:
         versions: Exports of the process; the current one is served.
         token: Token required in requests; None: no token is required.
         limits: Limits of requests.
         extra_endpoints: Additional endpoints.
-        name: Name of the service, by which clients of the Open Inference Protocol may address the model; None:
-            only the run's name.
-        figures: Metrics of the process; None: new ones.
+        name: Name of the service, by which clients of the Open Inference Protocol may address the model in addition
+            to the run's name; None: only the run's name.
+        figures: Metrics of the process; None: new metrics.
         threads: Number of threads that score; 0: the event loop scores.
 
     Attributes:
@@ -79,12 +79,12 @@ class Service:
         self.request_log: RequestLog | None = None
         self.follower: Follower | None = None
         self._shadows = ShadowQueue(self.figures, lambda: self.batcher.waiting > 0)
-        self._shadow_batcher = Batcher(budget_s=0.005, threads=threads)  # an arriving request may wait as long
+        self._shadow_batcher = Batcher(budget_s=0.005, threads=threads)  # a new request may have to wait this long
         self.endpoints = [
             Endpoint("POST", "/predict", self._predict, "Predictions for rows or for one user's candidates."),
             Endpoint("POST", "/vectors", self._vectors, "Query or item vectors of two-tower models."),
             Endpoint("GET", "/", self._page, "Page with the model and an example request.", True),
-            # The golden rows were scored when the version was loaded.
+            # These checks score no rows, because the golden rows were compared when the version was loaded.
             Endpoint("GET", "/health", self._health, "Version of the current model.", True),
             Endpoint("GET", "/ready", self._health, "Version of the current model.", True),
             Endpoint("GET", "/-/healthz", self._healthz, "Health check for KubeRay.", True),
@@ -105,13 +105,13 @@ class Service:
         self._open = {each.path for each in self.endpoints if each.is_open}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
+        """Serve an HTTP request (ASGI)."""
         began = perf_counter()
         path, scope["path_params"] = match_path(scope["path"])
         request = Request(scope, receive)
         response = await self._answer(request, path)
         response.headers["X-Model-Version"] = getattr(request.state, "version", self.versions.version)
-        # Deltas change the version of a model every few seconds, which would be too many series.
+        # Metrics use the export's version, because deltas change the model's version every few seconds.
         version = getattr(request.state, "scorer", self.versions.current.scorer).export_version
         path = path if any(path == known for _, known in self._table) else "other"
         self.figures.requests.labels(path, response.status_code, version).inc()
@@ -138,7 +138,7 @@ class Service:
         return Response(body, refused.status, refused.headers, JSON)
 
     def _endpoint(self, request: Request, path: str) -> Endpoint:
-        """Return the endpoint of a request to a path or to a template of paths.
+        """Return the endpoint of a request, given its path or path template, after checking the token.
 
         Raises:
             RefusedRequest: There is no such endpoint, or the token is missing or wrong.
@@ -160,7 +160,7 @@ class Service:
         raise RefusedRequest(405, missing, Allow=methods) if methods else RefusedRequest(404, missing)
 
     async def _choose_scorer(self, request: Request) -> Scorer:
-        """Return the model that serves a request, and note its version in the request's state."""
+        """Return the model that serves a request, and store the model and its version in the request's state."""
         current, challenger, named = self.versions.current, self.versions.challenger, request.path_params.get("version")
         if challenger and named != challenger.scorer.version:
             is_decided = request.method != "POST" or named
@@ -181,7 +181,7 @@ class Service:
         """Return the body of a request, which may be read several times.
 
         Raises:
-            RefusedRequest: The body is too large, or the total size of all bodies being received is.
+            RefusedRequest: The body is too large, or all bodies that are being received are too large in total.
         """
         if hasattr(request.state, "body"):
             return request.state.body
@@ -221,7 +221,7 @@ class Service:
         Args:
             request: Request.
             query: Rows of the request.
-            decode: Function that decodes the request for a model, used if a challenger scores the rows, too.
+            decode: Function that decodes the request for a model, used if a shadow challenger also scores the rows.
         """
         scores, headers = await self.batcher.score(query), {}
         request.state.version = scores.version
@@ -309,5 +309,5 @@ class Service:
         return json_response(describe(scorer, self.endpoints))
 
     async def _example(self, request: Request, scorer: Scorer) -> Response:
-        # Text, because a browser that parsed it would round large ids.
+        # The page shows this text as is, because a browser that parsed the JSON would round large ids.
         return Response(make_example_text(scorer), media_type=JSON)

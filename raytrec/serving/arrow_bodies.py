@@ -26,11 +26,11 @@ def read_stream(body: bytes, columns: Collection[str], max_expanded_bytes: int) 
 
     Args:
         body: Bytes of the stream.
-        columns: Columns that are used, as named in a schema; other columns are ignored.
-        max_expanded_bytes: Maximum size of the columns after shared values are copied into each row.
+        columns: Names of columns, or of struct fields (column.field), that are used; the limit ignores other columns.
+        max_expanded_bytes: Maximum size of shared values, in bytes, after each row has received its own copy.
 
     Raises:
-        ValueError: The body is not a stream.
+        ValueError: The body is not an Arrow stream.
         DataError: The stream is compressed or a column has an unsupported type.
         ExpansionLimitError: The columns exceed `max_expanded_bytes`.
     """
@@ -54,15 +54,15 @@ def read_stream(body: bytes, columns: Collection[str], max_expanded_bytes: int) 
 
 
 def _may_share(kind: pa.DataType) -> bool:
-    """Return True if rows of this type may share values, or parts of values."""
+    """Return True if rows of a column of this type may share values, or parts of values."""
     return bool(kind.num_fields) or kind.has_variadic_buffers or types.is_dictionary(kind)
 
 
 def _count_expanded_bytes(array: pa.Array | pa.ChunkedArray, name: str) -> int:
-    """Return the bytes of shared values if each row had its own copy; 0 for types that cannot share values.
+    """Return the size in bytes of shared texts if each row had its own copy; 0 for types that cannot share texts.
 
     Raises:
-        DataError: The type could share more than text.
+        DataError: Rows of this type could share values other than texts and numbers.
     """
     if isinstance(array, pa.ChunkedArray):
         return sum(_count_expanded_bytes(chunk, name) for chunk in array.chunks)

@@ -24,14 +24,14 @@ MIN_FULL_BATCH_ROWS = 32  # minimum size of a full batch, even if it exceeds the
 
 
 class UnavailableError(RunError):
-    """Error of a request that the client can repeat, rejected with 503 and Retry-After."""
+    """Error for a request that the client can repeat; the response has status 503 and Retry-After."""
 
 
 class VersionedScores(list[np.ndarray]):
-    """Scores of each task.
+    """Scores of each task, or vectors of a tower, with the version that computed them.
 
     Args:
-        values: Scores of each task.
+        values: Scores of each task, float32 [rows] or [rows, classes]; or the vectors, float32 [rows, width].
         version: Version of the model when it computed the scores.
     """
 
@@ -42,7 +42,7 @@ class VersionedScores(list[np.ndarray]):
 
 @dataclass(eq=False)
 class _BatchPart:
-    """Rows of a query that are scored together; the scores are set in `done`."""
+    """Rows of a query that are scored in one batch. `done` receives their scores or an error."""
 
     query: Query
     rows: pa.Table | ObjectRows | Rows
@@ -57,21 +57,21 @@ class _BatchPart:
 
 
 class Batcher:
-    """Batcher of rows that are scored together; rows that arrive during scoring form the next batch.
+    """Queue of rows to score; rows that arrive while a batch is being scored form the next batch.
 
     An idle batcher scores immediately, and batches grow with the load (`@serve.batch` waits in both cases).
-    The event loop scores: a replica has one core, and handing rows to a thread takes longer than scoring a few rows.
-    Lookups in table shards wait for responses, meanwhile other requests are read and scored: threads score such rows.
+    By default, the event loop scores, because a replica has one core, and handing rows to a thread takes longer than
+    scoring a few rows. With table shards, threads score, so that requests are read and scored while lookups wait.
 
     Args:
         budget_s: Approximate maximum time of a batch in seconds. Larger requests are scored in parts, between
             which other requests are scored.
-        max_waiting_rows: Maximum number of waiting rows; further requests are refused.
+        max_waiting_rows: Maximum number of waiting rows; further requests are refused unless no rows are waiting.
         observe: Function that is called with the number of rows of each batch.
         threads: Number of threads that score, each one batch at a time; 0: the event loop scores.
 
     Attributes:
-        waiting: Number of waiting rows.
+        waiting: Number of rows that wait or are being scored.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Batcher:
         self._queue: deque[_BatchPart | Callable[[], object]] = deque()
         self._row_s = budget_s / 1024  # seconds per row, averaged over recent batches
         self._threads = ThreadPoolExecutor(threads, "score") if threads else None
-        self._running, self._max_running = 0, threads or 1  # tasks that take batches from the queue
-        self._in_threads = 0  # batches that threads score
+        self._running, self._max_running = 0, threads or 1  # number of tasks that take batches from the queue
+        self._in_threads = 0  # number of batches that threads are scoring
         self.waiting = 0
 
     def call_between(self, action: Callable[[], object]) -> None:
-        """Call a function, which may change a model, once all parts of the waiting queries have been scored."""
+        """Call a function, which may change a model, after all waiting rows have been scored."""
         if self._running:
             self._queue.append(action)
         else:
@@ -119,7 +119,7 @@ class Batcher:
             return VersionedScores([np.concatenate(each) for each in zip(*scores, strict=True)], scores[0].version)
         finally:
             self.waiting -= len(rows)
-            for piece in pieces:  # no longer needed if the client has left or a row is wrong
+            for piece in pieces:  # not needed if the client has disconnected or a row is invalid
                 piece.done.cancel()
 
     @property
@@ -135,10 +135,10 @@ class Batcher:
         """Score batches until the queue is empty."""
         try:
             while self._queue:
-                for _ in range(2):  # lets requests that have arrived be received, then read
+                for _ in range(2):  # lets the event loop receive and then read requests that have arrived
                     await asyncio.sleep(0)
                 began, batch = perf_counter(), self._take_batch()
-                if not batch:  # all clients have left, another task takes the rows, or an action waits for threads
+                if not batch:  # clients have disconnected, another task has the rows, or an action waits for threads
                     return
                 if self._threads:
                     self._in_threads += 1
@@ -150,7 +150,7 @@ class Batcher:
                     results = self._score(batch)
                 for piece, result in zip(batch, results, strict=True):
                     done: Any = piece.done
-                    if not done.done():  # else the client has left while a thread scored
+                    if not done.done():  # else the client has disconnected while a thread scored
                         (done.set_exception if isinstance(result, Exception) else done.set_result)(result)
                 seconds, rows = perf_counter() - began, sum(len(piece.rows) for piece in batch)
                 self._observe(rows)
@@ -160,7 +160,7 @@ class Batcher:
             self._running -= 1
 
     def _take_batch(self) -> list[_BatchPart]:
-        """Return the first piece of the queue and the following pieces that can be scored with it."""
+        """Execute the actions at the head of the queue, and return the next pieces that can be scored together."""
         batch, rows, max_rows = [], 0, self._max_batch_rows
         while self._queue:
             piece = self._queue[0]
@@ -183,7 +183,7 @@ class Batcher:
     def _score(self, batch: list[_BatchPart]) -> list[VersionedScores | Exception]:
         """Return the scores or the error of each piece of a batch."""
         parts = [piece.rows for piece in batch]
-        batch[0].query.scorer.lookups.take_missing_shards()  # of a batch that failed
+        batch[0].query.scorer.lookups.take_missing_shards()  # discard the result of a batch that failed
         try:
             scores = batch[0].query.score(parts, [piece.query.user for piece in batch])
         except DataError as error:
@@ -210,11 +210,11 @@ def make_busy_refusal(what: str, expected: str | None = None) -> RefusedRequest:
 
 
 def _to_query_error(piece: _BatchPart) -> DataError | None:
-    """Return the error of a query scored in parts, with rows counted from the first part."""
+    """Score all rows of a failed piece's query, and return the error with row numbers of the query, or None."""
     if piece.rows is piece.query.rows:
         return None
     try:
         piece.query.score([piece.query.rows], [piece.query.user])
-    except Exception as error:  # another error, such as a missing table shard: the error of the part is reported
+    except Exception as error:  # on other errors, such as a missing table shard, the error of the piece is reported
         return error if isinstance(error, DataError) else None
     return None

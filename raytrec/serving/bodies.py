@@ -36,7 +36,7 @@ class Limits:
         body_bytes: Size of a body in bytes.
         all_bodies_bytes: Total size in bytes of all bodies that a process is receiving.
         rows: Number of rows or candidates in a request.
-        ids: Number of values in a list of one row.
+        ids: Number of values in a list in one row.
     """
 
     body_bytes: int = 16 << 20
@@ -66,11 +66,12 @@ class Query:
     Attributes:
         scorer: Model that serves the request.
         program: Program of the model: predict, or a tower.
-        rows: Rows, which are `Rows` if they are plain; with a user, the candidates.
-        user: The user's single row in the same form, whose columns the candidates do not repeat; None: rows are
-            complete.
-        split: Division of the columns between user and candidates; None: rows are complete.
-        read_original: Function that returns the query of plain rows with rows as the client sent them, for the log.
+        rows: Rows, or candidates if there is a user; of type `Rows` if they are plain (scoring/plain_rows.py).
+        user: The user's single row in the same form, whose columns the candidates do not repeat; None: `rows` have
+            all columns.
+        split: Division of the columns between user and candidates; None: `rows` have all columns.
+        read_original: Function that returns the query with its rows as the client sent them, for the log; None:
+            `rows` are in this form.
         missing_shards: Table shards whose vectors were replaced by zeros; filled when the rows are scored.
     """
 
@@ -83,7 +84,7 @@ class Query:
     missing_shards: set[int] = make_field(default_factory=set, compare=False)
 
     def to_table(self) -> pa.Table:
-        """Return the rows as a table with the columns of the request; candidates have their user's columns."""
+        """Return the rows as a table with the columns of the request; the user's columns are added to candidates."""
         query = self.read_original() if self.read_original else self
         table = concat_rows([query.rows])
         if isinstance(query.user, pa.Table):
@@ -91,7 +92,7 @@ class Query:
         return table
 
     def score(self, parts: Sequence[pa.Table | ObjectRows | Rows], users: Sequence[Any] = ()) -> list[np.ndarray]:
-        """Score rows of this query and of other queries to the same program, and return what Scorer.score returns.
+        """Score rows of this query and of other queries to the same program; return the scores as Scorer.score does.
 
         Args:
             parts: Rows that are scored together.
@@ -124,7 +125,7 @@ def decode_request(content_type: str, body: bytes, scorer: Scorer, program: Prog
         return make_query(matrices, lambda: table, scorer, program, limits)
     plain_reader = scorer.get_plain_reader(program)
     plain = plain_reader and plain_reader.read_json(body, limits.rows, limits.ids)
-    if plain is not None:  # decoded again only if the request is logged
+    if plain is not None:  # the body is decoded again only if the request is logged
         return Query(scorer, program, plain, read_original=lambda: _decode_json(body, scorer, program, limits))
     query = _decode_json(body, scorer, program, limits)
     _check_count(query.rows, limits)
@@ -137,10 +138,10 @@ def decode_request(content_type: str, body: bytes, scorer: Scorer, program: Prog
 def make_query(
     matrices: Matrices, make_table: Callable[[], pa.Table], scorer: Scorer, program: ProgramName, limits: Limits
 ) -> Query:
-    """Return the query of rows in matrices or, if these are not plain rows, in a table.
+    """Return the query of rows that are in matrices or, if the rows in the matrices are not plain, in a table.
 
     Args:
-        matrices: Matrices with all columns of the rows, [B, columns]; {}: the rows have other columns.
+        matrices: Matrices with all columns of the rows, [B, columns]; {} if the rows also have other columns.
         make_table: Function that returns the same rows as a table, which may contain matrices.
         scorer: Model that serves the request.
         program: Program of the model.
@@ -203,7 +204,7 @@ def _decode_json(body: bytes, scorer: Scorer, program: ProgramName, limits: Limi
     rows = values.get("rows", values.get("candidates"))
     if not isinstance(rows, list):
         raise _make_refusal("the rows are not a list", "rows or candidates", "a list of objects")
-    # before rows are converted and take more memory
+    # checked before the conversion, which takes more memory
     _check_count(rows, limits, "row" if "rows" in values else "candidate")
     if "rows" in values:
         return Query(scorer, program, ObjectRows(rows, scorer.get_reader(program).columns))
@@ -217,7 +218,7 @@ def _decode_json(body: bytes, scorer: Scorer, program: ProgramName, limits: Limi
 
 
 def check_object_count(body: bytes, limits: Limits) -> None:
-    """Raise a RefusedRequest if parsing the JSON of a body would take seconds."""
+    """Raise RefusedRequest if a JSON body contains so many objects that parsing it would take seconds."""
     if body.count(b"{") > 10 * limits.rows:
         raise _make_refusal("the body has too many objects", "the body", f"at most {limits.rows:,} rows", 413)
 
@@ -236,7 +237,7 @@ def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
 
 
 def _check_count(rows: Sized, limits: Limits, kind: str = "row") -> None:
-    """Raise a RefusedRequest if a request has no rows or candidates, or too many."""
+    """Raise RefusedRequest if a request has no rows or candidates, or too many."""
     where = ROWS_PLACE if kind == "row" else "candidates"
     if not len(rows):
         raise _make_refusal(f"there are no {kind}s", where, f"at least one {kind}")
@@ -245,7 +246,7 @@ def _check_count(rows: Sized, limits: Limits, kind: str = "row") -> None:
 
 
 def _check_lists(rows: pa.Table | ObjectRows, limits: Limits) -> None:
-    """Raise a RefusedRequest if a row contains a list with too many values."""
+    """Raise RefusedRequest if a row contains a list with too many values."""
     for place, field in enumerate(rows.schema):
         if is_list(field.type):
             longest = _longest_list(rows, place, field.name)
@@ -267,7 +268,7 @@ def json_response(values: Any) -> Response:
 
 
 def encode_response(accept: str, version: str, names: Sequence[str], values: Sequence[np.ndarray]) -> tuple[str, bytes]:
-    """Return the type and the body of a response.
+    """Return the media type and the body of a response.
 
     Args:
         accept: Accept header of the request; the response is Arrow if the header names Arrow, else JSON.

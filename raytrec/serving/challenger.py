@@ -1,4 +1,4 @@
-"""Challenger of the current export, which serves a share of requests or scores requests in shadow mode."""
+"""Challenger of the current export, which serves a share of requests, or scores them in shadow mode."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.replica_state import Challenger
 
 _log = logging.getLogger(__name__)
-MAX_WAITING_BYTES = 2 << 20  # total size of the bodies that wait for an idle moment
-IDLE_INTERVAL_S = 0.001  # interval at which the service is checked for an idle moment
+MAX_WAITING_BYTES = 2 << 20  # maximum total size of the bodies of waiting requests
+IDLE_INTERVAL_S = 0.001  # interval at which the queue checks whether the replica is idle
 
 
 def is_in_share(key: bytes, challenger: Challenger) -> bool:
-    """Return True if a key is in the share of a challenger. The result depends on key, version and share only.
+    """Return True if a key is in the share of a challenger. The result depends only on key, version and share.
 
-    A larger share includes the keys of a smaller one. Other versions draw other keys.
+    A larger share includes the keys of a smaller share. Different versions select different keys.
     """
     digest = blake2b(key, digest_size=8, key=challenger.version.encode()[: blake2b.MAX_KEY_SIZE]).digest()
     return int.from_bytes(digest) < challenger.share * 2**64
 
 
 class ShadowQueue:
-    """Queue of completed requests that a challenger scores in the event loop while no rows wait for a response.
+    """Queue of completed requests that a challenger scores while no rows wait for a response.
 
-    Requests that exceed MAX_WAITING_BYTES are dropped and counted. Errors are counted and never reach a client.
+    A request that would exceed MAX_WAITING_BYTES is dropped and counted. Errors are counted and never reach a client.
 
     Args:
         figures: Metrics of the replica.

@@ -21,8 +21,8 @@ from raytrec.common.redaction import hide
 from raytrec.common.storage import make_absolute, open_filesystem
 from raytrec.serving.options import TOKEN, ServiceOptions, find_token, read_token, token_file
 
-PORT_TIMEOUT_S = 40  # timeout of a service that is ending on the port
-EXPORT_TIMEOUT_S = 1800  # timeout of a run's first full export
+PORT_TIMEOUT_S = 40  # timeout of waiting for a service on the port to end
+EXPORT_TIMEOUT_S = 1800  # timeout of waiting for a run's first full export
 PROMOTION_TIMEOUT_S = 1800  # timeout of a promotion, during which all replicas load tables
 
 
@@ -37,8 +37,8 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
     Raises:
         RunError: There is no export (with `follow`, after EXPORT_TIMEOUT_S), Ray Serve is not installed, or the
             port is taken.
-        ConfigError: `replicas` is malformed.
-        DataError: The URI of the log is malformed.
+        ConfigError: `replicas` is malformed, or `follow` and `promote_from` are both set.
+        DataError: The URI of the log is malformed, or its store cannot be reached.
     """
     min_replicas, max_replicas = _parse_replicas(replicas)
     if service_options.log_requests:
@@ -67,11 +67,11 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
 
 
 def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
-    """Return when a folder of deltas contains a full export; print the state of the folder when it changes.
+    """Wait until a folder of deltas contains a full export, and print each change of the folder's state meanwhile.
 
     Args:
         folder: Folder of deltas.
-        interval_s: Interval at which the folder is read.
+        interval_s: Interval at which the folder is read, in seconds.
 
     Raises:
         RunError: There is no full export after EXPORT_TIMEOUT_S, or the folder cannot be read.
@@ -97,7 +97,7 @@ def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
 
 
 def wait_for_port(port: int) -> None:
-    """Return when the port is free; wait up to PORT_TIMEOUT_S while a service of this user may be ending there.
+    """Wait until a port is free, for up to PORT_TIMEOUT_S seconds if a service of this user may be ending on the port.
 
     Raises:
         RunError: The port cannot be used.
@@ -201,11 +201,11 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
         service: Address of the service.
         name: Name of the service, used to find its token file if RAYTREC_SERVE_TOKEN is not set; None: no
             file is read.
-        rollback: True to remove the challenger, or to return to the previous version if there is none.
+        rollback: True to remove the challenger or, if there is no challenger, to return to the previous version.
         **challenger: share and shadow of a challenger, as in the body of POST /promote.
 
     Raises:
-        ConfigError: Neither or both of `uri` and `rollback` are set, or `rollback` with `share` or `shadow`.
+        ConfigError: Neither or both of `uri` and `rollback` are set, or `rollback` is combined with a challenger.
         RunError: The service refuses the export and keeps its version, or does not respond.
     """
     if (uri is None) != rollback or (rollback and any(challenger.values())):

@@ -1,10 +1,10 @@
 """Coordinator actor, through which a service's replicas agree on the served version.
 
-A promotion has two phases. All replicas load the new export next to the old one and compare checksums and
-golden rows. When all have loaded the export, all serve it. If one replica fails, no replica changes.
+A promotion has two phases. First, all replicas load the new export next to the current one, and compare checksums and
+golden rows. When all replicas have loaded the export, all serve it. If a replica fails, all keep the current export.
 
-A command states the desired state, not a change, so a replica may miss commands. This happens while it loads an export
-and another version is promoted, or when the coordinator is restarted.
+A command states the desired state, not a change, so a replica may miss commands. A replica misses commands while it
+loads an export and another version is promoted, or when the coordinator is restarted.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from raytrec.serving.replica_state import Challenger, Export, ReplicaCommand, Re
 log = logging.getLogger(__name__)
 
 NAMESPACE = "raytrec-serve"  # Ray namespace of coordinator actors
-FOLLOW_INTERVAL_S = 5.0  # interval at which an idle replica asks again
-REPLICA_TIMEOUT_S = 15.0  # time without a request after which a replica counts as ended
-LOAD_TIMEOUT_S = 1800.0  # timeout of loading
-MAX_ENDED_REPLICAS = 1  # replicas that may end while an export is loaded; if more end, the promotion is aborted
+FOLLOW_INTERVAL_S = 5.0  # interval at which a replica without a new command asks again
+REPLICA_TIMEOUT_S = 15.0  # time without a report after which a replica counts as ended
+LOAD_TIMEOUT_S = 1800.0  # timeout of loading an export on all replicas
+MAX_ENDED_REPLICAS = 1  # if more replicas end while an export is loaded, the promotion is aborted
 
 
 def get_coordinator_name(name: str) -> str:
@@ -56,23 +56,23 @@ class Coordinator:
             self._challenger = challenger and Challenger(**challenger)
         else:
             self._remember(export, None, export)
-        # Time by which all replicas have reported; after a restart, replicas already exist.
+        # Time at which all existing replicas have reported; after a restart, replicas already exist.
         self._complete = monotonic() + 2 * FOLLOW_INTERVAL_S if saved_state else 0.0
-        # Numbers differ from those before a restart, which replicas may still report.
+        # Commands are numbered from the current time, because replicas may still report numbers from before a restart.
         self._order = ReplicaCommand(time.time_ns(), self._current, None, self._challenger)
         self._replicas: dict[str, tuple[ReplicaState, float]] = {}  # last report of each replica, and its time
         self._news = ""
         self._busy, self._changed = asyncio.Lock(), asyncio.Event()
 
     async def exports(self) -> tuple[Export, Export | None]:
-        """Return the current export, which a new replica loads, and the previous one."""
+        """Return the current export, which a new replica loads, and the previous export, or None."""
         return self._current, self._previous
 
     async def fall_back(self, failed: Export, why: str) -> None:
         """Return to the previous export, without a challenger, because a starting replica cannot load the current one.
 
         Args:
-            failed: Export that could not be loaded.
+            failed: Export that could not be loaded; the call is ignored if another export has become current.
             why: Reason why the export could not be loaded.
 
         Raises:
@@ -87,7 +87,7 @@ class Coordinator:
             self._publish_order()
 
     async def news(self) -> str:
-        """Return a message about the last change of the version, for the console; empty if there is none."""
+        """Return a message about the last change of the version, for the console; "" if it has not changed."""
         return self._news
 
     async def declare(self, export: Export) -> None:
@@ -106,7 +106,7 @@ class Coordinator:
         self._remember(self._current, self._previous, export, self._challenger)
 
     async def follow(self, replica: str, report: ReplicaState, last_command: int) -> ReplicaCommand:
-        """Record a replica's report, and return the next command, or the same one after FOLLOW_INTERVAL_S.
+        """Record a replica's report, and return the next command, or the last command after FOLLOW_INTERVAL_S.
 
         Args:
             replica: Id of the replica.
@@ -119,7 +119,7 @@ class Coordinator:
                 await asyncio.wait_for(self._changed.wait(), FOLLOW_INTERVAL_S)
         beside = (each.connections for each in self._live().values() if each.node == report.node)
         counts = [count for count in beside if count is not None]
-        # A lone replica keeps all connections; its last count may be older than some of them.
+        # The only replica of a node keeps all connections, because its reported count may be outdated.
         return replace(self._order, fair_connections=sum(counts) / len(counts) if len(counts) > 1 else inf)
 
     async def record_report(self, replica: str, report: ReplicaState) -> None:
@@ -133,13 +133,13 @@ class Coordinator:
     async def metrics(self) -> bytes:
         """Return the text of /metrics with the last reported metrics of all replicas.
 
-        All metrics pass through the coordinator. If replicas responded to scrapes in turn, counters would seem to
-        fall.
+        If replicas responded to scrapes in turn, counters would seem to fall. Therefore, all metrics pass through the
+        coordinator.
         """
         return write_metrics({name: report.figures for name, report in self._live().items()})
 
     async def overview(self) -> dict[str, Any]:
-        """Return the version of each replica, the previous version, and the challenger."""
+        """Return the version of each replica, the previous version (before), and the challenger."""
         failed = sorted(name for name, report in self._live().items() if report.challenger_error)
         challenger = self._challenger and asdict(self._challenger) | {"failed_replicas": failed}
         before = self._previous and self._previous.version
@@ -149,17 +149,19 @@ class Coordinator:
         """Make an export the current one or the challenger on all replicas, and return the new state.
 
         Args:
-            uri: URI of the export; None: remove the challenger, or promote the previous export if there is none.
-            share: Share of requests of the challenger, in (0, 1]. None: all requests with `shadow`; otherwise the
-                export is promoted without a challenger.
+            uri: URI of the export; None: remove the challenger or, if there is no challenger, promote the previous
+                export.
+            share: Share of requests for the challenger, in (0, 1]; None: all requests with `shadow`. Without `share`
+                and `shadow`, the export becomes the current one.
             shadow: True for a challenger in shadow mode.
 
         Returns:
             The overview, the current version and a message (news), once all replicas have the new state.
 
         Raises:
-            RunError: There is no previous export, another promotion is in progress, the challenger is the
-                current one, or the export cannot be used and all replicas keep their version.
+            RunError: There is no previous export, another promotion is in progress, the challenger would be the
+                current export, or the replicas do not respond.
+            RaytrecError: A replica cannot load the export. All replicas keep their version.
         """
         if not (uri or self._previous or self._challenger):
             expected = "a promotion before the rollback"
@@ -187,7 +189,7 @@ class Coordinator:
         """Return an export once all replicas have loaded it.
 
         Raises:
-            RunError: The export cannot be used.
+            RaytrecError: A replica cannot load the export, or the replicas have loaded different files.
         """
         self._publish_order(prepare=uri)
         prepared = await self._wait_for_replicas()
@@ -241,7 +243,7 @@ class Coordinator:
         raise RunError("the replicas do not respond", where="the service", do="check the log of the service")
 
     def _live(self) -> dict[str, ReplicaState]:
-        """Return the last report of each replica that still reports."""
+        """Return the last report of each replica that has reported within REPLICA_TIMEOUT_S."""
         oldest = monotonic() - REPLICA_TIMEOUT_S
         self._replicas = {name: report for name, report in self._replicas.items() if report[1] > oldest}
         return {name: report for name, (report, _) in self._replicas.items()}

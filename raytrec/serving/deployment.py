@@ -33,12 +33,17 @@ from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaState
 from raytrec.serving.request_log import RequestLog
 from raytrec.serving.served_state import list_endpoints
 
-LOOKUP_THREADS = 2  # batches of a replica with table shards at a time: one waits for vectors, one is scored
+LOOKUP_THREADS = 2  # batches of a replica with table shards at a time: one waits for vectors, one is being scored
 TARGET_BUSY_SHARE = 0.6  # target share of the time during which replicas are busy
 
 
 class Replica:
-    """Replica of a service, which loads exports, serves requests and follows the coordinator in a thread."""
+    """Replica of a service, which loads exports, serves requests and follows the coordinator in a thread.
+
+    Args:
+        service_options: Options of the service.
+        token: Token required in requests; None: no token is required.
+    """
 
     def __init__(self, service_options: ServiceOptions, token: str | None):
         import ray
@@ -70,10 +75,10 @@ class Replica:
             if failed:
                 ray.get(self._coordinator.fall_back.remote(current, failed))
         gc.collect()
-        gc.freeze()  # later collections, which interrupt scoring, skip imported modules and the code of programs
+        gc.freeze()  # later collections, which interrupt scoring, then skip modules and programs
         endpoints = [
             Endpoint(
-                "POST", "/promote", self._promote, "Make the export at uri current or the challenger; {}: roll back."
+                "POST", "/promote", self._promote, "Promote the export at uri or make it the challenger; {}: roll back."
             ),
             Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
             Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
@@ -91,11 +96,14 @@ class Replica:
             self._follower.start(self.service, self._listener)
 
     def _join(self) -> None:
-        """Follow the coordinator, and return once this replica has the version that all replicas serve.
+        """Start to follow the coordinator, and return once this replica has the version that all replicas serve.
 
-        From now on, promotions wait for this replica. Another version may have been promoted during loading.
+        From then on, promotions wait for this replica. Another version may have been promoted while it loaded.
+
+        Raises:
+            RaytrecError: The replica cannot load that version, or the coordinator does not respond.
         """
-        # One thread executes commands one after the other; another thread reports meanwhile.
+        # One thread executes the commands in order, while another thread continues to report.
         self._load_thread, self._report_lock = ThreadPoolExecutor(1, "load"), Lock()
         self._last_report, self._is_current = ReplicaState(-1, self.service.versions.version), Event()
         if self._follower:  # the run, not the coordinator, determines the version
@@ -105,14 +113,14 @@ class Replica:
             raise self._last_report.error or RunError("the coordinator does not respond", where="the service")
 
     def check_health(self) -> None:
-        """Raise an error if the HTTP server has ended, whereupon Serve starts another replica."""
+        """Raise RunError if the HTTP server has ended. Serve then replaces this replica."""
         if not (self._listener and self._listener.alive):
             raise RunError("the replica has stopped listening", where="HTTP")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return `busy`, the CPU seconds per second since the last call.
+        """Return `busy`, the CPU seconds of this process per second since the last call.
 
-        The maximum is 1, because a replica reads, scores and writes in one thread.
+        Without table shards, the maximum is about 1, because the replica reads, scores and writes in one thread.
         """
         (last_s, last_cpu_s), now = self._busy, (perf_counter(), process_time())
         self._busy = now
@@ -167,7 +175,7 @@ class Replica:
             raise
 
     def _follow(self) -> None:
-        """Pass on the coordinator's commands and report to the coordinator until the process ends."""
+        """Report to the coordinator and pass its commands to the load thread until the process ends."""
         import ray
 
         versions, received, work = self.service.versions, -1, None
@@ -189,7 +197,7 @@ class Replica:
 
     def _carry_out(self, order: ReplicaCommand) -> None:
         report = execute_command(self.service.versions, order, self._last_report)
-        with self._report_lock:  # reports are sent in order
+        with self._report_lock:  # so that reports are sent in order
             self._last_report = report
             self._coordinator.record_report.remote(self._id, self._report())
         if report.version == order.answer.version:
@@ -206,7 +214,7 @@ class Replica:
 
 
 def compute_replicas(context: Any) -> tuple[float, dict]:
-    """Return the number of replicas at which each is busy for TARGET_BUSY_SHARE of the time (Serve's policy)."""
+    """Return the number of replicas at which each is busy for TARGET_BUSY_SHARE of the time (policy for Serve)."""
     busy = (context.aggregated_metrics or {}).get("busy", {})
     return (sum(busy.values()) / TARGET_BUSY_SHARE if busy else context.current_num_replicas), {}
 
@@ -217,7 +225,7 @@ def app(args: dict[str, Any]) -> Any:
     The import path is `raytrec.serving.deployment:app`, with the keys of `ServiceOptions` as `args`.
 
     Raises:
-        ConfigError: RAYTREC_SERVE_TOKEN is not set.
+        ConfigError: RAYTREC_SERVE_TOKEN is not set, and no_token is not true.
     """
     served, token = ServiceOptions.model_validate(args), os.environ.get(TOKEN)
     if not (token or served.no_token):
@@ -265,12 +273,12 @@ def build(service_options: ServiceOptions, token: str | None, **scaling: Any) ->
     Args:
         service_options: Options of the service.
         token: Token required in requests; None: no token is required.
-        **scaling: num_replicas or autoscaling_config.
+        **scaling: Option num_replicas or autoscaling_config of the Serve deployment.
     """
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
-    # The folder is resolved now, because a link may change.
+    # The folder is resolved now, because a symbolic link may change later.
     folder = service_options.promote_from or get_containing_folder(service_options.uri)
     service_options = service_options.model_copy(update={"promote_from": folder})
     deployment = serve.deployment(

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 LOCAL_INTERVAL_S, STORE_INTERVAL_S = 0.2, 1.0  # intervals at which the next delta is looked up
-MAX_REASONS = 100  # reasons of refusals that are remembered
-HEAL_INTERVAL_S = 15.0  # interval of attempts to load full exports that cannot be used
-RETRY_INTERVAL_S = 1.0  # interval at which a refused delta is read again, which may be incomplete on a store
+MAX_REASONS = 100  # maximum number of refusal reasons that are remembered
+HEAL_INTERVAL_S = 15.0  # interval of attempts to load a full export after a failed attempt
+RETRY_INTERVAL_S = 1.0  # interval at which a refused delta is read again; it may have been incomplete on a store
 CHECK_INTERVAL_S = 5.0  # interval at which the folder is checked for gaps and new runs while no delta appears
 
 
 class Follower:
-    """Consumer of a run's deltas in one replica: loads a full export, and applies the deltas after it in a thread.
+    """Consumer of a run's deltas in a replica, which loads a full export and applies the following deltas in a thread.
 
     A delta that cannot be used is refused: the replica keeps its state, and tries again until the delta can be used
     or a newer full export exists.
@@ -45,16 +45,16 @@ class Follower:
     Args:
         folder: Folder of deltas (export.deltas.to).
         allow_code: True if transforms of exports may name code.
-        make_maker: Function that returns the function that makes the lookups of the export at a position; None: tables
-            are mapped.
+        make_maker: Function (position=…) that returns the LookupMaker for the export at this position; None: tables are
+            mapped into memory.
 
     Attributes:
         versions: Exports of the process.
         position: Delta that leads to the state that the replica serves.
-        problem: Reason why the next delta has been refused; None if there is none.
+        problem: Reason why the next delta has been refused, or cannot be read; None if there is no problem.
 
     Raises:
-        RunError: There is no full export, or none can be loaded.
+        RaytrecError: There is no full export, or no full export can be loaded.
     """
 
     def __init__(self, folder: str, allow_code: bool = False, make_maker: Callable[..., LookupMaker] | None = None):
@@ -85,12 +85,12 @@ class Follower:
 
     @property
     def seconds_behind(self) -> float:
-        """Return the seconds since training has reached the served step; 0 for the last state of a run."""
+        """Return the seconds since training reached the served step; 0 for the last state of a run."""
         manifest = self.position.manifest
         return 0.0 if manifest.last else max(0.0, time() - manifest.cut_unix_s)
 
     def describe(self) -> dict[str, Any]:
-        """Return the freshness of the replica: step, delta, seconds behind, end of the run, and problem."""
+        """Return the freshness of the replica, as described by Freshness in templates/openapi.yaml."""
         manifest = self.position.manifest
         about = {"step": manifest.step, "delta": manifest.number, "seconds_behind": round(self.seconds_behind, 3)}
         return about | {"ended": manifest.last, "problem": self.problem}
@@ -156,10 +156,10 @@ class Follower:
         return True
 
     def _prepare_next(self, scorer: Scorer, position: Position) -> PreparedDeltas | None:
-        """Prepare the next delta, or several usable ones if table shards have the rows; None: there is none.
+        """Prepare the next delta, or several usable deltas with table shards; return None if there is no next delta.
 
-        Shards keep the states of a few deltas, so the replica advances by fewer deltas at a time, and the shards still
-        have its state. If they do not, because other replicas are far ahead, the replica skips to the newest delta.
+        Shards keep MAX_STATES states. The replica advances by fewer deltas at a time, so that the shards still have its
+        current state. If other replicas are so far ahead that they do not, the replica skips to the newest delta.
         """
         at_once = MAX_STATES - 1 if scorer.lookups.is_remote else 1
         if self._skips:
@@ -193,7 +193,7 @@ class Follower:
             )
 
     def _record_refusal(self, error: Exception) -> str:
-        """Return the reason why the service keeps its state, without locations; each one is counted and logged once."""
+        """Return the reason for keeping the state, without the folder's location; count and log each reason once."""
         reason = str(error) if isinstance(error, RaytrecError) else f"{self._folder}: {get_first_line(error)}"
         if reason not in self._reasons:
             if len(self._reasons) == MAX_REASONS:
@@ -229,7 +229,7 @@ class Follower:
         return True
 
     def _load_newest(self, newer_than: int, background: bool) -> tuple[LoadedExports, Position] | None:
-        """Load the newest usable export and apply the deltas after it; return None if there is no export.
+        """Load the newest usable export after a delta and apply later deltas; return None if there is no such export.
 
         Raises:
             RaytrecError: No export can be loaded.

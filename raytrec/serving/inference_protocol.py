@@ -1,7 +1,7 @@
-"""Open Inference Protocol v2 over HTTP, which clients of Triton, KServe, MLServer and TorchServe speak.
+"""Open Inference Protocol v2 over HTTP, which clients of Triton, KServe, MLServer and TorchServe use.
 
 Requests and responses are named tensors in JSON, or in binary after the JSON (Triton's binary tensor data
-extension). Tensors become a table with one column each, which is read as the body of /predict is read.
+extension). Each tensor becomes a column of a table, which is read like a body of /predict.
 
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
@@ -48,11 +48,11 @@ class InferenceRequest(Message):
 
 
 class Inference(NamedTuple):
-    """Decoded request for an inference.
+    """Decoded inference request.
 
     Attributes:
         query: Rows to score.
-        id: Identifier that the response repeats; None: the request has none.
+        id: Identifier that the response repeats; None: the request has no identifier.
         outputs: Requested output tensors, in order → True if the tensor is returned in binary.
     """
 
@@ -66,7 +66,7 @@ class Inference(NamedTuple):
         Args:
             model: Name of the model.
             scores: Scores of each task.
-            headers: Headers of the response.
+            headers: Headers of the response; HEADER_LENGTH is added if a tensor is returned in binary.
         """
         parts, outputs = [], []
         values = self.query.name_scores(scores)
@@ -83,14 +83,14 @@ class Inference(NamedTuple):
 
 
 def match_path(path: str) -> tuple[str, dict[str, str | None]]:
-    """Return (template of a model's path, its name and version or None), or any other path without parameters."""
+    """Return (template, {name, version or None}) for the path of a model, and (path, {}) for any other path."""
     if not (match := MODEL_PATH.fullmatch(path)):
         return path, {}
     return MODEL_TEMPLATES[match["version"] is not None] + match[3], match.groupdict()
 
 
 def describe_tensors(scorer: Scorer) -> dict[str, Any]:
-    """Return the model's version and its tensors; `matrix` is the tensor that may contain a column instead."""
+    """Return the model's version and tensors; `matrix` names the tensor that may contain an input's values instead."""
     matrices = {column: {"matrix": name} for name, columns in scorer.reader.matrices.items() for column in columns}
     inputs, outputs = [], []
     for field in scorer.reader.columns:
@@ -104,7 +104,7 @@ def describe_tensors(scorer: Scorer) -> dict[str, Any]:
 
 
 def decode_inference(headers: Headers, body: bytes, scorer: Scorer, limits: Limits) -> Inference:
-    """Return the inference that a body requests.
+    """Decode and check an inference request.
 
     Args:
         headers: Headers of the request; HEADER_LENGTH is the size in bytes of the JSON before binary data.
@@ -113,8 +113,8 @@ def decode_inference(headers: Headers, body: bytes, scorer: Scorer, limits: Limi
         limits: Limits of requests.
 
     Raises:
-        RefusedRequest: The body is malformed, or exceeds a limit.
-        DataError: A value does not fit its column.
+        RefusedRequest: The content type is not supported, or the body exceeds a limit.
+        DataError: The body is malformed, or a value does not fit its column.
     """
     check_type(headers.get("content-type", OCTET_STREAM), JSON, OCTET_STREAM)
     header_length = headers.get(HEADER_LENGTH, str(len(body)))

@@ -14,7 +14,7 @@ from typing import Any
 
 from raytrec.common.errors import RunError
 
-DRAIN_TIMEOUT_S = 30  # seconds in which responses may finish when the listener closes
+DRAIN_TIMEOUT_S = 30  # timeout of pending responses when the listener closes
 LISTEN_BACKLOG = 2048  # maximum number of connections waiting to be accepted
 SO_ATTACH_FILTER = 26  # asm-generic/socket.h
 # Instructions (linux/bpf_common.h) that drop packets whose flags, byte 13 of TCP's header, contain SYN but not ACK.
@@ -88,7 +88,7 @@ class Listener:
         return self._thread.is_alive()
 
     def count_active_connections(self) -> int:
-        """Return the number of connections with a request in the last seconds."""
+        """Return the number of connections opened or used in the last ACTIVE_S seconds (compat/uvicorn_.py)."""
         from raytrec.compat.uvicorn_ import list_active
 
         return len(list_active(self._server))
@@ -103,8 +103,8 @@ class Listener:
     def close(self) -> None:
         """Stop accepting connections, and return when all requests that have arrived are complete.
 
-        Clients with open connections have CLOSE_GRACE_S to send a request, whose response closes the
-        connection.
+        Clients with open connections have CLOSE_GRACE_S seconds to send a request, whose response closes the
+        connection. Responses that take longer than DRAIN_TIMEOUT_S are canceled.
         """
         from raytrec.compat.uvicorn_ import CLOSE_GRACE_S, CLOSE_HEADER
 

@@ -1,4 +1,4 @@
-"""Exports of a process: the current, prepared and previous exports, and the folder of further exports."""
+"""Exports that a process has loaded (current, previous, prepared, challenger), and the folder of exports to promote."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class LoadedExport(NamedTuple):
 
 
 class LoadedExports:
-    """Exports of a process, one of which is served. A request keeps the export that it started with.
+    """Exports that a process has loaded. A request is served to its end by the export that it started with.
 
     Args:
         uri: URI of the first export.
         allow_code: True if transforms of exports may name code.
-        background: True if this process serves requests meanwhile; see scoring.load.load.
-        make_lookups: Function that makes the lookups in tables; None: tables are mapped.
+        background: True if this process serves requests while the export is loaded; see scoring.load.load.
+        make_lookups: Function that makes the lookups in tables; None: tables are mapped into memory.
 
     Attributes:
         current: Export that is served.
@@ -71,7 +71,7 @@ class LoadedExports:
         return [each for each in (self.current, self.previous, self.challenger, self._prepared) if each]
 
     def prepare(self, uri: str) -> str:
-        """Load another export, compare checksums and golden rows, and return the export's version.
+        """Load another export unless it is in memory, compare checksums and golden rows, and return its version.
 
         Raises:
             RunError, ConfigError: The export cannot be used.
@@ -83,10 +83,10 @@ class LoadedExports:
             return self._prepared.scorer.version
 
     def commit(self, version: str) -> None:
-        """Serve the prepared export.
+        """Serve the prepared export, unless its version is already served.
 
         Raises:
-            RunError: No export is prepared, or the prepared export has another version.
+            RunError: The version is not served, and the prepared export, if any, has another version.
         """
         with self._lock:
             if self.version != version:
@@ -96,14 +96,14 @@ class LoadedExports:
             self._prepared = None
 
     def replace(self, loaded: LoadedExport) -> None:
-        """Serve an export that another object has loaded, and release all other exports."""
+        """Serve an export that another object has loaded, and release the current and the previous export."""
         self.current, self.previous = loaded, None
 
     def set_challenger(self, challenger: Challenger | None) -> str | None:
-        """Set, change or remove (None) the challenger, which is loaded unless it is in memory.
+        """Set, change or remove (None) the challenger. An export that is not in memory is loaded.
 
         Returns:
-            Reason why the export cannot be used, in which case there is no challenger; else None.
+            Reason why the export cannot be used, in which case the challenger is removed; else None.
         """
         loaded = self.challenger
         try:
@@ -130,7 +130,7 @@ def load_either(
     """Load the current export, or the previous export if the current one cannot be loaded.
 
     Returns:
-        The loaded export, and the reason if it is the previous one, else None.
+        The loaded export, and the reason why the current export could not be loaded, or None if it was loaded.
 
     Raises:
         RaytrecError: The current export cannot be loaded, and neither can the previous one, if there is one.
@@ -149,7 +149,7 @@ def load_either(
 
 
 def execute_command(versions: LoadedExports, order: ReplicaCommand, last_report: ReplicaState) -> ReplicaState:
-    """Execute a command, and return the report.
+    """Execute a command of the coordinator, and return the report of this replica.
 
     Args:
         versions: Exports of the process.
@@ -202,7 +202,7 @@ def resolve_export(uri: str, folder: str) -> str:
 
 
 def _split(uri: str) -> tuple[str, str]:
-    """Return (path with links resolved, "") of a local location, (the rest, ?query) of a URI."""
+    """Return (path with links resolved, "") of a local location, or (location without query, ?query) of a URI."""
     if "://" not in uri or uri.startswith("file:///"):
         return os.path.realpath(open_filesystem(make_absolute(uri))[1]), ""
     place, mark, query = uri.partition("?")

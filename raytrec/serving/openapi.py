@@ -42,7 +42,7 @@ class Endpoint(NamedTuple):
 
 
 def describe(scorer: Scorer, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
-    """Return the OpenAPI document as plain values."""
+    """Return the OpenAPI document of a service, with the columns and tasks of its model."""
     document = yaml.safe_load((Path(__file__).parent / "templates/openapi.yaml").read_text(encoding="utf-8"))
     manifest, known, schemas = scorer.manifest, document["paths"], document["components"]["schemas"]
     document["info"] = {"title": manifest.source.run, "version": scorer.version}
@@ -104,8 +104,8 @@ def _value(kind: pa.DataType) -> Any:
 def make_page() -> tuple[str, dict[str, str]]:
     """Return the HTML page, which contains no data, and its headers.
 
-    The headers allow only the page's own script and style and requests to this service, and forbid embedding
-    the page in another one.
+    The headers allow only the inline script and style and requests to this service, and forbid embedding the page in
+    another page.
     """
     loader = ChoiceLoader([PackageLoader("raytrec.serving"), PackageLoader("raytrec.report")])
     pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)

@@ -22,7 +22,7 @@ class ServiceOptions(Section):
     """Options of `raytrec serve`, and arguments of the service's application on KubeRay."""
 
     uri: Location
-    """Export, which every node must be able to read. Running replicas are switched to it by a promotion."""
+    """Location of the export, which every node must be able to read. Existing replicas switch to it by a promotion."""
     name: str | None = None
     """Name of the service; default: the run's name."""
     host: str = "127.0.0.1"
@@ -37,17 +37,17 @@ class ServiceOptions(Section):
     log_requests: Location | None = None
     """Folder for a sample of requests and their scores, to which every node must be able to write."""
     log_sample: float = Field(default=0.01, gt=0, le=1)
-    """Share of requests that is logged."""
+    """Share of requests that are logged."""
     follow: bool = False
     """Follow a run: uri is its folder of deltas (export.deltas.to)."""
     table_shards: int = Field(default=0, ge=0)
     """Number of actors that hold the tables; 0: each replica maps all tables."""
     table_cache_mib: float = Field(default=64, ge=0)
-    """Maximum size of each replica's cache of rows."""
+    """Maximum size of each replica's cache of rows, in MiB."""
     table_timeout_ms: float = Field(default=50, gt=0)
-    """Maximum time of a lookup in table shards."""
+    """Timeout of a lookup in table shards, in milliseconds."""
     on_missing_shard: Literal["fail", "zeros"] = "fail"
-    """fail: requests without the response of a shard get status 503; zeros: its vectors are 0."""
+    """fail: requests get status 503 if a shard does not respond; zeros: the vectors of that shard are 0."""
 
     def fill_name(self) -> ServiceOptions:
         """Return the options with a name; the default is the run's name.
@@ -93,7 +93,7 @@ class Promotion(Section):
 
 
 def token_file(name: str) -> Path:
-    """Return the path of this user's token file for a service."""
+    """Return the path of this user's file with the token of a service."""
     home = os.environ.get("XDG_CONFIG_HOME")
     return (Path(home) if home else Path.home() / ".config") / "raytrec" / f"serve-{name}.token"
 

@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:  # the coordinator does not need torch
     from raytrec.scoring.scorer import Scorer
 
-# Bounds of the histogram of times, 0.5 ms to 7 s, dense enough for percentiles.
+# Bucket bounds of time histograms in seconds, 0.5 ms to 7 s, dense enough for percentiles.
 SECONDS = (5e-4, *(m * 10**e for e in (-3, -2, -1, 0) for m in (1, 1.5, 2, 3, 5, 7)))
-BATCH_ROWS = tuple(2**e for e in range(14))
+BATCH_ROWS = tuple(2**e for e in range(14))  # bucket bounds of the histogram of batch sizes
 
 
 class ReplicaMetrics:
@@ -28,38 +28,38 @@ class ReplicaMetrics:
         self.requests = counter("raytrec_requests", "Requests by path and status.", ["path", "status", "version"])
         self.rows = counter("raytrec_rows", "Scored rows.", ["version"])
         self.logged = counter("raytrec_logged_rows", "Rows written to the request log.")
-        self.not_logged = counter("raytrec_log_dropped_rows", "Rows dropped by the log.")
+        self.not_logged = counter("raytrec_log_dropped_rows", "Rows that the request log dropped.")
         self.seconds = histogram("raytrec_seconds", "Duration of a request.", ["path", "version"], buckets=SECONDS)
         self.batch_rows = histogram("raytrec_batch_rows", "Rows per scored batch.", buckets=BATCH_ROWS)
         self.shadow_requests = counter("raytrec_shadow_requests", "Requests in shadow mode.", ["version", "outcome"])
         self.shadow_rows = counter("raytrec_shadow_rows", "Rows scored in shadow mode.", ["version"])
         self.shadow_seconds = histogram("raytrec_shadow_seconds", "Duration of scoring.", ["version"], buckets=SECONDS)
         self.shadow_difference = counter("raytrec_shadow_difference", "Sum of |score - served|.", ["version", "column"])
-        # Only services with table shards have series of these.
+        # Only services with table shards have series of the following metrics.
         self.table_seconds = histogram("raytrec_table_seconds", "Duration of a lookup.", ["outcome"], buckets=SECONDS)
         self.table_rows = counter("raytrec_table_rows", "Rows looked up in the cache or in shards.", ["source"])
-        self.missing_shards = counter("raytrec_missing_shards", "Lookups without a response of the shard.", ["shard"])
+        self.missing_shards = counter("raytrec_missing_shards", "Lookups without a response.", ["shard"])
         self._by_version = [self.requests, self.rows, self.seconds]
         self._by_version += [self.shadow_requests, self.shadow_rows, self.shadow_seconds, self.shadow_difference]
 
     def keep_versions(self, versions: Collection[str]) -> None:
-        """Remove the series of other versions."""
+        """Remove the series of all other versions."""
         for family in self._by_version:
             labels = {sample.labels["version"] for metric in family.collect() for sample in metric.samples}
             for version in labels.difference(versions):
                 family.remove_by_labels({"version": version})
 
     def collect(self, about: Mapping[str, Any], waiting: int) -> list[Metric]:
-        """Return the counters and the current gauges.
+        """Return the counters, histograms and current gauges.
 
         Args:
             about: Result of describe_model for the current model.
-            waiting: Number of waiting rows.
+            waiting: Batcher.waiting of the replica.
         """
         version = GaugeMetricFamily("raytrec_version", "1 for the current version.", labels=["version"])
         version.add_metric([about["version"]], 1)
         age = GaugeMetricFamily("raytrec_model_age_seconds", "Seconds since the export was created.", about["age_s"])
-        waiting_rows = GaugeMetricFamily("raytrec_waiting_rows", "Rows waiting to be scored.", waiting)
+        waiting_rows = GaugeMetricFamily("raytrec_waiting_rows", "Rows waiting or being scored.", waiting)
         counters = list(self.registry.collect())
         for metric in counters:
             metric.samples = [each for each in metric.samples if not each.name.endswith("_created")]
@@ -67,7 +67,7 @@ class ReplicaMetrics:
 
 
 def describe_model(scorer: Scorer) -> dict[str, Any]:
-    """Return version, run and step of a model, the time of its export, and its age in seconds."""
+    """Return version, run and step of a model, the time of its export (made), and the time since then (age_s)."""
     manifest = scorer.manifest
     age = (datetime.now(UTC) - datetime.fromisoformat(manifest.made)).total_seconds()
     return {

@@ -13,7 +13,7 @@ from raytrec.common.errors import RaytrecError
 
 @dataclass(frozen=True)
 class Export:
-    """Location of an export, and the version in its manifest; "" for a folder of deltas that replicas follow."""
+    """Location of an export, and the version in its manifest. The version of a folder of deltas is ""."""
 
     uri: str
     version: str
@@ -40,10 +40,10 @@ class ReplicaCommand:
     Attributes:
         number: Number of the command.
         answer: Export that replicas serve.
-        prepare: URI of an export to load next to the current one; None: none.
-        challenger: Challenger of the served export; None: none.
-        fair_connections: Mean number of active connections of the replicas on the replica's node; infinite for a
-            lone replica.
+        prepare: URI of an export to load next to the current one; None: no export.
+        challenger: Challenger of the served export; None: no challenger.
+        fair_connections: Mean number of active connections of the replicas on the replica's node; infinite for the
+            only replica of a node.
     """
 
     number: int
@@ -59,10 +59,10 @@ class ReplicaState:
 
     Attributes:
         completed_command: Number of the last command that the replica has executed.
-        version: Version that the replicas serve.
-        prepared: Version that the replica has prepared on command; None: none.
-        error: Reason why the command could not be executed; None if the replica executed it.
-        challenger_error: Reason why the replica has no challenger; None if the command was executed.
+        version: Version that the replica serves.
+        prepared: Version of the export that the command asked to load; None: no export has been loaded for the command.
+        error: Error that prevented the execution of the command; None if the command was executed.
+        challenger_error: Reason why the challenger of the command could not be loaded; None if there was no such error.
         figures: Metrics of the replica.
         node: Id of the replica's node, on which the kernel distributes connections.
         connections: Number of active connections; None: the replica does not listen yet.

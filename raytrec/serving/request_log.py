@@ -1,4 +1,4 @@
-"""Sample of requests and their scores as Parquet, written by a background thread."""
+"""Log of a sample of requests and their scores in Parquet files, written by a background thread."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class LoggedRequest:
     """Request with its scores.
 
     Attributes:
-        path: Path of the URL; "shadow" if the scores are of the challenger and the response is of another version.
-        id: Id of the request, which the response and the challenger's scores share.
+        path: Path of the URL; "shadow" if a challenger in shadow mode computed the scores.
+        id: Id of the request, also in the response (X-Request-Id) and for the scores of a shadow challenger.
     """
 
     path: str
@@ -56,15 +56,15 @@ class LoggedRequest:
 class RequestLog:
     """Log that writes a sample of requests to a folder.
 
-    A file contains the rows in the model's columns and types, their scores, and `_request`, `_time` (UTC),
-    `_path` and `_version`. All rows of a file have the same version. Rows are dropped and counted if the
-    thread cannot keep up, or, with a warning, if they cannot be written.
+    A file contains the rows with the model's columns and types, their scores, and the columns `_request` (id), `_time`
+    (UTC), `_path` and `_version`. All rows of a file have the same version. Rows are dropped and counted if too many
+    rows are waiting, or if they cannot be converted or written, which also logs a warning.
 
     Args:
         uri: Folder; local, s3:// or gs://.
-        sample: Share of requests that is written.
-        writer: Part of the files' names; must be unique to the process.
-        figures: Counters of written and dropped rows.
+        sample: Share of requests that are written, in (0, 1].
+        writer: Part of the file names that identifies this process.
+        figures: Metrics that count written and dropped rows.
         file_interval_s: Seconds after which a file is closed.
         max_file_rows: Number of rows after which a file is closed.
     """
@@ -108,7 +108,7 @@ class RequestLog:
         return logged.id
 
     def close(self) -> None:
-        """Write the waiting requests and end the thread."""
+        """Write the waiting requests and end the thread, within CLOSE_TIMEOUT_S."""
         self._queue.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
 
@@ -136,7 +136,7 @@ class RequestLog:
     def _as_table(self, logged: LoggedRequest) -> pa.Table | None:
         try:
             return to_logged_rows(logged)
-        except Exception as error:  # a completed request must not end the log
+        except Exception as error:  # one request must not end the log
             _log.warning("a request cannot be logged: %s", error)
             self._dropped.inc(len(logged.scores[0]))
             return None
@@ -150,7 +150,7 @@ class RequestLog:
         try:
             folder = OutputFolder(self._uri)
             if folder.is_local:
-                os.makedirs(folder.uri, 0o700, exist_ok=True)  # folder of real users' data
+                os.makedirs(folder.uri, 0o700, exist_ok=True)  # the folder contains data of real users
             with folder.stream(name, f"{folder.partial}/{name}") as stream:
                 pq.write_table(table.replace_schema_metadata({VERSION_KEY: version}), stream, compression="zstd")
             self._written.inc(len(table))

@@ -1,10 +1,11 @@
 """State of a replica for `raytrec verify`: stored rows, managed ids and dense weights, as digests or as bytes.
 
-A state has three parts, each with several names. The values of a name are numbered, and a block is a range of them:
+A state has three parts, each with several names (tables or weights). The values of a name are numbered, and a block is
+a range of these numbers:
 
-    rows    stored rows of a table (scoring/stored_tables.py), by row
-    ids     pairs (id, row), int64, of a table with managed ids, in the order of keys; numbered by key + 2⁶³
-    dense   values of a weight of a program, PROGRAM/NAME, in row-major order
+    rows    stored rows of a table (scoring/stored_tables.py), numbered by row
+    ids     pairs (id, row), int64, of a table with managed ids, numbered by the key of the id + 2⁶³
+    dense   values of a weight of a program, PROGRAM/NAME, numbered in row-major order
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ from raytrec.scoring.stored_tables import PRECISIONS
 from raytrec.serving.bodies import JSON
 from raytrec.serving.openapi import Endpoint
 
-MAX_BLOCK_BYTES = 1 << 20  # a digest of this size takes about 1 ms, in which the replica serves no other request
+MAX_BLOCK_BYTES = 1 << 20  # hashing a block takes about 1 ms, during which the replica serves no other request
 NUM_KEYS, PAIR_BYTES = 2**64, 16
 REPLICA_HEADER = "X-Replica"
 StatePart = Literal["rows", "ids", "dense"]
 
 
 class BlockQuery(Section):
-    """Query of GET /state/block: the values [first, end) of a name.
+    """Query parameters of GET /state/block, which select the values [first, end) of a name.
 
     Attributes:
+        part: Part of the state.
+        name: Table, or weight as PROGRAM/NAME.
+        first: Number of the first value.
+        end: Number after the last value.
         values: True to return the bytes instead of their digest.
     """
 
@@ -49,13 +54,13 @@ class BlockQuery(Section):
 
 
 def list_endpoints(replica: str) -> list[Endpoint]:
-    """Return the endpoints that describe the state of a replica with this id."""
+    """Return the endpoints /state and /state/block of the replica with this id."""
     headers = {REPLICA_HEADER: replica}
 
     async def answer_state(request: Request, scorer: Scorer) -> Response:
         return Response(to_json(describe_state(scorer)), media_type=JSON, headers=headers)
 
-    # The bytes belong to the version in the header of the response, because the block is of the state before any await.
+    # The block belongs to the version in the header of the response, because it is selected before any await.
     async def answer_block(request: Request, scorer: Scorer) -> Response:
         try:
             query = BlockQuery.model_validate(dict(request.query_params))
@@ -77,7 +82,7 @@ def list_endpoints(replica: str) -> list[Endpoint]:
 
 
 def describe_state(scorer: Scorer) -> dict[str, Any]:
-    """Return the version, run and step of a model, and the type and shape of each name of each part."""
+    """Return the version, run and step of a model, and the dtype and shape of each name in each part of the state."""
     run, step, _ = scorer.version.rsplit("-", 2)
     tables, precisions = scorer.manifest.data_schema.tables, scorer.manifest.precisions
     return {
@@ -96,10 +101,10 @@ def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def find_block(scorer: Scorer, query: BlockQuery) -> Callable[[], torch.Tensor]:
-    """Return the function that reads a block of rows, pairs or dense values of the present state: [n, …].
+    """Return a function that reads a block of the present state: rows, pairs or dense values, [n, …].
 
     Raises:
-        DataError: There is no such name, the range is outside its values, or the block is too large.
+        DataError: The part has no such name, the range exceeds its values, or the block is too large.
     """
     part, name, first, end = query.part, query.name, query.first, query.end
     lookups = scorer.lookups
@@ -128,5 +133,5 @@ def find_block(scorer: Scorer, query: BlockQuery) -> Callable[[], torch.Tensor]:
 
 
 def to_bytes(values: torch.Tensor) -> Any:
-    """Return the bytes of a tensor in host memory, uint8 [n] of NumPy."""
+    """Return the bytes of a tensor in host memory as a NumPy array, uint8 [n]."""
     return values.contiguous().flatten().view(torch.uint8).numpy()

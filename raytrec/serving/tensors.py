@@ -1,4 +1,4 @@
-"""Tensors of inference requests, in JSON or in binary, and the table of rows that they describe."""
+"""Decode the tensors of inference requests, in JSON or in binary, and convert them to a table of rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Message(BaseModel):
 
 
 class Parameters(Message):
-    """Parameters of a request, an input or an output; additional ones are ignored."""
+    """Parameters of a request, an input or an output; additional parameters are ignored."""
 
     binary_data_size: int | None = Field(None, ge=0)
     binary_data: bool | None = None
@@ -39,7 +39,7 @@ class Parameters(Message):
 
 
 class InputTensor(Message):
-    """Description of an input tensor, and the values unless they are in binary."""
+    """Input tensor; `data` is None if the values follow the JSON in binary (binary_data_size bytes)."""
 
     name: str
     shape: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1, max_length=2)
@@ -48,7 +48,7 @@ class InputTensor(Message):
     data: list[Any] | None = None
 
 
-Tensor = tuple[np.ndarray | pa.Array, list[int]]  # values in row-major order, and the one or two dimensions
+Tensor = tuple[np.ndarray | pa.Array, list[int]]  # values in row-major order, and shape (one or two dimensions)
 
 
 def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.Schema) -> dict[str, Tensor]:
@@ -57,10 +57,10 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
     Args:
         inputs: Descriptions of the tensors.
         binary: Binary values of the tensors, one tensor after the other.
-        columns: Columns of the model's data.
+        columns: Columns of the model's data, which determine the types of times.
 
     Raises:
-        DataError: The values of a tensor do not match its description, or a name occurs twice.
+        DataError: The values of a tensor do not match its description, a name occurs twice, or bytes are left over.
     """
     tensors: dict[str, Tensor] = {}
     for entry in inputs:
@@ -91,13 +91,13 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
 
 
 def _flatten(data: list[Any], shape: list[int]) -> list[Any]:
-    """Return the values of a tensor, which may be flat or nested; other lists remain and are refused later."""
+    """Flatten the values of a tensor if they are nested rows of its shape. Other lists are refused later."""
     is_nested = len(shape) == 2 and all(isinstance(row, list) and len(row) == shape[1] for row in data)
     return list(chain.from_iterable(data)) if is_nested else data
 
 
 def _from_bytes(data: bytes, kind: pa.DataType) -> np.ndarray | pa.Array:
-    """Return little-endian numbers, or texts that each follow their length, as an array."""
+    """Decode binary values: little-endian numbers, or texts that are each preceded by a length of 4 bytes."""
     if kind == pa.bool_():
         return np.frombuffer(data, np.uint8).astype(bool)
     if not types.is_string(kind) and not types.is_temporal(kind):
@@ -115,8 +115,8 @@ def to_table(tensors: Mapping[str, Tensor], columns: pa.Schema) -> pa.Table:
     """Return rows with a column for each tensor that has the name of a column or of a matrix.
 
     A tensor [B] becomes a column of values, as does [B, 1] unless the model's column has lists. A tensor [B, L]
-    becomes a column of lists. With a tensor NAME.lengths, integers [B], the tensor NAME contains the values of lists
-    of these lengths, [N].
+    becomes a column of lists. If there is a tensor NAME.lengths, integers [B], the tensor NAME [N] contains the
+    values of B lists of these lengths.
 
     Raises:
         DataError: The numbers of rows differ, or lengths do not match the values.

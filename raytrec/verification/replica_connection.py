@@ -13,7 +13,7 @@ from raytrec.serving.command import parse_error
 from raytrec.serving.served_state import REPLICA_HEADER
 
 RESPONSE_TIMEOUT_S = 60
-CONNECT_TIMEOUT_S = 30  # time in which each replica must respond; a replica that has ended is listed for 15 s
+CONNECT_TIMEOUT_S = 30  # time within which each replica must respond; an ended replica is listed for 15 s
 CONNECT_INTERVAL_S = 0.05
 
 
@@ -22,11 +22,11 @@ class ServiceChangedError(Exception):
 
 
 class ReplicaConnection:
-    """HTTP connection to one replica of a service, which must keep its version.
+    """HTTP connection to one replica of a service. The replica must not change its version.
 
     Args:
         service: Address of the service.
-        token: Token of the service; "": none is sent.
+        token: Token of the service; "": no token is sent.
 
     Attributes:
         replica: Id of the replica.
@@ -47,11 +47,11 @@ class ReplicaConnection:
         self.state: dict[str, Any] = json.loads(self.get("/state"))
 
     def get(self, path: str, **query: Any) -> bytes:
-        """Return the body of this replica's response; connect again if the connection was closed.
+        """Send a GET request, and return the body of this replica's response; reconnect if another replica responds.
 
         Raises:
             RunError: The service does not respond, or refuses the request.
-            ServiceChangedError: The replica has another version, or has ended.
+            ServiceChangedError: The replica has changed its version, does not respond, or cannot be reached again.
         """
         deadline = monotonic() + CONNECT_TIMEOUT_S
         while monotonic() < deadline:
@@ -79,7 +79,8 @@ class ReplicaConnection:
 def connect(service: str, token: str) -> tuple[list[ReplicaConnection], list[str]]:
     """Return a connection to each replica, and the ids of listed replicas that were not reached.
 
-    The kernel selects the replica of a connection, so connections are opened until each replica has responded.
+    The kernel selects the replica for a connection. Connections are therefore opened until each replica has responded,
+    or until CONNECT_TIMEOUT_S has passed.
     """
     replicas: dict[str, ReplicaConnection] = {}
     deadline = monotonic() + CONNECT_TIMEOUT_S

@@ -25,10 +25,10 @@ class StoredState:
     Args:
         folder: Folder of the checkpoint.
         index: Index of the checkpoint.
-        served: State of a replica, which defines tables, precisions and programs (`describe_state`).
+        served: State of a replica (`describe_state`), which determines the tables, precisions and programs to read.
 
     Attributes:
-        parts: Part → name → type and shape, as in the state of a replica. Tables that are not served are omitted.
+        parts: Part → table or weight → dtype and shape, as in the state of a replica. Unserved tables are omitted.
     """
 
     def __init__(self, folder: str, index: dict[str, Any], served: dict[str, Any]):
@@ -51,7 +51,7 @@ class StoredState:
         }
 
     def iterate_blocks(self, part: StatePart, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield (first, end, values as a service stores them, [n, …]); a table is not read as a whole."""
+        """Yield (first, end, values [n, …] in the format of a service) for each block of a table, id map or weight."""
         if part == "dense":
             values = self._weights[name].flatten()
             for first, end in _split(len(values), values.itemsize):
@@ -59,7 +59,7 @@ class StoredState:
         elif part == "ids":
             stored_ids = read_stored_ids(self._folder, self._index, name, ("id", "row"))
             ids = IdRows(None, ids_to_keys(stored_ids["id"]), stored_ids["row"])
-            # Keys are spread evenly; blocks have half of the maximum size on average.
+            # Keys are distributed evenly; blocks have half the maximum size on average.
             count = 2 * max(1, len(ids), self._served["ids"][name]["shape"][0])
             for first, end in _split(NUM_KEYS, count * PAIR_BYTES / NUM_KEYS):
                 yield first, end, ids.read(first, end)
@@ -72,7 +72,18 @@ class StoredState:
     def compare(
         self, part: StatePart, name: str, first: int, values: torch.Tensor, content: bytes
     ) -> tuple[int, float, Iterator[str]]:
-        """Return number, largest difference and texts of the values that differ between a block and served bytes."""
+        """Compare a block with the bytes that a replica serves for it.
+
+        Args:
+            part: Part of the state.
+            name: Name of the table or weight.
+            first: First row or value of the block.
+            values: Values of the block, as yielded by `iterate_blocks`.
+            content: Bytes of the replica.
+
+        Returns:
+            Number of differing values, largest absolute difference (0 for ids), and a description of each difference.
+        """
         served = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
         if part == "ids":
             pairs, stored = dict(served.view(torch.int64).view(-1, 2).tolist()), dict(values.tolist())

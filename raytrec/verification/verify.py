@@ -21,8 +21,8 @@ from raytrec.serving.served_state import StatePart, to_bytes
 from raytrec.verification.replica_connection import ReplicaConnection, ServiceChangedError, connect
 from raytrec.verification.stored_state import StoredState
 
-MAX_STARTS, RESTART_DELAY_S = 3, 1.0  # number and interval of comparisons that begin while the service changes
-MAX_EXAMPLES = 3  # differing values that are named for each table, map of ids and weight
+MAX_STARTS, RESTART_DELAY_S = 3, 1.0  # number of attempts, and delay before the next, if the service changes
+MAX_EXAMPLES = 3  # maximum number of differing values reported for each table, id map and weight
 
 
 @dataclass
@@ -31,11 +31,11 @@ class Difference:
 
     Attributes:
         replica: Id of the replica.
-        part: Part of the state.
+        part: Part of the state: rows, ids or dense.
         name: Name of the table or weight.
         count: Number of differing rows, ids or dense values; 0: the shapes differ.
         largest: Largest absolute difference; 0 for ids.
-        examples: Texts about the first differing values, or about the shapes.
+        examples: Descriptions of the first differing values, or of the shapes.
     """
 
     replica: str
@@ -46,7 +46,7 @@ class Difference:
     examples: list[str] = field(default_factory=list)
 
     def add(self, count: int, largest: float, examples: Iterable[str]) -> None:
-        """Add the differing values of a block."""
+        """Add the differing values of a block, as returned by StoredState.compare."""
         self.count, self.largest = self.count + count, max(self.largest, largest)
         self.examples = [*self.examples, *islice(examples, MAX_EXAMPLES)][:MAX_EXAMPLES]
 
@@ -68,12 +68,12 @@ def verify(service: str, run: str, *, name: str | None = None) -> Result:
             file is read.
 
     Returns:
-        Result with the metrics result (equal, different, or incomplete: a replica was not reached), differences (see
+        Result with the metrics result (equal, different, or incomplete if a replica was not reached), differences (see
         Difference), replicas, unreached_replicas, tables, rows, ids, weights, version, checkpoint, name and seconds.
 
     Raises:
-        RunError: There is no checkpoint, the service does not respond, has another run or step than the checkpoint, or
-            changes during each of MAX_STARTS comparisons.
+        RunError: There is no checkpoint; or the service does not respond, serves a run or step other than that of the
+            checkpoint, or changes during each of MAX_STARTS comparisons.
         CheckpointError: The checkpoint is damaged.
     """
     began, token = perf_counter(), find_token(name)
@@ -116,6 +116,7 @@ def find_checkpoint(run: str) -> tuple[str, dict[str, Any]]:
 
     Raises:
         RunError: There is no such checkpoint.
+        CheckpointError: The checkpoint is damaged.
     """
     place = make_absolute(str(run))
     path, query = split_query(place)
@@ -126,7 +127,7 @@ def find_checkpoint(run: str) -> tuple[str, dict[str, Any]]:
 
 
 def _check_states(replicas: Sequence[ReplicaConnection], about: dict[str, Any], folder: str, service: str) -> None:
-    """Raise an error if the replicas have different models, or another run or step than the checkpoint."""
+    """Raise an error if the replicas serve different models, or a run or step other than that of the checkpoint."""
     states = [each.state for each in replicas]
     models = [[state[key] for key in ("run", "step", "rows", "dense")] for state in states]
     if any(model != models[0] for model in models):
@@ -146,7 +147,7 @@ def _check_states(replicas: Sequence[ReplicaConnection], about: dict[str, Any], 
 
 
 def _compare(replicas: Sequence[ReplicaConnection], stored: StoredState, console: RunConsole) -> list[Difference]:
-    """Return the differences of all replicas, whose states differ at most in values."""
+    """Return the differences between a checkpoint and replicas, whose states differ at most in values."""
     found: dict[tuple[str, StatePart, str], Difference] = {}
     state, rows = replicas[0].state, 0
     for part, expected in stored.parts.items():

@@ -70,7 +70,7 @@ def read_table(column, width, twice=False):
 
 
 INVALID = {
-    "another run": ({"stream": "other"}, "it is of another run: stream other"),
+    "another run": ({"stream": "other"}, "it belongs to another run: stream other"),
     "another parent": ({"parent": "0" * 64}, "it does not continue delta 1: parent 00000000"),
     "a large row": ({"rows": with_row(9)}, "row 9 is not in table user"),
     "a negative row": ({"rows": with_row(-1)}, "row -1 is not in table user"),

@@ -1,1 +1,1 @@
-"""Table shards: actors that hold the rows of an export, which replicas look up over Arrow Flight."""
+"""Table shards: actors that hold the rows of exports. Replicas look up the rows over Arrow Flight."""

@@ -1,4 +1,4 @@
-"""Actors of a service's table shards, and the lookups of its replicas in them."""
+"""Actors of a service's table shards, and the lookups of the service's replicas in the shards."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from raytrec.serving.table_shards.connection import ShardConnection, TableState
 from raytrec.serving.table_shards.lookups import ShardedLookups
 from raytrec.serving.table_shards.shard import TableShard
 
-SHARD_CPUS = 0.01  # shards are placed by memory
-MAX_CALLS = 100  # calls of `TableShard.open` at the same time; those of loaded versions must not wait
+SHARD_CPUS = 0.01  # almost 0, because Ray places shards by memory
+MAX_CALLS = 100  # concurrent calls of `TableShard.open`; calls for loaded states must not wait
 
 
 def get_shard_name(name: str, number: int, count: int) -> str:
@@ -31,7 +31,7 @@ def get_shard_name(name: str, number: int, count: int) -> str:
 
 
 def start_shards(service_options: ServiceOptions) -> None:
-    """Start the shards of a service that do not exist, without waiting for their tables.
+    """Start the missing shards of a service, without waiting until the shards have loaded tables.
 
     Raises:
         RunError: There is no export, or the cluster does not have enough memory.
@@ -79,7 +79,7 @@ def _check_memory(memory_bytes: int, shards: int) -> None:
 
 
 def end_shards(name: str, count: int) -> None:
-    """End the shards of a service that exist."""
+    """Terminate the existing shards of a service."""
     import ray
 
     for number in range(count):
@@ -95,7 +95,7 @@ def make_lookup_maker(
     Args:
         service_options: Options of the service.
         figures: Metrics of the replica.
-        position: Delta that leads to the state of the export, if the service follows a run.
+        position: Delta that leads to the state of the export; None: the service does not follow a run.
     """
     count = service_options.table_shards
     names = [get_shard_name(service_options.name, number, count) for number in range(count)]
@@ -116,5 +116,5 @@ def _open(name: str, state: TableState, timeout_s: float) -> Any:
 
     deadline, shard = monotonic() + timeout_s, ray.get_actor(name, NAMESPACE)
     while (address := ray.get(shard.open.remote(state), timeout=max(0.0, deadline - monotonic()))) is None:
-        pass  # the shard loads tables for another call
+        pass  # the shard is loading tables for another call
     return address

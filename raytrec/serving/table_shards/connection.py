@@ -22,25 +22,25 @@ from raytrec.serving.table_shards.messages import MAX_VALUE_BYTES, OutdatedState
 
 _log = logging.getLogger(__name__)
 RETRY_INTERVAL_S = 0.2  # interval of attempts to reach an unavailable shard
-REFUSAL_INTERVAL_S = 5.0  # the same if the shard responds that it cannot load the tables
-CONNECT_TIMEOUT_S = 2.0  # timeout of a connection to the port of a shard; that of gRPC is 20 s
-RECONNECT_TIMEOUT_S = 1800.0  # timeout of such an attempt, in which the shard may load tables
+REFUSAL_INTERVAL_S = 5.0  # interval of attempts if the shard responds that it cannot load the tables
+CONNECT_TIMEOUT_S = 2.0  # timeout of a connection to the port of a shard; the default of gRPC is 20 s
+RECONNECT_TIMEOUT_S = 1800.0  # timeout of an attempt to reach a shard, which may have to load tables
 DEADLINE_TICK_S = 0.005  # interval at which deadlines are checked while there are requests
-MAX_LATE = 3  # requests without a response, one after another, after which a shard is unavailable
-READ_ACTION, READ_TIMEOUT_S = "rows", 10.0  # action of Flight that returns stored rows
-FAILURES = (pa.ArrowException, OSError, StopIteration)
+MAX_LATE = 3  # consecutive requests without a response after which a shard is unavailable
+READ_ACTION, READ_TIMEOUT_S = "rows", 10.0  # Flight action that returns stored rows, and its timeout
+FAILURES = (pa.ArrowException, OSError, StopIteration)  # errors of a stream or action
 
 
 class TableState(NamedTuple):
     """State of tables in shards.
 
     Attributes:
-        uri: Export, or folder of deltas.
+        uri: Location of the export, or of the folder of deltas.
         version: Version of the export, or of the state after a delta.
         precisions: Precisions of the stacks, such as int8,int8; the distribution of rows over shards depends on them.
-        delta: Number of this delta; 0: `uri` is an export.
-        is_first: True if a shard must load the state even if it has a later one, because a replica compares the
-            golden rows of a full export.
+        delta: Number of the delta that leads to the state; 0: `uri` is an export.
+        is_first: True if a shard must load the state even if the shard has a later state, because a replica compares
+            the golden rows of a full export.
     """
 
     uri: str
@@ -65,7 +65,11 @@ def read_tls_files() -> tuple[bytes, bytes, bytes] | None:
 
 
 class Exchange:
-    """Stream to a shard, which one request uses at a time.
+    """Flight stream to a shard, which carries one request at a time.
+
+    Args:
+        client: Client of the shard.
+        token: Token of the shard.
 
     Attributes:
         deadline: Time of `monotonic` at which the request is canceled; None: there is no request.
@@ -90,7 +94,7 @@ class Exchange:
         """
         answer, deadline = self._reader.read_chunk().app_metadata, self.deadline
         self.deadline = None
-        return answer, monotonic() < deadline  # later, the stream may already be canceled
+        return answer, monotonic() < deadline  # after the deadline, the stream may already be canceled
 
     @property
     def is_late(self) -> bool:
@@ -115,7 +119,7 @@ def _cancel_late_requests() -> None:
         while not (requests and _watched.empty()):
             requests.append(_watched.get())
         sleep(DEADLINE_TICK_S)
-        requests = [each for each in requests if each[0].deadline == each[1]]  # without a response
+        requests = [each for each in requests if each[0].deadline == each[1]]  # those without a response
         for exchange, _ in (late := [each for each in requests if each[1] < monotonic()]):
             exchange.close()
         requests = [each for each in requests if each not in late]
@@ -134,8 +138,8 @@ class ShardConnection:
 
     Args:
         number: Number of the shard.
-        reach: Function that makes the shard load a state of the tables, and returns the location and token of the
-            shard. The second argument is the timeout in seconds.
+        reach: Function (state, timeout in seconds) that makes the shard load a state of the tables, and returns the
+            location and token of the shard.
         state: First state.
 
     Attributes:
@@ -173,7 +177,7 @@ class ShardConnection:
         tls, limits = read_tls_files(), [("grpc.max_receive_message_length", MAX_VALUE_BYTES + 1024)]
         limits.append(("grpc.min_reconnect_backoff_ms", int(CONNECT_TIMEOUT_S * 1000)))
         client = flight.FlightClient(address[0], tls_root_certs=tls and tls[2], generic_options=limits)
-        first = Exchange(client, address[1])  # here, because requests must not wait for the connection
+        first = Exchange(client, address[1])  # opened here, because requests must not wait for the connection
         with self._lock:
             idle, self._idle = self._idle, []
             if self._is_closed:
@@ -200,7 +204,7 @@ class ShardConnection:
             return None
 
     def receive(self, exchange: Exchange, size: int) -> pa.Buffer | None:
-        """Return a response of `size` bytes, or None if there is none before the deadline."""
+        """Return a response of `size` bytes, or None if the shard sends no such response before the deadline."""
         try:
             answer, is_reusable = exchange.receive()
             if answer is None or answer.size != size:
@@ -235,7 +239,7 @@ class ShardConnection:
             raise UnavailableError(what, where="the service", do="retry") from None
 
     def close(self) -> None:
-        """Close the connection for good."""
+        """Close the connection permanently."""
         with self._lock:
             self._is_closed, self._client, idle, self._idle = True, None, self._idle, []
         for exchange in idle:
@@ -245,7 +249,7 @@ class ShardConnection:
         """Stop using a client, and connect again in a thread."""
         with self._lock:
             if client is not self._client:
-                return  # another request has noticed the failure first
+                return  # another request has already detected the failure
             self._client, idle, self._idle = None, self._idle, []
             starts, self._is_reconnecting = not self._is_reconnecting, True
         _log.warning("table shard %s is unavailable: %s", self.number, get_first_line(error))
@@ -260,7 +264,7 @@ class ShardConnection:
                 self.connect(self.state, RECONNECT_TIMEOUT_S)
                 return _log.warning("table shard %s is back", self.number)
             except Exception as error:  # the shard is restarting, or its node is gone
-                cause = getattr(error, "cause", error)  # of an error of Ray
-                is_outdated = isinstance(cause, OutdatedStateError)  # the replica must only apply the next deltas
+                cause = getattr(error, "cause", error)  # cause of a Ray error
+                is_outdated = isinstance(cause, OutdatedStateError)  # the replica only has to apply the next deltas
                 self.refusal = cause if isinstance(cause, RunError) and not is_outdated else None
                 sleep(REFUSAL_INTERVAL_S if self.refusal else RETRY_INTERVAL_S)

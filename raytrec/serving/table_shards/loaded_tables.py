@@ -1,4 +1,4 @@
-"""Tables in a shard's memory: those of an export, which a run's deltas may change in place."""
+"""Tables of an export in a shard's memory, which a run's deltas may change in place."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ StoredRows = tuple[torch.Tensor, torch.Tensor]  # rows in a stack, int64 [n], as
 
 @dataclass(frozen=True)
 class _State:
-    """State of the tables that can be looked up.
+    """One of the states of the tables that can be looked up.
 
     Attributes:
-        key: Name in requests (`TableState.key`); "" while rows are changed to this state.
+        key: Name of the state in requests (`TableState.key`); "" while rows are being changed to this state.
         replaced: Stack → rows that differ from the previous state, with their values in the previous state.
     """
 
@@ -45,14 +45,14 @@ class LoadedTables:
     Args:
         manifest: Manifest of the export.
         tables: Tables of the export.
-        part: (number, count) of the shard; deltas change only the rows of the shard.
+        part: (number of the shard, number of shards); deltas are applied only to the rows of this shard.
         folder: Folder of deltas; "": the tables do not change.
         position: Delta that leads to the state of the export; None: the tables do not change.
 
     Attributes:
         folder: Folder of deltas.
         precisions: Precisions of the stacks.
-        used_s: Time of `monotonic` of the last lookup.
+        used_s: Time of the last lookup, as returned by `monotonic`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LoadedTables:
         return self._position.number if self._position else 0
 
     def advance(self, delta: int) -> None:
-        """Apply the following deltas that exist, up to this number.
+        """Apply the existing deltas after the newest state, up to and including this number.
 
         Raises:
             RunError: A delta cannot be used.
@@ -106,7 +106,7 @@ class LoadedTables:
                 own[stack] = rows, stored[order]
                 stack.prepare_writing(rows)
                 replaced[stack] = rows, stack.read_rows(rows)
-        # Lookups of earlier states, which read the replaced rows last, do not notice that rows are being changed.
+        # Lookups of earlier states are not affected while rows change, because they restore the replaced rows last.
         earlier = self._states[1 - MAX_STATES :]
         self._states = *earlier, _State("", replaced)
         for stack, each in own.items():
@@ -121,7 +121,7 @@ class LoadedTables:
         return own
 
     def _find_own(self, stack: RowStack, rows_N: torch.Tensor) -> torch.Tensor:
-        """Return the places of the shard's rows among rows: int64 [N] → int64 [n]."""
+        """Return the positions of the shard's rows among rows of a stack: int64 [N] → int64 [n]."""
         number, count = self._part
         is_own_N = find_shards(rows_N.numpy(), self._row_bytes[stack], count) == number
         return torch.from_numpy(is_own_N.nonzero()[0])
@@ -139,7 +139,7 @@ class LoadedTables:
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.float32), *parts])
 
     def _pool(self, stack: RowStack, key: str, request: StackRequest) -> torch.Tensor:
-        """Return the vectors of single rows, then the sums of bags, float32 [s + b, dim]."""
+        """Return the vectors of single rows, followed by the sums of bags, float32 [s + b, dim]."""
         rows_N = torch.from_numpy(request.rows.copy())
         vectors_ND = stack.vectors(rows_N)
         self._restore(stack, key, rows_N, vectors_ND, stack.precision.decode)
@@ -156,7 +156,7 @@ class LoadedTables:
         """Return the stored values of the shard's rows among the rows [first, end) of a stack, [n, …].
 
         Raises:
-            ValueError: There are no such rows, or the state can no longer be looked up.
+            ValueError: The stack does not contain the rows, or the state can no longer be looked up.
         """
         stack, (rows, _) = self._stacks[stack_number], self._manifest.stack_shapes[stack_number]
         if not 0 <= first < end <= rows:
@@ -175,7 +175,7 @@ class LoadedTables:
         values_N: torch.Tensor,
         convert: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Restore the values of a state in values that have just been read, [N, …].
+        """Change values that have just been read, [N, …], to the values of an earlier state, in place.
 
         Raises:
             ValueError: The state can no longer be looked up.
@@ -193,8 +193,8 @@ def load_tables(uri: str, part: tuple[int, int], folder: str = "", position: Pos
 
     Args:
         uri: Local path, s3:// or gs:// URI.
-        part: (number, count) of the process among processes that load the tables; each compares the checksums of its
-            part of the files.
+        part: (number of this shard, number of shards). A shard compares the checksums of a part of the files, so that
+            all shards together check all files.
         folder: Folder of deltas; "": the tables do not change.
         position: Delta that leads to the state of the export.
 

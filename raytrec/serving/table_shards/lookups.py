@@ -1,4 +1,4 @@
-"""Lookups in table shards, which replace those in mapped tables."""
+"""Lookups in table shards, which replace lookups in mapped tables."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
     from raytrec.serving.replica_metrics import ReplicaMetrics
 
 NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)  # rows, lengths and weights
-UPDATE_TIMEOUT_S = 10.0  # timeout of shards that apply a delta; they go on, and the replica asks again
+UPDATE_TIMEOUT_S = 10.0  # timeout of shards that apply a delta; the shards continue, and the replica asks again
 CHECK_TIMEOUT_S = 60.0  # timeout of lookups of golden rows, whose pages are not in memory yet
 
 
 class ShardedLookups(Lookups):
     """Lookup and pooling of ids in table shards. All methods are thread-safe.
 
-    All shards are asked at the same time, each with one request for the rows of all tables.
+    All shards are queried at the same time, each with one request for the rows of all tables.
 
     Args:
         manifest: Manifest of the export.
         ids: Rows of managed ids, by table.
         connections: Connections to all shards, by number, for one state; the constructor connects them.
-        service_options: Size of the cache, timeout and fallback.
+        service_options: Options of the service: size of the cache, timeout and fallback.
         figures: Metrics of the replica.
 
     Raises:
-        RunError: A shard cannot load the tables.
+        RunError: A shard cannot be reached, or cannot load the tables.
     """
 
     is_remote = True
@@ -83,7 +83,7 @@ class ShardedLookups(Lookups):
         return next((each.refusal for each in self._connections if each.refusal), None)
 
     def finish_loading(self) -> None:
-        """Serve requests with the timeout and the fallback of the service from now on."""
+        """Apply the timeout and the fallback of the service to all further lookups."""
         self._timeout_s = self._options.table_timeout_ms / 1000
         self._uses_zeros = self._options.on_missing_shard == "zeros"
 
@@ -95,9 +95,9 @@ class ShardedLookups(Lookups):
     def prepare_update(
         self, deltas: Sequence[Mapping[str, RowChanges]], version: str, number: int
     ) -> Callable[[], None]:
-        """Wait until all shards have a state, and return the function that uses it; see Lookups.prepare_update."""
+        """Wait until all shards have the new state, and return the function that adopts the state; see Lookups."""
         state = self._state._replace(version=version, delta=number, is_first=False)
-        # While a shard is unavailable, the others must not go on, because they would forget the present state.
+        # If a shard is unavailable, the other shards must not advance, because they would drop the current state.
         self._connect(state, UPDATE_TIMEOUT_S, [each for each in self._connections if each.is_away])
         self._connect(state, UPDATE_TIMEOUT_S, self._connections)
 
@@ -131,7 +131,8 @@ class ShardedLookups(Lookups):
         """Return the inputs of `needed_features`, with B rows each, and the dense columns.
 
         Raises:
-            UnavailableError: A shard is unavailable, unless the fallback is zeros.
+            UnavailableError: A shard is unavailable or late, unless the fallback is zeros.
+            DataError: The rows have more ids than a request may look up.
         """
         bags, side_features = rows.bags, rows.side_features or {}
         lengths_FB, ids = bags.lengths.view(len(bags.keys), bags.rows), bags.ids.split(bags.counts)
@@ -167,7 +168,7 @@ class ShardedLookups(Lookups):
     def _locate(
         self, place: int, ids_N: torch.Tensor, lengths_B: torch.Tensor, weights_N: torch.Tensor | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return a feature's rows in its stack, the lengths of bags, and weights; a sequence has bags of one id."""
+        """Return a feature's rows in its stack, the lengths of bags, and weights. Each id of a sequence is a bag."""
         (feature, spec), table = self._specs[place], self._tables[place]
         rows_N = self.find_table_rows(spec.table, ids_N).numpy() + table.first_row
         is_sequence = feature in self._features.sequences
@@ -176,11 +177,11 @@ class ShardedLookups(Lookups):
         return rows_N, lengths, weights_N.numpy() if has_weights else np.ones(len(rows_N), np.float32)
 
     def _ask_shards(self, lookups: Sequence[StackLookup]) -> None:
-        """Add the vectors of all shards to the lookups of a request.
+        """Request the vectors of the lookups from all shards, and add the responses to the lookups.
 
         Raises:
-            UnavailableError: A shard is unavailable, unless the fallback is zeros.
-            DataError: The rows have more vectors than a shard reads for a request.
+            UnavailableError: A shard is unavailable or late, unless the fallback is zeros.
+            DataError: The vectors exceed MAX_VALUE_BYTES.
         """
         began, asked, missing = monotonic(), [], set[int]()
         if (size := sum(each.vector_bytes for each in lookups)) > MAX_VALUE_BYTES:
@@ -211,7 +212,7 @@ class ShardedLookups(Lookups):
 
 
 def close_connections(connections: Sequence[ShardConnection]) -> None:
-    """Close connections for good."""
+    """Close connections permanently."""
     for connection in connections:
         connection.close()
 
@@ -220,9 +221,9 @@ def _connect(state: TableState, timeout_s: float, connection: ShardConnection) -
     try:
         connection.connect(state, timeout_s)
     except Exception as error:
-        cause = getattr(error, "cause", error)  # of an error of Ray
+        cause = getattr(error, "cause", error)  # cause of a Ray error
         if not isinstance(cause, RaytrecError):
-            if not isinstance(error, TimeoutError):  # a slow shard serves requests meanwhile
+            if not isinstance(error, TimeoutError):  # a shard that is slow to respond still serves requests
                 connection.lose(error)
             what = f"table shard {connection.number} cannot be reached: {type(cause).__name__}"
             cause = UnavailableError(what, where="the service", do="check the log of the service")

@@ -21,13 +21,13 @@ import numpy as np
 from raytrec.common.errors import RunError
 
 MESSAGE_FORMAT = 1
-MAX_STATES = 8  # states that can be looked up, because replicas may be some deltas behind
-MAX_VALUE_BYTES = 1 << 30  # vectors that a shard reads for a request
+MAX_STATES = 8  # maximum number of states that a shard keeps, because replicas may be some deltas behind
+MAX_VALUE_BYTES = 1 << 30  # maximum size of the vectors that a shard reads for a request
 MAX_KEY_BYTES = 1024
 
 
 class OutdatedStateError(RunError):
-    """Error of a replica that asks for a state before those that a shard keeps."""
+    """Error for a request of a state that is older than the states that a shard keeps."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ def decode_request(request: memoryview, shapes: Sequence[tuple[int, int]]) -> li
 
     Args:
         request: Bytes of the request.
-        shapes: Rows and dim of each stack.
+        shapes: Number of rows and dim of each stack.
 
     Raises:
-        ValueError: The sizes do not match the bytes, a row is not in its stack, or the vectors exceed MAX_VALUE_BYTES.
+        ValueError: The request is malformed, a row is not in its stack, or the vectors exceed MAX_VALUE_BYTES.
     """
     _, name_bytes, count = np.frombuffer(request, np.int64, 3).tolist()
     if count != len(shapes):

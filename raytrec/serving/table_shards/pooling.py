@@ -49,11 +49,11 @@ class ShardedStack:
 class StackLookup:
     """Lookup and pooling of one stack's rows in one request.
 
-    Bags of several rows are pooled by the shards, except for rows that are in the cache or are to be inserted. The
-    replica pools these, and adds the sums of the shards.
+    The shards pool bags of several rows, except for rows that are in the cache or will be inserted into the cache. The
+    replica pools those rows, and adds the sums of the shards.
 
     Args:
-        stack: Stack.
+        stack: Stack that contains the rows.
         rows_N: Rows of all bags, int64 [N].
         lengths_K: Number of rows in each bag, int64 [K].
         weights_N: Weight of each row, float32 [N]; None: 1.
@@ -79,7 +79,7 @@ class StackLookup:
         self._sums: list[tuple[np.ndarray, np.ndarray]] = []
 
     def request(self, shard: int) -> StackRequest:
-        """Return the rows that a shard looks up."""
+        """Return the request for the rows of a shard. Call this method once per shard, before the methods below."""
         is_here = self._shards == shard
         single, pooled = (is_here & self._is_single).nonzero()[0], (is_here & ~self._is_single).nonzero()[0]
         bags = self._bags[pooled]
@@ -93,7 +93,7 @@ class StackLookup:
         return sum(map(len, self._parts[shard])) * self._stack.dim
 
     def add(self, shard: int, answer: np.ndarray) -> None:
-        """Add the values of a shard's response, float32 [count_values]; without a response, its vectors are 0."""
+        """Add the values of a shard's response, float32 [count_values]. Without this call, the vectors are 0."""
         single, bags = self._parts[shard]
         values = answer.reshape(-1, self._stack.dim)
         self._vectors[self._vector_places[single]] = values[: len(single)]

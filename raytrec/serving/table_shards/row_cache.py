@@ -7,29 +7,29 @@ from threading import Lock
 import numpy as np
 
 MIX = np.uint64(0x9E3779B97F4A7C15)  # multiplier of Fibonacci hashing
-BYTES_PER_SLOT = 17  # of a slot without its vector
+BYTES_PER_SLOT = 17  # size of a slot without its vector
 
 
 def mix(numbers: np.ndarray) -> np.ndarray:
-    """Return well-mixed integers in [0, 2^31): int64 [N] → int64 [N]."""
+    """Return the hashes of numbers, in [0, 2^31): int64 [N] → int64 [N]."""
     return ((numbers.view(np.uint64) * MIX) >> np.uint64(33)).view(np.int64)
 
 
 class RowCache:
-    """Cache of rows of one stack, with one place per row. All methods are thread-safe.
+    """Direct-mapped cache of rows of one stack, in which a row has only one possible slot. All methods are thread-safe.
 
-    A row is inserted when it is missed twice without another miss on its place in between. It is not inserted if the
-    row in this place has been found since the last attempt.
+    A missed row is inserted if the previous miss in its slot was a miss of the same row, unless the row in the slot has
+    been found since the last attempt to replace it.
 
     Args:
         rows: Number of rows of the stack.
-        dim: Number of values of a vector.
+        dim: Number of values in a vector.
         capacity_bytes: Maximum size in bytes; if not even one row fits, no row is kept.
     """
 
     def __init__(self, rows: int, dim: int, capacity_bytes: int):
         capacity = capacity_bytes // (4 * dim + BYTES_PER_SLOT)
-        self._is_whole = capacity >= rows  # each row has another place
+        self._is_whole = capacity >= rows  # each row has its own slot
         slots = rows if self._is_whole else 1 << capacity.bit_length() >> 1
         self._rows, self._missed = np.full(slots, -1, np.int64), np.full(slots, -1, np.int64)
         self._is_used, self._vectors = np.zeros(slots, bool), np.empty((slots, dim), np.float32)
@@ -59,11 +59,11 @@ class RowCache:
             return is_found_N, self._vectors[found], is_new_N, self._drops
 
     def insert(self, rows_N: np.ndarray, vectors_ND: np.ndarray, drops: int) -> None:
-        """Insert rows that `find` has named, unless rows have been dropped since then."""
+        """Insert rows that `find` has selected, unless `drop` has been called since then (`drops`)."""
         slots_N = self._find_slots(rows_N)
         with self._lock:
             if drops == self._drops:
-                self._rows[slots_N], self._vectors[slots_N] = rows_N, vectors_ND  # of equal slots, the last row stays
+                self._rows[slots_N], self._vectors[slots_N] = rows_N, vectors_ND  # in equal slots, the last row stays
 
     def drop(self, rows_N: np.ndarray) -> None:
         """Remove rows whose vectors have changed, int64 [N]. Vectors that are being looked up are not inserted."""

@@ -20,11 +20,11 @@ from raytrec.serving.table_shards.loaded_tables import LoadedTables, load_tables
 from raytrec.serving.table_shards.messages import OutdatedStateError, decode_key
 
 MAX_LOADED = 4  # exports in memory: the current, previous and prepared export, and the challenger
-MAX_WAIT_S = 5.0  # for which a call waits for another call that loads tables or applies deltas
+MAX_WAIT_S = 5.0  # maximum time that a call waits for another call that loads tables or applies deltas
 
 
 class _TokenCheck(flight.ServerMiddlewareFactory):
-    """Check of the token before a stream is opened."""
+    """Check of the token at the start of each Flight call."""
 
     def __init__(self, token: str):
         super().__init__()
@@ -62,7 +62,7 @@ class _LookupServer(flight.FlightServerBase):
 
 
 class TableShard:
-    """Actor with a part of the rows of exports; replicas call `open`, then ask over Flight.
+    """Actor with a part of the rows of exports. Replicas call `open`, and then look up rows over Flight.
 
     Args:
         number: Number of the shard.
@@ -87,12 +87,12 @@ class TableShard:
     def open(self, state: TableState) -> tuple[str, str] | None:
         """Load a state of tables unless it is in memory, and return the shard's location and token.
 
-        The longest unused tables are released if there are more than MAX_LOADED. The result is None if the shard has
-        been busy with other calls for MAX_WAIT_S seconds.
+        The least recently used tables are released if there are more than MAX_LOADED. The result is None if the shard
+        has been busy with other calls for MAX_WAIT_S seconds.
 
         Raises:
-            RunError: The export cannot be used or has another version, or deltas do not lead to the state, or it is
-                earlier than the states that can be looked up.
+            OutdatedStateError: The state is older than the states that the shard keeps.
+            RunError: The export cannot be used or has another version, or no deltas lead to the state.
         """
         # Replicas that ask for the next delta do not wait for tables that are being loaded.
         for lock, provide in (self._advancing, self._advance), (self._loading, self._load):
@@ -114,9 +114,9 @@ class TableShard:
         return same if state.delta else []
 
     def _advance(self, state: TableState) -> None:
-        """Apply deltas to tables in memory until they have a state, if possible."""
+        """Apply deltas to loaded tables until they have a state, if possible; raise an error if they have passed it."""
         self._failure = None
-        if state.is_first:  # the deltas up to a full export may be unusable, and other replicas need their tables
+        if state.is_first:  # deltas before a full export may be unusable, and other replicas need the tables in memory
             return
         followed = self._list_followed(state)
         for tables in sorted(followed, key=lambda each: -each.delta):
@@ -130,7 +130,7 @@ class TableShard:
             raise OutdatedStateError(what, where=state.uri, expected="a later state")
 
     def _load(self, state: TableState) -> None:
-        """Load a state unless another call has loaded it meanwhile."""
+        """Load a state unless another call has just loaded it."""
         if not self._find(state.key):
             tables = self._load_followed(state) if state.delta else self._load_export(state)
             newest = sorted(self._tables, key=lambda each: each.used_s)[1 - MAX_LOADED :]
@@ -146,7 +146,7 @@ class TableShard:
     def _load_followed(self, state: TableState) -> LoadedTables:
         """Load the newest usable export that is not newer than a state, and apply the deltas up to the state.
 
-        Exports that are older than tables in memory are not loaded, because the same deltas follow them.
+        Exports older than tables in memory are not loaded, because they require the same deltas.
         """
         what = f"no full export and deltas lead to {state.version}"
         failure = self._failure or RunError(what, where=state.uri, expected="the state after a delta of the run")
