@@ -15,6 +15,8 @@ from raytrec.data.arrow import has_compressed_buffers
 PLAIN_COLUMNS_TEXT = (
     "plain Arrow columns: no views, run-end encoding or unions, and no dictionaries of lists or structs"
 )
+BYTE_TYPES = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+BYTE_TYPES += (types.is_fixed_size_binary,)
 
 
 class ExpansionLimitError(Exception):
@@ -59,7 +61,7 @@ def _may_share(kind: pa.DataType) -> bool:
 
 
 def _count_expanded_bytes(array: pa.Array | pa.ChunkedArray, name: str) -> int:
-    """Return the size in bytes of shared texts if each row had its own copy; 0 for types that cannot share texts.
+    """Return the size in bytes of shared texts if each row had its own copy; 0 for types that cannot share them.
 
     Raises:
         DataError: Rows of this type could share values other than texts and numbers.
@@ -70,7 +72,7 @@ def _count_expanded_bytes(array: pa.Array | pa.ChunkedArray, name: str) -> int:
     if types.is_dictionary(kind):
         if kind.value_type.num_fields or kind.value_type.has_variadic_buffers:
             raise _make_type_error(kind, name)
-        if not types.is_string(kind.value_type) and not types.is_large_string(kind.value_type):
+        if not any(is_bytes(kind.value_type) for is_bytes in BYTE_TYPES):
             return 0
         return pc.sum(pc.binary_length(array.dictionary).take(array.indices)).as_py() or 0
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):

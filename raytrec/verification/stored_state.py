@@ -44,9 +44,12 @@ class StoredState:
         programs = {name.partition("/")[0] for name in served["dense"]}
         self._weights = {f"{program}/{name}": values[key] for program in programs for name, key in keys.items()}
         tables = {name: tensors.get(TENSOR_KEY.format(name, "weight")) for name in served["rows"]}
+        counts = {name: each["rows"] for name, each in index["about"].get("ids", {}).items()}
+        id_maps = {name: {"dtype": "int64", "shape": [count, 2]} for name, count in counts.items()}
         self.parts: dict[StatePart, dict[str, Any]] = {
             "rows": {n: served["rows"][n] | {"shape": table["shape"]} for n, table in tables.items() if table},
-            "ids": {name: served["ids"].get(name) for name in index["about"].get("ids", {}) if name in tables},
+            # Id maps of other lengths are compared, so that the differing ids are named.
+            "ids": {n: served["ids"].get(n, id_maps[n]) for n in id_maps if n in tables},
             "dense": describe_tensors(self._weights),
         }
 

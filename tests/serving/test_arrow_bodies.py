@@ -30,6 +30,10 @@ def make_text_views(text):
 
 SHARED_VALUE_ARRAYS = {
     "text of a dictionary": pa.DictionaryArray.from_arrays(REPEATED_INDICES, pa.array([TEXT])),
+    **{
+        f"{kind} of a dictionary": pa.DictionaryArray.from_arrays(REPEATED_INDICES, pa.array([TEXT.encode()], kind))
+        for kind in (pa.binary(), pa.large_binary(), pa.binary(len(TEXT)))
+    },
     "views of one text": make_text_views(TEXT),
     "run-end encoded text": pa.RunEndEncodedArray.from_arrays(pa.array([ROWS], pa.int32()), [TEXT]),
     "lists of a dictionary": pa.DictionaryArray.from_arrays(

@@ -145,6 +145,14 @@ def test_changed_ids_and_weights_of_any_program_are_named(run, weight):
     assert any(f"dense item/{weight}: 1 differ, such as value 3 by 0.25" in line for line in result.next_steps)
 
 
+def test_service_without_managed_ids_is_different(run):
+    with Replicas(run / "export-None") as service:
+        del service.scorers["one"].lookups.ids["user"]
+        (difference,) = verify(service.url, str(run)).metrics["differences"]
+    assert (difference["part"], difference["name"]) == ("ids", "user")
+    assert "missing in the service, int64 [" in difference["examples"][0]
+
+
 def test_other_shapes_and_missing_names_are_named(run, weight, tmp_path):
     folder = str(shutil.copytree(get_step_folder(f"{run}/checkpoints", 2), tmp_path / "step-2"))
     index = {key: value for key, value in read_index(folder).items() if key not in ("format", "sha256")}

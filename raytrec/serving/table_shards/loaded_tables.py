@@ -158,6 +158,8 @@ class LoadedTables:
         Raises:
             ValueError: The stack does not contain the rows, or the state can no longer be looked up.
         """
+        if not 0 <= stack_number < len(self._stacks):
+            raise ValueError(f"there is no stack {stack_number}")
         stack, (rows, _) = self._stacks[stack_number], self._manifest.stack_shapes[stack_number]
         if not 0 <= first < end <= rows:
             raise ValueError(f"the stack has no rows {first:,} to {end:,}")
