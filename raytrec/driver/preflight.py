@@ -126,7 +126,7 @@ def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -
         raise ConfigError(
             f"{keys[0]} does not support rows that are requests with candidates (schema.yaml, candidates)",
             where=keys[0],
-            expected="no loss of the model, lookup_l2 or eval.retrieval, and no item or item_frequency in in_batch_softmax",
+            expected="no loss of the model, lookup_l2, eval.retrieval, or item or item_frequency in in_batch_softmax",
             do="remove the setting, or write one row per candidate and remove candidates from schema.yaml",
         )
 

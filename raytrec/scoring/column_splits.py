@@ -69,7 +69,7 @@ class ColumnSplit:
         user_rows = None if repeat else users.read_objects([user], max_ids)
         full = [{**each, **user} if isinstance(each, dict) else each for each in candidates] if repeat else candidates
         rows = (whole if repeat else others).read_objects(full, max_ids)
-        is_plain = rows and (repeat or user_rows) and not self.names & set(candidates[0])
+        is_plain = rows and (repeat or user_rows) and all(map(self.names.isdisjoint, candidates))
         return (rows, user_rows, None if repeat else self) if is_plain else None
 
     def read(self, users: pa.Table, candidates: pa.Table, counts: Sequence[int]) -> list[Rows]:

@@ -17,7 +17,7 @@ from raytrec.common.errors import DataError, get_first_line, shorten_repr
 from raytrec.config.features import select_needed_transforms
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform
-from raytrec.data.arrow import list_element_type, pick_columns, plain
+from raytrec.data.arrow import is_text, list_element_type, pick_columns, plain, value_type
 from raytrec.data.canonical import canonical
 from raytrec.data.column_conversion import Place
 from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
@@ -25,6 +25,10 @@ from raytrec.data.row_slices import Rows
 from raytrec.data.transform import apply_transforms
 from raytrec.data.type_checks import check_present, check_types
 from raytrec.scoring.matrices import ROWS_PLACE, list_matrix_columns
+
+MISSING_ADVICE = "add {} to each row; null means no value"
+TIME_UNITS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
+ACCEPTED_KINDS = {("text", "time")}  # (sent, trained); transforms read times from ISO text
 
 
 class RowReader:
@@ -60,27 +64,62 @@ class RowReader:
         schema, plan = table.schema, self.form.plan
         is_checked = schema == self._checked
         if not is_checked:
-            check_present(schema, self.columns.names, ROWS_PLACE, self.form)
+            self._check_names(schema)
         table = pick_columns(table, self.columns.names)
-        if plan.transforms:
-            table = apply_transforms(table, plan.transforms, ROWS_PLACE, plan.folder)
-            check_present(
-                table.schema,
-                self.form.columns_after_transforms,
-                f"{ROWS_PLACE}, after data.transforms",
-                self.form,
-                fields=False,
-            )
-        if plan.transforms or not is_checked:
-            check_types(table.schema, self.form, ROWS_PLACE)
-            self._checked = schema
+        if not is_checked:
+            self._check_kinds(table.schema)
         try:
+            if plan.transforms:
+                table = apply_transforms(table, plan.transforms, ROWS_PLACE, plan.folder)
+                place, names = f"{ROWS_PLACE}, after data.transforms", self.form.columns_after_transforms
+                check_present(table.schema, names, place, self.form, fields=False)
+            if plan.transforms or not is_checked:
+                check_types(table.schema, self.form, ROWS_PLACE)
+                self._checked = schema
             rows_read = canonical(table, self.form, Place(ROWS_PLACE, None, 0))
         except DataError as error:
             error.do = "correct the rows"  # the original advice refers to settings of a run
             raise
         columns = [column.combine_chunks() for column in rows_read.columns]
         return Rows.of(pa.RecordBatch.from_arrays(columns, schema=rows_read.schema))
+
+    def _check_names(self, schema: pa.Schema) -> None:
+        """Raise DataError if a column is missing or ambiguous."""
+        try:
+            check_present(schema, self.columns.names, ROWS_PLACE, self.form)
+        except DataError as error:
+            error.expected = f"the columns {', '.join(self.columns.names)}"
+            error.do = "add the column to each row; null means no value"
+            raise
+
+    def _check_kinds(self, schema: pa.Schema) -> None:
+        """Raise DataError if values of a column are not of the kind with which the model was trained.
+
+        Tables with hashed or managed ids accept text as well as numbers, but the id 5 and the text '5' have
+        different rows.
+        """
+        for field in self.columns:
+            kind = plain(schema.field(field.name).type)
+            sent, trained = _classify_type(kind), _classify_type(field.type)
+            is_list = list_element_type(kind) is not None and list_element_type(field.type) is None
+            if is_list or (None not in (sent, trained) and (sent, trained) not in ACCEPTED_KINDS and sent != trained):
+                raise DataError(
+                    f"column '{field.name}' has type {kind}, but {field.type} in the training data",
+                    where=f"{ROWS_PLACE}, column {field.name}",
+                    expected=_describe_type(field.type),
+                    do="convert the column",
+                )
+
+
+def _classify_type(kind: pa.DataType) -> str | None:
+    """Return text, time or number for a type of values or lists; None for null and for other types."""
+    values = value_type(kind)
+    if is_text(values):
+        return "text"
+    if types.is_temporal(values):
+        return "time"
+    is_number = types.is_integer(values) or types.is_floating(values) or types.is_decimal(values)
+    return "number" if is_number or types.is_boolean(values) else None
 
 
 @contextmanager
@@ -193,7 +232,7 @@ def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
                 raise _make_type_error(what, at, None, expected) from None
             for field in columns:
                 if field.name not in row:
-                    what, do = f"column '{field.name}' is missing", f"add {field.name} to each row; null means no value"
+                    what, do = f"column '{field.name}' is missing", MISSING_ADVICE.format(field.name)
                     raise _make_type_error(what, at, field.name, _describe_type(field.type), do) from None
         raise
 
@@ -225,17 +264,31 @@ def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     Raises:
         ArrowException, OverflowError, TypeError, ValueError: A value does not match the type.
     """
-    if types.is_temporal(kind) and str in set(map(type, values)):
-        return pa.array(values, pa.string()).cast(kind)
     element = list_element_type(kind)
     if element and str in set(map(type, values)):  # Arrow would read text as a list of characters
         raise TypeError("a value is text instead of a list")
+    if types.is_temporal(element or kind):
+        return _to_times(values, kind, element or kind)
     array = pa.array(values, kind)
     if types.is_integer(element or kind):  # Arrow would truncate fractions
         flat = chain.from_iterable(filter(None, values)) if element else values
         if float in set(map(type, flat)):
             raise TypeError("the values contain a fraction instead of a whole number")
     return array
+
+
+def _to_times(values: Sequence[Any], kind: pa.DataType, element: pa.DataType) -> pa.Array:
+    """Return times, or lists of times, as an array; `element` is the type of the times. Errors as in `to_array`."""
+    kinds = set(map(type, values if element == kind else chain.from_iterable(filter(None, values))))
+    if float in kinds or (kinds & {int, bool} and not types.is_duration(element)):
+        raise TypeError("a time is a number, whose unit is not known")
+    if str not in kinds:
+        return pa.array(values, kind)
+    array = pa.array(values, pa.string() if element == kind else pa.list_(pa.string()))
+    if types.is_timestamp(element) and element.unit in ("s", "ms"):  # clients write six digits of a second
+        finer = pa.timestamp("us", element.tz)
+        array = array.cast(finer if element == kind else pa.list_(finer))
+    return array.cast(kind)
 
 
 def _is_convertible(value: Any, kind: pa.DataType) -> bool:
@@ -261,7 +314,10 @@ def _describe_type(kind: pa.DataType) -> str:
     if types.is_floating(kind):
         return "a number"
     if types.is_timestamp(kind):
-        return f"ISO 8601 {'with' if kind.tz else 'without'} an offset, as 2026-05-31T12:00:00{'Z' if kind.tz else ''}"
+        offset, end = ("with", "Z") if kind.tz else ("without", "")
+        return f"ISO 8601 {offset} an offset, as 2026-05-31T12:00:00{end}, exact to {TIME_UNITS[kind.unit]}"
+    if types.is_duration(kind):
+        return f"a whole number of {TIME_UNITS[kind.unit]}"
     if types.is_temporal(kind):
         return f"a time in ISO 8601 ({kind})"
     return {pa.bool_(): "true or false", pa.string(): "text"}.get(kind, str(kind))

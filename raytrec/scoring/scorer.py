@@ -220,7 +220,10 @@ class Scorer:
         Raises:
             DataError: The user or the candidates are invalid, as for `to_ranking_tables`.
         """
-        if isinstance(user, Mapping) and isinstance(candidates, list) and (names := self._select_known(user)):
+        names = self._select_known(user) if isinstance(user, Mapping) else frozenset()
+        first = candidates[0] if isinstance(candidates, list) and candidates else None
+        # A split is only made for candidates with all other columns, because making it takes about 0.1 s.
+        if names and isinstance(first, dict) and first.keys() >= set(self.columns.names) - names:
             split = self.split(names)
             read, is_few = partial(split.read_plain, user, max_ids), len(candidates) < (split.min_candidates or 0)
             if plain := read(candidates, is_few):
@@ -246,10 +249,9 @@ class Scorer:
                 where="user",
                 expected=f"one row with some of {', '.join(self.columns.names)}",
             )
-        first_rows = candidates[:1] if isinstance(candidates, list | tuple) else [candidates]
-        candidate_names = {name for row in first_rows if isinstance(row, Mapping) for name in row}
-        split = self.split(names)
-        fields = [field for field in split.candidates.columns if field.name not in names]
+        listed = candidates if isinstance(candidates, list | tuple) else [candidates]
+        candidate_names = {name for row in listed if isinstance(row, Mapping) for name in row}
+        fields = [field for field in self.columns if field.name not in names]
         with name_rows("candidates"):
             candidates = to_table(candidates, pa.schema(fields))
         if repeated := sorted(names & (candidate_names | set(candidates.column_names))):
@@ -259,7 +261,7 @@ class Scorer:
                 expected="each column in only one of the two",
                 do=f"remove {repeated[0]} from user or from all candidates",
             )
-        return candidates, user, split
+        return candidates, user, self.split(names)
 
     def rank(self, split: ColumnSplit, users: Sequence[Any], candidates: Sequence[Any]) -> list[np.ndarray]:
         """Return the predictions for the candidates of one or several users, in the form returned by `score`.

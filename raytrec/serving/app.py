@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic_core import to_json
@@ -185,14 +185,18 @@ class Service:
         """
         if hasattr(request.state, "body"):
             return request.state.body
-        body, limits = bytearray(), self.limits
+        body, limits, encoding = bytearray(), self.limits, request.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            what = f"the content encoding '{encoding}' is not supported"
+            raise RefusedRequest(415, DataError(what, where="Content-Encoding", expected="an uncompressed body"))
         try:
+            if int(request.headers.get("content-length", 0)) > limits.body_bytes:  # before the body is received
+                raise self._make_size_refusal()
             async for part in request.stream():
                 body += part
                 self._reading += len(part)
                 if len(body) > limits.body_bytes:
-                    what, expected = "the request body is too large", f"at most {limits.body_bytes:,} bytes"
-                    raise RefusedRequest(413, DataError(what, where="the body", expected=expected))
+                    raise self._make_size_refusal()
                 if self._reading > limits.all_bodies_bytes:
                     raise make_busy_refusal("too many large request bodies are being received")
             request.state.body = bytes(body)
@@ -200,11 +204,17 @@ class Service:
         finally:
             self._reading -= len(body)
 
+    def _make_size_refusal(self) -> RefusedRequest:
+        what, expected = "the request body is too large", f"at most {self.limits.body_bytes:,} bytes"
+        return RefusedRequest(413, DataError(what, where="the body", expected=expected))
+
     async def _predict(self, request: Request, scorer: Scorer) -> Response:
         return await self._answer_rows(request, scorer, "predict", [task.column for task in scorer.manifest.tasks])
 
     async def _vectors(self, request: Request, scorer: Scorer) -> Response:
-        tower: ProgramName = "item" if request.query_params.get("tower", "query") == "item" else "query"
+        tower: Any = request.query_params.get("tower", "query")
+        if tower not in ("query", "item"):
+            raise DataError(f"there is no tower '{tower}'", where="tower", expected="query or item")
         scorer.get_reader(tower)  # before the body is read
         return await self._answer_rows(request, scorer, tower, ["vector"])
 

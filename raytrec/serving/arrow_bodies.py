@@ -15,8 +15,8 @@ from raytrec.data.arrow import has_compressed_buffers
 PLAIN_COLUMNS_TEXT = (
     "plain Arrow columns: no views, run-end encoding or unions, and no dictionaries of lists or structs"
 )
-BYTE_TYPES = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-BYTE_TYPES += (types.is_fixed_size_binary,)
+BYTE_TYPES = [types.is_string, types.is_large_string]
+BYTE_TYPES += [types.is_binary, types.is_large_binary, types.is_fixed_size_binary]
 
 
 class ExpansionLimitError(Exception):

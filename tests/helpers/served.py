@@ -41,11 +41,12 @@ class ServedApp:
     def close(self):
         self._listener.close()
 
-    def ask(self, path, body=None, kind=JSON, accept=JSON, token=TOKEN, method=None, key=None):
-        """Send a request, with `key` as X-Request-Key, and return (status, body, headers)."""
+    def ask(self, path, body=None, kind=JSON, accept=JSON, token=TOKEN, method=None, headers=None, key=None):
+        """Send a request, with additional headers and `key` as X-Request-Key, and return (status, body, headers)."""
         if body is not None and not isinstance(body, bytes):
             body = json.dumps(body).encode()
-        headers = {"Content-Type": kind, "Accept": accept, "Authorization": f"Bearer {token}"}
+        known = {"Content-Type": kind, "Accept": accept, "Authorization": f"Bearer {token}"}
+        headers = known | (headers or {})
         headers |= {"X-Request-Key": key} if key else {}
         request = urllib.request.Request(self.url + path, body, headers, method=method)
         try:

@@ -1,12 +1,15 @@
 """Conversion of rows from data frames and JSON objects."""
 
+from datetime import datetime
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
 
 from raytrec.common.errors import DataError
-from raytrec.scoring.request_rows import ObjectRows, concat_rows, to_table
+from raytrec.config.schema import Schema
+from raytrec.scoring.request_rows import ObjectRows, RowReader, concat_rows, to_table
 
 
 def test_empty_dataframe_bags_may_have_another_dtype():
@@ -50,3 +53,87 @@ def test_text_is_not_a_list_of_characters():
 def test_error_for_other_objects_names_their_type():
     with pytest.raises(DataError, match=r"the rows are not tabular data: int\n"):
         to_table(3, pa.schema({"id": pa.int64()}))
+
+
+SEEN = datetime(2026, 5, 31, 12, 0, 0, 576_000)
+
+
+@pytest.mark.parametrize("unit", ["ms", "us", "ns"])
+@pytest.mark.parametrize("zone", [None, "UTC"])
+def test_times_are_text_also_in_lists(unit, zone):
+    kind = pa.timestamp(unit, zone)
+    columns = pa.schema([("seen", kind), ("times", pa.list_(kind)), ("days", pa.list_(pa.date32()))])
+    text = f"{SEEN.isoformat()}{'Z' if zone else ''}"
+    row = {"seen": text, "times": [text, None], "days": ["2026-05-31"]}
+    found = to_table([row, {"seen": None, "times": [], "days": None}], columns)
+    expected = pa.array([SEEN], pa.timestamp("us")).cast(pa.timestamp(unit)).cast(pa.int64())[0].as_py()
+    assert found["seen"].cast(pa.int64()).to_pylist() == [expected, None]
+    assert found["times"].cast(pa.list_(pa.int64())).to_pylist() == [[expected, None], []]
+    assert found["days"].to_pylist() == [[SEEN.date()], None]
+
+
+@pytest.mark.parametrize(
+    "kind,value,expected",
+    [
+        (pa.timestamp("ms"), 1_780_000_000, "ISO 8601"),
+        (pa.timestamp("ms"), 5.5, "ISO 8601"),
+        (pa.timestamp("ms"), True, "ISO 8601"),
+        (pa.timestamp("ms"), "2026-05-31T12:00:00.1234", "exact to milliseconds"),
+        (pa.list_(pa.timestamp("us")), [1_780_000_000], "a list of values, each ISO 8601"),
+        (pa.date32(), 5.5, "a time in ISO 8601"),
+        (pa.duration("s"), 5.7, "a whole number of seconds"),
+    ],
+)
+def test_numbers_and_lost_fractions_are_not_times(kind, value, expected):
+    with pytest.raises(DataError, match="column 'seen' has the invalid value") as caught:
+        to_table({"seen": value}, pa.schema([("seen", kind)]))
+    assert expected in caught.value.parts["expected"]
+    assert to_table({"seen": 5}, pa.schema([("seen", pa.duration("s"))]))["seen"].cast(pa.int64()).to_pylist() == [5]
+
+
+TRAINED = pa.schema(
+    [("price", pa.float64()), ("user", pa.int64()), ("brand", pa.string()), ("read", pa.list_(pa.int64()))]
+)
+SENT = {"price": [0.5], "user": [7], "brand": ["a"], "read": [[3]]}
+
+
+@pytest.fixture(scope="module")
+def reader():
+    """Return a reader of a model whose tables hash ids or manage them, so that they accept text and numbers."""
+    tables = {name: {"rows": 50, "dim": 4, "out_of_range": "hash"} for name in ("brand", "read")}
+    values = {
+        "labels": ["y"],
+        "dense": ["price"],
+        "sparse": {name: {"table": name} for name in ("user", "brand", "read")},
+        "tables": tables | {"user": {"rows": 50, "dim": 4, "ids": "managed"}},
+    }
+    return RowReader(Schema.parse(values, "x"), (), ("read",), TRAINED)
+
+
+@pytest.mark.parametrize(
+    "column,values,text",
+    [
+        ("user", ["7"], "column 'user' has type string, but int64 in the training data"),
+        ("user", pa.array(["7"]).dictionary_encode(), "has type string, but int64"),
+        ("read", [["3"]], "has type list<item: string>, but list<item: int64>"),
+        ("brand", [3], "has type int64, but string"),
+        ("user", [datetime(2026, 1, 1)], "has type timestamp[us], but int64"),
+        ("user", [[7]], "has type list<item: int64>, but int64"),
+    ],
+)
+def test_values_of_another_kind_than_in_training_are_rejected(reader, column, values, text):
+    """The ids 5 and '5' have different rows of a table that hashes or manages ids."""
+    table = pa.table(SENT)
+    assert len(reader.read(table)) == 1
+    for accepted in ({"user": pa.array([7.0])}, {"user": pa.array([None])}, {"read": pa.array([3])}):
+        assert len(reader.read(pa.table(SENT | accepted))) == 1
+    with pytest.raises(DataError) as caught:
+        reader.read(pa.table(SENT | {column: values}))
+    assert text in caught.value.what and caught.value.parts["where"] == f"the rows, column {column}"
+
+
+def test_missing_column_of_a_table_has_advice_for_clients(reader):
+    with pytest.raises(DataError, match="column 'brand' is missing") as caught:
+        reader.read(pa.table(SENT).drop_columns("brand"))
+    assert "folders" not in str(caught.value) and "schema" not in str(caught.value)
+    assert caught.value.do.startswith("add the column to each row")

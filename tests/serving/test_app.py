@@ -113,6 +113,9 @@ def get_valid_rows(made):
         ({"body": b" " * 200_001}, 413, "the request body is too large"),
         ({"kind": "text/csv"}, 415, "the content type 'text/csv' is not supported"),
         ({"kind": ARROW}, 400, "not an Arrow stream"),
+        ({"path": "/vectors?tower=items"}, 400, "there is no tower 'items'"),
+        ({"headers": {"Content-Encoding": "gzip"}}, 415, "the content encoding 'gzip' is not supported"),
+        ({"headers": {"Content-Length": str(10**12)}}, 413, "the request body is too large"),
         ({"token": "another"}, 401, "the token is missing or wrong"),
         ({"path": "/predictions"}, 404, "/predictions"),
         ({"path": "/predict", "method": "GET"}, 405, "GET /predict"),
@@ -142,6 +145,11 @@ def test_error_names_user_or_candidates(http, model, served_export, value):
     ):
         status, content, _ = http.ask("/predict", {"user": each, "candidates": rows})
         assert (status, json.loads(content)["where"]) == (400, where)
+    repeated = [*candidates[:3], candidates[3] | {"a": 0.5}]
+    status, content, _ = http.ask("/predict", {"user": user, "candidates": repeated})
+    assert (status, json.loads(content)["error"]) == (400, "column 'a' is in both user and candidates")
+    with pytest.raises(DataError, match="column 'a' is in both user and candidates"):
+        model.predict(user=user, candidates=repeated)
     lists = {name: table[name].to_pylist() for name in table.column_names}
     status, content, _ = http.ask("/predict", {"columns": lists | {"b": [0.5, *[value] * (len(table) - 1)]}})
     assert (status, json.loads(content)["where"]) == (400, "the rows, column b, row 1")
