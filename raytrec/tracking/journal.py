@@ -1,6 +1,6 @@
-"""Write lines and files to a run folder. `Journal` raises no error if the disk is full.
+"""Write lines and files to a run folder, and keep them in memory while they cannot be written.
 
-A Journal keeps lines and files that cannot be written in memory, and writes them later.
+`Journal` raises no error if the disk is full.
 """
 
 from __future__ import annotations
