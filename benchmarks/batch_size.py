@@ -40,7 +40,7 @@ Figures = dict[str, list[float]]  # variant → AUC of each round
 
 
 def draw_rows(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dense columns [rows, 13], ids [rows, 26] and labels [rows] of a teacher that all seeds share."""
+    """Return random dense columns [rows, 13] and ids [rows, 26], and labels [rows] of a model that all seeds share."""
     teacher, draw = torch.Generator().manual_seed(-1), torch.Generator().manual_seed(seed)
     effects = 0.25 * torch.randn(FEATURES, TABLE_ROWS, generator=teacher)
     factors = 0.25 * torch.randn(FEATURES, TABLE_ROWS, FACTORS, generator=teacher)
@@ -55,7 +55,7 @@ def draw_rows(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def make_batches(columns: tuple[torch.Tensor, ...], size: int) -> list[Batch]:
-    """Return the rows as batches of a size, which divides the number of rows."""
+    """Return the rows as batches of `size` rows; `size` must divide the number of rows."""
     keys = [f"C{number + 1}" for number in range(FEATURES)]
     lengths = torch.ones(FEATURES * size, dtype=torch.int32)
     return [

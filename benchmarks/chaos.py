@@ -47,10 +47,10 @@ OFTEN = "worker killed"  # occurs at least three times, for medians of the durat
 
 
 def plan(number: int, rng: random.Random, only: list[str]) -> list[str]:
-    """Return each kind of fault in random order, and then random kinds, until there are `number` kinds.
+    """Return `number` kinds of faults: first each kind in random order, and then random kinds.
 
     In the first part, kinds that keep the number of workers come first. If all kinds are used and `number` is
-    at least LEAST_FAULTS, this part contains OFTEN three times.
+    at least LEAST_FAULTS, the first part contains OFTEN three times.
     """
     kinds = only or list(FAULTS)
     first = [*kinds, *[OFTEN] * 2] if number >= LEAST_FAULTS and not only else kinds

@@ -2,8 +2,8 @@
 
     python benchmarks/commits.py [COUNT]
 
-Reads the last 20 (or COUNT) commits, except merges. Ruff's rule D401 decides whether a subject is imperative,
-for which each subject becomes the docstring of a function. `make lint` runs this script, which does nothing
+Reads the last 20 (or COUNT) commits, except merges. Ruff's rule D401, applied to each subject as the
+docstring of a function, decides whether the subject is imperative. `make lint` runs this script, which does nothing
 outside a git checkout.
 """
 

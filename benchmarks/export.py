@@ -5,7 +5,7 @@
 DLRM is trained on 1,000 rows. One table of dim 64 in the run's checkpoint is enlarged to --gib by repeating the
 same GiB of random values, so the checkpoint takes only 1 GiB on disk. `raytrec export` writes the whole table.
 
-peak      largest resident memory of `raytrec export`, including torch and TorchRec
+peak      peak resident memory of `raytrec export`, including torch and TorchRec
 lookups   2,000 rows per request, drawn from a power law (exponent 1.2) over all rows; warm: the second run of
           the same requests; cold: each request after the files have been dropped from the page cache
 

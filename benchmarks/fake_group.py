@@ -1,4 +1,4 @@
-"""Rank of a group whose other ranks do not exist: torch's `fake` process group with copies in place of exchanges.
+"""Simulate one rank of a group, with torch's `fake` process group and local copies in place of exchanges.
 
 A rank of a `fake` group executes the Python and the operators of its exchanges. All ranks are assumed to
 have the same data as this rank, so that received sizes are valid. Received values are only valid for 1-D exchanges.

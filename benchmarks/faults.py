@@ -1,4 +1,4 @@
-"""Faults that are caused in a run's real processes, nodes, disks and files.
+"""Cause faults in the real processes, nodes, disks and files of a run.
 
 Each function causes a fault, takes the action required of a user, if any, and returns the time of the fault.
 """

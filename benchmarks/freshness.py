@@ -60,7 +60,7 @@ def ask(port: int) -> int | None:
 
 
 def watch(port: int, seconds: float, training: subprocess.Popen, logs: list[Path]) -> Served:
-    """Return the steps of the service's responses, from the first response on.
+    """Return (time, served step) for each response of a service, from the first response on.
 
     Raises:
         RuntimeError: A process ended, or the service did not respond in START_TIMEOUT_S.
@@ -82,7 +82,7 @@ def compute_delays(folder: Path, served: Served) -> np.ndarray:
 
     Args:
         folder: Folder of deltas.
-        served: Steps of the service's responses.
+        served: Times and served steps, as returned by `watch`.
     """
     manifests = [json.loads(file.read_text()) for file in sorted(folder.glob("deltas/*.json"))]
     cut_s, cut_steps = (np.array([each[key] for each in manifests]) for key in ("cut_unix_s", "step"))

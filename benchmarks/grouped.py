@@ -106,7 +106,7 @@ def build(rank: int, world: int, case: str, grouped: bool) -> tuple[Any, Iterato
 
 
 def document(results: dict[str, Any]) -> str:
-    """Return the table for docs/benchmarks.md, with a row for each point with the largest number of workers."""
+    """Return the table for docs/benchmarks.md, with a row for each case with the largest number of workers."""
     rows, most = [], max(point["workers"] for point in results["points"])
     for point in (point for point in results["points"] if point["workers"] == most):
         speeds = [1e3 * point["examples"] / point[side]["step_ms"] for side in SIDES]

@@ -1,4 +1,4 @@
-"""Growth of the costs of a step, a record of statistics and a checkpoint with sizes such as rows.
+"""Growth of the costs of a step, a record of statistics and a checkpoint with sizes such as the number of rows.
 
     python benchmarks/growth.py [--only features,batch] [--steps 10] [--smallest]
 
@@ -114,7 +114,7 @@ CURVES = {
 
 
 class Unheard:
-    """Object that takes the place of the heartbeat and of the coordinator, and ignores all calls."""
+    """Object that replaces the heartbeat and the coordinator, and ignores all calls."""
 
     command = 0
     put = property(lambda self: self)

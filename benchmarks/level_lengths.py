@@ -79,7 +79,7 @@ def side(rank: int, world: int) -> Answer:
 
 
 def measure(world: int, rounds: int, rows: int = SHAPE["rows"], steps: int = BATCHES) -> dict[str, dict[str, float]]:
-    """Return each side's rows/s, share of waits and CPU time, and their ratios to `none`."""
+    """Return each side's rows/s, share of time spent waiting and CPU time, and their ratios to those of `none`."""
     with ExitStack() as stack:
         sides = {balance: Ranks("level_lengths.py", world, stack) for balance in SIDES}
         for balance, ranks in sides.items():

@@ -1,4 +1,4 @@
-"""Write the map in docs/map.md: every module of raytrec/ with the first sentence of its docstring.
+"""Write docs/map.md, a list of all modules of raytrec/ with the first sentence of each docstring.
 
     python benchmarks/module_map.py
 

@@ -92,7 +92,7 @@ def side(rank: int, world: int) -> Any:
 
 
 def _turn(ranks: Ranks, steps: int, request: dict[str, Any]) -> dict[str, float]:
-    """Measure a new model, because its place in memory changes the time of a step by several percent."""
+    """Build a new model and measure it, because a model's place in memory changes the step time by several percent."""
     ranks.ask(steps=2, builds=True, **request)
     return ranks.time(steps=steps)
 

@@ -52,7 +52,7 @@ def seen_films(source: Path, rows: int = 120_000) -> Split:
 
 
 def built_in(name: str, least: int) -> Split:
-    """Read a scikit-learn data set, with label 1 for targets ≥ `least`; an added column of 3 ids is noise."""
+    """Read a scikit-learn data set, with label 1 for targets ≥ `least`, and add a column of 3 ids that are noise."""
     found = getattr(datasets, f"load_{name}")(as_frame=True)
     table = found.data.set_axis([f"v{i}" for i in range(found.data.shape[1])], axis=1)
     table = table.assign(c0=np.arange(len(table)) % 3, label=(found.target >= least).astype("int8"))

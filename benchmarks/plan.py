@@ -47,7 +47,7 @@ HEADER = ("ranks", "schema", "sharding", "ms", "predicted", "", "MiB", "predicte
 class Row:
     """Plan on a number of ranks, with milliseconds per step and MiB on the rank that uses the most memory.
 
-    `plan` identifies the plan: a plan to which two ways of sharding lead is measured twice.
+    `plan` identifies the plan. If two ways of sharding lead to the same plan, the plan is measured twice.
     """
 
     ranks: int
@@ -154,7 +154,7 @@ def predict(measured: Measured, clock: str) -> list[Row]:
 
 
 def placement(tables: list[PlannedTable]) -> str:
-    """Return a text that identifies a plan up to a renumbering of its ranks, which are on one host."""
+    """Return a text that identifies a plan up to the numbering of its ranks, which are all on one host."""
     names: dict[int, int] = {}
     of_tables = [
         (table.sharding_type, [(names.setdefault(rank, len(names)), *size) for rank, *size in table.shards])
@@ -164,7 +164,7 @@ def placement(tables: list[PlannedTable]) -> str:
 
 
 def took(turns: list[Any], clock: str) -> float:
-    """Return the seconds of a step, as the median over turns."""
+    """Return the seconds per step on a clock, as the median over turns."""
     if clock == CLOCKS[0]:
         return statistics.median(max(seconds for seconds, _ in turn) for turn in turns)
     return critical(np.median([[cpu for _, cpu in turn] for turn in turns], axis=0).tolist())

@@ -159,7 +159,7 @@ class Trained:
         return np.median(np.diff(times, axis=0), axis=0).tolist()
 
     def memory(self) -> int:
-        """Return the plan's peak bytes, without the batch that the pipeline does not hold."""
+        """Return the plan's peak bytes, without a batch that this class holds in addition to the pipeline's batches."""
         spare = sum(t.numel() * t.element_size() for t in _tensors(self._batches[0]))
         return status_bytes("VmHWM") - self._before - spare
 

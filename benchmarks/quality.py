@@ -8,8 +8,9 @@ row is jobs/quality/DATA_MODEL.yaml. SOURCE is the folder with the original data
 rows whose data is missing are skipped. Data sets are prepared by their recipes, into data/quality.
 
 Each run is stored in benchmarks/results/quality.json when it ends, so that the same command continues with
-the missing seeds. A row starts over if its configuration, data or recipe has changed. A row whose runs have
-used up its budget (an hour) gets no more seeds. Writes the table into docs/quality.md.
+the missing seeds. A row starts over if its data, its recipe or the text of its configuration, including comments,
+has changed. A row whose runs have used up its budget (an hour) gets no more seeds. Writes the table into
+docs/quality.md.
 
 With --exports, rows are trained once with seed 0 and exported with tables of each precision
 (benchmarks/results/quality_exports.json).
@@ -164,7 +165,7 @@ def prepare(row: Row, source: Path, into: Path) -> Path | None:
 
 
 def settings_of(row: Row, folder: Path) -> list[str]:
-    """Return the overrides that make a row's configuration read the data set in this folder."""
+    """Return the overrides with which a row's configuration reads the data set in `folder`."""
     values = load_config(row.config)
     settings = [f"data.{split}={folder}/{split}" for split in ("train", "valid", "test")]
     if values.data.schema_path:

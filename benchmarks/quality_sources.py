@@ -37,7 +37,7 @@ def _ml100k(folder: Path, lists: list[np.ndarray], rng: np.random.Generator) -> 
 
 
 def _ml1m(folder: Path, lists: list[np.ndarray], rng: np.random.Generator) -> None:
-    """Write synthetic MovieLens-1M files without ratings and times, as datasets/movielens/candidates.py reads."""
+    """Write synthetic MovieLens-1M pairs without ratings and times, in the layout of movielens/candidates.py."""
     number: dict[int, int] = {}
     for item in np.concatenate(lists):
         number.setdefault(int(item), len(number))

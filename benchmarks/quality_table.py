@@ -63,7 +63,7 @@ def document(rows: list, results: dict) -> str:
 
 
 def exports_document(rows: list, results: dict) -> str:
-    """Return the table of exports: values with fp32 tables, and their changes with fewer bits."""
+    """Return the table of exports, with the values for fp32 tables and their changes for tables with fewer bits."""
     lines = [
         [row.data, row.model, name, f"{of['fp32']:.5f}", *(f"{of[p] - of['fp32']:+.1e}" for p in PRECISIONS)]
         for row in rows

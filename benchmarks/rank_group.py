@@ -238,7 +238,7 @@ def run_script(main: Callable[..., None], side: Callable[[int, int], Answer]) ->
 
 @dataclass
 class Rig:
-    """raytrec's training step on this rank, with the means to make batches.
+    """raytrec's training step on this rank, with functions that make batches.
 
     Attributes:
         step: Training step (worker.step.Step).

@@ -33,7 +33,7 @@ def records_of(run: str | Path) -> Path:
 
 
 class Writer:
-    """Writer of the lines that one rank records for each step."""
+    """Writer of one rank's lines, one for each step."""
 
     def __init__(self, checkpoints: Any):
         context = checkpoints._run.context

@@ -40,7 +40,7 @@ def _requests(rows: pa.Table, names: list[str], count: int) -> list[tuple[Reques
 
 
 def candidates_in_process(export: str, rows: pa.Table, names: list[str], count: int, rounds: int) -> list[str]:
-    """Return the cells of a table for mappings in this process."""
+    """Return the cells of a table for requests as mappings in this process."""
     model, ((whole, parts), *_) = raytrec.load(export), _requests(rows, names, count)
     sides = {"rows": lambda: model.predict(whole["rows"]), "candidates": lambda: model.predict(**parts)}
     one, other = (side()["score"].to_numpy() for side in sides.values())

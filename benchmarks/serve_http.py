@@ -176,7 +176,7 @@ def check_scores(sides: dict[str, dict[str, Any]], expected: np.ndarray) -> None
 
 
 def measure_round(sides: dict[str, dict[str, Any]], number: int, seconds: float) -> dict[str, dict[str, dict]]:
-    """Send requests to each side in turn, in odd rounds in reverse, and return side → clients → measurements."""
+    """Send requests to each side in turn (in reverse in odd rounds), and return side → clients → measurements."""
     figures: dict[str, dict[str, dict]] = {side: {} for side in sides}
     for clients in CLIENTS:
         for side in list(sides)[:: -1 if number % 2 else 1]:
@@ -192,7 +192,7 @@ def measure(side: dict[str, Any], clients: int, seconds: float) -> dict[str, flo
 
 
 def _find_processes(port: int) -> dict[str, list[int]]:
-    """Return the `pids` of a service's processes, and of those `answering`, which listen on its port."""
+    """Return the ids of a service's processes (`pids`), and of the processes that listen on its port (`answering`)."""
     pids = set()  # orphans have the mark; workers of Ray, whose title overwrites the mark, have a marked ancestor
     for process in psutil.process_iter(["environ"]):
         if (process.info["environ"] or {}).get(MARK) == str(port):

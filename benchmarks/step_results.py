@@ -20,7 +20,7 @@ COLUMNS = ("variant", "rows/s", "CPU-µs per row", "peak MiB", "s until first st
 
 
 def cases_of(models: list[str], workers: list[int]) -> dict[str, tuple[str, int]]:
-    """Return a mapping from name of a case to (model, number of workers)."""
+    """Return a mapping from the name of a case to (model, number of workers)."""
     return {f"{model}_{ranks}": (model, ranks) for model in models for ranks in workers}
 
 

@@ -1,4 +1,4 @@
-"""Speed of lookups in tables apart from the replicas, next to tables that the replica maps.
+"""Speed of lookups in table shards outside the replicas, compared with tables that the replica maps.
 
     python benchmarks/table_shards.py [--rounds 5] [--lookups 200] [--shards 2]
 
@@ -9,8 +9,9 @@ in process         tables that this process maps
 Flight             shards in Ray actors, over Arrow Flight; with and without the cache of frequent rows
 Serve's handles    the same shards and messages, without the cache, through handles of Ray Serve
 
-Keys/s a core divide the keys by the CPU time of all processes. Then `raytrec serve` serves requests of 32 rows with
-mapped tables, and with shards. Writes benchmarks/results/table_shards.json and the tables in docs/benchmarks.md.
+Keys/s per core are the number of keys divided by the CPU time of all processes. Then `raytrec serve` serves requests
+of 32 rows with mapped tables, and with shards. Writes benchmarks/results/table_shards.json and the tables in
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def open_sides(export: str, shards: int) -> Iterator[dict[str, Any]]:
 
 
 def measure_lookups(lookups: Callable[..., Any], requests: list[AssembledTensors]) -> dict[str, float]:
-    """Return the times of lookups, and the keys/s a core."""
+    """Return the times of lookups, and the keys/s per core."""
     seconds, cpu_s = [], tree_cpu_s()
     for request in requests:
         began = perf_counter()

@@ -1,4 +1,4 @@
-"""The part of benchmarks/tiers.py in which a table's pages do not fit into memory."""
+"""Part of benchmarks/tiers.py that trains a table whose pages do not fit into memory."""
 
 from __future__ import annotations
 

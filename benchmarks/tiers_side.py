@@ -51,7 +51,7 @@ class Trained:
         }
 
     def train(self, steps: int, ids: str = "uniform") -> list[float]:
-        """Train for some steps, starting with the first batch, and return the losses."""
+        """Train for `steps` steps, starting with the first batch, and return the losses."""
         batches = islice(cycle(self._batches[ids]), steps)
         return [float(outputs.loss.detach()) for outputs in self.step.train(batches, steps)]
 

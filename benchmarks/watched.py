@@ -121,7 +121,7 @@ class Run:
         return self._process.poll()
 
     def say(self, text: str) -> None:
-        """Print a text with the time and the newest step."""
+        """Print a text, preceded by the time and the newest step."""
         attempts = self.record.look()
         step = attempts[-1].last if attempts else 0
         print(f"{time.monotonic() - self._began:6.1f} s  step {step:5}  {text}", flush=True)

@@ -10,7 +10,7 @@ section `Args` or `Options` of its docstring contains their help texts:
 
 A recipe in this folder is a function named `prepare` in NAME/__init__.py and runs as `raytrec prepare NAME`;
 criteo/ is an example to copy. Slow imports belong inside the function, so that --help responds quickly. Users
-run their own recipes with `raytrec prepare module:function`.
+can run their own recipes with `raytrec prepare module:function`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from raytrec.common.storage import RAY_JOB_COPIES, ROOT, make_absolute
 
 
 def resolve_path_option(text: str) -> Path:
-    """Return the path as given or, in a job on a cluster, the path in the shared folder (make_absolute)."""
+    """Return a path as given or, in a job on a cluster, as a path in the shared folder (make_absolute)."""
     return Path(make_absolute(text)) if os.environ.get(ROOT) or RAY_JOB_COPIES in os.getcwd() else Path(text)
 
 

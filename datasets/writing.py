@@ -34,8 +34,8 @@ class Output:
         recipe: Name of the recipe.
         options: Options of the recipe, which are stored in prepared.json and compared when the recipe runs
             again.
-        force: True to replace a folder that a recipe prepared, whether with the same or other options. Other
-            nonempty folders are never replaced.
+        force: True to replace a folder that a recipe has prepared, whatever its options. Other nonempty folders are
+            never replaced.
     """
 
     def __init__(self, folder: Path, recipe: str, options: dict, force: bool):

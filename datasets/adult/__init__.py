@@ -1,4 +1,4 @@
-"""UCI's Adult (census income) with two labels."""
+"""Recipe for UCI's Adult (census income) with two labels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def prepare(out: Path, source: Path, seed: int = 0, dim: int = 8, force: bool = False) -> None:
-    """Write UCI Adult for two tasks, labels: income > 50K, never married; a fifth of adult.data is valid.
+    """Write UCI Adult with two labels: income above 50K, and never married. A fifth of adult.data becomes valid.
 
     Options:
         source: Folder with adult.data and adult.test.

@@ -1,7 +1,7 @@
 """UCI Adult as rows with two labels.
 
-Labels: `income` (above 50K a year) and `never_married`. The MMoE paper (Ma et al. 2018,
-doi.org/10.1145/3219819.3220007) learns the same two from the larger data set Census-Income (KDD). Inputs are
+The labels are `income` (above 50K a year) and `never_married`. The MMoE paper (Ma et al. 2018,
+doi.org/10.1145/3219819.3220007) learns the same two labels from the larger data set Census-Income (KDD). Inputs are
 all other columns except three:
 
 - marital_status is the second label;
@@ -119,17 +119,17 @@ def _problem(fields: list[str]) -> str | None:
 
 
 def _income(text: str) -> int | None:
-    """Return 0 or 1, or None for an unknown text; in adult.test, each line ends with a period."""
+    """Return the label for an income (0 or 1), or None if the text is unknown; in adult.test, it ends with a period."""
     return INCOMES.get(text.removesuffix("."))
 
 
 class Adult:
-    """People by split, with scales and vocabularies, which are computed from train alone.
+    """Rows of people by split, and scales and vocabularies that are computed from train alone.
 
     Attributes:
-        splits: Name of a split → people. train and valid are adult.data in seeded random order.
+        splits: Name of a split → rows. train and valid divide adult.data in seeded random order; test is adult.test.
         scales: Dense column → [mean, standard deviation].
-        vocabularies: Sparse column → sorted values, without the value for missing.
+        vocabularies: Sparse column → sorted values, without MISSING.
     """
 
     def __init__(self, data: pd.DataFrame, test: pd.DataFrame, seed: int):

@@ -1,4 +1,4 @@
-"""Criteo's click logs in their original layouts."""
+"""Recipe for Criteo's click logs in their original layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Criteo's TSV lines as Arrow tables.
+"""Read lines of Criteo's TSV files as Arrow tables.
 
 A line contains a label, 13 integers and 26 hexadecimal values. The files have no header.
 """
@@ -107,7 +107,7 @@ def _arrow(block: bytes) -> pa.Table:
 
 
 def _well_formed(table: pa.Table) -> bool:
-    """Return True if each label is 0 or 1 and each value has at most 8 hexadecimal digits."""
+    """Return True if each label is 0 or 1, and each value is missing or has 1 to 8 hexadecimal digits."""
     good = pc.all(pc.fill_null(pc.is_in(table["label"], pa.array([0, 1], pa.int8())), False)).as_py()
     return good is not False and all(
         pc.all(pc.match_substring_regex(table[name], "^[0-9a-fA-F]{1,8}$")).as_py() is not False for name in SPARSE
@@ -157,7 +157,7 @@ def _lines_before(chunk: Chunk) -> int:
                 count += block.count(b"\n")
                 remaining -= len(block)
             if block[-1:] != b"\n":
-                count += 1  # the line that the chunk's start cuts belongs to the previous chunk
+                count += 1  # a line that crosses the start of the chunk belongs to the previous chunk
     return count
 
 

@@ -1,4 +1,4 @@
-"""Criteo click logs as Parquet, written by Ray Data tasks.
+"""Convert Criteo click logs to Parquet with Ray Data tasks.
 
 Dense columns are log(1 + x), with missing and negative values as 0, as in MLPerf's DLRM. In sparse columns,
 id 0 stands for missing values and, with a frequency vocabulary, for rare values. The last seventh of Kaggle's
@@ -86,7 +86,7 @@ class Files:
 def find_files(source: Path, layout: str) -> Files:
     """Find Kaggle's train.txt, or 1TB's day_0 … day_23 (also .gz), in a folder or as a single file.
 
-    A single day is split by rows, like train.txt, unless the layout is 1tb.
+    A single day is split by rows, like train.txt, unless the layout is 1tb, which requires two days.
 
     Raises:
         DataError: There are no such files, there is only one day for 1tb, or the files do not match the layout.
@@ -134,7 +134,7 @@ def _firsts(counts: list[int]) -> list[int]:
 
 
 def _bounds(files: Files, work: list[Chunk], counts: list[int]) -> tuple[int, int]:
-    """Return (first row of valid, first row of test)."""
+    """Return (index of the first row of valid, index of the first row of test)."""
     total = sum(counts)
     if files.held_out is None:
         first = total - total // 7
@@ -211,7 +211,7 @@ def _vocabulary(train: list[Chunk], skip_bad: bool, min_count: int, folder: Path
     parts: list[pa.Table] = []
     for part in _each(train, _count_values, skip_bad, "counting values"):
         parts.append(part)
-        if sum(map(len, parts[1:])) >= len(parts[0]):  # rarely enough for the total cost to stay linear
+        if sum(map(len, parts[1:])) >= len(parts[0]):  # merged rarely enough that the total cost stays linear
             parts = [_added_up(parts)]
     total = _added_up(parts)
     folder.mkdir()
@@ -226,7 +226,7 @@ def _vocabulary(train: list[Chunk], skip_bad: bool, min_count: int, folder: Path
 
 
 def _added_up(parts: list[pa.Table]) -> pa.Table:
-    """Return the sums of the counts of each column and value."""
+    """Return a table with the total count of each value in each column."""
     counts = pa.concat_tables(parts).group_by(["column", "value"]).aggregate([("count", "sum")])
     return counts.rename_columns({"count_sum": "count"})
 

@@ -1,4 +1,4 @@
-"""Interactions of users and items in common layouts."""
+"""Recipe for interactions of users and items in common layouts."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ def prepare(
         user: Column of users, in Parquet and CSV.
         item: Column of items, or of lists of items in chronological order.
         time: Column of times; default: the file is in chronological order.
-        split: Choice of test and valid: each user's last and next-to-last interaction, the last two tenths
-            in time, or two tenths at random; default: the source's own splits, else leave-one-out.
+        split: Interactions in test and valid: each user's last and next-to-last interaction, the last and the
+            next-to-last tenth in time, or two random tenths; default: the source's own splits, else
+            leave-one-out.
         negatives: Number of candidates for each user in valid and test: items that are new to the user. 0: all
             items are ranked.
-        candidates: Given candidates for the test: Parquet, or text with a user and items in each line.
-        user_features: Parquet or CSV with a column of users and one for each feature.
-        item_features: Parquet or CSV with a column of items and one for each feature; or JSON, {"item":
+        candidates: File with given candidates for test: Parquet, or text with a user and items in each line.
+        user_features: Parquet or CSV with a column of users and a column for each feature.
+        item_features: Parquet or CSV with a column of items and a column for each feature; or JSON, {"item":
             [attribute, …], …}, as in S3-Rec.
         train_negatives: Number of rows with label 0 in train per interaction: items that are new to the user.
         max_length: Maximum number of ids in a history; 0: no histories.
@@ -58,7 +59,7 @@ def prepare(
             for models that learn at every position of a sequence.
         test_rows: Rows of valid and test: one for each held-out interaction, or one for each user with the
             list right_items, as in the evaluation of LightGCN and BARS; requires --negatives 0.
-        min_interactions: Remove users and items with fewer interactions until all have this many (k-core).
+        min_interactions: Remove users and items with fewer interactions until all have at least this many (k-core).
         with_valid: Add the interactions of valid to train, for a final run with settings already chosen.
     """
     options = {**locals()}

@@ -1,4 +1,4 @@
-"""Candidates among which each test user's items are ranked.
+"""Draw candidates, or read them from a file. Each test user's items are ranked among the candidates.
 
 FILE.parquet      a column of users and a column of items or lists of items, named as in the source
 FILE.txt          a user and items in each line, like NAME_sample.txt of S3-Rec
@@ -16,7 +16,7 @@ from raytrec_datasets.interactions.events import Columns, InteractionBuilder, Pa
 
 from raytrec.common.errors import ConfigError, DataError
 
-ROUNDS = 30  # number of rounds in which rejected items are redrawn; remaining users draw from an explicit list
+ROUNDS = 30  # number of rounds that redraw rejected items; remaining entries draw from a list of the new items
 
 
 def is_among(keys: np.ndarray, sorted_keys: np.ndarray) -> np.ndarray:

@@ -101,7 +101,7 @@ class Interactions:
         return len(self.user)
 
     def only(self, selected_rows: np.ndarray) -> Interactions:
-        """Return the interactions selected by a mask or by positions, in this order; ids do not change."""
+        """Return the interactions selected by a mask, or by positions in their order; ids do not change."""
         some = {name: getattr(self, name) for name in ("user", "item", "time", "split")}
         return replace(self, **{name: None if v is None else v[selected_rows] for name, v in some.items()})
 
@@ -250,7 +250,7 @@ def _check_order(data: Interactions, how: str) -> None:
 
 
 def _at(places: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return an array with values[i] at places[i]."""
+    """Return the array that contains values[i] at position places[i]."""
     result = np.empty_like(values)
     result[places] = values
     return result

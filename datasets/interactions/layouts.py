@@ -1,11 +1,11 @@
-"""Layouts of sources, which are read as Interactions.
+"""Read sources in common layouts as Interactions.
 
 FILE.parquet, or a folder of them    columns of users, items and times; items may be ordered lists
 FILE.csv, FILE.tsv                   with a line of names (tables.py; also compressed: FILE.csv.gz)
 FILE.inter                           like CSV, with tabs and name:type (RecBole)
 FILE.txt                             a user and its items in chronological order in each line (S3-Rec)
-a folder of train, valid and test    files or folders of any of these, named by their split; .txt is unordered
-                                     there (LightGCN)
+a folder of train, valid and test    files or folders in one of these formats, named by their split; items in .txt are
+                                     then unordered (LightGCN)
 NAME.train.rating, or its folder     Neural Collaborative Filtering (He et al., 2017): user, item, rating and
                                      time, separated by tabs
   NAME.test.rating                   the left-out pair of each user

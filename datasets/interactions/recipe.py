@@ -1,4 +1,4 @@
-"""Interactions written to train/, valid/, test/, items/ and users/.
+"""Write interactions to train/, valid/, test/, items/ and users/.
 
 Rows of train, valid and test:
 
@@ -12,8 +12,8 @@ Rows of train, valid and test:
     time          time of the row, if the source has times; a candidate has the time of a row of the same user
     item_count    number of occurrences of the item in train, at least 1
     seen          with --negatives 0, in valid and test: all earlier items of the user
-    right_items   with --test-rows user, in valid and test: all items of the user in the split; item
-                  and time are those of the first, and the history ends before the split
+    right_items   with --test-rows user, in valid and test: all items of the user in the split; the columns item
+                  and time belong to the first of these items, and the history ends before the split
     …             side features of users and items, if any
 
 items/ contains a row for each item: item, item_key (the key in the source), item_count and side features.
@@ -90,7 +90,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Files:
-    """Options that name files."""
+    """Options of `raytrec prepare interactions` that name files."""
 
     source: Path
     candidates: Path | None = None

@@ -1,4 +1,4 @@
-"""Rows with histories and candidates, made from interactions in splits."""
+"""Make rows with histories and candidates from interactions that are divided into splits."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class Past:
 class Rows:
     """Rows of all splits.
 
-    The history of a row in train contains the earlier items of the user in train. The history of
-    a row in valid contains the user's items in train, and in test, those in train and valid. Each history is
-    cut to its last `length` ids. All rows of a user in valid or test have the same history, so that they can
+    The history of a row in train contains the earlier items of the user in train. The history of a row in valid
+    contains the user's items in train, and the history of a row in test also the user's items in valid. Each history
+    is cut to its last `length` ids. All rows of a user in valid or test have the same history, so that they can
     be ranked against each other. With `rolling`, each history also contains the interactions of the row's own
     split before the row.
 
@@ -158,7 +158,7 @@ class Rows:
         return Targets(user, past.item[place].astype(np.int64), np.ones(len(place), np.int8), start, place, time)
 
     def _with_drawn(self, rows: Targets, count: int, met: np.ndarray, rng: np.random.Generator) -> Targets:
-        """Return each row, and `count` rows with drawn items for the same user, in random order."""
+        """Return each row together with `count` rows with drawn items for the same user, all in random order."""
         drawn = draw_unmet(rows.user, count, self.items, met, rng)
         wide = rows.part(np.repeat(np.arange(len(rows)), 1 + count))
         first = np.arange(len(wide)) % (1 + count) == 0
@@ -277,7 +277,7 @@ def _in_turn(users: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def _group_rows(rows: int) -> int:
-    """Return the size of row groups, which for small data still results in groups for several workers."""
+    """Return the number of rows in a row group; it is smaller for small data, so that several workers get groups."""
     return 512 if rows < 50_000 else 4_096 if rows < 1_000_000 else 16_384
 
 

@@ -4,7 +4,7 @@
                                feature: whole numbers, text, or lists; other numbers are dense columns
     FILE.json                  {"key": [attribute, …], …}, S3-Rec's item2attributes.json: feature `attributes`
 
-Ids of a feature are positions in its sorted values, from 1; 0 stands for users or items without a known value.
+The ids of a feature are positions in its sorted values, from 1. Id 0 stands for an unknown value.
 """
 
 from __future__ import annotations

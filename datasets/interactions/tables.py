@@ -1,4 +1,4 @@
-"""Interactions read in batches from Parquet, from CSV with named columns, and from lines of text.
+"""Read interactions in batches from Parquet, from CSV with named columns, and from lines of text.
 
 FILE.txt contains a user and its items in each line:
 
@@ -49,7 +49,7 @@ def batches(path: Path, columns: Columns) -> Iterator[Batch]:
 
 
 def has_lists(path: Path, columns: Columns) -> bool:
-    """Return True if the items of a Parquet file are in lists."""
+    """Return True if the column of items in a Parquet file contains lists."""
     return pa.types.is_nested(pq.read_schema(path).field(columns.item).type)
 
 

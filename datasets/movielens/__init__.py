@@ -1,4 +1,4 @@
-"""MovieLens in its original layouts."""
+"""Recipe for MovieLens in its original layouts."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ def prepare(
     with_valid: bool = False,
     force: bool = False,
 ) -> None:
-    """Write MovieLens 100K, 1M, 20M, 25M or 32M from their original layouts, label: rating ≥ 4.
+    """Write MovieLens 100K, 1M, 20M, 25M or 32M from their original layouts; the label is 1 for ratings of 4 or more.
 
-    The layout of leave-one-out with given candidates (NAME.test.negative) can also be read, label: seen. With
-    --split leave-one-out, or --split time with --rows user, the columns are those of `raytrec prepare
-    interactions`, and features of users and films.
+    The layout of leave-one-out with given candidates (NAME.test.negative) can also be read; its label is 1 for films
+    that the user has seen. With --split leave-one-out, or --split time with --rows user, the columns are those of
+    `raytrec prepare interactions`, and features of users and films.
 
     Options:
         split: Method that divides rows into train, valid and test.
-        history: Maximum number of ids in a history: liked items before a rating, or with leave-one-out or
-            --rows user, all earlier items. Ratings in valid and test are in histories only with --split time.
+        history: Maximum number of ids in a history, which contains the items liked before a rating or, with
+            leave-one-out or --rows user, all earlier items. Ratings in valid and test are in histories only with
+            --split time.
         download: Download this set from GroupLens.
         negatives: Number of items drawn for each pair of train, with leave-one-out and the layout of
             NAME.test.negative.
         candidates: Number of items drawn for each user in valid, and in test if the source has no candidates,
             with leave-one-out. 0: all items are ranked.
         rows: Rows of train with leave-one-out: one for each pair, or one for every --history films of a user.
-            With --split time, `user` also writes one row for every --history films, from interactions.
+            With --split time, one for each rating, or again one for every --history films of a user.
         with_valid: Add the interactions of valid to train, for a final run with settings already chosen.
     """
     options = {**locals()}

@@ -1,4 +1,4 @@
-"""Leave-one-out with given candidates, as He et al. (Neural Collaborative Filtering, 2017) published it.
+"""Read leave-one-out with given candidates, as published by He et al. (Neural Collaborative Filtering, 2017).
 
     NAME.test.rating       user, item, rating, time (tabs): each user's pair that is left out for the test
     NAME.test.negative     (user,item), then 99 items that the user has not seen (tabs)
@@ -113,7 +113,7 @@ def _key(users: np.ndarray, items: np.ndarray) -> np.ndarray:
 
 
 def write_candidates(output: Output, source: Path, negatives: int, seed: int, dim: int) -> None:
-    """Convert a source in the layout that the module describes to a dataset with the splits train, valid and test.
+    """Write a source in the layout of the module docstring as a dataset with the splits train, valid and test.
 
     - train: each pair, with `negatives` items drawn from the items that the user has not seen in train, in
       random order.

@@ -1,4 +1,4 @@
-"""Ratings as interactions, of which each user's last film, or the last tenth in time, is left out for the test.
+"""Write ratings as interactions, of which each user's last film, or the last tenth in time, is left out for test.
 
 The source is a set of ratings, read in chronological order, or leave-one-out with given candidates
 (candidates.py), whose test pairs and candidates are kept. In the second case, sequences.parquet defines the

@@ -1,4 +1,4 @@
-"""MovieLens in its original file layouts, and its download from GroupLens.
+"""Read MovieLens in its original file layouts, and download it from GroupLens.
 
 100k        u.data (tabs), u.item, u.user (pipes, latin-1, 19 genre flags)
 1m          ratings.dat, movies.dat, users.dat (double colons, latin-1)

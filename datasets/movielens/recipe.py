@@ -1,4 +1,4 @@
-"""MovieLens ratings as rows with the items that the user liked earlier."""
+"""Write MovieLens ratings as rows with the items that the user liked earlier."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def split_of(ratings: pd.DataFrame, split: str, rng: np.random.Generator) -> np.
 class Ratings:
     """Ratings with vocabularies, splits and histories.
 
-    Ids are positions in sorted vocabularies, from 1; 0 is unknown. A history contains the user's last
+    Ids are positions in sorted vocabularies, from 1; id 0 stands for unknown values. A history contains the user's last
     `history` liked items in train with a timestamp strictly before the row's own. `rated` contains all rated
     items instead, with their ratings (`rated_values`) and timestamps (`rated_times`). Neither the row's own
-    label nor any label in valid or test is ever an input, except that with the split by time, the earlier
-    ratings of valid and test are also in histories: at the time of the row, they are known.
+    label nor any label in valid or test is ever an input. Exception: with the split by time, histories also contain
+    the earlier ratings of valid and test, because these ratings are known at the time of the row.
     """
 
     def __init__(self, data: MovieLens, split: str, seed: int, history: int):

@@ -1,4 +1,4 @@
-"""Synthetic data with the same kinds of columns as Criteo, and labels from a known model."""
+"""Recipe for synthetic data with the same kinds of columns as Criteo, and labels from a known model."""
 
 from __future__ import annotations
 

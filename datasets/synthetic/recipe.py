@@ -1,4 +1,4 @@
-"""Criteo-shaped rows with labels from a planted model.
+"""Draw rows with the columns of Criteo, and labels from a planted model.
 
     logit = bias + dense part + Σ over features of their ids' effects + Σ over pairs of features of u·v
 
@@ -23,7 +23,7 @@ BINS = 1_000_000  # histogram bins of the true probability, for the best AUC
 LOGIT_STD = 1.7
 SHARES = {"dense": 0.4, "ids": 0.5, "pairs": 0.1}  # shares of the logit's variance
 POSITIVE_RATE = 0.25
-EFFECT_RANKS = 2_048  # ids of higher ranks have no effect
+EFFECT_RANKS = 2_048  # only ids with ranks from 0 to EFFECT_RANKS − 2 have an effect
 PAIRS, PAIR_DIM, PAIR_IDS = 4, 3, 32
 LONGEST_BAG = 8
 SAMPLE_ROWS = 50_000
@@ -96,7 +96,7 @@ def _table(model: Planted, drawn: Rows, label: np.ndarray) -> pa.Table:
 
 
 def _auc(negative: np.ndarray, positive: np.ndarray) -> float:
-    """Return the area under the ROC curve, given counts by bin; pairs of rows in one bin count half."""
+    """Return the area under the ROC curve, given counts by bin; a pair of rows in the same bin counts half."""
     below = np.cumsum(negative) - negative
     pairs = negative.sum() * positive.sum()
     return float((positive * (below + negative / 2)).sum() / pairs) if pairs else 0.5
@@ -161,7 +161,7 @@ def draw(shape: Shape, rng: np.random.Generator, rows: int) -> Rows:
 
 
 class Planted:
-    """Planted model for a shape and a seed."""
+    """Model that generates the labels, planted for a shape and a seed."""
 
     def __init__(self, shape: Shape, seed: int):
         self.shape = shape

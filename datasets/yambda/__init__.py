@@ -1,4 +1,4 @@
-"""Yambda, Yandex's log of music listening, as requests in the order of time."""
+"""Recipe for Yambda, Yandex's log of music listening, as requests in chronological order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prepare(
 ) -> None:
     """Write Yambda's listens as requests, in a folder per day, as MLPerf Training's DLRMv4 reads them.
 
-    The last day is test. All other days are train.
+    The last day is test. All other days are train, except with --valid.
 
     Options:
         source: Folder with flat/SIZE/ or sequential/SIZE/ and {artist,album}_item_mapping.parquet, as in
@@ -35,7 +35,7 @@ def prepare(
         synthetic: Number of users to generate instead of reading a source, in the proportions of 50m and with
             planted preferences that drift by day.
         days: Number of generated days.
-        history: Maximum number of ids in a history; a third each for finished, liked and skipped items.
+        history: Maximum number of ids in a history, a third each for finished, liked and skipped items.
         min_history: Minimum number of earlier events of the user (4,086 in DLRMv4).
         candidates: Maximum number of listens in a request. With more than one, consecutive listens of a session
             share the history before the first of them.

@@ -1,4 +1,4 @@
-"""Events of Yambda, read from its public layout of Parquet files.
+"""Read events of Yambda from its public layout of Parquet files.
 
 flat/SIZE/ has one row per event, sorted by user and time: uid, timestamp (seconds, in steps of 5), item_id,
 is_organic and, for listens, played_ratio_pct and track_length_seconds. sequential/SIZE/ has one row per user with
@@ -33,7 +33,7 @@ class Events:
         time: Seconds since the start of the log, int32 [n].
         item: Item of each event, int32 [n].
         kind: Index in TYPES, int8 [n].
-        played: Share of the track that was played, in percent; 0 for other events; int32 [n].
+        played: Share of the track that was played, in percent; 0 for events other than listens; int32 [n].
         organic: 1 if the user chose the item, 0 if it was recommended; int8 [n].
         artist: Artist of each item, 0 if unknown; int32 [items].
         album: Album of each item, 0 if unknown; int32 [items].

@@ -1,16 +1,16 @@
-"""Yambda's events as requests, in a folder per day.
+"""Write Yambda's events as requests, in a folder per day.
 
-train/day=NNN/ has the rows of a day, user after user, each in the order of time; test/ has the last day, and with
---valid, valid/ has the day before it. With --candidates N of more than one, the columns marked with * are lists with
-a value for each candidate of a request.
+train/day=NNN/ has the rows of a day, user after user, and in chronological order for each user. test/ has the last
+day, and with --valid, valid/ has the day before the last. If --candidates is more than 1, the columns marked with *
+are lists with a value for each candidate of a request.
 
     listen_plus*       1 if at least half of the track was played
-    liked*             1 if the user liked the item within LIKE_S seconds after the listen
+    liked*             1 if the user's next event with the item is a like within LIKE_S seconds after the listen
     uid                user
     item_id*, artist_id*, album_id*
     user_x_artist*, …  hashed crosses of ids, the hour of the day and is_organic (CROSSES)
-    history            items of earlier events of the user, the most recent last: the last third of --history of
-                       each of the kinds finished, liked and skipped, among the last SCAN_EVENTS events
+    history            items of earlier events of the user, the most recent last: of each kind (finished, liked and
+                       skipped), the last --history ÷ 3 among the user's last SCAN_EVENTS events
     history_artist, history_album
     history_action     kind of each event: 1 finished, 2 liked, 4 skipped
     history_time       seconds since the start of the log
@@ -39,8 +39,8 @@ from raytrec.config.schema import Schema
 FINISHED, LIKED, SKIPPED = 1, 2, 4  # values of history_action
 SCAN_EVENTS = 20_000
 SESSION_S, LIKE_S, DAY_S = 1800, 1800, 86_400
-CHUNK_IDS = 4_000_000  # ids of histories in memory at once, and in a row group
-# Name → its parts and the number of rows of its table for Yambda 5b's million of users, as in DLRMv4.
+CHUNK_IDS = 4_000_000  # maximum number of ids of histories in memory at a time, and in a row group
+# Name → (parts, number of rows of the table for the million users of Yambda 5b, as in DLRMv4).
 CROSSES = {
     "user_x_artist": (("uid", "artist_id"), 100_000_000),
     "user_x_album": (("uid", "album_id"), 40_000_000),
@@ -141,7 +141,7 @@ def make_schema(table_rows: dict[str, int], candidates: int, dim: int) -> Schema
 
 
 class Requests:
-    """Rows of a dataset, made from the events of all users.
+    """Rows of the dataset, which are made from the events of all users.
 
     Args:
         events: Events of a source.
@@ -235,7 +235,7 @@ class Requests:
 
 
 def _find_liked(events: Events) -> np.ndarray:
-    """Return 1 for each listen that is followed by a like of its user and item within LIKE_S seconds, int8 [n]."""
+    """Return 1 for each listen whose next event of the same user and item is a like within LIKE_S seconds, int8 [n]."""
     order = np.lexsort((np.arange(len(events)), events.item, events.user))
     user, item, time, kind = (values[order] for values in (events.user, events.item, events.time, events.kind))
     liked = np.zeros(len(events), np.int8)
@@ -245,7 +245,7 @@ def _find_liked(events: Events) -> np.ndarray:
 
 
 def _hash(parts: list[np.ndarray], rows: int) -> np.ndarray:
-    """Return a row for each combination of ids, int32 [n]."""
+    """Return the table row of each combination of ids, int64 [n] in [0, rows)."""
     mixed = np.zeros(len(parts[0]), np.uint64)
     with np.errstate(over="ignore"):
         for part in parts:

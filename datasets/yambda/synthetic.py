@@ -1,4 +1,4 @@
-"""Generated events in Yambda's layout, with planted preferences that drift by day.
+"""Generate events in Yambda's layout, with planted preferences that drift by day.
 
 A user's taste z and an artist's style v are Gaussian vectors. From day to day, z moves by
 z' = RHO · z + sqrt(1 − RHO²) · noise. A listen is finished with probability sigmoid(BIAS + STRENGTH · z·w), where w

@@ -31,8 +31,8 @@ class Peers:
 
     Args:
         device: Device of the tensors that are sent; default: `get_collective_device` of the group.
-        at_once: Maximum number of rows that `send` copies to that device at a time.
-        alone: True to ignore other processes; default: the ranks of the group, if one is initialized.
+        at_once: Maximum number of rows that `send` copies to `device` at a time.
+        alone: True to ignore other processes. By default, the peers are the ranks of the group, if one is initialized.
         group: Process group; default: torch's default group.
 
     Attributes:
@@ -227,7 +227,7 @@ class RoundTrip:
         self.tables = numbers.repeat_interleave(received_WT.sum(0), output_size=of_all)
 
     def send_answers(self, answers: torch.Tensor) -> torch.Tensor:
-        """Send replies to the ranks that asked, and return the replies to this rank's values, in their order.
+        """Send replies to the ranks that sent the received values; return the replies to this rank's values, in order.
 
         Args:
             answers: Replies to the received values, [m], in the order of `received`.

@@ -63,6 +63,9 @@ def find_document(uri: str, kind: type[T], max_document_bytes: int = MAX_JSON_BY
         uri: Path or URI of the file.
         kind: Type of the document; see `validate_as`.
         max_document_bytes: Largest accepted size of the file in bytes.
+
+    Raises:
+        DataError: The path is not valid, or the store cannot be reached.
     """
     try:
         return validate_as(parse_json(read_bytes(uri, max_document_bytes)), kind)
@@ -83,6 +86,7 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
 
     Raises:
         RunError: The document does not exist or cannot be read.
+        DataError: The path is not valid, or the store cannot be reached.
     """
     uri = join_uri(folder, name)
     try:
@@ -106,8 +110,8 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
 def from_line(file: str, values: Mapping[str, Any]) -> Message:
     """Return the message that a line of a run folder's file contains.
 
-    Fields that the line omits (Message.LEFT_OUT) keep their defaults. Fields have their declared types, and
-    metrics that are not numbers become None.
+    Fields that the line omits (Message.LEFT_OUT) keep their defaults. Other fields are validated, and metrics that
+    are not numbers become None.
 
     Args:
         file: Name of the file, which determines the message class of some lines.
@@ -147,7 +151,7 @@ def _to_number(value: Any) -> float | None:
 
 
 def _clean_table_figures(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a table's shards, with None for invalid values; three metrics are not numbers."""
+    """Return the metrics of a table's shards, with None for invalid values; three of the metrics are not numbers."""
     figures: dict[str, Any] = {key: _to_number(value) for key, value in values.items()}
     if isinstance(device := values.get("device"), str):
         figures["device"] = device

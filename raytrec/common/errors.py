@@ -18,7 +18,7 @@ from raytrec.common.redaction import hide
 
 MAX_WORD_LENGTH = 200  # characters; the time to search for similar words grows with the square of the length
 MAX_PART_BYTES = {"what": 2200, "where": 700, "expected": 500, "do": 450}  # maximum size of each part in bytes of UTF-8
-# Characters that move a terminal's cursor or reverse text, and characters that UTF-8 cannot encode.
+# Characters that move a terminal's cursor or change the direction of text, and surrogates, which UTF-8 cannot encode.
 CONTROL = re.compile("[\\x00-\\x09\\x0b-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 
 
@@ -35,8 +35,8 @@ class RaytrecError(Exception):
     """Base class of errors that are shown to users, without a traceback.
 
     Args:
-        what: Sentence that states the fault and the received value.
-        where: File, row group, column, table, rank or configuration key.
+        what: Clause, without a final period, that states the fault and the received value.
+        where: Location of the fault, such as a file, row group, column, table, rank or configuration key.
         expected: Noun phrase that describes a correct value.
         do: Advice to the user, as an imperative.
 
@@ -82,7 +82,7 @@ class GpuFailedError(ConfigError):
     """Error for a GPU that must not be used until it has recovered.
 
     Attributes:
-        place: (Ray's id of the node, Ray's id of the GPU on that node).
+        place: (Ray's id of the node, Ray's id of the GPU on that node); an unknown id is empty.
     """
 
     place = "", ""
@@ -106,7 +106,7 @@ def shorten_repr(value: object) -> str:
 
 
 def join_first_lines(lines: list[str], count: int | None = None) -> str:
-    """Join as many lines as fit in an error, and append the number of omitted lines.
+    """Join as many lines as fit in the `what` of an error, and append the number of omitted lines.
 
     Args:
         lines: All lines, or only the first ones.
@@ -197,7 +197,7 @@ def make_unknown_word_error(
 
 
 def get_first_line(error: BaseException) -> str:
-    """Return the first line of an error's text that is not blank, or the error's type if all lines are."""
+    """Return the first nonblank line of an error's text, or the name of the error's class if the text is blank."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -206,7 +206,7 @@ def convert_os_errors(what: str, kind: type[RaytrecError] = RunError, **parts: s
     """Convert an OSError raised in the block to an error for users, which states `what` and the reason.
 
     Args:
-        what: Sentence before the reason.
+        what: Start of the message, which a colon and the reason follow.
         kind: Class of the error.
         **parts: where, expected and do of the error.
 
@@ -225,7 +225,7 @@ def get_last_line(text: str, otherwise: str) -> str:
 
 
 def get_root_cause(error: BaseException) -> BaseException:
-    """Return the RaytrecError inside wrappers such as Ray's errors, or the error itself if there is none.
+    """Return the RaytrecError inside wrappers such as Ray's errors, or `error` if the wrappers contain none.
 
     Ray wraps a worker's error in several layers: `cause` (RayTaskError), `worker_failures`
     (TrainingFailedError), `__cause__` and `__context__`.

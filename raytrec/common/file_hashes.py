@@ -1,4 +1,4 @@
-"""Compute SHA-256 of files at low priority, in a child process, and of raytrec's code.
+"""Compute the SHA-256 of files, in a child process of low priority, and of raytrec's code.
 
     python -I -S file_hashes.py FOLDER < JSON list of names
 
@@ -23,9 +23,9 @@ _LIBC = ctypes.CDLL(None)
 
 
 def hash_file(path: str) -> str:
-    """Return the SHA-256 of a file, and drop pages from memory that were not there before.
+    """Return the SHA-256 of a file, and drop the pages that reading added to the page cache.
 
-    Otherwise, reading a large file pushes pages out that other processes need.
+    Otherwise, reading a large file would evict pages that other processes need.
     """
     digest, buffer, start = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES)), 0
     with open(path, "rb", buffering=0) as file:
@@ -57,7 +57,7 @@ def _find_resident_pages(file: int) -> bytes:
 
 
 def compute_code_hash() -> str:
-    """Return the first 16 hex digits of the SHA-256 of raytrec's Python files."""
+    """Return the first 16 hex digits of the SHA-256 of the paths and contents of raytrec's Python files."""
     folder, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
@@ -67,6 +67,6 @@ def compute_code_hash() -> str:
 if __name__ == "__main__":
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(19)
-    with suppress(OSError):  # some containers forbid it
+    with suppress(OSError):  # some containers forbid SCHED_IDLE
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     print(json.dumps({name: hash_file(os.path.join(sys.argv[1], name)) for name in json.load(sys.stdin)}))

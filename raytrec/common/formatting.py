@@ -6,23 +6,23 @@ from collections.abc import Callable, Mapping
 from math import isfinite, isnan, nan
 from typing import Any
 
-MAX_ABSOLUTE_VALUE = 1e60  # numbers in files with this absolute value or a larger one are taken for mistakes
+MAX_ABSOLUTE_VALUE = 1e60  # numbers in files whose absolute value is not below this limit are treated as invalid
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def parse_number(value: Any) -> float:
-    """Return a number from a file, or NaN if it is not one or its magnitude reaches MAX_ABSOLUTE_VALUE."""
+    """Return a value from a file as a float, or NaN if it is not a number below MAX_ABSOLUTE_VALUE in magnitude."""
     usable = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_ABSOLUTE_VALUE
     return float(value) if usable else nan
 
 
 def as_dict(value: Any) -> dict[str, Any]:
-    """Return a mapping from a file, or an empty mapping if the value is not a mapping."""
+    """Return a value from a file if it is a mapping, else an empty mapping."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list from a file, or an empty list if the value is not a list."""
+    """Return a value from a file if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 
@@ -32,7 +32,7 @@ def null_nonfinite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_number_or_zero(value: Any) -> float:
-    """Return a number from a file, or 0 where `parse_number` returns NaN."""
+    """Return a value from a file as a float, or 0 if `parse_number` returns NaN."""
     return 0.0 if isnan(found := parse_number(value)) else found
 
 
@@ -101,7 +101,7 @@ def shorten_name(name: object, max_characters: int = 20) -> str:
 
 
 def format_rank_ranges(ranks: list) -> str:
-    """Format ranks as ranges: [0, 1, 2, 5] → "0–2, 5"."""
+    """Format ranks as sorted ranges: [0, 1, 2, 5] → "0–2, 5"; values that are not integers are omitted."""
     whole = sorted({rank for rank in ranks if isinstance(rank, int)})
     parts: list[list[int]] = []
     for rank in whole:
@@ -115,7 +115,7 @@ def format_rank_ranges(ranks: list) -> str:
 def flatten(
     values: Mapping[str, Any], prefix: str = "", whole: Callable[[dict], bool] = lambda inner: False
 ) -> dict[str, Any]:
-    """Flatten nested mappings to section.key → value.
+    """Flatten nested mappings to section.key → value; empty mappings are dropped.
 
     Args:
         values: Nested mappings.

@@ -1,7 +1,8 @@
-"""This machine: its GPUs as reported by NVML, installed packages and compilers.
+"""Query this machine's GPUs (through NVML), installed packages and compilers.
 
 NVML creates no context on GPUs. GPUs are named as in CUDA_VISIBLE_DEVICES. The driver uses this module without
-importing torch, which would take seconds; only workers and the doctor's child processes call check_gpu.
+importing torch, which would take seconds. Only check_gpu, which workers and the doctor's child processes call,
+imports torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 def list_visible_gpus() -> list[str]:
-    """Return the numbers or UUIDs in CUDA_VISIBLE_DEVICES; an empty list means all GPUs of the machine."""
+    """Return the numbers or UUIDs in CUDA_VISIBLE_DEVICES; [] if it is not set (all GPUs) or empty (no GPU)."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return [name.strip() for name in names if name.strip()]
 
@@ -81,7 +82,7 @@ def _query_nvml(ask: Callable[[Any], T]) -> T | None:
         return None
     try:
         return ask(pynvml)
-    except (pynvml.NVMLError, ValueError, LookupError, AttributeError):  # AttributeError: the library is older
+    except (pynvml.NVMLError, ValueError, LookupError, AttributeError):  # AttributeError: NVML is too old
         return None
     finally:
         pynvml.nvmlShutdown()
@@ -123,7 +124,7 @@ FBGEMM_CAPABILITIES = {"1.8.0": _COMMON_CAPABILITIES, "1.9.0": _COMMON_CAPABILIT
 
 
 def check_fbgemm_support(kind: tuple[str, tuple[int, int]], host: str) -> ConfigError | None:
-    """Return an error if the installed FBGEMM has no code for a GPU; None if it has, or if this is unknown.
+    """Return an error if the installed FBGEMM has no code for a GPU; None if it has code or was built from source.
 
     Args:
         kind: Name and compute capability of the GPU.
@@ -210,7 +211,8 @@ def get_torch_cuda_version() -> str | None:
     """Return the CUDA version (X.Y) for which torch is built; None if torch is built for CPUs or missing."""
     try:
         file = distribution("torch").locate_file("torch/version.py")
-        # The file contains only constants. The version itself does not suffice: PyPI's has no suffix such as +cu130.
+        # The file contains only constants. PyPI's version of torch has no suffix such as +cu130, which names the CUDA
+        # version.
         return runpy.run_path(str(file)).get("cuda")
     except (PackageNotFoundError, OSError):  # OSError: a file of the package is missing
         return None

@@ -68,9 +68,9 @@ def trim_memory() -> None:
 
 
 def prefetch_pages(address: int, size: int) -> None:
-    """Prefetch part of a mapped file that is about to be read sequentially.
+    """Prefetch part of a mapped file that is about to be read.
 
-    Prefetching is ten times as fast as page faults. Memory that is not mapped from a file is not affected.
+    Prefetching is ten times as fast as page faults. The call does not affect memory that is not mapped from a file.
 
     Args:
         address: Address of the part's first byte.
@@ -108,7 +108,7 @@ def prefetch_rows(values: torch.Tensor, rows: torch.Tensor, sampled: int) -> Non
     Args:
         values: Rows of a table, mapped from files, [n, width].
         rows: Row numbers, int64 [N].
-        sampled: At least this number of rows are sampled (if there are as many), and fewer than twice as many.
+        sampled: Minimum number of rows in the sample, if there are as many; the sample has fewer than twice as many.
     """
     import torch
 
@@ -140,7 +140,7 @@ def unmap_file(address: int, size: int) -> None:
 
 
 def map_files(parts: Sequence[tuple[Path, int, int]]) -> ctypes.Array[ctypes.c_ubyte]:
-    """Map parts of files to consecutive addresses and return their bytes, which are written after `allow_writing` only.
+    """Map parts of files to consecutive addresses, and return their bytes, which are read-only until `allow_writing`.
 
     The files are unmapped when the result is no longer referenced.
 
@@ -171,7 +171,7 @@ def allow_writing(address: int, size: int) -> None:
         size: Size in bytes.
 
     Raises:
-        OSError: The system refuses.
+        OSError: The system denies write access.
     """
     protect = ctypes.CDLL(None, use_errno=True).mprotect
     if protect(ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_WRITE):

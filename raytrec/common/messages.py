@@ -64,12 +64,12 @@ PHASES = (  # phases of a training step, into which a rank's time is divided
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Base class of the messages that ranks send to the coordinator.
+    """Base class of the messages that ranks and the coordinator send to the driver.
 
     Attributes:
-        KIND: Name of the class in lines, and of the method of driver.console.RunConsole that shows the message.
+        KIND: Name of the class in lines, and of the method of driver.console.RunConsole that shows the message, if any.
         FILE: File of the run folder to which the message is written; None if the message is not written.
-        TAG: Key under which the line contains the kind; None if the file determines the kind.
+        TAG: Key under which the line contains KIND; None if the file or another key determines the class.
         LEFT_OUT: Names of fields that the line omits.
     """
 
@@ -167,7 +167,8 @@ class Event(RunEvent):
     """Event observed by the coordinator, such as started, asked, waiting, failed or hang.
 
     Attributes:
-        details: Details by name: attempt and workers; command and reason; or cause, rank, step and again.
+        details: Details by name, which depend on the event: for example, attempt and workers for `started`, or
+            cause, rank, step and again for `failed`.
     """
 
     KIND, TAG = "event", None
@@ -265,7 +266,7 @@ class RankLine(Message):
         first_step: Number of training steps before the interval, which has `steps` steps and ends at `step`.
         seconds: Duration of the interval in seconds.
         phases_s: Seconds spent in each of PHASES.
-        first_s: Part of phases_s spent in the group's first step, which includes setup; {} in later lines.
+        first_s: Part of phases_s spent in the worker group's first step, which includes setup; {} in later lines.
         system: Sample taken by worker.process.SystemMonitor.
         tables: Metrics of this rank's shards by table (worker.statistics).
     """

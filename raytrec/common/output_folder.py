@@ -60,11 +60,11 @@ class OutputFolder:
 
     @contextmanager
     def stream(self, name: str, partial: str) -> Iterator[pa.NativeFile]:
-        """Open a stream to a file that appears after the block, and does not appear after an error.
+        """Open a stream to a file that appears after the block; on disk, it does not appear after an error.
 
-        A file on disk is first written under another name. An object appears when its stream is closed. After an
-        error, the stream is closed only when the interpreter frees it. The footer of a Parquet file then has fewer
-        rows than its metadata states.
+        A file on disk is first written under another name. In an object store, an object appears when its stream is
+        closed. After an error, the interpreter closes the stream when it frees the stream, so an incomplete object
+        can appear. The footer of an incomplete Parquet file counts fewer rows than the file's metadata states.
 
         Args:
             name: Name of the file.
@@ -154,7 +154,9 @@ class ClaimedFolder(OutputFolder):
             ) from None
 
     def claim(self, name: str, kind: type[T]) -> tuple[set[str], T | None]:
-        """Return the names of all files, and the claim of an earlier command, or None if there is none.
+        """Return the names of all files, and the claim that an earlier command stored, or None in a new folder.
+
+        A claim is a JSON document that identifies the output to which the folder belongs.
 
         Args:
             name: Name of the file that contains the claim.
@@ -174,7 +176,7 @@ class ClaimedFolder(OutputFolder):
             raise self.make_refusal(f"cannot read {name}: {error}") from None
 
     def make_refusal(self, what: str, do: str = OTHER_FOLDER_ADVICE) -> ConfigError:
-        """Return the error for a folder with other content, to which the command must not write."""
+        """Return the error for a folder to which the command must not write, because it has other content."""
         return ConfigError(
             what,
             where=f"--out {self.uri}",

@@ -1,4 +1,4 @@
-"""Processes of one host: locks, owner names, leftovers of killed processes, and the end of a process.
+"""Processes of one host: locks, owner names, removal of files left by killed processes, signals and exit.
 
 A process removes its temporary files after use. If the process was killed, a later process removes them.
 """
@@ -65,8 +65,8 @@ def remove_leftovers(folder: str | Path, pattern: str, keep: str | None = None) 
 
     Args:
         folder: Folder to search.
-        pattern: Pattern of names, in which {owner} stands for `get_owner_name()` and * for any text. Files of
-            other hosts stay, because the processes of those hosts are not visible here.
+        pattern: Pattern of names, in which {owner} stands for `get_owner_name()` of any process on this host, and *
+            for any text. Files of other hosts stay, because the processes of those hosts are not visible here.
         keep: Name of a file; folders that contain this file are not removed.
     """
     parts = {"{owner}": rf"{re.escape(socket.gethostname())}-(\d+)", "*": ".*"}

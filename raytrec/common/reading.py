@@ -1,6 +1,7 @@
 """Read files and text from untrusted sources. Does not import torch.
 
-All YAML and JSON is read through this module: configurations, schemas, run folders, indexes of checkpoints.
+YAML and JSON files that others may have written, such as configurations, schemas, run folders and indexes of
+checkpoints, are read through this module.
 Pipes and devices are refused, because opening a pipe can block forever. Short text that expands to many values
 (nested anchors, nested brackets) is refused before it is expanded.
 """
@@ -27,7 +28,7 @@ from yaml.scanner import Scanner
 
 MAX_DOCUMENT_DEPTH = 64  # levels of nesting; files written by raytrec have fewer than 10
 MAX_VALUES = 200_000  # values in a YAML file, with its anchors expanded
-TEXT_OF_A_VALUE = 100  # characters; longer text counts as several values
+TEXT_OF_A_VALUE = 100  # characters; each 100 characters of a text count as an additional value
 MAX_YAML_BYTES = 16 << 20
 MAX_JSON_BYTES = 1 << 30  # sufficient for the index of a checkpoint of many TiB
 

@@ -50,12 +50,12 @@ SECRET_NAME = re.compile(rf"{PASSWORD}|secret|token(?!i[sz])|credential|signatur
 PASSWORD_NAME = re.compile(PASSWORD, re.IGNORECASE)
 SECRET_WORDS = frozenset(["pass", "pw", "sig", "sas", "jwt", "auth", "oauth", "authorization", "cookie", "bearer"])
 SECRET_KEYS = frozenset(["session"])  # further secret keys of mappings; in text, session=3 may be a partition
-MAX_TOKEN_COUNT = 99_999  # largest value of a key `token` that is taken for a count, not for a token
-PLACE_WORDS = frozenset(["path", "file", "dir", "mode"])  # last words of names of a secret's location
+MAX_TOKEN_COUNT = 99_999  # largest value of a key `token` that is treated as a count, not as a token
+PLACE_WORDS = frozenset(["path", "file", "dir", "mode"])  # last words of names that denote a secret's location
 WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 CONTAINER_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")  # schemes whose URIs begin with CONTAINER@ACCOUNT
 PLACEHOLDER_PASSWORDS = ("", "x-oauth-basic")  # passwords in addresses whose user is a token
-MAX_USER_NAME_LENGTH = 20  # characters; longer names are taken for tokens
+MAX_USER_NAME_LENGTH = 20  # characters; longer names are treated as tokens
 USER_KEYED_SETTINGS = ("tables", "sparse", "relations", "custom")  # settings whose keys are chosen by the user
 PATH_CHARACTER = r"[\w.@+~%#-]"
 PRIVATE_PATTERNS = {  # replacement by `anonymize` → pattern
@@ -73,7 +73,7 @@ HIDDEN_TRACE = re.compile(r"//\*\*\*|:\*\*\*@|=\*\*\*(&|$)|^\*\*\*$")
 def hide(text: str) -> str:
     """Replace passwords, tokens, keys and signatures in a text with ***.
 
-    If the part of an address before the last @ contains a colon, it is taken for a user and a password.
+    If the part of an address before the last @ contains a colon, this part is treated as a user and a password.
 
     Example:
         >>> hide("s3://me:p@ss/w@bucket?X-Amz-Signature=abc&region=eu")
@@ -139,7 +139,7 @@ def hide_yaml(text: str) -> str:
 
 
 def find_hidden_keys(value: Any, key: str = "") -> list[str]:
-    """Return the keys of nested settings, such as `tracking.uri`, whose values contain a hidden secret."""
+    """Return the keys of nested settings, such as `tracking.uri`, in whose values a secret has been replaced by ***."""
     if isinstance(value, dict):
         return [found for k, each in value.items() for found in find_hidden_keys(each, f"{key}.{k}".strip("."))]
     if isinstance(value, list | tuple):

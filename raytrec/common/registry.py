@@ -1,11 +1,11 @@
-"""Registries of named parts of a package, and loading `module:name` from users' code.
+"""Registries of named parts of a package, such as losses, and imports of `module:name` from users' code.
 
     loss: Registry[type[Loss]] = Registry("loss", "raytrec.tasks.losses")
 
     @loss("bce")
     class BinaryCrossEntropy(Loss): ...
 
-A package's files are imported at the first lookup, so a new part needs no other code.
+A package's files are imported at the first lookup, so a new part needs only its own file.
 """
 
 from __future__ import annotations

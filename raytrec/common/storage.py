@@ -64,7 +64,7 @@ def query_file_info(uri: str):
 
 
 def chooses_server(uri: str) -> bool:
-    """Return True if a URI selects a custom server, which would then receive this user's credentials.
+    """Return True if a URI may select a custom server, which would then receive this user's credentials.
 
     Example:
         >>> chooses_server("s3://bucket/train?region=eu-north-1")
@@ -97,7 +97,7 @@ def read_text(uri: str) -> str:
     """Read UTF-8 text from a file.
 
     Raises:
-        OSError: As for `read_bytes`.
+        OSError, DataError: As for `read_bytes`.
         UnicodeDecodeError: The content is not UTF-8.
     """
     return read_bytes(uri, MAX_JSON_BYTES).decode()
@@ -107,7 +107,7 @@ def read_yaml(uri: str) -> Any:
     """Read and parse a YAML file.
 
     Raises:
-        OSError: As for `read_bytes`.
+        OSError, DataError: As for `read_bytes`.
         UnreadableError: As for `reading.parse_yaml`.
     """
     return parse_yaml(read_bytes(uri))
@@ -188,7 +188,7 @@ def find_train_folder(uri: str) -> str:
 
 
 def find_sibling_parts(uri: str) -> dict[str, str]:
-    """Find validation and test data next to a folder train/ or a file train.parquet: name → path or URI."""
+    """Return the validation and test data next to train/ or a file such as train.parquet, as name → path or URI."""
     name = split_query(uri)[0].rpartition("/")[2]
     if name.partition(".")[0] != "train":
         return {}

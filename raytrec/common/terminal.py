@@ -19,15 +19,16 @@ if TYPE_CHECKING:  # the command line uses this module's streams before it needs
     from rich.console import Console
     from rich.text import Text
 
-# Control characters, which can move the cursor or set titles; rich removes only bells and carriage returns.
-PIPE_WIDTH = 10_000  # characters of a line; tables are only as wide as their content
+PIPE_WIDTH = 10_000  # maximum characters of a line in files and pipes; tables are only as wide as their content
+# Control characters, which can move the cursor or set titles, except tabs and line feeds. rich removes only five of
+# them, such as bells and carriage returns.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def open_console(*, stderr: bool = False) -> Console:
     """Open a console that shows text unchanged: without markup, emoji or highlighting.
 
-    Files and pipes have no width, so tables are not truncated there unless the variable COLUMNS is set.
+    In files and pipes, tables are not truncated unless the environment variable COLUMNS sets a width.
     """
     from rich.console import Console
 
@@ -39,12 +40,12 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 def to_plain_text(text: object) -> str:
-    """Convert an object, such as an untrusted name, to text without control characters or secrets."""
+    """Convert an object, such as an untrusted name, to text in which control characters and secrets are replaced."""
     return CONTROL.sub("�", hide(str(text)))
 
 
 def to_bold_text(text: object) -> Text:
-    """Convert an object to bold text without control characters or secrets."""
+    """Convert an object to bold text in which control characters and secrets are replaced."""
     from rich.text import Text
 
     return Text(to_plain_text(text), style="bold")
@@ -94,7 +95,7 @@ class FaultTolerantStream:
 
 @contextmanager
 def tolerate_stream_errors() -> Iterator[None]:
-    """Suppress output errors in the block; afterwards, exit with status 1 if output to stdout was lost.
+    """Suppress output errors in the block, and then exit with status 1 if output to stdout was lost.
 
     Output after a reader has closed the pipe does not count as lost.
     """

@@ -14,7 +14,7 @@ from raytrec.common.redaction import hide
 from raytrec.metrics.results import RESULT_TITLES, Row, as_text, format_result
 from raytrec.tracking.run_folder import RunFolder, check_run_folder
 
-# Keys whose differences do not affect training; they are ignored.
+# Prefixes of keys that do not affect training and are therefore not compared.
 IGNORED_KEY_PREFIXES = ("run.name", "run.dir", "tracking.", "checkpoint.dir")
 
 
@@ -24,8 +24,8 @@ class Comparison:
 
     Attributes:
         runs: Runs in the order of the command line.
-        names: Unique names of the runs; the path is appended to equal names.
-        results: Key → text for each run; texts of later runs include the difference from the first run.
+        names: Unique names of the runs; the path is appended to names that several runs share.
+        results: Key of a result → text for each run; texts of later runs include the difference from the first run.
         titles: Key of a result → its title.
         config: section.key → value as text for each run; contains only keys whose values differ.
     """
@@ -83,7 +83,7 @@ def write(comparison: Comparison, out: str | Path) -> Path:
 def print_table(comparison: Comparison) -> None:
     """Print the results and the configuration differences to stdout as tables.
 
-    Narrow terminals wrap keys, and files and pipes get lines of any length.
+    On narrow terminals, cells are wrapped. In files and pipes, lines can have any length.
     """
     from rich.table import Table
 

@@ -1,8 +1,8 @@
-"""Findings about a run, which a report shows first, and the largest part of the run's time.
+"""Findings about a run, which a report shows first, and the part that takes most of the run's time.
 
-Functions on ranks take all ranks' lines of ranks.jsonl for one step, or such lines summed over steps. They
-return a sentence or None; training shows these sentences as well. The time of a run, from its start to its
-result, is divided into five parts, which docs/monitoring.md defines.
+The functions find_straggler, find_low_utilization and find_hot_rank take all ranks' lines of ranks.jsonl for one
+step, or such lines summed over steps. They return a sentence, which training also shows, or None. The time of a run,
+from its start to its result, is divided into five parts, which docs/monitoring.md defines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raytrec.tracking.run_folder import RunFolder
 
 MIN_INTERVAL_S = 60.0  # minimum interval, because starting processes can occupy a small machine's CPUs
 STRAGGLER_EXCESS_SHARE = 0.15  # a straggler's own time exceeds the others' median by this share of the interval
-IDLE_GPU_PERCENT = 50  # mean utilization below which GPUs count as idle
+IDLE_GPU_PERCENT = 50  # mean utilization below which low GPU utilization is reported
 MAX_DATA_WAIT_SHARE = 0.30  # share of the time above which waiting for data is reported
 HOT_RANK_FACTOR = 1.5  # a hot rank exceeds the mean lookup bytes by this factor
 
@@ -50,10 +50,10 @@ PHASE_TEXTS = {
     ),
 }
 MAX_DEAD_SHARE, MIN_DEAD_BYTES = (0.9, 2**26)  # a table with a larger share and size of untrained rows is reported
-MAX_CHANGED_SHARE = 0.01  # share of clamped or hashed ids above which a table is reported
-MAX_COLLISION_RATE = 0.1  # collision rate above which a table is reported
+MAX_CHANGED_SHARE = 0.01  # share of clamped ids above which a table is reported
+MAX_COLLISION_RATE = 0.1  # share of colliding distinct ids above which a table is reported
 MIN_CACHE_HIT_RATE = 0.5  # hit rate of a cached table below which the table is reported
-MAX_RATIO_ERROR = 0.1  # distance of a ratio from 1 above which the metric is reported
+MAX_RATIO_ERROR = 0.1  # distance from 1 above which a metric that should be 1 is reported
 # A model overfits if evaluation NE ÷ mean training NE of the last windows exceeds this ratio.
 OVERFIT_NE_RATIO, OVERFIT_WINDOWS = 1.2, 5
 MAX_FINDINGS_PER_KIND = 5
@@ -93,13 +93,13 @@ def _model(run: RunFolder) -> list[str]:
 
 
 def _list_values(run: RunFolder, key: str) -> list[float]:
-    """Return a metric's defined values: that of the result, then those of the evaluations in order."""
+    """Return a metric's defined values: the value in the result, then the values of the evaluations in order."""
     measured = [line.figure(key) for line in run.figures(Eval, Final)]
     return [value for value in (parse_number(run.result.get(EVAL_PREFIX + key)), *measured) if not isnan(value)]
 
 
 def find_poor_fit(run: RunFolder) -> list[str]:
-    """Return sentences about NE that is above 1, or much higher in evaluation than in training."""
+    """Return a sentence for each NE that is above 1, or much higher in evaluation than in training."""
     texts = []
     stopping = as_dict(as_dict(run.config.get("train")).get("early_stopping"))
     restores = stopping.get("restore_best")  # if set, the weights are not from the last steps
@@ -137,7 +137,7 @@ def _tables(run: RunFolder) -> list[str]:
     for key, limit, text in (
         ("dead_share", MAX_DEAD_SHARE, "table {}: {} of the rows were never trained"),
         ("changed_share", MAX_CHANGED_SHARE, "table {}: {} of the ids were out of range and were clamped"),
-        ("collision_rate", MAX_COLLISION_RATE, "table {}: {} of the ids share a row (collisions)"),
+        ("collision_rate", MAX_COLLISION_RATE, "table {}: {} of the distinct ids collide with an earlier id"),
     ):
         over = {n: t[key] for n, t in last.items() if t[key] > limit}
         ordered = sorted(over, key=lambda name: -over[name])
@@ -156,7 +156,9 @@ def _shorten(sentences: list[str], noun: str) -> list[str]:
 
 
 def find_straggler(lines: list[RankLine]) -> str | None:
-    """Return a sentence that names a rank with far more own time than the others, and the phase responsible.
+    """Return a sentence that names a rank whose own work takes far longer than that of other ranks, and the main phase.
+
+    Own work excludes the phases that include waiting for other ranks (aggregate.WAIT_PHASES).
 
     Return None if there is no such rank, or if the interval is shorter than MIN_INTERVAL_S.
     """
@@ -204,7 +206,7 @@ def find_low_utilization(lines: list[RankLine]) -> str | None:
 
 
 def find_hot_rank(lines: list[RankLine]) -> str | None:
-    """Return a sentence about a rank that looks up far more bytes than the mean, or None."""
+    """Return a sentence about a rank that looks up far more bytes than the mean, or None if there is no such rank."""
     loads = {line.rank: line.added("lookup_bytes") for line in lines}
     total = sum(loads.values())
     if len(loads) < 2 or not total:

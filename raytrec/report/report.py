@@ -68,7 +68,7 @@ def build(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list
 
 
 def draw(run: RunFolder) -> list[RenderedFigure]:
-    """Draw all plots of the gallery."""
+    """Draw all plots of the gallery; the <svg> element of a plot without data is None."""
     from raytrec.report.figures import GALLERY
     from raytrec.report.figures.style import to_svg
 
@@ -114,7 +114,7 @@ def write_report(run: RunFolder, drawn: list[RenderedFigure], target: Path) -> t
 class BackgroundRenderer:
     """Thread that draws the plots of an ending run while its workers and Ray shut down.
 
-    No plot shows the result, because it does not exist yet.
+    The plots do not depend on the result, which does not exist yet.
 
     Attributes:
         folder: Run folder.
@@ -155,7 +155,7 @@ class BackgroundRenderer:
 
 
 def _group_by_section(drawn: list[RenderedFigure]) -> dict[str, list[dict[str, Any]]]:
-    """Return a mapping from section to its plots; plots without data have the reason instead."""
+    """Return a mapping from section to the template's values for its plots; `svg` is None without data."""
     from markupsafe import Markup
 
     sections: dict[str, list[dict[str, Any]]] = {}
@@ -168,7 +168,7 @@ def _group_by_section(drawn: list[RenderedFigure]) -> dict[str, list[dict[str, A
 
 
 def read_package_versions(folder: Path) -> dict[str, str]:
-    """Return a mapping from package to the version from the newest checkpoint in the run folder.
+    """Return a mapping from package to its version in the newest checkpoint of the run folder; {} without a checkpoint.
 
     Checkpoints outside the run folder are ignored, because a report does not read from object stores.
     """

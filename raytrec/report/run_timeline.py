@@ -10,7 +10,7 @@ from raytrec.common.messages import Event, RunEvent, Saved, Start
 from raytrec.tracking.run_folder import RunFolder
 
 DOWN_EVENTS = ("failed", "hang", "stopped")  # events after which no worker is running
-PAUSE_S = 300.0  # longer pauses between two drivers are cut out of the timeline
+PAUSE_S = 300.0  # seconds; longer pauses between two drivers are cut out of the timeline
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class Group:
     """Group of workers and its interval in the timeline.
 
     Attributes:
-        begin_s: Start of the group, in seconds since the start of the run, without the pauses cut out.
+        begin_s: Start of the group, in seconds since the start of the run; pauses that are cut out do not count.
         end_s: End of the group, in seconds as in `begin_s`.
         workers: Number of workers.
-        resumed_after_s: Seconds without a driver before the group if they are cut out of the timeline, else
-            None.
+        resumed_after_s: Length in seconds of the pause before the group that is cut out of the timeline, or None
+            without such a pause.
     """
 
     begin_s: float
@@ -75,7 +75,7 @@ class RunTimeline:
 
 
 def build_timeline(run: RunFolder) -> RunTimeline:
-    """Return the timeline of a run; empty if nothing was recorded."""
+    """Return the timeline of a run; empty if no message with a time was recorded."""
     events = [_TimedEvent(message.unix_s, message) for message in run.events if message.unix_s is not None]
     events, trained = _make_times_monotonic(events, run.progress)
     records = sorted([event.unix_s for event in events] + [t for t, _ in trained])

@@ -39,7 +39,7 @@ def bounds(run: RunFolder) -> DataTable:
 
 
 def ranks(run: RunFolder) -> DataTable | None:
-    """Return a table with a row for each rank of the last group of workers; None if there are no lines."""
+    """Return a table with a row for each rank of the last worker group; None if ranks.jsonl has no lines."""
     lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
     total = sum(line.added("lookup_bytes") for line in lines)
     return _build_slice_table(_build_rank_row(line, total) for line in lines) if lines else None
@@ -77,7 +77,7 @@ def _build_rank_row(line: RankLine, total: float) -> dict[str, Cell]:
 def build_table_sheet(run: RunFolder) -> DataTable | None:
     """Return a table with the plan of each embedding table and its statistics in the last interval.
 
-    Lookups are summed over the time of the last group of workers.
+    Lookups are summed over the time of the last worker group. The result is None if no table is known.
     """
     group = aggregate.sum_over_time(aggregate.select_last_group(run.ranks))
     latest = list(aggregate.by_step(run.ranks).values())[-1] if run.ranks else []

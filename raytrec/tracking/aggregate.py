@@ -16,7 +16,7 @@ SUMMED = ("weight_bytes", "state_bytes", "lookups", "lookup_bytes", "touched_row
 MAXIMUM_KEYS = ("max_abs", "row_norm_max")
 NORM_KEYS = ("weight_norm", "gradient_norm", "update_norm", "state_norm")
 ID_STATISTIC_KEYS = ("occupancy", "admitted_ids", "evicted_ids", "fallback_share", "id_age")  # equal on all ranks
-# Statistic → function that returns a shard's weight in the average: the total to which its share refers.
+# Statistic → function that returns a shard's weight in the average, which is the total to which the statistic refers.
 WEIGHTS: dict[str, Callable[[dict[str, Any]], float]] = {
     **dict.fromkeys(
         # Hashed ids are spread evenly over rows, so shards are weighted by rows.
@@ -28,7 +28,7 @@ WEIGHTS: dict[str, Callable[[dict[str, Any]], float]] = {
     "cache_hit_rate": lambda entry: entry.get("lookups") or 0.0,
 }
 FIGURES = (*SUMMED, *MAXIMUM_KEYS, *NORM_KEYS, *WEIGHTS)  # statistics of a table over all ranks
-BINS = 30
+BINS = 30  # number of bins of row_norm_counts
 
 
 def sum_table_bytes(entry: dict[str, Any]) -> float:
@@ -42,7 +42,7 @@ def get_own_time_s(line: RankLine) -> float:
 
 
 def by_step(lines: list[RankLine]) -> dict[int, list[RankLine]]:
-    """Group lines by step."""
+    """Group lines by step, in the order in which the steps first occur."""
     steps: dict[int, list[RankLine]] = {}
     for line in lines:
         steps.setdefault(line.step, []).append(line)
@@ -50,7 +50,7 @@ def by_step(lines: list[RankLine]) -> dict[int, list[RankLine]]:
 
 
 def by_rank(lines: list[RankLine]) -> dict[int, list[RankLine]]:
-    """Group lines by rank; the order of each rank's lines is kept."""
+    """Group lines by rank, sorted by rank; the order of each rank's lines is kept."""
     ranks: dict[int, list[RankLine]] = {}
     for line in lines:
         ranks.setdefault(line.rank, []).append(line)
@@ -101,12 +101,12 @@ def combine_shards(lines: list[RankLine], table: str, replicated: bool = False) 
     Args:
         lines: Lines of all ranks at the step.
         table: Table name.
-        replicated: True if every rank holds the complete table, in which case the norms of one rank are used;
-            entries can set the flag as well.
+        replicated: True if every rank holds the complete table, in which case norms are combined as maxima; the key
+            `replicated` of an entry has the same effect.
 
     Returns:
         FIGURES, combined as sums, maxima, norms over all shards, or averages by WEIGHTS; NaN if no rank has a
-        value. Also `row_norm_counts`, a list of 30 counts, or None.
+        value. Also `row_norm_counts`, a list of BINS counts, or None if no rank has counts.
     """
     entries = [line.tables[table] for line in lines if table in line.tables]
     replicated = replicated or any(entry.get("replicated") is True for entry in entries)
@@ -125,7 +125,7 @@ def _merge(entries: list[dict], key: str, combine: Any) -> float:
 
 
 def _estimate_step_ids(entry: dict[str, Any]) -> float:
-    """Return the number of ids looked up in the probed step: distinct rows ÷ ratio of rows to ids."""
+    """Return the number of ids looked up in the probed step: distinct rows ÷ ratio of distinct rows to ids."""
     ratio = entry.get("unique_ratio") or 0.0
     return (entry.get("touched_rows") or 0.0) / ratio if ratio > 0 else 0.0
 

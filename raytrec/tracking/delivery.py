@@ -41,11 +41,11 @@ class Delivery:
 
     The run folder stores the offset up to which lines have been delivered (tracking.feed). Therefore no
     record is lost or duplicated if this process dies. If the store does not respond, is locked or fails, the
-    call is retried after 1 s, 2 s, … 30 s. Records that the store permanently rejects are dropped; `finish`
+    call is retried after 1 s, 2 s, 4 s, … 30 s. Records that the store permanently rejects are dropped; `finish`
     reports their number.
 
     Args:
-        folder: Run folder, which stores the id of the MLflow run; if this run does not exist in the store, a
+        folder: Run folder, which stores the id of the MLflow run; if that run does not exist in the store, a new
             run is created.
         config: Configuration of the run, with the tracking settings. Tokens and passwords are read from
             MLflow's environment variables.
@@ -66,11 +66,11 @@ class Delivery:
 
     @property
     def run_id(self) -> str | None:
-        """Return the id of the MLflow run; None until the run exists in the store."""
+        """Return the id of the MLflow run; None until the run has been found or created in the store."""
         return self._store.run_id
 
     def deliver(self) -> bool:
-        """Write missing records unless a retry is pending; return True if nothing remains to be written.
+        """Write missing records; return True if nothing remains to be written, False if a retry is pending.
 
         Raises:
             ConfigError: The store cannot be opened at the first attempt, because the address is wrong, a file
@@ -159,7 +159,7 @@ class Delivery:
         self._feed.use_run(self._store.run_id)
 
     def _write_description(self) -> None:
-        """Write the parent run and the parameters (section.key) once, and tags that have changed."""
+        """Write the parent run and the parameters (section.key) once, and all tags whenever any of them has changed."""
         if not self._joined:
             self._joined = self._attempt(self._store.join_parent) or True
         if not self._feed.delivered.params:
@@ -225,9 +225,9 @@ def hold_delivery_lock(folder: Path) -> Iterator[None]:
 
 
 def follow(folder: Path, config: RunConfig) -> None:
-    """Deliver a run during training until standard input ends (`raytrec track RUN --follow`).
+    """Deliver a run during training until its final status arrives (`raytrec track RUN --follow`).
 
-    The last line of standard input is the final status of the run; if it is missing, the driver has died.
+    The driver writes the final status to standard input; if the input ends without a status, the driver has died.
     JSON lines are written to standard output: {"note": message for users}, {"run_id": …}, {"refused": parts
     of the error if the store cannot be opened}, and at the end {"missing": message or null}.
     """

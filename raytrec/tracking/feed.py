@@ -31,7 +31,7 @@ class DeliveryState:
     """State of a delivery: the part of a run folder that has been written to the store.
 
     Attributes:
-        key: Key of the MLflow run, by which the run is found if the store did not respond when it was created.
+        key: Key of the MLflow run, by which the run is found if the store created it without responding.
         run_id: Id of the MLflow run; None until the run has been created.
         params: True if the parameters have been written.
         offsets: File → byte offset up to which lines have been delivered.
@@ -54,14 +54,14 @@ class DeliveryState:
 
 
 class Batch(NamedTuple):
-    """Records for one call to the store, and the offset of each file after the call."""
+    """Records for one call to the store, and for each file the byte offset up to which they cover its lines."""
 
     records: list[Record]
     offsets: dict[str, int]
 
 
 class RecordReader:
-    """Reader of a run folder in batches; a batch is returned until `mark_batch_written` is called.
+    """Reader of a run folder in batches; `next_batch` returns the same batch until `mark_batch_written` is called.
 
     Attributes:
         folder: Run folder.
@@ -101,7 +101,7 @@ class RecordReader:
 
     @property
     def waiting(self) -> int:
-        """Return the number of undelivered lines; rank lines that have been read count as one per step."""
+        """Return the number of undelivered lines; lines of ranks.jsonl that have been read count as one per step."""
         unread = sum(1 for file in FILES for _ in read_lines(self.folder / file, self._read_to[file]))
         return unread + (len(self._batch.records) if self._batch else 0)
 

@@ -1,4 +1,4 @@
-"""Messages of a run in memory. Messages of steps that were trained again replace the earlier messages."""
+"""Messages of a run in memory, in which messages of steps that were trained again replace the earlier messages."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def select_recorded_ranks(world: int) -> list[int]:
 class Restarts:
     """Detector of the first line of each worker group.
 
-    A line belongs to a new group if its attempt differs from the previous line's attempt. The same holds if its
-    interval begins before the end of the rank's previous interval. The run then went back to the beginning of this
+    A line belongs to a new group if its attempt differs from that of the previous line, or if its interval begins
+    before the end of the rank's previous interval. In the second case, the run went back to the beginning of the new
     interval, and all later steps are trained again, possibly by fewer ranks.
     """
 
@@ -103,7 +103,7 @@ class IntervalBuffer:
 def sum_intervals(lines: list[RankLine]) -> RankLine:
     """Sum a rank's seconds, steps, phases and lookups over intervals.
 
-    `first_step` is from the first line, and all other values are from the last line.
+    `first_step` is from the first line. All values that are neither summed nor `first_step` are from the last line.
 
     Args:
         lines: Lines of one rank, ordered by step.
@@ -168,7 +168,7 @@ class History:
 
     @property
     def checks(self) -> list[Outcome]:
-        """Return the messages of checks.jsonl, by check and step."""
+        """Return the messages of checks.jsonl, grouped by check and ordered by step within each check."""
         return [line for lines in self._checks.values() for line in lines]
 
     @property
@@ -178,12 +178,12 @@ class History:
 
     @property
     def restarts(self) -> list[int]:
-        """Return the steps at which the run was restarted, after a failure or resize or with --resume."""
+        """Return the step at which each restart of the run began (after a failure, after a resize or with --resume)."""
         return [start.step for start in self.starts[1:]]
 
     @property
     def step(self) -> int:
-        """Return the last step with recorded metrics; 0 if there is none."""
+        """Return the last step with recorded metrics; 0 if no metrics are recorded."""
         return max((lines[-1].step for lines in self._metrics.values()), default=0)
 
     @property

@@ -1,6 +1,6 @@
-"""Write lines and files to a run folder; a full disk raises no error.
+"""Write lines and files to a run folder, and keep them in memory while they cannot be written.
 
-Lines that cannot be written are kept in memory and written later.
+`Journal` raises no error if the disk is full.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raytrec.checkpoint.index import reason
 from raytrec.common.messages import EVENTS, Message
 from raytrec.common.processes import create_file
 
-MAX_PENDING_BYTES = 32 << 20  # limit on pending writes; beyond it, the oldest are dropped
+MAX_PENDING_BYTES = 32 << 20  # maximum total size of pending writes; beyond it, the oldest writes are dropped
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class PendingWrite:
 class Journal:
     """Writer of JSON lines and small files in a run folder, in the order of the calls.
 
-    Disk errors are never raised, and no line is written partially. Lines that cannot be written are kept and
-    retried with the next line.
+    Disk errors are never raised, and no line is written partially. Lines and files that cannot be written are kept,
+    and the next call retries them. Beyond MAX_PENDING_BYTES, the oldest are dropped.
 
     Args:
         folder: Run folder.
@@ -81,7 +81,7 @@ class Journal:
             self.add(EVENTS, {"event": "room", "unix_s": time()})
 
     def missing(self) -> str | None:
-        """Return a message about lines missing from the run folder; None if all lines have been written."""
+        """Retry pending writes; return a message about records that the run folder lacks, or None if it has all."""
         self.write()
         lines = len(self._waiting) + self._lost
         if not lines:

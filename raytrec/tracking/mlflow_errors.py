@@ -9,7 +9,7 @@ from raytrec.common.redaction import hide
 from raytrec.compat.mlflow_ import is_server_failure
 
 TRANSIENT_SQLITE_CODES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
-TRANSIENT_HTTP_CODES = (401, 403, 408, 409, 429, 499)  # 4xx codes that do not depend on the content of the request
+TRANSIENT_HTTP_CODES = (401, 403, 408, 409, 429, 499)  # 4xx status codes that do not depend on the request's content
 
 
 def is_transient(error: BaseException) -> bool:
@@ -27,9 +27,9 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return True if the store does not respond; False if it is invalid or refuses access.
+    """Return True if the store does not respond; False if its address is invalid or it refuses access.
 
-    The function is used for errors of the first call to a store.
+    Use this function only for errors of the first call to a store.
     """
     from requests.exceptions import SSLError
 
@@ -42,7 +42,7 @@ def is_access_denied(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of the innermost error's text, at most 200 characters, without secrets."""
+    """Return the first line of the innermost nonempty error text, at most 200 characters, without secrets."""
     messages = [str(cause).strip() for cause in _iterate_causes(error)]
     text = next((message for message in reversed(messages) if message), type(error).__name__)
     return hide(text.splitlines()[0])[:200]

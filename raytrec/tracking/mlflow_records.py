@@ -39,9 +39,10 @@ SECTIONS = {"train": "train/", "eval": "eval/", "compared": ""}  # kind of messa
 # Characters that MLflow does not allow in names.
 INVALID_NAME_CHARACTERS = re.compile(r"[^\w\-. :/]", re.ASCII)
 MAX_NAME_LENGTH = 250
-# A store accepts about 1,000 metrics per call; the run folder contains all metrics.
-MAX_TABLES = 200  # maximum number of tables; only the largest tables are delivered
-MAX_RANK_TABLES = 64  # maximum of ranks × tables for per-rank table metrics
+# Limits on the metrics of one step, because a store accepts about 1,000 metrics per call. The run folder contains all
+# metrics.
+MAX_TABLES = 200  # maximum number of tables whose metrics are delivered, the largest first
+MAX_RANK_TABLES = 64  # maximum of ranks × tables up to which table metrics of each rank are delivered
 MAX_TEXTS_PER_CALL = 100  # maximum number of parameters or tags in one call to MLflow
 ACCELERATOR_PREFIX = "accelerator_type:"  # prefix of the Ray resource that names a node's GPU type
 
@@ -107,9 +108,9 @@ def to_rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
 
     Returns:
         watch/rank/R/…: load, memory, and milliseconds per step for each phase; watch/table/NAME/…: statistics
-        of a table over all ranks (aggregate.combine_shards), for up to MAX_TABLES tables;
-        watch/rank/R/table/NAME/…: statistics of a rank's shards, if there are at most MAX_RANK_TABLES of
-        these; system/rank_R/…: see `system_metrics`.
+        of a table over all ranks (aggregate.combine_shards), for the MAX_TABLES largest tables;
+        watch/rank/R/table/NAME/…: statistics of a rank's shards, if ranks × tables is at most
+        MAX_RANK_TABLES; system/rank_R/…: see `system_metrics`.
     """
     out: dict[str, float | None] = {}
     table_bytes: dict[str, float] = {}
@@ -195,7 +196,7 @@ def _collect_user_tags() -> dict[str, str]:
 
 
 def _collect_cluster_tags() -> dict[str, str]:
-    """Return tags that describe the cluster's alive nodes; empty if this process does not use Ray."""
+    """Return tags that describe the cluster's alive nodes; {} if this process does not use Ray."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return {}
@@ -225,6 +226,6 @@ def parameters(config: RunConfig) -> dict[str, str]:
 
 
 def split_texts(texts: Mapping[str, str], length: int) -> list[dict[str, str]]:
-    """Split texts into parts for one MLflow call each; texts are truncated, and secrets are hidden."""
+    """Split texts into parts for one MLflow call each, hide secrets, and truncate each text to `length` characters."""
     items = [(key, hide(value)[:length]) for key, value in texts.items()]
     return [dict(items[i : i + MAX_TEXTS_PER_CALL]) for i in range(0, len(items), MAX_TEXTS_PER_CALL)]

@@ -53,7 +53,7 @@ KINDS: dict[str, Any] = {
 
 
 def progress(step: int, total: int, rows_per_s: float | None, values: Iterable[str]) -> str:
-    """Return the progress of training as text; `values` are labeled values from `named`."""
+    """Return the progress of training as text; `values` are labeled values as returned by `named`."""
     parts = [f"step {step}/{total} ({100 * step // max(1, total)}%)"]
     parts += [f"{rows_per_s:,.0f} rows/s"] if rows_per_s else []
     return PART_SEPARATOR.join([*parts, *values])
@@ -67,12 +67,12 @@ def remaining(seconds: float) -> str:
 
 
 def evaluation(step: int, values: Iterable[str]) -> str:
-    """Return the result of an evaluation as text; `values` are labeled values from `named`."""
+    """Return the result of an evaluation as text; `values` are labeled values as returned by `named`."""
     return f"step {step}: {PART_SEPARATOR.join(values) or 'no metric is defined'}"
 
 
 def named(figures: Iterable[MetricDisplay], values: Mapping[str, Any]) -> list[str]:
-    """Return the defined values with their labels, such as "NE 0.9101".
+    """Return the defined values of metrics with their labels, such as "NE 0.9101".
 
     A training loss is omitted if its text equals that of the log loss of the same task.
     """

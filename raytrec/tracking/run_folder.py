@@ -1,8 +1,9 @@
 """Read run folders: messages, and files that describe the run.
 
-Lines are decoded only in this module. A line that is incomplete or does not belong to its file is dropped and
-counted. After a restart, steps since the last checkpoint are trained again; the later lines of such steps
-replace the earlier lines. No file is required; a missing file counts as empty.
+Lines are decoded only in this module. A RunFolder drops and counts lines that are damaged or do not belong to their
+file. A last line without a line feed is read when it is complete. After a restart, steps since the last checkpoint are
+trained again; the later lines of such steps replace the earlier lines. No file is required; a missing file counts as
+empty.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path, since: int = 0) -> Iterator[Line]:
-    """Yield the complete lines of a file from a byte offset on; a missing file has no lines.
+    """Yield the complete lines of a file, starting at the byte offset `since`; a missing file has no lines.
 
     Raises:
         OSError: The file cannot be read.
@@ -63,7 +64,7 @@ def read_lines(path: Path, since: int = 0) -> Iterator[Line]:
 
 
 def decode(file: str, data: bytes | str) -> Message | None:
-    """Return the message of a line; None if it is not valid JSON, such as the last line of a dead driver.
+    """Return the message of a line; None if the line is not valid JSON, such as the last line of a killed driver.
 
     Raises:
         ValueError: The line is valid JSON but not a message of this file.
@@ -97,7 +98,7 @@ class RunFolder(History):
 
     Attributes:
         path: Path of the folder.
-        dropped: Number of lines that were incomplete or did not belong to their file.
+        dropped: Number of lines that were not valid JSON or did not belong to their file.
         plan: Table → its entry in plan.json.
 
     Example:

@@ -28,8 +28,7 @@ class Store:
         config: Configuration with the address of the store and the names of run, experiment and parent; a
             missing experiment or parent is created.
         folder: Run folder; for an sqlite store, it determines the artifact folder (`choose_artifact_folder`).
-        key: Key of the run, stored in a tag, by which the run is found if the store did not respond when it was
-            created.
+        key: Key of the run, stored in a tag, by which the run is found if the store created it without responding.
         previous_run_id: Id of a run to continue; if it does not exist in the store, a new run is created.
 
     Attributes:
@@ -52,7 +51,7 @@ class Store:
         self.run_id = self._reopen_run() or self._find_by_key() or self._create(self._name, KEY, self._key)
 
     def open_parent(self) -> None:
-        """Find or create the parent run that is named like this run, and select it for writing."""
+        """Find or create the parent run that has the configured name of this run, and select it for writing."""
         self._parent = self._name
         self._connect()
         self.run_id = self._find_parent()
@@ -105,10 +104,9 @@ class Store:
     def join_parent(self) -> None:
         """Make the run a child of the oldest run with the parent's name, which is created if missing.
 
-        The method does nothing if tracking.parent_run is not set.
-
-        Runs that start at the same time may each create a parent. Therefore the delivery calls this method again at
-        the end of the run. The run then joins the oldest parent, and deletes the younger parent that it created.
+        The method does nothing if tracking.parent_run is not set. Runs that start at the same time may each create a
+        parent. Therefore the delivery calls this method again at the end of the run. The run then joins the oldest
+        parent, and deletes the younger parent that it created.
         """
         if not self._parent:
             return
@@ -202,7 +200,7 @@ def choose_artifact_folder(uri: str, folder: Path) -> Path:
     """Return the artifact folder for a new experiment in an sqlite store.
 
     The folder is next to the store if the run folder is below the store's folder, else next to the run
-    folder. (The folder of a trial is nested more deeply than that of other runs.)
+    folder. (Folders of a search's trials are nested more deeply than other run folders.)
     """
     store = Path(uri.removeprefix("sqlite:///")).parent
     return (store if store in folder.parents else folder.parent) / "mlartifacts"
@@ -210,7 +208,7 @@ def choose_artifact_folder(uri: str, folder: Path) -> Path:
 
 @contextmanager
 def _initialize_sqlite_file(uri: str) -> Iterator[None]:
-    """Check the database file early, create the tables of a new one, and hold a lock for the duration of the block.
+    """Check the database file, create its tables if it is new, and hold a lock for the duration of the block.
 
     MLflow 3.17 tries for 100 s to open a file that is not a database. Processes that concurrently create the
     tables of a new database fail, because the constructor (SqlAlchemyStore.__init__) takes no lock. The lock
@@ -238,7 +236,7 @@ def _initialize_sqlite_file(uri: str) -> Iterator[None]:
         if not os.path.getsize(path):
             path = os.path.realpath(path)
             new = f"{path}.new"
-            for left in (new, f"{new}-journal"):  # of a process that was killed
+            for left in (new, f"{new}-journal"):  # left by a killed process
                 Path(left).unlink(missing_ok=True)
             MlflowClient(tracking_uri=url.set(database=new).render_as_string(hide_password=False))
             os.replace(new, path)

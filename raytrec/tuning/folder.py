@@ -1,9 +1,12 @@
 """Write and reopen search folders.
 
-FOLDER/search.json      settings; trials.json: the state of each trial
-FOLDER/base/config.yaml configuration; FOLDER/space.yaml: space
-FOLDER/trial-001/ …     run folder of each trial
-FOLDER/best.yaml, outcome.json                     written at the end
+FOLDER/search.json       settings of the search
+FOLDER/trials.json       values and state of each trial
+FOLDER/base/config.yaml  configuration of the search
+FOLDER/space.yaml        search space
+FOLDER/trial-001/ …      run folder of each trial
+FOLDER/best.yaml         configuration of the best trial, written at the end
+FOLDER/outcome.json      results, written after all trials have ended
 """
 
 from __future__ import annotations
@@ -76,12 +79,12 @@ def write_search(search: Search) -> None:
 
 
 def write_trials(search: Search) -> None:
-    """Write the state of all trials."""
+    """Write the values and state of all trials to trials.json."""
     write_json(search.folder / TRIALS, [trial.record() for trial in search.trials])
 
 
 def is_search(folder: Path) -> bool:
-    """Return True if a folder contains a search."""
+    """Return True if a folder contains a search (search.json)."""
     return (folder / SEARCH).is_file()
 
 
@@ -103,7 +106,7 @@ def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s
     Args:
         folder: Search folder.
         trials: New number of trials, at least the old number; None: unchanged.
-        allow_code: True to allow the search to name code (config/trust.py).
+        allow_code: True to allow code that another user's search names (config/trust.py).
         patience_s: Seconds to wait for a process that is still running the search.
 
     Raises:
@@ -147,7 +150,7 @@ def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s
 def find_matching_search(config: RunConfig, space: Space, settings: Settings, named: bool) -> Path | None:
     """Return the folder of the newest unfinished search started by the same command, or None.
 
-    `config` must be resolved as for a new search. `named` is True if the user chose the folder or the name.
+    `config` must be resolved as for a new search. `named` is True if the user set run.dir or run.name.
     """
     for folder in list_earlier_folders(config, named):
         with suppress(RaytrecError, OSError):  # the folder is damaged or contains no search

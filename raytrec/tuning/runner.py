@@ -1,4 +1,4 @@
-"""Run trials as child processes, and stop the trials that fall behind."""
+"""Run trials as child processes, and stop trials that fall behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from raytrec.tuning.folder import write_trials
 from raytrec.tuning.search import ENDED_STATES, Search, State, Trial
 from raytrec.worker.loop import resolve_evaluation_interval
 
-# The user has already allowed the search to run the code named in its configurations.
+# --allow-code: the user has already allowed the search to run the code that its configurations name.
 TRAIN_COMMAND = (sys.executable, "-P", "-m", "raytrec", "train", "--allow-code", "--resume")
 TRIAL_POLL_INTERVAL_S = 0.5  # interval between polls of the trials
 MAX_STARTS = 3  # maximum number of starts of a trial whose process dies; each start resumes from the last checkpoint
@@ -44,9 +44,9 @@ LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 class SuccessiveHalving:
     """Asynchronous successive halving (Li et al., MLSys 2020, https://arxiv.org/abs/1810.05934).
 
-    The age of a trial is the number of rows it has processed, so batch sizes may differ between trials. At
-    grace, grace×factor, grace×factor², … rows, a trial's loss is compared with those of other trials at the
-    same age. A trial falls behind if it is not among the best 1 / factor.
+    The age of a trial is the number of rows it has processed, so batch sizes may differ between trials. At ages of
+    grace, grace×factor, grace×factor², … rows, the loss of a trial is compared with the losses of earlier trials at
+    this age. A trial falls behind if its loss exceeds the 1 / factor quantile of these losses.
     """
 
     def __init__(self, search: Search):
@@ -59,7 +59,7 @@ class SuccessiveHalving:
             self._rungs[rows], rows = {}, rows * search.settings.factor
 
     def falls_behind(self, trial: Trial) -> bool:
-        """Record a trial's new evaluations, and return True if one of them is not among the best 1 / factor."""
+        """Record a trial's new evaluations; return True if the trial falls behind in any of them."""
         behind = False
         for step, value in sorted(trial.points.items()):
             reached = [age for age in self._rungs if age <= trial.rows(step)]
@@ -72,7 +72,7 @@ class SuccessiveHalving:
 
 
 class TuneConsole(RunConsole):
-    """Console output of a search: one line for each event, and a live line."""
+    """Console output of a search: a line for each event, and a live line with the state of the search."""
 
     def show(self, search: Search) -> None:
         """Update the live line, or print it at intervals if there is no terminal."""
@@ -110,7 +110,7 @@ class TrialProcess(subprocess.Popen):
         )
 
     def request_stop(self) -> None:
-        """Signal the process, only once, to save and end; a second signal would kill it."""
+        """Signal the process to save and end. Further calls do nothing, because a second signal would kill it."""
         if not self._stop_requested:
             self._stop_requested = True
             self.terminate()
@@ -246,10 +246,11 @@ class Runner:
 
 
 def allocate_environments(configs: list[RunConfig], at_once: int | None) -> list[dict[str, str]]:
-    """Return environment variables for each trial that can run concurrently.
+    """Return a list with the environment variables for each of the trials that can run concurrently.
 
-    On this machine, each trial starts its own Ray instance. On GPUs, its variables select its own GPUs, so there may
-    be fewer than `at_once`. On a cluster, there are no variables, and a trial waits until all of its workers fit.
+    On this machine, each trial starts its own Ray instance. If trials use GPUs, the variables select the GPUs of each
+    trial, and the list may be shorter than `at_once`. On a cluster, no variables are needed, and a trial waits until
+    all of its workers fit.
 
     Args:
         configs: Configurations of the trials.

@@ -39,7 +39,7 @@ class State(StrEnum):
     RUNNING = "running"
     FINISHED = "finished"  # trained to the last step
     STOPPED = "stopped"  # stopped early because other trials were better at the same age
-    INTERRUPTED = "interrupted"  # ended together with the search
+    INTERRUPTED = "interrupted"  # ended because the search ended
     FAILED = "failed"
 
 
@@ -56,7 +56,7 @@ class Settings:
         metric: Key of an evaluation metric; None: the metric that selects the best checkpoints.
         seed: Seed of the draws, at least 0.
         grace_steps: Number of steps during which no trial is stopped; None: train.eval_every_steps.
-        factor: Reduction factor; of the trials at the same age, the best 1 / factor continue.
+        factor: Reduction factor, at least 1.1; of the trials at the same age, the best 1 / factor continue.
 
     Raises:
         ConfigError: A number is out of range.
@@ -112,7 +112,7 @@ class Trial:
 
     @property
     def value(self) -> float:
-        """Return the compared metric in the last evaluation; NaN before the first evaluation."""
+        """Return the value of the compared metric in the last evaluation; NaN before the first evaluation."""
         return self.points[max(self.points)] if self.points else nan
 
     def read_last_figures(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Trial:
         return ", ".join(f"{key} = {value}" for key, value in self.values.items())
 
     def record(self) -> dict[str, Any]:
-        """Return the trial as JSON values."""
+        """Return the trial as JSON values, which trials.json stores."""
         return {
             "trial": self.number,
             "state": self.state,
@@ -224,7 +224,7 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
         config: Resolved configuration; run.dir is the search folder.
         space: Keys to draw and their distributions.
         settings: Settings of the search.
-        allow_code: True to allow a space from elsewhere to draw code (config/trust.py).
+        allow_code: True to allow code that a space from a URI or another user's search draws (config/trust.py).
 
     Raises:
         ConfigError, SchemaError, DataError: The configuration, the data or the space is invalid.
@@ -248,7 +248,7 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
         return metrics.best(trial.checkpoint.best_metric) if key is None else metrics.best(key, "--metric")
 
     search = Search(config, schema, space, settings, check(config))
-    for draw, value in space.extremes:  # one key at a time, so that an error names the key and its line
+    for draw, value in space.extremes:  # one key is changed at a time, so that an error names the key and its line
         with _attribute_errors(f"{draw.key} = {value}", draw.where):
             check(config.with_overrides({draw.key: value}))
     for index, values in enumerate(space.configurations(settings.trials, settings.seed), 1):
@@ -274,9 +274,9 @@ def _attribute_errors(what: str, where: str, do: str | None = None) -> Iterator[
 def make_trial_config(base: RunConfig, drawn_values: dict[str, Any], number: int) -> RunConfig:
     """Return the resolved configuration of a trial.
 
-    If data.valid is set, it is also used for a trial's final evaluation, so that data.test takes no part in
-    the search. A trial's report is only created on request, by `raytrec report FOLDER`. The run of `base`,
-    the resolved configuration of the search, is the MLflow parent of all trials.
+    If data.valid is set, the final evaluation of a trial uses data.valid instead of data.test, so that data.test takes
+    no part in the search. Trials write no report; `raytrec report FOLDER` creates it. In MLflow, the run that is named
+    like the search is the parent of all trials. `base` is the resolved configuration of the search.
     """
     config = base.with_overrides(drawn_values)
     folder = Path(base.run.dir) / f"trial-{number:03}"

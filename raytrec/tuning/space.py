@@ -4,7 +4,7 @@ optim.embeddings.lr: {log_uniform: [0.001, 0.1]}
 model.dropout: {uniform: [0, 0.5]}
 model.cross_layers: {integer: [1, 4]}            # both ends included
 data.global_batch_size: {choice: [512, 1024]}
-tasks.bought.weight: {uniform: [0.1, 1]}         # of the task of that name
+tasks.bought.weight: {uniform: [0.1, 1]}         # weight of the task named bought
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Draw:
 
     @property
     def listed(self) -> tuple[Any, ...] | range | None:
-        """Return all possible values; None if there are too many or the distribution is continuous."""
+        """Return all possible values; None if the distribution is continuous or has too many values."""
         if self.kind == "choice":
             return self.values
         low, high = self.values
@@ -127,8 +127,8 @@ class Space:
         """Return the drawn values of each trial, as key → value.
 
         With the same seed, a larger number of trials only adds trials. If the space contains at most
-        MAX_LISTED_CONFIGURATIONS configurations, each is drawn at most once, so there may be fewer than
-        `trials`.
+        MAX_LISTED_CONFIGURATIONS configurations, each is drawn at most once, so the result may have fewer than
+        `trials` entries.
         """
         listed = [draw.listed for draw in self.draws]
         if any(each is None for each in listed) or prod(map(len, listed)) > MAX_LISTED_CONFIGURATIONS:
@@ -150,10 +150,10 @@ class Space:
         return [(draw, value) for draw in self.draws for value in draw.values]
 
     def refuse_code(self, config: RunConfig) -> None:
-        """Refuse code that a space from elsewhere draws and that the configuration does not name.
+        """Refuse code that a space from a URI or another user's search draws and that `config` does not name.
 
         Raises:
-            ConfigError: The space draws such code, which the error lists.
+            ConfigError: The space draws such code; the error lists the code.
         """
         if elsewhere := find_origin(self.place):
             allowed = find_foreign_code(config.get_changed_values()).items()
@@ -188,7 +188,7 @@ def _parse_choices(values: Any) -> tuple[Any, ...]:
 
 
 def _ends(kind: str, values: Any) -> tuple[Any, ...]:
-    """Return the ends of a range after validating them."""
+    """Return the lower and upper end of a range; raise ValueError with a reason if they are invalid."""
     try:
         low, high = (INTEGER_RANGE_ADAPTER if kind == "integer" else RANGE_ADAPTER).validate_python(values)
     except ValidationError:

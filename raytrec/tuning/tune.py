@@ -54,7 +54,7 @@ def tune(
     fall behind are saved and stopped early by successive halving.
 
     Args:
-        source: Path of a config file, its values, or a RunConfig; train.eval_every_steps must be set.
+        source: Path of a configuration file, its values, or a RunConfig; train.eval_every_steps must be set.
         space: Path of a file with the keys to draw and their distributions (tuning.space).
         overrides: Changes to the configuration, as `section.key=value` strings.
         trials: Number of trials; default: 10. The number can be increased with `resume`.
@@ -65,7 +65,7 @@ def tune(
         reduction_factor: Of the trials at the same age, the best 1 / reduction_factor continue.
         resume: Folder of an interrupted search to resume.
         resume_latest: True to resume the newest interrupted search started by the same command, if any.
-        allow_code: True to allow code named by a config from a URI or by a search folder
+        allow_code: True to allow code that a configuration from a URI or another user's folder names
             (raytrec/config/trust.py).
 
     Returns:
@@ -143,7 +143,7 @@ MLFLOW_TIMEOUT_S = 60.0  # maximum time to wait for an MLflow server
 
 
 def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
-    """Write best.yaml, the MLflow run and, once all trials have ended, outcome.json.
+    """Write best.yaml if a trial has a result, outcome.json once all trials have ended, and the MLflow run.
 
     Raises:
         OSError: A file cannot be written; a resumed search writes it again.
@@ -210,11 +210,11 @@ def _build_table(search: Search, keys: list[str]) -> Table:
 
 
 def _write_mlflow_run(search: Search, failed: list[str]) -> None:
-    """Write the trials' parent run to MLflow: the space, the best metrics and best.yaml.
+    """Write the space, the metrics of the best trial and best.yaml to the MLflow run that is the parent of the trials.
 
     Args:
         search: Search to write.
-        failed: List of reasons for failure; cleared on success, and extended on an error.
+        failed: List whose last element is the reason for a failure; cleared on success, and extended on an error.
     """
     folder, store = search.folder, Store(search.config, search.folder)
     draws = {f"space.{INVALID_NAME_CHARACTERS.sub('_', draw.key)}": draw for draw in search.space.draws}

@@ -15,7 +15,7 @@ MAX_SHOWN_RANKS = 8  # maximum number of ranks whose counts are listed
 
 @dataclass(frozen=True)
 class IdCounts:
-    """Counts on one rank; ids and rows are counted since the taps were created (embeddings.taps).
+    """Steps, ids and rows on one rank; ids and rows are counted since the taps were created (embeddings.taps).
 
     Attributes:
         step: Number of training steps completed.
@@ -33,7 +33,7 @@ class IdCounts:
 
     @property
     def is_behind(self) -> bool:
-        """True if the last batch belongs to a step other than the last; False if its step is unknown."""
+        """True if the last batch does not belong to the last completed step; False if `batch_step` is unknown."""
         return self.batch_step is not None and self.batch_step != self.step - 1
 
 
@@ -82,7 +82,7 @@ class Conservation(Check):
         return self._collect_weight(feature).replicated and counts.looked_up.get(feature, 0) != counts.sent[feature]
 
     def _has_lost_ids(self, feature: str, sent: int, received: int) -> bool:
-        """Return True if a sharded table's ids were not all looked up exactly once per column shard."""
+        """Return True if the ids of a sharded table were not each looked up exactly once per column shard."""
         weight = self._collect_weight(feature)
         return not weight.replicated and received != sent * self._count_row_parts(feature)
 

@@ -12,7 +12,7 @@ from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import Shard
 from raytrec.embeddings.taps import Lookup
 
-SAMPLED_ROWS_PER_SHARD = 4096  # maximum number of rows checked per shard, and per key of a probed step
+SAMPLED_ROWS_PER_SHARD = 4096  # maximum number of rows checked per shard, and per feature of a probed step
 
 
 @check("finite")
@@ -46,7 +46,7 @@ class Finite(Check):
 
     @torch.no_grad()
     def sizes(self, probed: bool) -> dict[str, float]:
-        """Return max |value| by name for this rank's dense layers and a sample of its table rows.
+        """Return max |value| by name for this rank's dense layers and a sample of the rows of its table shards.
 
         Optimizer state is included. The maximum is NaN if a value is not finite.
         """
@@ -100,7 +100,7 @@ def compute_max_magnitudes(tensors: list[tuple[str, torch.Tensor]]) -> dict[str,
 
 
 def _sample_looked_up_rows(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
-    """Return the rows of this rank's shards that the probed step looked up, by table: a sample for each key."""
+    """Return a sample, for each feature, of the rows of this rank's shards that the probed step looked up, by table."""
     rows: dict[str, list[torch.Tensor]] = defaultdict(list)
     for lookup in lookups:
         if lookup.ids is None:

@@ -13,7 +13,7 @@ LONGEST_BAG = 1024  # maximum number of ids in a compared bag
 
 @dataclass(frozen=True)
 class Bags:
-    """Bags of one feature; a sequence read id by id counts as L bags of at most one id each.
+    """Selected bags of one feature; a sequence read id by id counts as L bags of at most one id each.
 
     Attributes:
         at: Rows of the batch whose bags are selected, int64 [R].
@@ -49,8 +49,8 @@ def compute_bag_factors(
 def compute_slots(key: KeyLookups, length: int | None) -> torch.Tensor:
     """Return the slot of each id's vector in the flattened output, int64 [N].
 
-    If `length` is None, the slot is the number of the id's bag. For sequences, each bag has `length` slots,
-    one per position.
+    If `length` is None, the slot is the number of the id's bag. For sequences, each bag has `length` slots, one for
+    each position.
     """
     if length is None:
         return key.bag
@@ -71,15 +71,15 @@ def select_bags(
     longest: bool = True,
     sequence: int | None = None,
 ) -> Bags:
-    """Select the `first` bags of a feature and the longest bag, ignoring bags of more than `LONGEST_BAG` ids.
+    """Select the bags numbered `first` and the longest bag; bags of more than `LONGEST_BAG` ids are ignored.
 
     Args:
         key: Ids and bags of the feature.
-        first: Numbers of the first bags, int64 [n].
-        mean: True if bags are averaged.
+        first: Row numbers of the bags to select, int64 [n].
+        mean: True if the feature is mean-pooled.
         device: Device of the result.
         longest: True to add the longest bag.
-        sequence: Maximum number of ids if the feature is read id by id, or None.
+        sequence: Maximum number of ids if the feature is read id by id; None if bags are pooled.
     """
     short = key.lengths.masked_fill(key.lengths > LONGEST_BAG, 0)
     at = torch.cat([first, short.argmax().view(1)]) if longest else first

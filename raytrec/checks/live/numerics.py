@@ -17,10 +17,10 @@ from raytrec.checks.live.registry import check
 MAX_GROWTH = 100.0  # largest accepted ratio of a magnitude to its median over earlier evaluations
 WARMUP_EVALUATIONS = 3  # evaluations before growth is judged
 HISTORY = 100  # evaluations over which the median is taken
-# Values may always grow to this magnitude: those of large tables start below 1e-3.
+# Growth up to this magnitude is never reported, because values of large tables start below 1e-3.
 MIN_USUAL_MAGNITUDE = 0.1
 RATIO_BOUNDS = 0.75, 1.33  # predicted ÷ real
-MAX_SIGMAS = 6.0  # standard deviations; for a ratio of rates over n positives, one is about 1 ÷ √n
+MAX_SIGMAS = 6.0  # standard deviations of a ratio of rates, each about 1 ÷ √n for n positives
 MIN_RATIO_STEP = 200  # first step at which rates are compared
 DENSE = "dense layers'"
 
@@ -65,7 +65,7 @@ class Numerics(Check):
         return self.judge(self.sizes(position, probed), position.step)
 
     def judge(self, local_sizes: Sizes, step: int) -> Outcome:
-        """Return the outcome for given magnitudes.
+        """Return the outcome for all ranks, given the magnitudes on this rank.
 
         This is a collective operation: every rank must call it.
 
@@ -116,7 +116,7 @@ class Numerics(Check):
         return Sizes(values, squares, ratios)
 
     def _reduce_over_ranks(self, mine: Sizes) -> tuple[dict[str, float], dict[str, float]]:
-        """Combine all ranks, and return (name → maximum of the values, name → combined squares).
+        """Combine the magnitudes of all ranks; return (name → maximum of the values, name → combined squares).
 
         Squares are combined by the maximum for dense layers, which are replicated, and by the sum for tables.
         """

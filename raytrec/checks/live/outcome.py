@@ -77,7 +77,7 @@ class CheckedRun:
 
     @cached_property
     def features(self) -> Features:
-        """Features of the run, with the way in which each is looked up."""
+        """Features of the run, and how each feature is looked up."""
         return resolve_features(self.schema, self.config.model)
 
 
@@ -135,7 +135,7 @@ class Check:
         Args:
             step: Number of training steps completed.
             problems: Descriptions of problems; the outcome's text consists of the first three.
-            good: Text of the outcome if there are no problems.
+            good: Text of the outcome if `problems` is empty.
             figure: Measured value; None if the check measures no value.
             limit: Largest value that passes; None if there is no limit.
         """
@@ -146,7 +146,7 @@ class Check:
 
 
 def format_ranks(numbers: list[int]) -> str:
-    """Format ranks as words: "rank 1", "ranks 0, 2 and 3"."""
+    """Format ranks as words: "rank 1", "ranks 0, 2 and 3"; of more than eight ranks, the first seven are listed."""
     words = [str(n) for n in numbers]
     if len(words) == 1:
         return f"rank {words[0]}"
@@ -155,7 +155,7 @@ def format_ranks(numbers: list[int]) -> str:
 
 
 def group_by_rarity(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
-    """Return (name, text that lists the ranks that reported it); names on the fewest ranks come first.
+    """Return (name, text that lists the reporting ranks) pairs; names reported by the fewest ranks come first.
 
     An error that begins on one rank soon spreads to all ranks, so the names reported by the fewest ranks are
     closest to the cause.

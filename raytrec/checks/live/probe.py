@@ -1,8 +1,9 @@
 """parity: embeddings and gradients equal those of a single process.
 
-Before a step, a few bags of its batch are pooled in plain torch. Their rows are located only through the map
-of shards. The result is compared with the inputs of the dense layers. After the step, the gradient of these rows is
-computed from its definition over the batches of all ranks. It is compared with the gradient that reached the kernels.
+Before a step, the check pools a few bags of the step's batch in plain torch, and locates the bags' rows only through
+the map of shards. The pooled embeddings are compared with the inputs of the dense layers. After the step, the gradient
+of these rows is computed from its definition over the batches of all ranks, and compared with the gradient that
+reached the kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MIN_MAGNITUDE = 1e-30  # smallest divisor of an error; smaller numbers lose prec
 
 @check("parity")
 class Parity(Check):
-    """Check that compares a step with the result of a single process.
+    """Check that compares the embeddings and gradients of a step with those of a single process.
 
     The error of a bag or row is relative to the sum of the magnitudes of its terms. Otherwise, rounding would seem
     large when terms cancel. Measured errors are at most 5e-7, whereas a wrong divisor, row or factor causes errors of
@@ -132,10 +133,10 @@ class Parity(Check):
             values[name][positions[matches]] = initial.to(table.dtype).float()
 
     def _bags(self, batch: Batch) -> dict[str, Bags]:
-        """Return a few bags of each feature: those of the first rows, and the longest.
+        """Return a few bags of each feature: the bags of the first rows with a weight above 0, and the longest bag.
 
-        Bags of more than `LONGEST_BAG` ids are omitted. On ranks whose turn it is not to compare bags, no
-        bags are returned.
+        Bags of more than `LONGEST_BAG` ids are omitted. If it is not this rank's turn to compare bags, no bags are
+        selected.
         """
         is_turn = is_comparing(dist.get_rank(), dist.get_world_size(), self._turn)
         self._turn += 1
@@ -159,7 +160,7 @@ class Parity(Check):
             yield feature, split_bags(key) if feature in schema.candidates else key
 
     def _gather_compared_rows(self, bags: dict[str, Bags]) -> dict[str, torch.Tensor]:
-        """Return a mapping from table to the sorted rows that occur in a compared bag of any rank, int64 [R]."""
+        """Return a mapping from table to the sorted rows that occur in the compared bags of all ranks, int64 [R]."""
         starts, total = {}, 0
         for name, table in self.run.tables.items():
             starts[name], total = total, total + table.shape[0]
@@ -244,7 +245,7 @@ class Parity(Check):
 
 
 def _bound_roundings(run: CheckedRun) -> tuple[dict[str, Rounding], dict[str, Rounding]]:
-    """Return a mapping from table to the bound on the rounding by plan.qcomms, for embeddings and for gradients."""
+    """Return two mappings from table to the bound on the rounding by plan.qcomms: for embeddings, and for gradients."""
     qcomms = run.config.plan.qcomms
     forward = dict.fromkeys(run.tables, Rounding(0.0, 0.0))
     backward = dict(forward)
@@ -276,7 +277,7 @@ def find_largest_error(got: torch.Tensor, expected: torch.Tensor, sizes: torch.T
 
     Returns:
         (error, row, column), where error is |got − expected| ÷ size, or infinite if only one value is NaN.
-        Without rows, (0, 0, 0).
+        (0, 0, 0) if there are no values.
     """
     if not got.numel():
         return 0.0, 0, 0

@@ -1,4 +1,4 @@
-"""Registry of live checks. They run at the start, after probed steps and before checkpoints.
+"""Registry of live checks, which run at the start, after probed steps and before checkpoints.
 
 To add a check, add a file to this folder, and a setting to config/training.py:
 
@@ -73,7 +73,7 @@ class EnabledCheck:
 
 
 def list_builtin_checks() -> list[type[Check]]:
-    """Return raytrec's checks in the order of their settings; those that explain other failures come first."""
+    """Return raytrec's checks in the order of their settings; checks that explain other failures come first."""
     settings = list(ChecksSection.model_fields)
     return [CHECKS.parts[name] for name in sorted(CHECKS.parts, key=settings.index)]
 
@@ -116,7 +116,7 @@ class LiveChecks:
         run: Run to check.
 
     Attributes:
-        probes: True if a check requires steps to be probed before it is evaluated.
+        probes: True if any of the checks requires probed steps.
     """
 
     def __init__(self, run: CheckedRun):

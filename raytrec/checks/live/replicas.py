@@ -11,7 +11,7 @@ from raytrec.checks.live.outcome import Check, Outcome, Position, find_differing
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.hashing import hash_bits
 
-# Number of values hashed at a time: they fit in a core's cache, or keep a GPU busy.
+# Device type → number of values hashed at a time, which fit in a CPU core's cache, or keep a GPU busy.
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
 INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 HASH_MULTIPLIER = 6364136223846793005  # Knuth's 64-bit multiplier
@@ -40,7 +40,7 @@ class Replicas(Check):
         return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)
 
     def hashes(self) -> dict[str, int]:
-        """Return the hash of each replicated tensor on this rank by name; empty without replicated tensors."""
+        """Return the hash of each replicated tensor on this rank by name; {} if no tensor is replicated."""
         copies = dict(sorted(self._copies(), key=lambda pair: pair[0]))
         hashes = read_flat_values([fingerprint(tensor) for tensor in copies.values()])
         return {name: int(value) for name, (value,) in zip(copies, hashes, strict=True)}

@@ -13,7 +13,7 @@ NETWORK = "NCCL's network"
 
 @check("same_environment")
 class SameEnvironment(Check):
-    """Check that compares the facts that ranks report about themselves, key by key."""
+    """Check that compares the ranks' facts, such as the configuration and package versions, key by key."""
 
     moments = frozenset({START})
     do = "install the same version of raytrec, packages and files on every node, and restart the run"

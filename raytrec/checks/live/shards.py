@@ -68,7 +68,7 @@ def _hash_shard_map(parts: ShardedValues) -> str:
 
 
 def _find_gaps(parts: ShardedValues) -> Iterator[str]:
-    """Yield descriptions of at most two regions that are in no shard, in several shards, or outside the table.
+    """Yield descriptions of at most two regions that are in no shard or in several shards, or outside the table.
 
     The boundaries of all shards divide the table into a grid, whose cells are tested.
     """

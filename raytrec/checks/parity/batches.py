@@ -1,4 +1,4 @@
-"""Random global batches, and the part of each rank."""
+"""Random global batches, and their division among ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_UNBOUNDED_LABEL = 5.0  # largest magnitude of labels without a bound
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """Whole batch in plain tensors.
+    """Global batch as plain tensors, before its division among ranks.
 
     Attributes:
         dense: Dense features, float32 [B, n].
@@ -31,7 +31,7 @@ class GlobalBatch:
         bags: Feature → (ids, int64 [N]; bag of each id, int64 [N]; weight of each id, float32 [N]).
         weights: Weight of each row in each task, float32 [B, T]; None: all weights are 1.
         keys: Values of the tasks' key columns, int64 [B, K]; None without key columns.
-        side_features: Sequence with side features → values of each id, float64 [N, n].
+        side_features: Sequence feature → values of its side features for each id, float64 [N, n].
     """
 
     dense: torch.Tensor
@@ -93,8 +93,9 @@ def make_random_batches(
         count: Number of batches.
         seed: Seed for the random values.
         tasks: Tasks, which determine labels: the lowest or highest accepted value (0 or 1 if any number is
-            accepted), or any class. If tasks mask or weight rows, about a third of the rows have weight 0 in each
-            task. The other rows have weights in (0, 2). If tasks group rows, each group has a few rows.
+            accepted, 5 or −5 in place of a missing bound), or any class. If tasks mask or weight rows, about a third
+            of the rows have weight 0 in each task. The other rows have weights in (0, 2). If tasks group rows, each
+            group has a few rows.
         lengths: Feature → number of ids in each of its bags, for features whose bags have a fixed length.
     """
     ranges, classes = label_ranges(tasks, schema), whole_labels(tasks)

@@ -234,7 +234,7 @@ def _compare_steps(
 
 
 def _make_optimizers(run: ShardedRun, single: Reference) -> dict[str, torch.optim.Optimizer]:
-    """Return the reference's optimizers: table → its optimizer, and '' → the dense parameters' optimizer."""
+    """Return the reference's optimizers: table → the table's optimizer, and '' → the dense parameters' optimizer."""
     sections, dense = resolve_optimizers(run.config, run.schema), run.config.optim.dense
     make = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[dense.name]
     out = {"": make(single.model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, **dense.settings)}

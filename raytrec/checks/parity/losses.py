@@ -1,4 +1,4 @@
-"""Loss of a global batch from its definition, in plain torch and independent of raytrec's objective.
+"""Compute the loss of a global batch from its definition, in plain torch and without raytrec's objective.
 
 Losses of single rows use torch.nn where available. Losses that compare rows are computed row by row.
 ROW_LOSSES and BATCH_LOSSES define each loss of raytrec. A user's loss is its own reference, so parity compares
@@ -33,7 +33,7 @@ def compute_loss(
         logits: Output of the model, [B] or [B, columns].
         batch: The global batch.
         own_loss: True if the column after the tasks' columns is a loss computed by the model.
-        temperatures: Temperature of each task whose loss learns one.
+        temperatures: Temperature of each task whose loss learns a temperature, in the order of `tasks`.
     """
     total, first, temperatures = logits.new_zeros(()), 0, iter(temperatures)
     columns = logits if logits.dim() == 2 else logits.unsqueeze(1)

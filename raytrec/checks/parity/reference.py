@@ -28,8 +28,8 @@ KINKED_ACTIVATIONS = (nn.ReLU, nn.PReLU, nn.LeakyReLU)
 class Reference(nn.Module):
     """Tables and a dense model in one process.
 
-    fp16 tables are stored and updated in fp32. `train` calls `round_tables` after every step, which rounds the
-    tables to the nearest values of their dtypes.
+    fp16 tables are stored and updated in fp32. After every step, `train` rounds the tables to the nearest values of
+    their dtypes (`round_tables`).
 
     Args:
         schema: Schema, which defines features, their pooling and their tables.
@@ -91,7 +91,7 @@ class Reference(nn.Module):
 
     @torch.no_grad()
     def round_tables(self) -> None:
-        """Round the tables to values of their dtypes."""
+        """Round each table to the nearest values of the dtype with which it was passed to the constructor."""
         for name, weight in self.tables.items():
             weight.copy_(weight.to(self.dtypes[name]))
 
@@ -105,7 +105,7 @@ class Reference(nn.Module):
     def _ids(self, feature: str, batch: GlobalBatch) -> torch.Tensor:
         """Return a feature's ids in each row, int64 [B, L], padded with −1.
 
-        Sequences start with their last id; of a pooled bag, only the first id is included.
+        Sequences start with their last id. Only the first id of a pooled bag is included.
         """
         ids, bag, _ = batch.bags[feature]
         places, length = count_later_ids(bag), self.sequences.get(feature, 1)
@@ -180,7 +180,7 @@ def train(
     max_grad_norm: float | None = None,
     clip_tables: bool = True,
 ) -> list[torch.Tensor]:
-    """Train on whole batches in a plain loop, and return the logits of each batch.
+    """Train on global batches in a plain loop, and return the logits of each batch.
 
     Args:
         reference: Model and tables.

@@ -1,4 +1,4 @@
-"""Whole tensors of a sharded model.
+"""Gather the tensors of a sharded model on rank 0, for the parity check.
 
 Tables with managed ids are sorted by id: row i contains the values of id i, or its initial values if the id has
 no row. The result equals that of a table without managed ids.
@@ -28,7 +28,7 @@ from raytrec.tasks.task import count_logits, needs_vectors
 
 
 class ShardedRun:
-    """Sharded model for comparisons. `train`, `pooled`, `weights` and `state` are collectives.
+    """Sharded model to compare with a reference. `train`, `pooled`, `weights` and `state` are collectives.
 
     Args:
         build: Function that builds the training step: worker.build.build_step.
@@ -119,7 +119,7 @@ class ShardedRun:
         return out
 
     def reference(self) -> Reference | None:
-        """Return a reference with the weights that `weights` last returned on rank 0; None on other ranks."""
+        """Return a reference with the weights last returned by `weights`; None on ranks other than 0."""
         if dist.get_rank():
             return None
         objective = Objective.of(self.config, self.schema)
@@ -136,7 +136,7 @@ class ShardedRun:
 
     @torch.no_grad()
     def copy_weights_to(self, single_process: Reference) -> None:
-        """Copy the weights that `weights` last returned to the reference."""
+        """Copy the weights last returned by `weights` to the reference; call this on rank 0 only."""
         for name, parameter in self.list_parameters(single_process).items():
             parameter.copy_(self._read[name])
 

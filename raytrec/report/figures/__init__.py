@@ -1,4 +1,4 @@
-"""Plots of a run, listed in GALLERY: functions that map a RunFolder to a Figure, or None without data."""
+"""Plots of a run, listed in GALLERY, whose functions map a RunFolder to a Figure, or to None without data."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def ratios(run: History) -> Figure | None:
 
 @style.styled
 def reliability(run: History) -> Figure | None:
-    """Draw the last evaluation's predicted and actual rates, and the number of rows, by prediction bin."""
+    """Draw the predicted and actual rates and the number of rows in each prediction bin of the last evaluation."""
     evaluation, curves = _find_last_curves(run, "reliability", ("predicted", "actual"))
     if not curves:
         return None
@@ -93,8 +93,8 @@ def roc(run: History) -> Figure | None:
 def draw_overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
     """Draw a plot with a line per run for each metric that should be low or high.
 
-    Training and evaluations have separate plots. Diamonds mark final evaluations, which may use other data.
-    Metrics with fewer than two points have no plot.
+    Training and evaluations have separate plots. Diamonds mark final evaluations, which may use other data than the
+    evaluations during training. Metrics with fewer than two points have no plot.
     """
     metrics = {each.key: each.label for run in runs for each in _select_distinct_metrics(run) if each.is_directed}
     titles = {
@@ -136,13 +136,13 @@ def _repeats_log_loss(run: History, key: str) -> bool:
 
 
 def _measured(run: History) -> list[Metric]:
-    """Return the metrics that have values, with the metrics of training first."""
+    """Return the metrics that have values; metrics recorded during training come first."""
     metrics = [each for each in _select_distinct_metrics(run) if any(points(run, k, each.key)[0] for k in STYLES)]
     return sorted(metrics, key=lambda each: not points(run, Train, each.key)[0])
 
 
 def _has_line(run: History, key: str, kinds: Iterable[type[Measured]]) -> bool:
-    """Return True if a metric has at least two points; a single value belongs in the title or the result."""
+    """Return True if a metric has at least two points; the title or the result shows single values."""
     return sum(len(points(run, kind, key)[0]) for kind in kinds) > 1
 
 
@@ -191,7 +191,7 @@ def _make_title(run: History, metrics: list[Metric]) -> str:
 
 
 def _format_metric(metric: Metric, line: Measured) -> str:
-    """Return a metric's label and value in a line; "" if the line has no value."""
+    """Return a metric's label and its value in a line of metrics.jsonl; "" if the line has no value."""
     value = line.figure(metric.key)
     return "" if isnan(value) else f"{metric.label} {metric.text(value)}"
 

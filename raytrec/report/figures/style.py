@@ -32,8 +32,8 @@ MAX_PANEL_TITLE_POINTS, MAX_NAME_POINTS = 112, 90
 FONT = "DejaVu Sans"
 MAX_LINE_POINTS = 1000  # maximum number of points in a line
 MAX_MARKED_POINTS = 5  # maximum number of clipped points whose values are written at the edge
-OUTLIER_RANGE_FACTOR = 4  # initial points above later ones by more than this factor × the later range are clipped
-ROUND = (1, 2, 2.5, 5, 10)  # ticks are multiples of these
+OUTLIER_RANGE_FACTOR = 4  # initial points that exceed later points by more than this factor × their range are clipped
+ROUND = (1, 2, 2.5, 5, 10)  # intervals between ticks are these numbers × a power of ten
 
 # Colors by role. In SVG, THEME replaces them by variables of the page, which depend on light or dark mode.
 INK, MUTED, GRID = "#24292f", "#6a737d", "#d7dce1"
@@ -193,12 +193,12 @@ def format_step_axis(axes: Axes) -> None:
 
 
 def limit_ticks(axis: Axis, max_ticks: int = 4, whole: bool = False) -> None:
-    """Limit an axis to at most `max_ticks` intervals between round ticks."""
+    """Limit an axis to at most `max_ticks` intervals between round ticks, at whole numbers only if `whole` is True."""
     axis.set_major_locator(MaxNLocator(max_ticks, integer=whole, steps=ROUND))
 
 
 def fit_name(name: object, points: float, size: float = STYLE["xtick.labelsize"]) -> str:
-    """Return a name, with its middle cut out if the name is wider than `points` at font size `size`."""
+    """Return a name; if it is wider than `points` at font size `size`, "…" replaces its middle."""
     text, max_chars = shorten_name(name, 60), 60
     while max_chars > 3 and sum(map(_measure_em, text)) * size > points:
         max_chars = min(max_chars, len(text)) - 1
@@ -222,7 +222,7 @@ def draw_restart_lines(axes: Axes, steps: Sequence[int], label: str | None = "re
 
 
 def clip_initial_outliers(axes: Axes) -> None:
-    """Fit the y axis to all lines without their first tenth if that tenth reaches far above the rest.
+    """Fit the y axis to all lines without their first tenth if the first tenth reaches far above the other points.
 
     A triangle at the upper edge marks the highest point of each clipped line, and shows its value. Lines with
     fewer than five points are used in full.

@@ -51,7 +51,7 @@ def memory_map(tables: list[dict[str, float]], ranks: list[int] | None = None) -
 
 @style.styled
 def draw_load(run: RunFolder) -> Figure | None:
-    """Draw each table's share of all looked-up bytes on each rank, for the last group of workers."""
+    """Draw, for each table and rank, the share of all bytes that the last group of workers looked up."""
     lines = sum_over_time(select_last_group(run.ranks))
     ranks = [line.rank for line in lines]
     loads, names = _build_matrix(
@@ -142,7 +142,7 @@ def _format_rank(ranks: list[int], x: float) -> str:
 EDGES = np.logspace(-4, 2, BINS + 1)  # bin edges of row_norm_counts
 FADING_COLORMAP = LinearSegmentedColormap.from_list("fading", [to_rgba(style.BLUE, 0.0), to_rgba(style.BLUE, 1.0)])
 MAX_MAPS = 12
-MAX_NAMED_LINES = 5  # maximum number of lines in a panel with a color and a name
+MAX_NAMED_LINES = 5  # maximum number of lines in a panel that have a color and a name
 
 # Panels of `health`: (key of the statistic, label, True if the statistic is a share).
 HEALTH_PANELS = (
@@ -183,7 +183,8 @@ def draw_row_norms(run: RunFolder) -> Figure | None:
 def health(run: RunFolder) -> Figure | None:
     """Draw dead rows, distinct ids, and gradient and update norms of each table over steps.
 
-    In each panel, only the lines with the highest final values have labels. Returns None if nothing was recorded.
+    In each panel, only the lines with the highest final values have labels. The result is None if no statistic was
+    recorded for at least two steps.
     """
     lines = {key: _select_series(run.tables, key) for key, _, _ in HEALTH_PANELS}
     specs = [panel for panel in HEALTH_PANELS if lines[panel[0]]]

@@ -154,7 +154,7 @@ def draw_throughput(run: RunFolder) -> Figure | None:
 
 @style.styled
 def draw_phase_totals(run: RunFolder) -> Figure | None:
-    """Draw the milliseconds of each phase per step, as bars for up to MAX_BARS ranks of the last group."""
+    """Draw the milliseconds of each phase per step, as bars for up to MAX_BARS ranks of the last worker group."""
     ranks = [line for line in sum_over_time(skip_warmup(run.ranks)) if line.steps]
     if not ranks:
         return None
@@ -197,7 +197,7 @@ def draw_phases_over_steps(run: RunFolder) -> Figure | None:
 
 
 def _draw_phase_areas(axes: Axes, lines: list[RankLine]) -> None:
-    """Draw the phases of each interval as stacked areas, with gaps for steps without the rank."""
+    """Draw the phases of a rank's intervals as stacked areas, with gaps for steps in which the rank did not exist."""
     edges: list[int] = [lines[0].first_step]
     spans: list[RankLine | None] = []
     for line in lines:
@@ -216,7 +216,7 @@ def _draw_phase_areas(axes: Axes, lines: list[RankLine]) -> None:
 
 
 def _select_slowest(ranks: list[RankLine], max_count: int) -> tuple[list[RankLine], str]:
-    """Return at most `max_count` ranks, those with the most own time per step, and the end of a title."""
+    """Return at most `max_count` ranks, those with the most time per step without waits, and the end of a title."""
     if len(ranks) <= max_count:
         return ranks, ", by rank" if len(ranks) > 1 else ""
     chosen = sorted(ranks, key=lambda line: get_own_time_s(line) / line.steps, reverse=True)[:max_count]
