@@ -30,8 +30,6 @@ def list_visible_gpus() -> list[str]:
 
 def list_usable_gpus() -> list[str]:
     """Return the numbers or UUIDs of the GPUs that this process may use."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return []
     return _query_gpus(lambda nvml, name: name)
 
 
@@ -65,6 +63,9 @@ def list_gpu_kinds() -> list[tuple[str, tuple[int, int]]]:
 
 def _query_gpus(read: Callable[[Any, str], T]) -> list[T]:
     """Return `read(nvml, name)` for each visible GPU, or [] if any of them cannot be read."""
+
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return []
 
     def read_all(nvml: Any) -> list[T]:
         return [read(nvml, name) for name in list_visible_gpus() or map(str, range(nvml.nvmlDeviceGetCount()))]

@@ -210,7 +210,7 @@ def _check_kind(mode: int, path: str | Path) -> None:
 
 def _is_deep(values: Any) -> bool:
     level = [values]
-    for _ in range(MAX_DOCUMENT_DEPTH + 1):
+    for _ in range(MAX_DOCUMENT_DEPTH):
         inner = (v.values() if isinstance(v, dict) else v for v in level)
         level = [each for several in inner for each in several if isinstance(each, dict | list)]
         if not level:

@@ -182,6 +182,12 @@ BILLION_LAUGHS = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".jo
 )
 
 
+def test_documents_have_at_most_64_levels():
+    assert parse_json("[" * 64 + "]" * 64)
+    with pytest.raises(UnreadableError, match="exceeds 64 levels"):
+        parse_json("[" * 65 + "]" * 65)
+
+
 @pytest.mark.parametrize(
     "text,expected_text",
     [

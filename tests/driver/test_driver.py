@@ -18,7 +18,7 @@ import pytest
 
 from raytrec.common import machine
 from raytrec.common.errors import ConfigError, DataError, GpuFailedError, RunError
-from raytrec.common.machine import check_gpu, find_needed_recovery
+from raytrec.common.machine import check_gpu, find_needed_recovery, get_smallest_gpu_memory, list_usable_gpus
 from raytrec.config.run_config import load_config
 from raytrec.driver import run as driver
 from raytrec.driver.datasets import open_data
@@ -320,6 +320,20 @@ def test_recovery_of_an_invisible_gpu_is_unknown(monkeypatch):
         monkeypatch.setattr(pynvml, name, lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert find_needed_recovery("cuda:1") is None
+
+
+def test_no_gpu_is_visible_with_an_empty_variable(monkeypatch):
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    memory = SimpleNamespace(total=80 << 30, reserved=1 << 30)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda *_, **__: memory)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", lambda _: (0, 0))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert get_smallest_gpu_memory() == 79 << 30 and list_usable_gpus() == ["0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert get_smallest_gpu_memory() is None and list_usable_gpus() == []
 
 
 def list_modification_times(folder):

@@ -164,7 +164,7 @@ class TableReference(torch.optim.Optimizer):
             gradient = table.grad + group["weight_decay"] * table
             rows = torch.ones(len(table), dtype=torch.bool, device=table.device)
             if self._touched_rows:
-                rows = gradient.abs().sum(1) > 0
+                rows = table.grad.abs().sum(1) > 0
             parts = {kind: values[rows] for kind, values in self.state[table].items()}
             weight = table[rows]
             self._optimizer.update(weight, gradient[rows], parts, self._steps, group["lr"], group["eps"])

@@ -133,6 +133,15 @@ def test_touched_rows_adam_matches_sparse_adam():
     torch.testing.assert_close(ours, train_table(lambda p: torch.optim.SparseAdam(p, lr=0.1, eps=1e-12)))
 
 
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_weight_decay_leaves_rows_without_a_gradient_unchanged(name):
+    """FBGEMM's fused kernels decay only the rows that have been looked up."""
+    table = nn.Parameter(torch.ones(3, 4))
+    table.grad = torch.tensor([[0.5], [0.0], [0.5]]).expand(3, 4)
+    reference.TableReference(name, table, lr=0.1, weight_decay=0.3, touched_rows=True).step()
+    assert (table[1] == 1).all() and (table[[0, 2]] != 1).all()
+
+
 def test_row_wise_adagrad_uses_the_mean_square_of_each_row():
     """Row-wise Adagrad equals Adagrad if gradients are equal in all columns."""
 
