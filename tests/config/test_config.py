@@ -4,7 +4,7 @@ import pytest
 
 import raytrec
 from raytrec.common.errors import ConfigError, RaytrecError, SchemaError
-from raytrec.common.reading import parse_yaml
+from raytrec.common.reading import UnreadableError, parse_json, parse_yaml
 from raytrec.config.base import Mark, build_json_schema
 from raytrec.config.overrides import to_override_texts
 from raytrec.config.run_config import RunConfig, list_keys_with, load_config
