@@ -261,7 +261,7 @@ def check_ports(ports: dict[str, int]) -> None:
                 f"port {port} cannot be used: {why}",
                 where=f"{option} {port}",
                 expected="a free port from 1024 to 65535 on this machine",
-                do="stop the process that listens there (another `raytrec head`?), or choose another port",
+                do="stop the process that listens there (`raytrec head` or `raytrec serve`?), or choose another port",
             )
 
 

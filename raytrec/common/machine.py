@@ -63,7 +63,6 @@ def list_gpu_kinds() -> list[tuple[str, tuple[int, int]]]:
 
 def _query_gpus(read: Callable[[Any, str], T]) -> list[T]:
     """Return `read(nvml, name)` for each visible GPU, or [] if any of them cannot be read."""
-
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
 

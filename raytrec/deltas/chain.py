@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from pyarrow import fs
+
 from raytrec.common.documents import validate_as
 from raytrec.common.errors import RunError, get_first_line
 from raytrec.common.reading import UnreadableError, parse_json
-from raytrec.common.storage import join_uri, query_file_info, read_bytes, split_query
+from raytrec.common.storage import join_uri, open_filesystem, query_file_info, read_bytes, split_query
 from raytrec.deltas.format import (
     DELTAS_FOLDER,
     EXPORTS_FOLDER,
@@ -21,7 +23,7 @@ from raytrec.deltas.format import (
     read_delta_manifest,
 )
 from raytrec.deltas.stream import list_numbers
-from raytrec.scoring.manifest import ExportSource, format_version, read_manifest
+from raytrec.scoring.manifest import MANIFEST_FILE, ExportSource, format_version, read_manifest
 
 REFUSAL_ADVICE = "wait for the run's next full export, which replaces all deltas before it"
 
@@ -79,6 +81,28 @@ def find_stream(folder: str) -> DeltaStream | None:
         raise RunError(what, where=uri, expected=expected) from None
 
 
+def check_is_stream(folder: str) -> None:
+    """Check that a place is a folder of deltas, empty, or does not exist yet.
+
+    Raises:
+        RunError: The place is a file or a folder with other content, or cannot be read.
+    """
+    if find_stream(folder):
+        return
+    filesystem, path = open_filesystem(folder)
+    expected, do = "a folder of export.deltas.to", None
+    if filesystem.get_file_info(path).is_file:
+        raise RunError("this is a file, not a folder of deltas", where=folder, expected=expected)
+    names = [each.base_name for each in filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))]
+    if MANIFEST_FILE in names:
+        what, do = "the folder contains an export, not deltas", "omit --follow to serve the export"
+    elif any(not name.startswith(".") for name in names):
+        what = "the folder contains other files, but no deltas"
+    else:
+        return
+    raise RunError(what, where=folder, expected=expected, do=do)
+
+
 def read_next(folder: str, position: Position) -> Position | None:
     """Return the position after the next delta, or None if the next delta does not exist yet.
 
@@ -114,6 +138,8 @@ def check_gap(folder: str, position: Position) -> None:
     if after and not now:
         raise make_refusal(folder, number, f"it is missing, but delta {number + 1} exists")
     if not own and not now:
+        if not query_file_info(join_uri(folder, STREAM_FILE)).is_file:
+            raise RunError("the folder of deltas no longer exists", where=folder, do="restore the folder")
         raise make_refusal(folder, number, f"it is missing, and delta {position.number} has been removed")
 
 
@@ -155,7 +181,9 @@ def find_position(folder: str, export: str, source: ExportSource) -> Position:
         OSError: The store cannot be read.
     """
     stream, name = find_stream(folder), split_query(export)[0].rpartition("/")[2]
-    numbers, found = set(list_numbers(folder, DELTAS_FOLDER)) if stream else set(), []
+    if stream is None:
+        raise RunError("no run has written deltas to the folder", where=folder, expected="a folder of export.deltas.to")
+    numbers, found = set(list_numbers(folder, DELTAS_FOLDER)), []
     for number in sorted(numbers & {int(name)} if name.isdecimal() and name.isascii() else numbers):
         with suppress(UnreadableError, OSError):
             entry = read_delta_manifest(folder, number)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 ADVICE = {  # by status, for errors that contain no advice
     400: "compare the request with GET /example and GET /openapi.json",
-    401: "send the service's token: -H 'Authorization: Bearer TOKEN'",
+    401: "send the service's token in a header, such as -H 'Authorization: Bearer TOKEN'",
     403: "copy the export into this folder, or start the service with another --promote-from",
     404: "see GET /openapi.json for all paths",
     405: "see GET /openapi.json for the methods of each path",

@@ -43,13 +43,13 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
     min_replicas, max_replicas = _parse_replicas(replicas)
     if service_options.log_requests:
         open_filesystem(service_options.log_requests)
+    if service_options.follow and service_options.promote_from:
+        what, where = "a service that follows a run does not accept promotions", "--promote-from"
+        raise ConfigError(what, where=where, expected="either --follow or --promote-from")
+    wait_for_port(service_options.port)
     if service_options.follow:
-        if service_options.promote_from:
-            what, where = "a service that follows a run does not accept promotions", "--promote-from"
-            raise ConfigError(what, where=where, expected="either --follow or --promote-from")
         wait_for_full_export(service_options.uri)
     service_options = service_options.fill_name()
-    wait_for_port(service_options.port)
     token = None if service_options.no_token else read_token(service_options.name)
     from raytrec.cluster.session import ray_session, starts_local_ray
 
@@ -74,10 +74,11 @@ def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
         interval_s: Interval at which the folder is read, in seconds.
 
     Raises:
-        RunError: There is no full export after EXPORT_TIMEOUT_S, or the folder cannot be read.
+        RunError: There is no full export after EXPORT_TIMEOUT_S, or the folder has other content or cannot be read.
     """
-    from raytrec.deltas.chain import find_stream, iterate_exports
+    from raytrec.deltas.chain import check_is_stream, find_stream, iterate_exports
 
+    check_is_stream(folder)
     deadline, printed = monotonic() + EXPORT_TIMEOUT_S, ""
     while next(iterate_exports(folder), None) is None:
         stream = find_stream(folder)
@@ -222,16 +223,18 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
             print(f"version      {result['version']}\nresult       {result['news']}")
             return result["version"]
     except urllib.error.HTTPError as error:
-        raise parse_error(error.read(), "the service rejected the promotion", service) from None
+        raise parse_error(error.read(), "the service rejected the promotion", service, error.code) from None
     except (OSError, ValueError, KeyError) as error:
         raise RunError(f"the service does not respond: {error}", where=service) from None
 
 
-def parse_error(body: bytes, what: str, service: str) -> RunError:
+def parse_error(body: bytes, what: str, service: str, status: int) -> RunError:
     """Return the error in the body of a response, or an error with the text `what` if the body contains none."""
     try:
         parts: dict[str, Any] = json.loads(body)
         error = parts.pop("error")
+        if status == 401:
+            parts["do"] = f"set {TOKEN}, or pass --name NAME if the service runs as this user on this machine"
         return RunError(error, **{key: parts.get(key) for key in ("where", "expected", "do")})
     except (ValueError, KeyError, TypeError, AttributeError):
         return RunError(what, where=service)

@@ -87,7 +87,7 @@ class Coordinator:
             self._publish_order()
 
     async def news(self) -> str:
-        """Return a message about the last change of the version, for the console; "" if it has not changed."""
+        """Return a message about the last change of a version, or problem with deltas, for the console; "" if none."""
         return self._news
 
     async def declare(self, export: Export) -> None:
@@ -123,7 +123,12 @@ class Coordinator:
         return replace(self._order, fair_connections=sum(counts) / len(counts) if len(counts) > 1 else inf)
 
     async def record_report(self, replica: str, report: ReplicaState) -> None:
-        """Record a replica's report."""
+        """Record a replica's report, and announce a new problem with the deltas that the replica follows."""
+        before = self._replicas[replica][0].problem if replica in self._replicas else None
+        if report.problem != before:
+            self._news = f"replica {replica} follows the run again"
+            if report.problem:
+                self._news = f"replica {replica} keeps {report.version}: {report.problem}"
         self._replicas[replica] = report, monotonic()
 
     async def versions(self) -> dict[str, str]:

@@ -206,11 +206,13 @@ class Replica:
     def _report(self) -> ReplicaState:
         service, scorer = self.service, self.service.versions.current.scorer
         service.figures.keep_versions({each.scorer.export_version for each in service.versions.loaded})
-        figures = tuple(service.figures.collect(describe_model(scorer), service.batcher.waiting))
+        # Deltas change the model's version every few seconds, but not the export's.
+        about = describe_model(scorer) | {"version": scorer.export_version}
+        figures = tuple(service.figures.collect(about, service.batcher.waiting))
         connections = self._listener.count_active_connections() if self._listener else None
-        return replace(
-            self._last_report, version=scorer.version, figures=figures, node=self._node, connections=connections
-        )
+        problem = self._follower.problem if self._follower else None
+        report = replace(self._last_report, version=scorer.version, figures=figures, problem=problem)
+        return replace(report, node=self._node, connections=connections)
 
 
 def compute_replicas(context: Any) -> tuple[float, dict]:

@@ -66,6 +66,7 @@ class ReplicaState:
         figures: Metrics of the replica.
         node: Id of the replica's node, on which the kernel distributes connections.
         connections: Number of active connections; None: the replica does not listen yet.
+        problem: Reason why the replica cannot apply the run's next delta; None: there is no problem.
     """
 
     completed_command: int
@@ -76,3 +77,4 @@ class ReplicaState:
     figures: tuple[Metric, ...] = ()
     node: str = ""
     connections: int | None = None
+    problem: str | None = None

@@ -79,8 +79,10 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
             parts = _flatten(entry.data, entry.shape) if size is None else bytes(binary[:size])
             values = _from_bytes(parts, kind) if isinstance(parts, bytes) else to_array(parts, kind)
             nulls = values.null_count if isinstance(values, pa.Array) else 0
-            if nulls or len(values) != math.prod(entry.shape):
-                raise ValueError(f"there are {len(values) - nulls:,} values")
+            if nulls:
+                raise ValueError("the protocol does not support null")
+            if len(values) != math.prod(entry.shape):
+                raise ValueError(f"there are {len(values):,} values")
         except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
             what, expected = get_first_line(error), f"values for {entry.shape} of type {entry.datatype}"
             raise DataError(what, where=f"input {entry.name}", expected=expected) from None

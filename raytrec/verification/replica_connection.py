@@ -38,6 +38,8 @@ class ReplicaConnection:
 
     def __init__(self, service: str, token: str):
         url = urlsplit(service)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise RunError(f"'{service}' is not the address of a service", expected="http://HOST:PORT")
         self._service, self._path = service, url.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
@@ -64,7 +66,9 @@ class ReplicaConnection:
                     raise RunError(f"the service does not respond: {error}", where=self._service) from None
                 raise ServiceChangedError(f"replica {self.replica} does not respond: {error}") from None
             if answer.status != 200:
-                raise parse_error(content, f"the service responds with status {answer.status}", self._service)
+                raise parse_error(
+                    content, f"the service responds with status {answer.status}", self._service, answer.status
+                )
             replica, version = answer.getheader(REPLICA_HEADER, self.replica), answer.getheader("X-Model-Version")
             if self.replica in (None, replica):
                 if self._version not in (None, version):

@@ -137,7 +137,10 @@ def _check_states(replicas: Sequence[ReplicaConnection], about: dict[str, Any], 
     served_run, served_step = models[0][:2]
     if (served_run, served_step) != (run, step):
         other_run = f"pass the folder of run {served_run}, or the address of the service of run {run}"
-        other_step = f"pass RUN/{served_step}, or repeat the command when the service has reached step {step}"
+        if served_step > step:
+            other_step = "repeat the command after the run has ended or has been stopped, or pass another checkpoint"
+        else:
+            other_step = f"pass RUN/{served_step}, or repeat the command when the service has reached step {step}"
         raise RunError(
             f"the service serves step {served_step} of run {served_run}, but the checkpoint contains step {step} of "
             f"run {run}",

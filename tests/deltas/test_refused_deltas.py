@@ -10,7 +10,7 @@ from deltas import STREAM, DeltaFolder, make_row_table
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.config.schema import Schema
 from raytrec.deltas.apply import read_delta
-from raytrec.deltas.chain import Position, check_gap, find_position, read_next
+from raytrec.deltas.chain import Position, check_gap, check_is_stream, find_position, read_next
 from raytrec.deltas.format import format_number, read_delta_manifest
 from raytrec.exporting.apply_deltas import _read_chain
 from raytrec.scoring.manifest import ExportSource
@@ -223,6 +223,29 @@ def test_gaps_are_refused(folder):
     folder.manifest(1).unlink()
     with pytest.raises(RunError, match="it is missing, and delta 1 has been removed"):
         check_gap(str(folder.path), start)
+
+
+    (folder.path / "stream.json").unlink()
+    with pytest.raises(RunError, match="the folder of deltas no longer exists"):
+        check_gap(str(folder.path), start)
+
+
+def test_only_folders_of_deltas_are_followed(folder, tmp_path):
+    check_is_stream(str(folder.path))
+    check_is_stream(str(tmp_path / "missing"))
+    (tmp_path / "empty" / ".hidden").mkdir(parents=True)
+    check_is_stream(str(tmp_path / "empty"))
+    for name, content, message in (
+        ("export", "manifest.json", "contains an export, not deltas"),
+        ("data", "part-0.parquet", "contains other files, but no deltas"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / content).touch()
+        with pytest.raises(RunError, match=message):
+            check_is_stream(str(tmp_path / name))
+    for wrong in (folder.path / "deltas", tmp_path / "data" / "part-0.parquet"):
+        with pytest.raises(RunError, match=r"contains other files|this is a file"):
+            check_is_stream(str(wrong))
 
 
 def test_position_names_run_step_and_delta(folder):

@@ -278,7 +278,7 @@ TENSOR = make_tensor("a", [1.0, 2.0], "FP64")
         ({"shape": [True]}, "valid integer"),
         ({"shape": []}, "at least 1 item"),
         ({"shape": [1, 1, 2]}, "at most 2 items"),
-        ({"data": [1.0, None]}, "there are 1 values"),
+        ({"data": [1.0, None]}, "the protocol does not support null"),
         ({"data": ["1", "2"]}, "Could not convert"),
         ({"data": [[1.0], [2.0]]}, "Could not convert"),
         ({"data": None}, "does not contain the values once"),

@@ -58,6 +58,18 @@ def run_with_replicas(scenario, *replicas):
     return asyncio.run(whole())
 
 
+def test_problems_of_replicas_are_announced():
+    async def report_problems():
+        made, problem, seen = make_coordinator(), "delta 3 cannot be applied: it is missing", []
+        for each in (None, problem, problem, None):
+            await made.record_report("one", ReplicaState(-1, "films-7", problem=each))
+            seen.append(await made.news())
+        return seen
+
+    kept = "replica one keeps films-7: delta 3 cannot be applied: it is missing"
+    assert asyncio.run(report_problems()) == ["", kept, kept, "replica one follows the run again"]
+
+
 def test_promotion_and_rollback_reach_all_replicas():
     made = make_coordinator()
 

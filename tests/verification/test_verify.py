@@ -209,8 +209,15 @@ def test_other_runs_and_steps_and_missing_checkpoints_are_errors(run, tmp_path):
         with pytest.raises(RunError, match="contains no run or checkpoint"):
             verify(service.url, str(tmp_path))
         service.scorers["one"].version = "small-7-00000000"
-        with pytest.raises(RunError, match="serves step 7 of run small, but the checkpoint contains step 2"):
+        with pytest.raises(RunError, match="serves step 7 of run small, but the checkpoint contains step 2") as error:
             verify(service.url, str(run))
+        assert "after the run has ended" in error.value.do and "reached" not in error.value.do
+        with pytest.raises(RunError, match="is not the address of a service"):
+            verify(service.url.removeprefix("http://"), str(run))
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError, match="token is missing") as error:
+            patch.setenv("RAYTREC_SERVE_TOKEN", "wrong")
+            verify(service.url, str(run))
+        assert "RAYTREC_SERVE_TOKEN" in error.value.do and "--name" in error.value.do
         for version, step in (("other-7-00000000", 7), ("other-2-00000000", 2)):
             service.scorers["one"].version = version
             what = f"serves step {step} of run other, but the checkpoint contains step 2 of run small"
