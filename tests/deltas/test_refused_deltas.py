@@ -224,7 +224,6 @@ def test_gaps_are_refused(folder):
     with pytest.raises(RunError, match="it is missing, and delta 1 has been removed"):
         check_gap(str(folder.path), start)
 
-
     (folder.path / "stream.json").unlink()
     with pytest.raises(RunError, match="the folder of deltas no longer exists"):
         check_gap(str(folder.path), start)
