@@ -10,6 +10,7 @@ import pyarrow.parquet.encryption as encryption
 import pytest
 
 from raytrec.common.errors import DataError
+from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Clip, FillNull
 from raytrec.data.files.listing import list_files
@@ -17,6 +18,7 @@ from raytrec.data.fragments import scan
 from raytrec.data.item_reader import check_suspect_groups, read_item
 from raytrec.data.order import Order
 from raytrec.data.read_plans import ReadPlan
+from raytrec.driver.datasets import open_data
 
 SCHEMA = Schema.parse(
     {
@@ -232,3 +234,36 @@ def test_values_with_a_policy_or_transform_are_not_suspect(tmp_path):
     assert scan_changed_rows(tmp_path, changes, hashing, transforms=(mend,)).suspect_groups == ()
     clip = Clip(do="clip", columns=["user"], low=0, high=39)
     assert scan_changed_rows(tmp_path, changes, transforms=(mend, clip)).suspect_groups == ()
+
+
+HASHED = Schema.parse(
+    {
+        "labels": ["y"],
+        "sparse": {"item": {"table": "t"}},
+        "tables": {"t": {"rows": 9, "dim": 4, "out_of_range": "hash"}},
+    },
+    "hashed",
+)
+
+
+@pytest.mark.parametrize("first,second", [([5, 6], ["5", "6"]), (["5", "6"], [5.0, None]), ([[5], []], [["5"], None])])
+def test_text_and_numbers_are_not_ids_of_the_same_feature(tmp_path, first, second):
+    """The ids 5 and '5' have different rows of a table that hashes ids."""
+    pq.write_table(pa.table({"y": [0, 1], "item": first}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"y": [0, 1], "item": [None, None]}), tmp_path / "nulls.parquet")
+    assert scan(str(tmp_path), ReadPlan(HASHED)).rows == 4
+    pq.write_table(pa.table({"y": [0, 1], "item": second}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"the ids of feature 'item' are \w+, but \w+ in other files") as error:
+        scan(str(tmp_path), ReadPlan(HASHED))
+    assert error.value.where == f"{tmp_path}/b.parquet"
+    kept = scan(str(tmp_path), ReadPlan(HASHED), skip=True)
+    assert kept.rows == 4 and len(kept.left_out) == 1
+
+
+def test_validation_data_has_the_same_kind_of_ids_as_training_data(tmp_path):
+    for name, ids in ("train", [5, 6]), ("valid", ["5", "6"]):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"y": [0, 1], "item": ids}), tmp_path / name / "a.parquet")
+    (tmp_path / "schema.yaml").write_text(HASHED.to_yaml())
+    with pytest.raises(DataError, match="the ids of feature 'item' are text, but numbers in other files"):
+        open_data(load_config({"data": {"train": f"{tmp_path}/train", "valid": f"{tmp_path}/valid"}}))
