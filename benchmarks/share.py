@@ -102,7 +102,7 @@ def document(values: dict[str, Any]) -> str:
     rates, times, every = values["rows_per_s"], values["faults"], values["every_s"]
     return (
         f"The undisturbed speed is {rates['calm']:,.0f} rows/s. In the {every:.0f} s after a worker is killed "
-        f"({times} times), the speed is {rates['disturbed']:,.0f} rows/s, which is {values['share']:.0%} of it."
+        f"({times} times), the speed is {rates['disturbed']:,.0f} rows/s ({values['share']:.0%})."
     )
 
 

@@ -55,9 +55,8 @@ class Target:
     def __init__(self, chunk: StoredChunk, item: ReadItem, tensor: torch.Tensor):
         self.tensor = tensor.detach().as_subclass(torch.Tensor)
         if self.tensor.shape != item.lengths:
-            raise CheckpointError(
-                f"cannot read {tuple(item.lengths)} of {chunk.fqn} into a {tuple(self.tensor.shape)} tensor"
-            )
+            shapes = f"shape {tuple(item.lengths)} into a tensor of shape {tuple(self.tensor.shape)}"
+            raise CheckpointError(f"cannot read {chunk.fqn} of {shapes}")
         self._sizes, self._offsets = chunk.sizes, tuple(item.storage_offsets)
         strides = [math.prod(chunk.sizes[d + 1 :]) for d in range(len(chunk.sizes))]
         first = sum(o * s for o, s in zip(self._offsets, strides, strict=True))

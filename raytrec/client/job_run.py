@@ -86,7 +86,7 @@ class JobRun(Run):
             sleep(self.poll_s)
         if not self._folder:
             self._outcome()  # raises an error unless the job succeeded
-            raise RunError("the job has ended without training a run", where=self.job, do="read its result with wait()")
+            raise RunError("the job has ended without starting a run", where=self.job, do="read its result with wait()")
         return self._folder
 
     def stop(self) -> None:

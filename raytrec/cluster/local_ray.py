@@ -69,7 +69,9 @@ def make_folder() -> tuple[Path, int]:
 
 
 def find_base_folder() -> Path:
-    """Return the parent folder of private folders, whose path is short enough for Unix sockets in them.
+    """Return the folder in which private folders are created, and create it if necessary.
+
+    This is RAY_TMPDIR, else TMPDIR if its path leaves room for the paths of Unix sockets, else /tmp.
 
     Raises:
         RunError: The path in RAY_TMPDIR is too long, or the folder cannot be created.

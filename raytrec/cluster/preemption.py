@@ -117,8 +117,8 @@ def main(
     node: Annotated[str | None, typer.Option(help="Ray's id of the node; default: this node.")] = None,
     address: Annotated[str, typer.Option(help="Address of the cluster.")] = "auto",
 ) -> None:
-    """Announce to Ray that this node will be preempted."""
-    seconds = seconds or NOTICE_S.get(cloud, 60)
+    """Wait for a preemption notice, ask Ray to drain the node, and exit when the node is empty or its time is over."""
+    seconds = NOTICE_S.get(cloud, 60) if seconds is None else seconds
     if cloud is not Cloud.NOW:
         wait_for(has_aws_notice if cloud is Cloud.AWS else has_gcp_notice)
     node = announce_preemption(seconds, node, address)

@@ -224,7 +224,7 @@ def hash_integers(ids: np.ndarray, rows: int) -> np.ndarray:
 
 
 def hash_bits(values: np.ndarray) -> np.ndarray:
-    """Mix the bits of each value, uint64 [n], by splitmix64 (Steele, Lea, Flood 2014)."""
+    """Mix the bits of each value, uint64 [n], with splitmix64 (Steele, Lea, Flood 2014)."""
     with np.errstate(over="ignore"):
         values = values + np.uint64(0x9E3779B97F4A7C15)
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

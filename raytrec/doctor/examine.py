@@ -173,7 +173,7 @@ def _collect_diagnoses(name: str, hosts: list[str], answers: list[Any]) -> list[
     diagnoses = []
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, Exception):
-            what = f"this host does not respond: {type(answer).__name__}: {get_first_line(answer)}"
+            what = f"this host cannot be checked: {type(answer).__name__}: {get_first_line(answer)}"
             answer = [Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, name)]
         diagnoses += [replace(diagnosis, hosts=(host,)) for diagnosis in answer]
     return merge(diagnoses)

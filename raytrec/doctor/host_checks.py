@@ -277,7 +277,7 @@ def check_token() -> Diagnoses:
     elif not file.is_file():
         yield Diagnosis(OK, f"none yet: a run that starts Ray on this host creates {file}")
     elif not os.access(file, os.R_OK):
-        yield Diagnosis(FAILURE, f"this user cannot read {file}", f"run chown, then chmod 600 {file}")
+        yield Diagnosis(FAILURE, f"this user cannot read {file}", f"sudo chown $USER {file}, then chmod 600 {file}")
     elif (mode := file.stat().st_mode) & 0o077:
         do = f"chmod 600 {file}; create a new token if others may have read it, because they can run code"
         yield Diagnosis(FAILURE, f"other users can read {file} (mode {mode & 0o777:o})", do)

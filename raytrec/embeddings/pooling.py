@@ -188,7 +188,7 @@ def refuse_cast(fn: Callable, dtypes: set[torch.dtype]) -> None:
             raise RunError(
                 f"embedding tables cannot be cast from {dtype} to {cast_dtype}",
                 where="model.to(dtype), .float(), .half(), .bfloat16(), .double() or .type(dtype)",
-                expected="a dtype set before sharding; a cast separates read weights from trained weights",
+                expected="a dtype set before sharding; after a cast, lookups would not read the trained weights",
                 do="set plan.tables.TABLE.dtype to fp32 or fp16, and cast dense layers separately",
             )
 

@@ -145,7 +145,7 @@ def _format_tables(plans: Plans, estimate: ClusterEstimate) -> Table:
 
 
 def _format_memory(estimates: list[ClusterEstimate]) -> Table:
-    """Return a table of the maximum GiB of each memory part over all ranks; ranks share their host evenly."""
+    """Return a table with the maximum GiB of each memory part over ranks, which divide a host's memory evenly."""
     keys = list(dict.fromkeys(key for each in estimates if each.memory for key in each.memory.parts))
     lines = _format_comparison("GiB per rank (maximum)", estimates)
     for tier, name in TIER_NAMES.items():

@@ -115,7 +115,8 @@ def _replace_weights(program: torch.fx.GraphModule, entries: dict[str, bytes], w
 
     Args:
         program: Program in memory.
-        entries: Entries of the new program's archive, without weights. They equal the entries of `program`.
+        entries: Entries of the new program's archive, without weights. They equal those of `program`, except the
+            entries that torch writes itself (WRITTEN_BY_TORCH).
         weights: Entries with the weights of the new program.
     """
     config, state = json.loads(entries[WEIGHTS_CONFIG])["config"], program.state_dict()

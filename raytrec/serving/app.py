@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from raytrec import __version__
-from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError, SchemaError
+from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError, SchemaError, shorten_repr
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.batching import RETRY_AFTER_S, Batcher, UnavailableError, VersionedScores, make_busy_refusal
@@ -265,10 +265,12 @@ class Service:
         """
         (name, version), run = request.path_params.values(), scorer.manifest.source.run
         current = request.state.version
-        for value, known in ((name, [self._name or run, run]), (version or current, [current])):
+        names, versions = [self._name or run, run], [current]
+        for what, value, known in (("model", name, names), ("version", version or current, versions)):
             if value not in known:
                 expected = " or ".join(dict.fromkeys(known))
-                raise RefusedRequest(404, DataError(f"'{value}' not found", where="the path", expected=expected))
+                error = DataError(f"{what} {shorten_repr(value)} not found", where="the path", expected=expected)
+                raise RefusedRequest(404, error)
         return name
 
     async def _model_tensors(self, request: Request, scorer: Scorer) -> Response:

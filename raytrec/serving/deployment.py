@@ -110,7 +110,9 @@ class Replica:
             self._is_current.set()
         Thread(target=self._follow, name="follow", daemon=True).start()
         if not self._is_current.wait(LOAD_TIMEOUT_S):
-            raise self._last_report.error or RunError("the coordinator does not respond", where="the service")
+            what = f"this replica has not loaded the served version within {LOAD_TIMEOUT_S:.0f} s"
+            do = "read the logs of the coordinator and of this replica"
+            raise self._last_report.error or RunError(what, where="the service", do=do)
 
     def check_health(self) -> None:
         """Raise RunError if the HTTP server has ended. Serve then replaces this replica."""

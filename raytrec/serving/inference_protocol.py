@@ -90,7 +90,10 @@ def match_path(path: str) -> tuple[str, dict[str, str | None]]:
 
 
 def describe_tensors(scorer: Scorer) -> dict[str, Any]:
-    """Return the model's version and tensors; `matrix` names the tensor that may contain an input's values instead."""
+    """Return the version, inputs and outputs of a model, as in a metadata response of the protocol.
+
+    The parameter `matrix` of an input names the matrix tensor that can contain the values of the input instead.
+    """
     matrices = {column: {"matrix": name} for name, columns in scorer.reader.matrices.items() for column in columns}
     inputs, outputs = [], []
     for field in scorer.reader.columns:

@@ -99,7 +99,7 @@ def _flatten(data: list[Any], shape: list[int]) -> list[Any]:
 
 
 def _from_bytes(data: bytes, kind: pa.DataType) -> np.ndarray | pa.Array:
-    """Decode binary values: little-endian numbers, or texts that are each preceded by a length of 4 bytes."""
+    """Decode binary booleans of one byte, little-endian numbers, or strings, each after its length in 4 bytes."""
     if kind == pa.bool_():
         return np.frombuffer(data, np.uint8).astype(bool)
     if not types.is_string(kind) and not types.is_temporal(kind):
@@ -133,7 +133,7 @@ def to_table(tensors: Mapping[str, Tensor], columns: pa.Schema) -> pa.Table:
             lengths_B = np.asarray(lengths)
             is_valid = lengths_B.dtype.kind in "iu" and ((lengths_B >= 0) & (lengths_B <= len(values))).all()
             if not is_valid or lengths_B.sum() != len(values):
-                expected = f"integers with the sum {len(values):,}"
+                expected = f"nonnegative integers that add up to {len(values):,}"
                 raise DataError(
                     "the lengths do not match the values", where=f"input {name}{LENGTHS}", expected=expected
                 )

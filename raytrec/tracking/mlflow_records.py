@@ -156,7 +156,7 @@ def system_metrics(rank: int, sample: Mapping[str, float | None]) -> dict[str, f
 def collect_run_tags() -> dict[str, str]:
     """Return the MLflow tags for a run started by this process; unknown values are omitted.
 
-    The tags contain no environment variables and no command arguments, and therefore no secrets.
+    The tags contain no command arguments, and of the environment variables only the name of the user.
 
     Returns:
         version.PACKAGE, version.python; mlflow.source.git.commit and mlflow.source.git.dirty of the working

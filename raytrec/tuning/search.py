@@ -27,7 +27,7 @@ from raytrec.worker.loop import count_total_steps
 BEST_FILE = "best.yaml"
 MAX_TRIALS = 10_000
 TEST_DATA_WARNING = (
-    "data.valid is not set, so trials are compared on the test data; "
+    "neither data.valid nor data.holdout is set, so trials are compared on the test data; "
     "the metrics of the best trial are optimistic compared with unseen data"
 )
 
@@ -178,8 +178,8 @@ class Search:
 
     @property
     def test_data_warning(self) -> str:
-        """Return a warning that trials are compared on the test data; "" if data.valid is set."""
-        return "" if self.config.data.valid else TEST_DATA_WARNING
+        """Return a warning that trials are compared on the test data; "" if there is validation data."""
+        return "" if _has_validation_data(self.config) else TEST_DATA_WARNING
 
     @property
     def ranked(self) -> list[Trial]:
@@ -235,7 +235,7 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
         raise ConfigError(
             "train.eval_every_steps is not set, so trials cannot be compared",
             where="train.eval_every_steps",
-            expected="the number of steps between two evaluations on data.valid",
+            expected="the number of steps between two evaluations on data.valid or held-out rows",
             do="set it in the configuration, or add train.eval_every_steps=STEPS to the command",
         )
     check_no_redacted_values(config)
@@ -262,6 +262,10 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
     return search
 
 
+def _has_validation_data(config: RunConfig) -> bool:
+    return bool(config.data.valid or config.data.holdout)
+
+
 @contextmanager
 def _attribute_errors(what: str, where: str, do: str | None = None) -> Iterator[None]:
     """Convert errors raised in the block to a ConfigError that names the drawn values."""
@@ -274,15 +278,15 @@ def _attribute_errors(what: str, where: str, do: str | None = None) -> Iterator[
 def make_trial_config(base: RunConfig, drawn_values: dict[str, Any], number: int) -> RunConfig:
     """Return the resolved configuration of a trial.
 
-    If data.valid is set, the final evaluation of a trial uses data.valid instead of data.test, so that data.test takes
-    no part in the search. Trials write no report; `raytrec report FOLDER` creates it. In MLflow, the run that is named
-    like the search is the parent of all trials. `base` is the resolved configuration of the search.
+    If data.valid or data.holdout is set, the final evaluation of a trial uses validation data instead of data.test,
+    which then takes no part in the search. Trials write no report; `raytrec report FOLDER` creates it. In MLflow, the
+    run that is named like the search is the parent of all trials. `base` is the resolved configuration of the search.
     """
     config = base.with_overrides(drawn_values)
     folder = Path(base.run.dir) / f"trial-{number:03}"
     config.run.name, config.run.dir = f"{base.run.name}-{number:03}", str(folder)
     config.tracking.parent_run, config.tracking.report = base.run.name, False
-    if config.data.valid:
+    if _has_validation_data(config):
         config.data.test = None
     if config.checkpoint.dir:
         config.checkpoint.dir = f"{config.checkpoint.dir.rstrip('/')}/{folder.name}"

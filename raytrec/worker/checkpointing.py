@@ -16,7 +16,7 @@ from raytrec.checkpoint.index import read_index
 from raytrec.checkpoint.managed import gather_ids, load_with_ids
 from raytrec.checkpoint.save import CheckpointWriter, NonfiniteStateError, Saved
 from raytrec.common import messages
-from raytrec.common.errors import ErrorParts, RunError
+from raytrec.common.errors import ErrorParts, RunError, get_first_line
 from raytrec.common.messages import Command, Restart
 from raytrec.config.features import resolve_features
 from raytrec.worker.checkpoint_entries import (
@@ -266,14 +266,15 @@ class CheckpointManager:
             decision = self._consensus.agree(self._losses.wait())
         context, step = self._context, decision.bad
         batch, folder = self._run.batches.at(step - 1), self._config.run.dir  # steps of batches are counted from 0
-        batch_text = f"its batch is in {folder}/{NAN_FOLDER}"
+        batch_text = f"its batch is in {folder}/{NAN_FOLDER}" if batch else "its batch is no longer in memory"
         try:
             if batch is not None:
                 schema = context.task.schema
                 sequences = resolve_features(schema, self._config.model).sequences
                 dump(batch, schema, folder, step, context.index, sequences)
-        except OSError as error:
-            batch_text = f"its batch could not be written to {folder}/{NAN_FOLDER}: {error.strerror or error}"
+        except Exception as error:  # must not hide that the loss is not finite
+            reason = getattr(error, "strerror", None) or get_first_line(error)
+            batch_text = f"its batch could not be written to {folder}/{NAN_FOLDER}: {reason}"
         raise RunError(
             "the loss is not a finite number",
             where=f"step {step}; {batch_text}",

@@ -180,7 +180,7 @@ class _MonitoredStream:
         return getattr(self.stream, name)
 
     def narrow(self, dataset: Dataset) -> _MonitoredStream:
-        """Return a stream of a part of the dataset."""
+        """Return a monitored stream over `dataset`, which is a part of this stream's dataset."""
         return _MonitoredStream(replace(self.stream, dataset=dataset), self.heartbeat)
 
     def batches(self):

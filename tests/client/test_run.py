@@ -160,7 +160,7 @@ def test_failed_job_raises_its_error(written, what, expected):
 
 def test_job_without_a_run_has_no_folder():
     run = JobRun(FakeJobs(log((lines.RESULT, {"eval.auc": 0.7})), "SUCCEEDED"), "mine-1")
-    with pytest.raises(RunError, match="ended without training a run"):
+    with pytest.raises(RunError, match="ended without starting a run"):
         _ = run.folder
     assert run.wait() == {"eval.auc": 0.7}
 

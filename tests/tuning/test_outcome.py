@@ -9,7 +9,7 @@ from test_searching import prepare_test_search
 from raytrec.config.run_config import load_config
 from raytrec.config.trust import is_own_file
 from raytrec.tuning.folder import write_search
-from raytrec.tuning.search import Settings, State
+from raytrec.tuning.search import Settings, State, make_trial_config
 from raytrec.tuning.tune import print_outcome, write_outcome
 
 SPACE = """\
@@ -87,14 +87,16 @@ def make_wide_search(data, tmp_path):
     return made
 
 
-@pytest.mark.parametrize("kind", ["valid", "test"])
+@pytest.mark.parametrize("kind", ["valid", "holdout", "test"])
 def test_outcome_names_the_data_that_selected_the_best_trial(search, capsys, kind):
-    if kind == "test":
-        search.config.data.valid = None
+    if kind != "valid":
+        search.config.data.valid, search.config.data.holdout = None, 0.1 if kind == "holdout" else None
+    trial = make_trial_config(search.config, {}, 1)
+    assert (trial.data.test is None) == (kind != "test")
     write_outcome(search, print)
     print_outcome(search)
     best = (search.folder / "best.yaml").read_text()
-    warned = ["compared on the test data" in best, "warning: data.valid" in capsys.readouterr().out]
+    warned = ["compared on the test data" in best, "warning: neither data.valid" in capsys.readouterr().out]
     assert warned == [kind == "test"] * 2
     assert "on the test data." in best if kind == "test" else "on the validation data." in best
     assert load_config(search.folder / "best.yaml").data.valid == search.config.data.valid

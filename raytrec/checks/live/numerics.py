@@ -19,7 +19,7 @@ WARMUP_EVALUATIONS = 3  # evaluations before growth is judged
 HISTORY = 100  # evaluations over which the median is taken
 # Growth up to this magnitude is never reported, because values of large tables start below 1e-3.
 MIN_USUAL_MAGNITUDE = 0.1
-RATIO_BOUNDS = 0.75, 1.33  # predicted ÷ real
+RATIO_BOUNDS = 0.75, 1.33  # predicted ÷ actual
 MAX_SIGMAS = 6.0  # standard deviations of a ratio of rates, each about 1 ÷ √n for n positives
 MIN_RATIO_STEP = 200  # first step at which rates are compared
 DENSE = "dense layers'"
@@ -167,4 +167,4 @@ def _describe_drift(ratios: dict[str, tuple[float | None, float | None]]) -> Ite
         if not RATIO_BOUNDS[0] <= ratio <= RATIO_BOUNDS[1] and abs(ratio - 1) > tolerance:
             task = key.rpartition(".")[0]
             of_task = f" of {task}" if task else ""
-            yield f"predicted ÷ real rate{of_task} is {ratio:.3g} over {positives:,.0f} positives"
+            yield f"predicted ÷ actual rate{of_task} is {ratio:.3g} over {positives:,.0f} positives"

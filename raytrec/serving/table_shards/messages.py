@@ -88,8 +88,10 @@ def decode_request(request: memoryview, shapes: Sequence[tuple[int, int]]) -> li
         raise ValueError(f"the request has {count} stacks; the export has {len(shapes)}")
     sizes = np.frombuffer(request, np.int64, 4 * count, offset=24).reshape(count, 4).tolist()
     value_bytes = sum((s + p) * 4 * dim for (s, p, *_), (_, dim) in zip(sizes, shapes, strict=True))
-    if min(map(min, sizes)) < 0 or value_bytes > MAX_VALUE_BYTES:
-        raise ValueError(f"the vectors of the request have {value_bytes:,} bytes, not 0 to {MAX_VALUE_BYTES:,}")
+    if min(map(min, sizes)) < 0:
+        raise ValueError("the header contains a negative size")
+    if value_bytes > MAX_VALUE_BYTES:
+        raise ValueError(f"the vectors of the request take {value_bytes:,} bytes, more than {MAX_VALUE_BYTES:,}")
     start = 24 + 32 * count + name_bytes + -name_bytes % 8
     numbers = sum(s + p + b for s, p, b, _ in sizes)
     if start + 8 * numbers + sum(4 * p for _, p, _, weighted in sizes if weighted) != request.nbytes:

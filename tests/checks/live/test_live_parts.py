@@ -174,7 +174,7 @@ def test_gradient_norm_covers_the_whole_gradient():
 def test_calibration_drift_is_detected(step, ratio, positives, passed):
     outcome = judge_sizes(make_numerics(), step, ratios={"calibration": (ratio, positives)})
     assert outcome.passed == passed
-    assert passed or f"predicted ÷ real rate is {ratio} over {positives} positives" in outcome.text
+    assert passed or f"predicted ÷ actual rate is {ratio} over {positives} positives" in outcome.text
     one_of_two = {"click.calibration": (ratio, positives), "like.calibration": (1.0, 100)}
     outcome = judge_sizes(make_numerics(), step, ratios=one_of_two)
     assert outcome.passed == passed and (passed or f"rate of click is {ratio} over" in outcome.text)
