@@ -241,6 +241,12 @@ def check_id_kinds(known: dict[str, bool], found: Mapping[str, bool], where: str
     return None
 
 
+def refuse_other_id_kinds(known: dict[str, bool], dataset: Dataset) -> None:
+    """Raise the error of `check_id_kinds` if ids of a dataset are of another kind than in other datasets."""
+    if error := check_id_kinds(known, dataset.text_ids, dataset.uri):
+        raise error
+
+
 @dataclass(frozen=True)
 class _FileFacts:
     """Facts derived from a file's footer.

@@ -19,7 +19,7 @@ from raytrec.config.transforms import OnColumns
 from raytrec.data.arrow import find_column, is_list, plain, type_at
 from raytrec.data.files.footers import read_footer
 from raytrec.data.files.listing import join_folder_names, list_files
-from raytrec.data.fragments import Dataset, check_id_kinds, scan
+from raytrec.data.fragments import Dataset, refuse_other_id_kinds, scan
 from raytrec.data.item_reader import check_suspect_groups
 from raytrec.data.pages.decode import SKIPPED_ROWS_FILE, ReadErrorPolicy
 from raytrec.data.read_plans import ReadPlan, ReservedColumnSet
@@ -214,8 +214,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     datasets |= open_items(config, schema, datasets)
     kinds: dict[str, bool] = {}
     for name, dataset in datasets.items():
-        if error := check_id_kinds(kinds, dataset.text_ids, dataset.uri):
-            raise error
+        refuse_other_id_kinds(kinds, dataset)
         check_suspect_groups(dataset)
         check_usable_rows(dataset, to_train=name == "train")
     rows = datasets["train"].rows

@@ -20,6 +20,7 @@ from raytrec.config.overrides import Overrides, get_section_name, to_override_te
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.trust import find_checkpoint_origin
+from raytrec.data.fragments import refuse_other_id_kinds
 from raytrec.data.item_reader import check_suspect_groups
 from raytrec.driver.console import Result, RunConsole
 from raytrec.driver.datasets import check_usable_rows, open_dataset, open_items, record_skipped_files, show_file_counts
@@ -157,6 +158,7 @@ def evaluate(
     datasets = {"test": open_dataset(config, schema, places, "--data" if data else key)}
     datasets |= open_items(config, schema, datasets)
     for dataset in datasets.values():
+        refuse_other_id_kinds(dict(saved.index["about"].get("text_ids", {})), dataset)
         check_suspect_groups(dataset)
         check_usable_rows(dataset)
     with create_scratch_folder() as config.run.dir, RunConsole(config.run.name) as console, open_session(config):

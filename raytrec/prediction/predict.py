@@ -25,7 +25,7 @@ from raytrec.config.transforms import Transform
 from raytrec.data.files.file_identity import fingerprint, identify_files
 from raytrec.data.files.footers import read_footer
 from raytrec.data.files.partitions import infer_folder_type, parse_folder_values
-from raytrec.data.fragments import Dataset
+from raytrec.data.fragments import Dataset, refuse_other_id_kinds
 from raytrec.data.item_reader import check_suspect_groups
 from raytrec.driver.console import Pairs, Result, RunConsole
 from raytrec.driver.datasets import open_inputs, select_tower_schema, show_file_counts, to_example_schema
@@ -116,6 +116,7 @@ def predict(
     scores, below = [VECTOR] if vectors else list_score_columns(tasks), check_output_folder(out, data)
     chosen = choose_columns(columns, config.data.reserve_columns, scores)
     dataset, files = _open_input(data, config, schema, vectors)
+    refuse_other_id_kinds(dict(saved.index["about"].get("text_ids", {})), dataset)
     carried = _make_carried_columns(chosen, set_draw_rows(config.data.transforms, schema), files)
     manifest = Manifest(
         run=config.run.name,

@@ -71,6 +71,7 @@ def describe_run(run: RankRun) -> dict[str, Any]:
         "progress": run.progress.record(),
         "evaluation": run.progress.last_evaluation,
         "data": task.fingerprint,
+        "text_ids": dict(task.datasets["train"].text_ids),
         "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # checkpoints are shared
         "schema": task.schema.to_yaml(),
         "plan": describe_plan(run.plan),

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from raytrec.common.errors import DataError
 from raytrec.driver import run as driver
 from raytrec.driver.evaluation import evaluate
 from raytrec.prediction.predict import predict
@@ -57,6 +58,14 @@ def test_checkpoint_contains_the_managed_ids(run, folder, tmp_path):
     predict(run.path, folder / "test", tmp_path / "out", columns=["label"])
     out = pa.concat_tables([pq.read_table(path) for path in sorted((tmp_path / "out").rglob("*.parquet"))])
     assert len(out) == 1003
+
+
+def test_numbers_are_not_ids_of_a_table_trained_on_text(run, tmp_path):
+    """The same user as a number would have another row, and silently get another score."""
+    parquet.write_split(tmp_path / "numbers", 50, 3)
+    for command in (evaluate, lambda place, data: predict(place, data, tmp_path / "out")):
+        with pytest.raises(DataError, match="the ids of feature 'user' are numbers, but text in other files"):
+            command(run.path, str(tmp_path / "numbers"))
 
 
 @pytest.mark.parametrize("workers", [2, 3, 1])
