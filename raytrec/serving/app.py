@@ -188,7 +188,8 @@ class Service:
         body, limits, encoding = bytearray(), self.limits, request.headers.get("content-encoding", "identity")
         if encoding != "identity":
             what = f"the content encoding '{encoding}' is not supported"
-            raise RefusedRequest(415, DataError(what, where="Content-Encoding", expected="an uncompressed body"))
+            error = DataError(what, where="Content-Encoding", expected="identity", do="send an uncompressed body")
+            raise RefusedRequest(415, error)
         try:
             if int(request.headers.get("content-length", 0)) > limits.body_bytes:  # before the body is received
                 raise self._make_size_refusal()

@@ -72,7 +72,7 @@ class Promotion(Section):
     """Body of POST /promote: a promotion, a challenger (with share or shadow), or a rollback (empty)."""
 
     uri: str = Field(default=None, validate_default=False, min_length=1)
-    share: Number | None = Field(default=None, gt=0, le=1)
+    share: Number | None = Field(default=None, gt=0, le=1, strict=True)
     shadow: bool = Field(default=False, strict=True)
 
     @classmethod
@@ -88,8 +88,9 @@ class Promotion(Section):
                 return promotion
         except ValidationError as error:
             mistake = error.errors()[0]
-            what = f"invalid {mistake['loc'][0] if mistake['loc'] else 'JSON'}: {mistake['msg']}"
-        raise DataError(what, where="the body", expected='{"uri": …, "share": 0.1, "shadow": true} or {}')
+            what = f"invalid {mistake['loc'][0]}: {mistake['msg']}" if mistake["loc"] else mistake["msg"]
+        expected, do = '{"uri": …, "share": 0.1, "shadow": true} or {}', "see POST /promote in GET /openapi.json"
+        raise DataError(what, where="the body", expected=expected, do=do)
 
 
 def token_file(name: str) -> Path:

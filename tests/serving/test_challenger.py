@@ -256,8 +256,8 @@ def test_series_of_versions_that_are_no_longer_loaded_are_removed():
 @pytest.mark.parametrize(
     "body, words",
     [
-        (b"", "invalid JSON"),
-        (b"[]", "invalid JSON"),
+        (b"", "Invalid JSON"),
+        (b"[]", "should be an object"),
         (b'{"uri": null}', "invalid uri"),
         (b'{"uri": ""}', "invalid uri"),
         (b'{"uri": 3}', "invalid uri"),
@@ -265,6 +265,7 @@ def test_series_of_versions_that_are_no_longer_loaded_are_removed():
         (b'{"uri": "a", "share": 0}', "invalid share"),
         (b'{"uri": "a", "share": 1.1}', "invalid share"),
         (b'{"uri": "a", "share": true}', "invalid share"),
+        (b'{"uri": "a", "share": "0.5"}', "invalid share"),
         (b'{"uri": "a", "shadow": 1}', "invalid shadow"),
         (b'{"share": 0.5}', "share and shadow require a uri"),
         (b'{"shadow": true}', "share and shadow require a uri"),
