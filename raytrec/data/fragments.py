@@ -15,7 +15,7 @@ import pyarrow as pa
 from raytrec.common.errors import DataError
 from raytrec.common.formatting import format_count
 from raytrec.config.features import set_draw_rows
-from raytrec.data.arrow import empty_table, find_common_type, is_list, is_text, plain, select_schema, value_type
+from raytrec.data.arrow import empty_table, find_common_type, is_list, is_text, plain, select_schema
 from raytrec.data.files.footers import FooterStatistics, explain_empty_tasks, read_footer
 from raytrec.data.files.listing import Listing, join_folder_names, list_files
 from raytrec.data.files.partitions import (
@@ -25,6 +25,7 @@ from raytrec.data.files.partitions import (
     infer_folder_types,
     parse_folder_values,
 )
+from raytrec.data.id_kinds import IdKinds, compare_id_kinds, find_id_kinds
 from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
 from raytrec.data.transform import apply_transforms
 from raytrec.data.type_checks import check_present, check_types
@@ -91,7 +92,7 @@ class Dataset:
         constant_labels: Label → value, for labels with a single value according to the footers.
         large_columns: Dense column → largest absolute value, for unscaled columns with large values according to the
             footers.
-        text_ids: Sparse feature → True if its ids are text, False if they are numbers; without columns of nulls.
+        text_ids: Kinds of ids in the files.
         log_odds: Initial bias of each logit column (train.initial_bias); (): biases are not changed.
         listing: Files found in the folders, and reasons why other files are skipped.
     """
@@ -104,7 +105,7 @@ class Dataset:
     empty_tasks: Mapping[str, str] = field(default_factory=dict)
     constant_labels: Mapping[str, float] = field(default_factory=dict)
     large_columns: Mapping[str, float] = field(default_factory=dict)
-    text_ids: Mapping[str, bool] = field(default_factory=dict)
+    text_ids: IdKinds = field(default_factory=dict)
     log_odds: tuple[float, ...] = ()
     listing: Listing = field(default_factory=Listing)
 
@@ -156,6 +157,7 @@ def scan(
     between: PartitionBounds = ALL_PARTITIONS,
     declared: Iterable[str] = (),
     skip: bool = False,
+    trained: IdKinds | None = None,
 ) -> Dataset:
     """Read the footers of a dataset's Parquet files, and check every file's columns against the plan.
 
@@ -166,6 +168,7 @@ def scan(
         between: First and last partition to read; default: all partitions.
         declared: Additional columns that must exist and have a type that can be reserved.
         skip: True to skip files that are damaged or whose columns do not fit the plan.
+        trained: Kinds of ids in the training data, which the files must have.
 
     Raises:
         DataError: There are no files or no rows, a file is damaged, or a column is missing or has a wrong type.
@@ -194,10 +197,14 @@ def scan(
     with ThreadPoolExecutor(16) as pool:
         files = [facts for facts in pool.map(scan_file, listing.files) if facts is not None]
     types, from_folders, odd_types = _unify_types(files, form.plan.reserved.names, scan_form.types)
-    text_ids: dict[str, bool] = {}
-    for facts in files:
-        if error := check_id_kinds(text_ids, facts.text_ids, facts.uri):
-            odd_types.setdefault(facts.uri, error)
+    folder_ids = {n: is_text(types[c]) for n in schema.sparse if (c := schema.get_ids_column(n)) in from_folders}
+    kinds_of_files = [
+        (facts.uri, sum(g.rows for g in facts.groups), {n: folder_ids.get(n, k) for n, k in facts.text_ids.items()})
+        for facts in files
+        if facts.uri not in odd_types
+    ]
+    text_ids, odd_ids = compare_id_kinds(kinds_of_files, trained or {})
+    odd_types |= odd_ids
     if odd_types and not skip:
         raise next(iter(odd_types.values()))
     left_out += odd_types.values()
@@ -222,31 +229,6 @@ def scan(
     return Dataset(join_folder_names(places), groups, form, *facts_of_all, listing=listing)
 
 
-def check_id_kinds(known: dict[str, bool], found: Mapping[str, bool], where: str) -> DataError | None:
-    """Add the kinds of ids in `found` to those in `known`, and return an error if a kind differs.
-
-    Args:
-        known: Sparse feature → True if its ids are text, False if they are numbers.
-        found: The same for other files.
-        where: Name of these files.
-    """
-    if name := next((n for n, is_text_ in found.items() if known.setdefault(n, is_text_) != is_text_), None):
-        texts = ("text", "numbers") if found[name] else ("numbers", "text")
-        return DataError(
-            f"the ids of feature '{name}' are {texts[0]}, but {texts[1]} in other files",
-            where=where,
-            expected="ids of one kind, because tables that hash or manage ids have different rows for 5 and '5'",
-            do="write all files with the same type, or use data.transforms: {do: cast, …}",
-        )
-    return None
-
-
-def refuse_other_id_kinds(known: dict[str, bool], dataset: Dataset) -> None:
-    """Raise the error of `check_id_kinds` if ids of a dataset are of another kind than in other datasets."""
-    if error := check_id_kinds(known, dataset.text_ids, dataset.uri):
-        raise error
-
-
 @dataclass(frozen=True)
 class _FileFacts:
     """Facts derived from a file's footer.
@@ -257,7 +239,7 @@ class _FileFacts:
         from_folders: Columns whose values are in folder names instead of the file.
         groups: Row groups with rows.
         lists: Sparse features whose column is a list after the transforms.
-        text_ids: Sparse feature → True if its ids are text, False if they are numbers; without columns of nulls.
+        text_ids: Kinds of ids in the file.
         accused: Indexes of row groups whose statistics contradict the schema (footers.FooterStatistics).
         excluded: Task → for each nonempty row group, the reasons why the task uses none of its rows
             (footers.FooterStatistics).
@@ -270,7 +252,7 @@ class _FileFacts:
     from_folders: frozenset[str]
     groups: list[RowGroup]
     lists: set[str]
-    text_ids: dict[str, bool]
+    text_ids: IdKinds
     accused: list[int]
     excluded: dict[str, list[set[str]]]
     label_bounds: dict[str, set[float]]
@@ -290,12 +272,11 @@ def _look(uri: str, form: ResolvedReadPlan) -> _FileFacts:
         check_present(arrow, form.columns_after_transforms, f"{uri}, after data.transforms", form, fields=False)
     check_types(arrow, form, uri)
     lists = {name for name in schema.sparse if is_list(arrow.field(schema.get_ids_column(name)).type)}
-    id_types = {name: value_type(arrow.field(schema.get_ids_column(name)).type) for name in schema.sparse}
-    text_ids = {name: is_text(kind) for name, kind in id_types.items() if not pa.types.is_null(kind)}
     counts = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     groups = [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows]
     types = {name: plain(arrow.field(name).type) for name in form.plan.reserved.names}
     footer = FooterStatistics(metadata, form)
+    text_ids = find_id_kinds(arrow, schema, footer)
     facts = footer.list_suspect_groups(), footer.list_exclusions(), footer.label_bounds(), footer.large_columns()
     return _FileFacts(uri, types, form.from_folders, groups, lists, text_ids, *facts)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pyarrow import fs
 
 from raytrec.common.documents import validate_as
-from raytrec.common.errors import RunError, get_first_line
+from raytrec.common.errors import RunError, convert_os_errors, get_first_line
 from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.common.storage import join_uri, open_filesystem, query_file_info, read_bytes, split_query
 from raytrec.deltas.format import (
@@ -82,24 +82,24 @@ def find_stream(folder: str) -> DeltaStream | None:
 
 
 def check_is_stream(folder: str) -> None:
-    """Check that a place is a folder of deltas, empty, or does not exist yet.
+    """Check that a place is a folder of deltas, has no files yet, or does not exist yet.
 
     Raises:
         RunError: The place is a file or a folder with other content, or cannot be read.
     """
-    if find_stream(folder):
-        return
     filesystem, path = open_filesystem(folder)
     expected, do = "a folder of export.deltas.to", None
-    if filesystem.get_file_info(path).is_file:
-        raise RunError("this is a file, not a folder of deltas", where=folder, expected=expected)
-    names = [each.base_name for each in filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))]
+    with convert_os_errors("the folder of deltas cannot be read", where=folder):
+        if filesystem.get_file_info(path).is_file:
+            raise RunError("this is a file, not a folder of deltas", where=folder, expected=expected)
+        names = {each.base_name for each in filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))}
+    # A run may be writing the first file, under a name that begins with STREAM_FILE.
+    others = [name for name in names if not name.startswith((".", STREAM_FILE)) and name != "lost+found"]
+    if not others or find_stream(folder):
+        return
+    what = "the folder contains other files, but no deltas"
     if MANIFEST_FILE in names:
         what, do = "the folder contains an export, not deltas", "omit --follow to serve the export"
-    elif any(not name.startswith(".") for name in names):
-        what = "the folder contains other files, but no deltas"
-    else:
-        return
     raise RunError(what, where=folder, expected=expected, do=do)
 
 
@@ -139,7 +139,8 @@ def check_gap(folder: str, position: Position) -> None:
         raise make_refusal(folder, number, f"it is missing, but delta {number + 1} exists")
     if not own and not now:
         if not query_file_info(join_uri(folder, STREAM_FILE)).is_file:
-            raise RunError("the folder of deltas no longer exists", where=folder, do="restore the folder")
+            do = "restore the folder, or restart the service with another folder"
+            raise RunError("the folder of deltas no longer exists", where=folder, do=do)
         raise make_refusal(folder, number, f"it is missing, and delta {position.number} has been removed")
 
 

@@ -19,7 +19,8 @@ from raytrec.config.transforms import OnColumns
 from raytrec.data.arrow import find_column, is_list, plain, type_at
 from raytrec.data.files.footers import read_footer
 from raytrec.data.files.listing import join_folder_names, list_files
-from raytrec.data.fragments import Dataset, refuse_other_id_kinds, scan
+from raytrec.data.fragments import Dataset, scan
+from raytrec.data.id_kinds import IdKinds
 from raytrec.data.item_reader import check_suspect_groups
 from raytrec.data.pages.decode import SKIPPED_ROWS_FILE, ReadErrorPolicy
 from raytrec.data.read_plans import ReadPlan, ReservedColumnSet
@@ -59,6 +60,7 @@ def open_inputs(
     key: str = "--data",
     reserve_columns: tuple[str, ...] = (),
     reserved_by: str = "--item",
+    trained: IdKinds | None = None,
 ) -> Dataset:
     """Open a dataset without labels by reading its footers.
 
@@ -69,6 +71,7 @@ def open_inputs(
         key: Setting or option that names the places, for messages.
         reserve_columns: Additional columns whose values are passed through unchanged (Batch.reserved).
         reserved_by: Setting or option that names these columns, for messages.
+        trained: Kinds of ids in the training data, which the files must have.
 
     Raises:
         DataError: Files, columns or types differ from the schema.
@@ -81,7 +84,7 @@ def open_inputs(
         ),
         read_labels=False,
     )
-    return scan(places, plan, key, skip=config.data.on_error == "skip")
+    return scan(places, plan, key, skip=config.data.on_error == "skip", trained=trained)
 
 
 def to_example_schema(config: RunConfig, schema: Schema, places: str | list[str]) -> Schema:
@@ -110,7 +113,9 @@ def to_example_schema(config: RunConfig, schema: Schema, places: str | list[str]
     return schema.model_copy(update={"candidates": []})
 
 
-def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Dataset]) -> dict[str, Dataset]:
+def open_items(
+    config: RunConfig, schema: Schema, evaluated: Mapping[str, Dataset], trained: IdKinds
+) -> dict[str, Dataset]:
     """Open the items of eval.retrieval as a dataset of the run.
 
     Args:
@@ -118,6 +123,7 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
         schema: Schema of the run.
         evaluated: Name → dataset whose columns contain keys of items. Types are checked in all datasets, keys
             only in those other than "train".
+        trained: Kinds of ids in the training data.
 
     Returns:
         {"items": dataset}, or {} without eval.retrieval.
@@ -130,7 +136,7 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
         return {}
     part = select_tower_schema(config, schema, "item", "eval.retrieval")
     places = "eval.retrieval.items"
-    items = open_inputs(config, part, section.items, places, (section.item,), "eval.retrieval.item")
+    items = open_inputs(config, part, section.items, places, (section.item,), "eval.retrieval.item", trained)
     check_item_keys(items, section.item)
     for name, dataset in evaluated.items():
         check_item_types(section, items, dataset)
@@ -189,11 +195,11 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     list_files(data.train, "data.train")  # report missing data before the missing schema next to it
     folder, name = get_sibling(data.schema_uri, ""), split_query(data.schema_uri)[0].rpartition("/")[2]
     schema = parse_stored_schema(read_index(folder)["about"]) if name == INDEX else Schema.load(data.schema_uri)
-    datasets = {
-        name: open_dataset(config, schema, places, f"data.{name}")
-        for name in ("train", "valid", "test")
-        if (places := getattr(data, name))
-    }
+    datasets = {"train": open_dataset(config, schema, data.train, "data.train")}
+    kinds = datasets["train"].text_ids
+    for name in ("valid", "test"):
+        if places := getattr(data, name):
+            datasets[name] = open_dataset(config, schema, places, f"data.{name}", trained=kinds)
     if config.train.eval_every_steps == "next_folder":
         if not datasets["train"].split_after_first_folder(data.global_batch_size):
             raise DataError(
@@ -211,10 +217,8 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
             datasets["valid"] = hold_out(read_more, data.holdout)["valid"]
     check_lookup_l2(config, schema, datasets)
     check_sample_counts(config, schema, datasets["train"])
-    datasets |= open_items(config, schema, datasets)
-    kinds: dict[str, bool] = {}
+    datasets |= open_items(config, schema, datasets, kinds)
     for name, dataset in datasets.items():
-        refuse_other_id_kinds(kinds, dataset)
         check_suspect_groups(dataset)
         check_usable_rows(dataset, to_train=name == "train")
     rows = datasets["train"].rows
@@ -243,7 +247,13 @@ def hold_out(train: Dataset, share: float | Literal["auto"]) -> dict[str, Datase
 
 
 def open_dataset(
-    config: RunConfig, schema: Schema, places: str | list[str], key: str, *, held_out: bool = False
+    config: RunConfig,
+    schema: Schema,
+    places: str | list[str],
+    key: str,
+    *,
+    held_out: bool = False,
+    trained: IdKinds | None = None,
 ) -> Dataset:
     """Open a dataset of a run by reading its footers.
 
@@ -254,6 +264,7 @@ def open_dataset(
         key: Configuration key of the dataset. For data.train, only data.partitions are read, and columns that
             only evaluations need are omitted.
         held_out: True if rows of data.train are opened for evaluations, so that no column is omitted.
+        trained: Kinds of ids in the training data, which the files must have.
 
     Raises:
         ConfigError: A task is invalid, or a column by which rows are grouped is not reserved.
@@ -272,6 +283,7 @@ def open_dataset(
         between=(data.partitions.from_, data.partitions.to) if to_train else (None, None),
         declared=data.reserve_columns,
         skip=data.on_error == "skip",
+        trained=trained,
     )
     check_frequency_columns(tasks, dataset.form.types, dataset.uri)
     return dataset

@@ -20,7 +20,6 @@ from raytrec.config.overrides import Overrides, get_section_name, to_override_te
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.trust import find_checkpoint_origin
-from raytrec.data.fragments import refuse_other_id_kinds
 from raytrec.data.item_reader import check_suspect_groups
 from raytrec.driver.console import Result, RunConsole
 from raytrec.driver.datasets import check_usable_rows, open_dataset, open_items, record_skipped_files, show_file_counts
@@ -55,6 +54,11 @@ class Checkpoint:
     schema: Schema
     folder: str
     index: dict[str, Any]
+
+    @property
+    def text_ids(self) -> dict[str, bool]:
+        """Return the kinds of ids in the training data."""
+        return self.index["about"].get("text_ids", {})
 
 
 def load_evaluation_config(
@@ -155,10 +159,9 @@ def evaluate(
         raise ConfigError("the run has neither data.test nor data.valid", where=folder, do="pass --data PARQUET")
     if config.eval.retrieval:
         config.eval.retrieval.items = make_absolute(config.eval.retrieval.items)
-    datasets = {"test": open_dataset(config, schema, places, "--data" if data else key)}
-    datasets |= open_items(config, schema, datasets)
+    datasets = {"test": open_dataset(config, schema, places, "--data" if data else key, trained=saved.text_ids)}
+    datasets |= open_items(config, schema, datasets, saved.text_ids)
     for dataset in datasets.values():
-        refuse_other_id_kinds(dict(saved.index["about"].get("text_ids", {})), dataset)
         check_suspect_groups(dataset)
         check_usable_rows(dataset)
     with create_scratch_folder() as config.run.dir, RunConsole(config.run.name) as console, open_session(config):

@@ -17,7 +17,6 @@ from raytrec.common.output_folder import ClaimedFolder, compute_binding
 from raytrec.common.storage import make_absolute, open_filesystem
 from raytrec.deltas.apply import Delta, read_delta, refuse_unusable
 from raytrec.deltas.chain import Position, find_position, read_next
-from raytrec.deltas.stream import find_newest_delta
 from raytrec.driver.console import Result, RunConsole
 from raytrec.exporting.export import encode_arrow, encode_ids
 from raytrec.exporting.export_folder import ExportClaim, ExportFolder
@@ -82,7 +81,9 @@ def _read_chain(folder: str, start: Position, to: int | None) -> list[Position]:
     while (to is None or positions[-1].number < to) and (following := read_next(folder, positions[-1])):
         positions.append(following)
     if to is not None and positions[-1].number != to:
-        first, last = start.number, find_newest_delta(folder).number
+        while following := read_next(folder, positions[-1]):
+            positions.append(following)
+        first, last = start.number, positions[-1].number
         raise ConfigError(f"there is no delta {to} after delta {first}", where="--to", expected=f"{first} to {last}")
     return positions
 

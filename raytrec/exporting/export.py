@@ -173,7 +173,7 @@ def _write_export(
 ) -> Manifest:
     """Write all files of an export (the manifest last), and return the manifest."""
     schema = trained.schema
-    dataset = open_inputs(trained.saved.config, schema, places)
+    dataset = open_inputs(trained.saved.config, schema, places, trained=trained.saved.text_ids)
     golden, parts = select_golden_rows(dataset, golden_rows)
     for name, values in score_golden_rows(trained, dataset, parts, precision).items():
         golden = golden.append_column(name, values)

@@ -19,13 +19,12 @@ from raytrec.common.storage import make_absolute
 from raytrec.config.features import set_draw_rows
 from raytrec.config.overrides import Overrides, to_override_texts
 from raytrec.config.run_config import RunConfig
-from raytrec.config.schema import Schema
 from raytrec.config.tasks import TowerName
 from raytrec.config.transforms import Transform
 from raytrec.data.files.file_identity import fingerprint, identify_files
 from raytrec.data.files.footers import read_footer
 from raytrec.data.files.partitions import infer_folder_type, parse_folder_values
-from raytrec.data.fragments import Dataset, refuse_other_id_kinds
+from raytrec.data.fragments import Dataset
 from raytrec.data.item_reader import check_suspect_groups
 from raytrec.driver.console import Pairs, Result, RunConsole
 from raytrec.driver.datasets import open_inputs, select_tower_schema, show_file_counts, to_example_schema
@@ -115,8 +114,7 @@ def predict(
     tasks = resolve_tasks(config.tasks, schema)
     scores, below = [VECTOR] if vectors else list_score_columns(tasks), check_output_folder(out, data)
     chosen = choose_columns(columns, config.data.reserve_columns, scores)
-    dataset, files = _open_input(data, config, schema, vectors)
-    refuse_other_id_kinds(dict(saved.index["about"].get("text_ids", {})), dataset)
+    dataset, files = _open_input(data, saved, vectors)
     carried = _make_carried_columns(chosen, set_draw_rows(config.data.transforms, schema), files)
     manifest = Manifest(
         run=config.run.name,
@@ -168,12 +166,10 @@ def list_score_columns(tasks: Sequence[Task]) -> list[str]:
     return ["score"] if len(tasks) == 1 else [f"score_{task.name}" for task in tasks]
 
 
-def _open_input(
-    data: str, config: RunConfig, schema: Schema, tower: TowerName | None
-) -> tuple[Dataset, dict[str, int]]:
+def _open_input(data: str, saved: Checkpoint, tower: TowerName | None) -> tuple[Dataset, dict[str, int]]:
     """Return the dataset without labels, and readable file → number of rows, including empty files."""
-    part = select_tower_schema(config, schema, tower, "--vectors") if tower else schema
-    dataset = open_inputs(config, part, data)
+    part = select_tower_schema(saved.config, saved.schema, tower, "--vectors") if tower else saved.schema
+    dataset = open_inputs(saved.config, part, data, trained=saved.text_ids)
     check_suspect_groups(dataset)
     rows: dict[str, int] = {}
     for group in dataset.groups:

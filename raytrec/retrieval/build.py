@@ -148,7 +148,7 @@ def _open_queries(saved: Checkpoint, queries: str | None) -> Dataset | None:
     """Return the queries, or None if `queries` is not set and the run's evaluation data is missing or unreadable."""
     config, part = saved.config, select_tower_schema(saved.config, saved.schema, "query", "raytrec index")
     if queries:
-        return open_inputs(config, part, make_absolute(str(queries)), "--queries")
+        return open_inputs(config, part, make_absolute(str(queries)), "--queries", trained=saved.text_ids)
     places = config.data.test or config.data.valid
     try:
         return open_inputs(config, part, places, "data.test") if places else None

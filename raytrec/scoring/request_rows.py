@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -17,7 +18,16 @@ from raytrec.common.errors import DataError, get_first_line, shorten_repr
 from raytrec.config.features import select_needed_transforms
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform
-from raytrec.data.arrow import is_text, list_element_type, pick_columns, plain, value_type
+from raytrec.data.arrow import (
+    empty_table,
+    is_text,
+    list_element_type,
+    pick_columns,
+    plain,
+    to_plain_array,
+    unnest,
+    value_type,
+)
 from raytrec.data.canonical import canonical
 from raytrec.data.column_conversion import Place
 from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
@@ -27,6 +37,7 @@ from raytrec.data.type_checks import check_present, check_types
 from raytrec.scoring.matrices import ROWS_PLACE, list_matrix_columns
 
 MISSING_ADVICE = "add {} to each row; null means no value"
+ADD_COLUMN, MAX_NAMES = MISSING_ADVICE.format("the column"), 30  # names in a message
 TIME_UNITS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 ACCEPTED_KINDS = {("text", "time")}  # (sent, trained); transforms read times from ISO text
 
@@ -66,16 +77,15 @@ class RowReader:
         if not is_checked:
             self._check_names(schema)
         table = pick_columns(table, self.columns.names)
-        if not is_checked:
-            self._check_kinds(table.schema)
         try:
             if plan.transforms:
                 table = apply_transforms(table, plan.transforms, ROWS_PLACE, plan.folder)
                 place, names = f"{ROWS_PLACE}, after data.transforms", self.form.columns_after_transforms
                 check_present(table.schema, names, place, self.form, fields=False)
             if plan.transforms or not is_checked:
+                is_complete = self._check_kinds(table)
                 check_types(table.schema, self.form, ROWS_PLACE)
-                self._checked = schema
+                self._checked = schema if is_complete else None
             rows_read = canonical(table, self.form, Place(ROWS_PLACE, None, 0))
         except DataError as error:
             error.do = "correct the rows"  # the original advice refers to settings of a run
@@ -88,27 +98,60 @@ class RowReader:
         try:
             check_present(schema, self.columns.names, ROWS_PLACE, self.form)
         except DataError as error:
-            error.expected = f"the columns {', '.join(self.columns.names)}"
-            error.do = "add the column to each row; null means no value"
+            if error.what.endswith("is missing"):
+                error.expected, error.do = f"the columns {_join_names(self.columns.names)}", ADD_COLUMN
             raise
 
-    def _check_kinds(self, schema: pa.Schema) -> None:
-        """Raise DataError if values of a column are not of the kind with which the model was trained.
+    @cached_property
+    def _trained(self) -> pa.Schema:
+        """Types of the columns in the training data, after the transforms."""
+        plan = self.form.plan
+        if not plan.transforms:
+            return self.columns
+        return apply_transforms(empty_table(self.columns), plan.transforms, ROWS_PLACE, plan.folder).schema
+
+    def _check_kinds(self, table: pa.Table) -> bool:
+        """Check that values, after the transforms, are of the kinds with which the model was trained.
 
         Tables with hashed or managed ids accept text as well as numbers, but the id 5 and the text '5' have
         different rows.
+
+        Returns:
+            True if all columns have been checked; False if a column of another kind has only nulls.
+
+        Raises:
+            DataError: A column has values of another kind.
         """
-        for field in self.columns:
-            kind = plain(schema.field(field.name).type)
-            sent, trained = _classify_type(kind), _classify_type(field.type)
-            is_list = list_element_type(kind) is not None and list_element_type(field.type) is None
-            if is_list or (None not in (sent, trained) and (sent, trained) not in ACCEPTED_KINDS and sent != trained):
-                raise DataError(
-                    f"column '{field.name}' has type {kind}, but {field.type} in the training data",
-                    where=f"{ROWS_PLACE}, column {field.name}",
-                    expected=_describe_type(field.type),
-                    do="convert the column",
-                )
+        is_complete = True
+        for field in self._trained:
+            if field.name not in table.column_names or _is_same_kind(table.schema.field(field.name).type, field.type):
+                continue
+            if not _has_values(table[field.name]):
+                is_complete = False
+                continue
+            raise DataError(
+                f"column '{field.name}' has type {plain(table.schema.field(field.name).type)}, but {field.type} in the "
+                "training data",
+                where=f"{ROWS_PLACE}, column {field.name}",
+                expected=_describe_type(field.type),
+                do="convert the column",
+            )
+        return is_complete
+
+
+@lru_cache(maxsize=1024)
+def _is_same_kind(sent: pa.DataType, trained: pa.DataType) -> bool:
+    """Return True unless one type is of text, one of times or numbers, or only the sent type is of lists."""
+    if list_element_type(plain(sent)) is not None and list_element_type(trained) is None:
+        return False
+    kinds = _classify_type(sent), _classify_type(trained)
+    return None in kinds or kinds[0] == kinds[1] or kinds in ACCEPTED_KINDS
+
+
+def _has_values(column: pa.ChunkedArray) -> bool:
+    """Return True if a column has a value that is not null; values of lists count instead of the lists."""
+    _, values = unnest(to_plain_array(column))
+    return len(values) > values.null_count
 
 
 def _classify_type(kind: pa.DataType) -> str | None:
@@ -120,6 +163,11 @@ def _classify_type(kind: pa.DataType) -> str | None:
         return "time"
     is_number = types.is_integer(values) or types.is_floating(values) or types.is_decimal(values)
     return "number" if is_number or types.is_boolean(values) else None
+
+
+def _join_names(names: Sequence[str]) -> str:
+    more = f" … and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 @contextmanager
@@ -271,7 +319,7 @@ def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
         return _to_times(values, kind, element or kind)
     array = pa.array(values, kind)
     if types.is_integer(element or kind):  # Arrow would truncate fractions
-        flat = chain.from_iterable(filter(None, values)) if element else values
+        flat = chain.from_iterable(each for each in values if each is not None) if element else values
         if float in set(map(type, flat)):
             raise TypeError("the values contain a fraction instead of a whole number")
     return array
@@ -279,7 +327,8 @@ def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 def _to_times(values: Sequence[Any], kind: pa.DataType, element: pa.DataType) -> pa.Array:
     """Return times, or lists of times, as an array; `element` is the type of the times. Errors as in `to_array`."""
-    kinds = set(map(type, values if element == kind else chain.from_iterable(filter(None, values))))
+    lists = [values] if element == kind else [each for each in values if each is not None]
+    kinds = set(map(type, chain.from_iterable(lists)))
     if float in kinds or (kinds & {int, bool} and not types.is_duration(element)):
         raise TypeError("a time is a number, whose unit is not known")
     if str not in kinds:

@@ -185,8 +185,8 @@ class Service:
         """
         if hasattr(request.state, "body"):
             return request.state.body
-        body, limits, encoding = bytearray(), self.limits, request.headers.get("content-encoding", "identity")
-        if encoding != "identity":
+        body, limits, encoding = bytearray(), self.limits, request.headers.get("content-encoding", "")
+        if encoding.strip().lower() not in ("", "identity"):
             what = f"the content encoding '{encoding}' is not supported"
             error = DataError(what, where="Content-Encoding", expected="identity", do="send an uncompressed body")
             raise RefusedRequest(415, error)

@@ -49,6 +49,7 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
     wait_for_port(service_options.port)
     if service_options.follow:
         wait_for_full_export(service_options.uri)
+        wait_for_port(service_options.port)  # another service may have started meanwhile
     service_options = service_options.fill_name()
     token = None if service_options.no_token else read_token(service_options.name)
     from raytrec.cluster.session import ray_session, starts_local_ray

@@ -125,11 +125,11 @@ class Coordinator:
     async def record_report(self, replica: str, report: ReplicaState) -> None:
         """Record a replica's report, and announce a new problem with the deltas that the replica follows."""
         before = self._replicas[replica][0].problem if replica in self._replicas else None
-        if report.problem != before:
-            self._news = f"replica {replica} follows the run again"
-            if report.problem:
-                self._news = f"replica {replica} keeps {report.version}: {report.problem}"
         self._replicas[replica] = report, monotonic()
+        if report.problem != before:
+            reports = {replica: report} | self._live()
+            news = [f"replica {name} keeps {r.version}: {r.problem}" for name, r in reports.items() if r.problem]
+            self._news = news[0] if news else f"replica {replica} follows the run again"
 
     async def versions(self) -> dict[str, str]:
         """Return the version of each live replica."""

@@ -37,8 +37,12 @@ class ReplicaConnection:
     """
 
     def __init__(self, service: str, token: str):
-        url = urlsplit(service)
-        if url.scheme not in ("http", "https") or not url.hostname:
+        try:
+            url = urlsplit(service)
+            is_valid = url.scheme in ("http", "https") and url.hostname and url.port != 0
+        except ValueError:  # an invalid port or IPv6 address
+            is_valid = False
+        if not is_valid:
             raise RunError(f"'{service}' is not the address of a service", expected="http://HOST:PORT")
         self._service, self._path = service, url.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}

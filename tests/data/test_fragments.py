@@ -246,24 +246,52 @@ HASHED = Schema.parse(
 )
 
 
+def write_items(path, ids, kind=None):
+    """Write a file with two rows, or none if there are no ids."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"y": pa.array([0, 1][: len(ids)], pa.int64()), "item": pa.array(ids, kind)}), path)
+
+
 @pytest.mark.parametrize("first,second", [([5, 6], ["5", "6"]), (["5", "6"], [5.0, None]), ([[5], []], [["5"], None])])
 def test_text_and_numbers_are_not_ids_of_the_same_feature(tmp_path, first, second):
     """The ids 5 and '5' have different rows of a table that hashes ids."""
-    pq.write_table(pa.table({"y": [0, 1], "item": first}), tmp_path / "a.parquet")
-    pq.write_table(pa.table({"y": [0, 1], "item": [None, None]}), tmp_path / "nulls.parquet")
-    assert scan(str(tmp_path), ReadPlan(HASHED)).rows == 4
-    pq.write_table(pa.table({"y": [0, 1], "item": second}), tmp_path / "b.parquet")
+    for name in ("b", "c"):
+        write_items(tmp_path / f"{name}.parquet", first)
+    write_items(tmp_path / "nulls.parquet", [None, None])
+    assert scan(str(tmp_path), ReadPlan(HASHED)).rows == 6
+    write_items(tmp_path / "a.parquet", second)
     with pytest.raises(DataError, match=r"the ids of feature 'item' are \w+, but \w+ in other files") as error:
         scan(str(tmp_path), ReadPlan(HASHED))
-    assert error.value.where == f"{tmp_path}/b.parquet"
+    assert error.value.where == f"{tmp_path}/a.parquet", "the kind with the most rows is right"
     kept = scan(str(tmp_path), ReadPlan(HASHED), skip=True)
-    assert kept.rows == 4 and len(kept.left_out) == 1
+    assert kept.rows == 6 and len(kept.left_out) == 1
+
+
+@pytest.mark.parametrize("ids", [[None, None], []])
+def test_files_without_ids_have_ids_of_any_kind(tmp_path, ids):
+    """pandas writes missing text as float."""
+    write_items(tmp_path / "a.parquet", ids, pa.float64())
+    write_items(tmp_path / "b.parquet", ["5", "6"])
+    for skip in (False, True):
+        data = scan(str(tmp_path), ReadPlan(HASHED), skip=skip)
+        assert data.rows == 2 + len(ids) and data.text_ids == {"item": True} and not data.left_out
+
+
+def test_ids_in_folder_names_are_text_for_tables_that_hash(tmp_path):
+    write_items(tmp_path / "item=5" / "a.parquet", [5, 5])
+    (tmp_path / "item=6").mkdir()
+    pq.write_table(pa.table({"y": [0, 1]}), tmp_path / "item=6" / "a.parquet")
+    data = scan(str(tmp_path), ReadPlan(HASHED))
+    assert data.rows == 4 and data.form.from_folders == {"item"} and data.text_ids == {"item": True}
 
 
 def test_validation_data_has_the_same_kind_of_ids_as_training_data(tmp_path):
-    for name, ids in ("train", [5, 6]), ("valid", ["5", "6"]):
-        (tmp_path / name).mkdir()
-        pq.write_table(pa.table({"y": [0, 1], "item": ids}), tmp_path / name / "a.parquet")
+    write_items(tmp_path / "train" / "a.parquet", [5, 6])
+    write_items(tmp_path / "valid" / "a.parquet", ["5", "6"])
+    write_items(tmp_path / "valid" / "b.parquet", [5, 6])
     (tmp_path / "schema.yaml").write_text(HASHED.to_yaml())
-    with pytest.raises(DataError, match="the ids of feature 'item' are text, but numbers in other files"):
-        open_data(load_config({"data": {"train": f"{tmp_path}/train", "valid": f"{tmp_path}/valid"}}))
+    values = {"train": f"{tmp_path}/train", "valid": f"{tmp_path}/valid", "schema": f"{tmp_path}/schema.yaml"}
+    with pytest.raises(DataError, match="the ids of feature 'item' are text, but numbers in the training data"):
+        open_data(load_config({"data": values}))
+    _, datasets = open_data(load_config({"data": values | {"on_error": "skip"}}))
+    assert datasets["valid"].rows == 2 and len(datasets["valid"].left_out) == 1

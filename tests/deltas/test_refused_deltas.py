@@ -232,7 +232,8 @@ def test_gaps_are_refused(folder):
 def test_only_folders_of_deltas_are_followed(folder, tmp_path):
     check_is_stream(str(folder.path))
     check_is_stream(str(tmp_path / "missing"))
-    (tmp_path / "empty" / ".hidden").mkdir(parents=True)
+    for name in (".hidden", "lost+found", "stream.json.owner.tmp"):
+        (tmp_path / "empty" / name).mkdir(parents=True)
     check_is_stream(str(tmp_path / "empty"))
     for name, content, message in (
         ("export", "manifest.json", "contains an export, not deltas"),

@@ -64,7 +64,7 @@ def test_numbers_are_not_ids_of_a_table_trained_on_text(run, tmp_path):
     """The same user as a number would have another row, and silently get another score."""
     parquet.write_split(tmp_path / "numbers", 50, 3)
     for command in (evaluate, lambda place, data: predict(place, data, tmp_path / "out")):
-        with pytest.raises(DataError, match="the ids of feature 'user' are numbers, but text in other files"):
+        with pytest.raises(DataError, match="the ids of feature 'user' are numbers, but text in the training data"):
             command(run.path, str(tmp_path / "numbers"))
 
 

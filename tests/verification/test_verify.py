@@ -212,8 +212,9 @@ def test_other_runs_and_steps_and_missing_checkpoints_are_errors(run, tmp_path):
         with pytest.raises(RunError, match="serves step 7 of run small, but the checkpoint contains step 2") as error:
             verify(service.url, str(run))
         assert "after the run has ended" in error.value.do and "reached" not in error.value.do
-        with pytest.raises(RunError, match="is not the address of a service"):
-            verify(service.url.removeprefix("http://"), str(run))
+        for address in (service.url.removeprefix("http://"), "http://[::1", "http://localhost:port", "s3://a"):
+            with pytest.raises(RunError, match="is not the address of a service"):
+                verify(address, str(run))
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError, match="token is missing") as error:
             patch.setenv("RAYTREC_SERVE_TOKEN", "wrong")
             verify(service.url, str(run))

@@ -173,13 +173,20 @@ class FooterStatistics:
         values = sorted((abs(float(bound)), name) for name, ends in bounds for bound in ends)
         return {name: value for value, name in values if value > MAX_UNSCALED_VALUE}
 
+    def lacks_values(self, name: str) -> bool:
+        """Return True if there are no rows, or all values of a column of the file are null."""
+        places = [] if name in self._outputs else self._columns(name)
+        chunks = [group.column(place) for place in places for group in self._groups if group.num_rows]
+        return all(map(_is_all_null, chunks)) and (bool(chunks) or not any(group.num_rows for group in self._groups))
+
     def _find_label_bounds(self, name: str) -> set[float]:
         places = [] if name in self._outputs else self._columns(name)
         if len(places) != 1:
             return set(UNKNOWN_BOUNDS)
         chunks = [group.column(places[0]) for group in self._groups if group.num_rows]
         present = [chunk for chunk in chunks if not _is_all_null(chunk)]
-        return {float(bound) for chunk in present for bound in _bounds(chunk) or UNKNOWN_BOUNDS}
+        bounds = [float(bound) for chunk in present for bound in _bounds(chunk) or UNKNOWN_BOUNDS]
+        return {min(bounds), max(bounds)} if bounds else set()
 
     def _columns(self, name: str) -> list[int]:
         """Return the leaf-column indexes of a column; the values of a list are stored in a leaf column."""
