@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from raytrec.common.errors import DataError
+from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.formatting import format_percent
 from raytrec.data.arrow import select_schema
 from raytrec.data.assembler import AssembledTensors, Bags
@@ -42,6 +42,9 @@ def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Par
     """Return the first `count` rows of a dataset as read from its files, with widened types, and their locations.
 
     If there are no rows, the table is empty but still has the types of the columns.
+
+    Raises:
+        DataError: A column has incompatible types in different files.
     """
     columns, parts = dataset.form.columns, []
     for group in dataset.groups:
@@ -54,9 +57,12 @@ def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Par
     file_columns = [name for name in columns if name not in form.from_folders]
     schemas = [select_schema(each.schema.to_arrow_schema(), file_columns) for each in footers.values()]
     schemas.append(pa.schema([(name, form.types[name]) for name in columns if name not in file_columns]))
-    kinds = pa.unify_schemas(
-        [pa.schema([(f.name, widen_type(f.type)) for f in each]) for each in schemas], promote_options="permissive"
-    )
+    widened = [pa.schema([(f.name, widen_type(f.type)) for f in each]) for each in schemas]
+    try:
+        kinds = pa.unify_schemas(widened, promote_options="permissive")
+    except pa.ArrowTypeError as error:  # such as text in a file, and floats that are all null in another
+        what, expected = f"columns have different types: {get_first_line(error)}", "columns of one type in all files"
+        raise DataError(what, where=dataset.uri, expected=expected, do="write all files with the same types") from None
     kinds = pa.schema([kinds.field(name) for name in columns])
     return pa.concat_tables([kinds.empty_table(), *(table.cast(kinds) for table in tables)]), parts
 

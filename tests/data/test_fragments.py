@@ -19,6 +19,7 @@ from raytrec.data.item_reader import check_suspect_groups, read_item
 from raytrec.data.order import Order
 from raytrec.data.read_plans import ReadPlan
 from raytrec.driver.datasets import open_data
+from raytrec.exporting.compare import select_golden_rows
 
 SCHEMA = Schema.parse(
     {
@@ -275,6 +276,13 @@ def test_files_without_ids_have_ids_of_any_kind(tmp_path, ids):
     for skip in (False, True):
         data = scan(str(tmp_path), ReadPlan(HASHED), skip=skip)
         assert data.rows == 2 + len(ids) and data.text_ids == {"item": True} and not data.left_out
+
+
+def test_export_names_columns_whose_types_differ(tmp_path):
+    write_items(tmp_path / "a.parquet", [None, None], pa.float64())
+    write_items(tmp_path / "b.parquet", ["5", "6"])
+    with pytest.raises(DataError, match="columns have different types: .*item has incompatible types"):
+        select_golden_rows(scan(str(tmp_path), ReadPlan(HASHED)), 4)
 
 
 def test_ids_in_folder_names_are_text_for_tables_that_hash(tmp_path):
