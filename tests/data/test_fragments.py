@@ -281,7 +281,7 @@ def test_files_without_ids_have_ids_of_any_kind(tmp_path, ids):
 def test_export_names_columns_whose_types_differ(tmp_path):
     write_items(tmp_path / "a.parquet", [None, None], pa.float64())
     write_items(tmp_path / "b.parquet", ["5", "6"])
-    with pytest.raises(DataError, match="columns have different types: .*item has incompatible types"):
+    with pytest.raises(DataError, match=r"columns have different types: .*item has incompatible types"):
         select_golden_rows(scan(str(tmp_path), ReadPlan(HASHED)), 4)
 
 
