@@ -65,13 +65,14 @@ def describe_run(run: RankRun) -> dict[str, Any]:
     This is a collective operation: every rank must call it.
     """
     task, config = run.context.task, run.context.task.config
+    train = task.datasets.get("train")  # missing if batches do not come from files
     return {
         "name": config.run.name,
         "saved_unix_s": time(),
         "progress": run.progress.record(),
         "evaluation": run.progress.last_evaluation,
         "data": task.fingerprint,
-        "text_ids": dict(task.datasets["train"].text_ids),
+        "text_ids": dict(train.text_ids) if train else {},
         "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # checkpoints are shared
         "schema": task.schema.to_yaml(),
         "plan": describe_plan(run.plan),

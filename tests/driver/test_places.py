@@ -200,10 +200,13 @@ class FakeNvml:
 
 
 @pytest.mark.parametrize(
-    "visible,mig,memory", [("", (), 39), ("0", (), 78), ("0,1", (), 39), ("1", (1,), None), ("MIG-1", (), None)]
+    "visible,mig,memory",
+    [(None, (), 39), ("", (), None), ("0", (), 78), ("0,1", (), 39), ("1", (1,), None), ("MIG-1", (), None)],
 )
 def test_gpu_memory_is_read_without_allocating_a_gpu(monkeypatch, visible, mig, memory):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with FakeNvml(mig).patches():
         assert get_smallest_gpu_memory() == memory
 

@@ -149,8 +149,7 @@ def make_worker_loop(
     for number, batch in zip(count(), local):
         batch.step = number
     read = [batch.pin_memory() for batch in local] if on_gpu else local
-    datasets = {"train": SimpleNamespace(text_ids={})}  # batches are made here
-    task = WorkerTask(config, schema, datasets, SimpleNamespace(put=said), f"{folder}/checkpoints")
+    task = WorkerTask(config, schema, {}, SimpleNamespace(put=said), f"{folder}/checkpoints")
     context = WorkerContext(rank, world, device, task, FakeHeartbeat(), 0)
     sums = MetricSums(Selection.from_config(config, schema), device)
     progress, state = Progress(sums), LogicalState(step.model, step.optimizer)

@@ -116,7 +116,7 @@ def test_requests_train_like_repeated_rows(name, world):
     theirs = run_on_ranks(world, run, name, "repeated")
     (before, after, losses, figures), (others_before, others, their_losses, their_figures) = (ours[0], theirs[0])
     assert small.max_weight_difference(before, others_before) == 0
-    assert small.max_weight_difference(after, others) <= 1e-6
+    assert small.max_weight_difference(after, others) <= 3e-6
     assert small.max_weight_difference(after, before) > 1e-3
     assert losses == pytest.approx(their_losses, abs=1e-6)
     assert figures.pop("rows") == ROWS * STEPS and their_figures.pop("rows") != ROWS * STEPS
