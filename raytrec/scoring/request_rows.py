@@ -123,19 +123,17 @@ class RowReader:
             DataError: A column has values of another kind.
         """
         is_complete = True
-        for field in self._trained:
-            if field.name not in table.column_names or _is_same_kind(table.schema.field(field.name).type, field.type):
+        for name in self.form.columns_after_transforms:
+            sent, trained = table.schema.field(name).type, self._trained.field(name).type
+            if _is_same_kind(sent, trained):
                 continue
-            if not _has_values(table[field.name]):
-                is_complete = False
-                continue
-            raise DataError(
-                f"column '{field.name}' has type {plain(table.schema.field(field.name).type)}, but {field.type} in the "
-                "training data",
-                where=f"{ROWS_PLACE}, column {field.name}",
-                expected=_describe_type(field.type),
-                do="convert the column",
-            )
+            if _has_values(table[name]):
+                raise DataError(
+                    f"column '{name}' has type {plain(sent)}, but {trained} in the training data",
+                    where=f"{ROWS_PLACE}, column {name}",
+                    expected=_describe_type(trained),
+                )
+            is_complete = False
         return is_complete
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
-from raytrec.config.transforms import Cast
+from raytrec.config.transforms import Cast, DatePart
 from raytrec.scoring.request_rows import ObjectRows, RowReader, concat_rows, to_table
 
 
@@ -148,12 +148,14 @@ def test_null_values_do_not_hide_later_values_of_another_kind(reader):
 
 def test_kinds_are_compared_after_transforms():
     schema = Schema.parse(
-        {"labels": ["y"], "dense": ["zip"], "sparse": {"code": {"table": "t"}}, "tables": {"t": TABLE}}, "x"
+        {"labels": ["y"], "dense": ["zip", "hour"], "sparse": {"code": {"table": "t"}}, "tables": {"t": TABLE}}, "x"
     )
-    casts = [Cast(do="cast", columns=["zip"], to="float32"), Cast(do="cast", columns=["code"], to="string")]
-    trained = pa.schema([("zip", pa.string()), ("code", pa.int64())])
+    casts = [DatePart(do="date_part", columns=["seen"], part="hour", into=["hour"])]
+    casts += [Cast(do="cast", columns=["zip"], to="float32"), Cast(do="cast", columns=["code"], to="string")]
+    trained = pa.schema([("zip", pa.string()), ("code", pa.int64()), ("seen", pa.string())])
     reader = RowReader(schema, casts, (), trained)
-    for sent in ({"zip": ["5"], "code": [7]}, {"zip": [5.0], "code": ["7"]}):
+    texts = {"zip": ["5"], "code": [7], "seen": ["2026-05-31T12:00:00"]}
+    for sent in (texts, {"zip": [5.0], "code": ["7"], "seen": [SEEN]}):
         assert len(reader.read(pa.table(sent))) == 1
 
 
