@@ -6,7 +6,7 @@ Tables that hash or manage ids accept both, but have different rows for the id 5
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
@@ -33,7 +33,7 @@ def find_id_kinds(arrow: pa.Schema, schema: Schema, footer: FooterStatistics) ->
 
 
 def compare_id_kinds(
-    files: Iterable[tuple[str, int, IdKinds]], trained: IdKinds
+    files: Sequence[tuple[str, int, IdKinds]], trained: IdKinds
 ) -> tuple[dict[str, bool], dict[str, DataError]]:
     """Return the kinds of ids of a dataset, and file → error for files with another kind.
 
@@ -42,7 +42,7 @@ def compare_id_kinds(
         trained: Kinds of ids in the training data, which the files must have; for other features, the kind with the
             most rows is the kind of the dataset.
     """
-    files, rows = list(files), defaultdict[str, Counter[bool]](Counter)
+    rows = defaultdict[str, Counter[bool]](Counter)
     for _, count, found in files:
         for name, kind in found.items():
             rows[name][kind] += count

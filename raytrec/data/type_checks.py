@@ -61,12 +61,13 @@ def check_present(
             raise DataError(
                 f"column '{column}' is missing",
                 where=where,
-                expected=f"{required}, or folders {column}=VALUE; available: {_format_names(available)}",
+                expected=f"{required}, or folders {column}=VALUE; available: {format_names(available)}",
                 do=f"did you mean '{near}'? Correct {place}" if near else f"correct {place} or the data",
             )
 
 
-def _format_names(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
+    """Return column names for a message; long names are cut, and only MAX_NAMES_IN_MESSAGE names are listed."""
     more = f" … and {len(names) - MAX_NAMES_IN_MESSAGE:,} more" if len(names) > MAX_NAMES_IN_MESSAGE else ""
     return ", ".join(name if len(name) < 80 else f"{name[:80]}…" for name in names[:MAX_NAMES_IN_MESSAGE]) + more
 
@@ -236,7 +237,7 @@ def _advise_fields(kind: pa.DataType, column: str) -> str | None:
     fields = leaf_names(pa.schema([(column, kind)]))
     if fields == [column]:
         return None
-    return f"use a field of the column: {_format_names(fields)} (in a sparse feature, as column: NAME)"
+    return f"use a field of the column: {format_names(fields)} (in a sparse feature, as column: NAME)"
 
 
 def _advise_manual_conversion() -> str:

@@ -33,11 +33,10 @@ from raytrec.data.column_conversion import Place
 from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
 from raytrec.data.row_slices import Rows
 from raytrec.data.transform import apply_transforms
-from raytrec.data.type_checks import check_present, check_types
+from raytrec.data.type_checks import check_present, check_types, format_names
 from raytrec.scoring.matrices import ROWS_PLACE, list_matrix_columns
 
 MISSING_ADVICE = "add {} to each row; null means no value"
-ADD_COLUMN, MAX_NAMES = MISSING_ADVICE.format("the column"), 30  # names in a message
 TIME_UNITS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 ACCEPTED_KINDS = {("text", "time")}  # (sent, trained); transforms read times from ISO text
 
@@ -99,7 +98,8 @@ class RowReader:
             check_present(schema, self.columns.names, ROWS_PLACE, self.form)
         except DataError as error:
             if error.what.endswith("is missing"):
-                error.expected, error.do = f"the columns {_join_names(self.columns.names)}", ADD_COLUMN
+                error.expected = f"the columns {format_names(self.columns.names)}"
+                error.do = MISSING_ADVICE.format("the column")
             raise
 
     @cached_property
@@ -161,11 +161,6 @@ def _classify_type(kind: pa.DataType) -> str | None:
         return "time"
     is_number = types.is_integer(values) or types.is_floating(values) or types.is_decimal(values)
     return "number" if is_number or types.is_boolean(values) else None
-
-
-def _join_names(names: Sequence[str]) -> str:
-    more = f" … and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
 
 
 @contextmanager

@@ -10,13 +10,11 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from raytrec.common.errors import DataError, get_first_line
-from raytrec.data.arrow import has_compressed_buffers
+from raytrec.data.arrow import has_compressed_buffers, is_text
 
 PLAIN_COLUMNS_TEXT = (
     "plain Arrow columns: no views, run-end encoding or unions, and no dictionaries of lists or structs"
 )
-BYTE_TYPES = [types.is_string, types.is_large_string]
-BYTE_TYPES += [types.is_binary, types.is_large_binary, types.is_fixed_size_binary]
 
 
 class ExpansionLimitError(Exception):
@@ -72,7 +70,7 @@ def _count_expanded_bytes(array: pa.Array | pa.ChunkedArray, name: str) -> int:
     if types.is_dictionary(kind):
         if kind.value_type.num_fields or kind.value_type.has_variadic_buffers:
             raise _make_type_error(kind, name)
-        if not any(is_bytes(kind.value_type) for is_bytes in BYTE_TYPES):
+        if not is_text(kind.value_type):
             return 0
         return pc.sum(pc.binary_length(array.dictionary).take(array.indices)).as_py() or 0
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):

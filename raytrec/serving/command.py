@@ -13,6 +13,7 @@ from contextlib import suppress
 from threading import Event
 from time import monotonic, sleep
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 from raytrec.cluster.local_ray import check_ports
 from raytrec.cluster.warm_process import SERVING, keep_warm_process
@@ -208,12 +209,14 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
 
     Raises:
         ConfigError: Neither or both of `uri` and `rollback` are set, or `rollback` is combined with a challenger.
-        RunError: The service refuses the export and keeps its version, or does not respond.
+        RunError: `service` is not an address, or the service refuses the export and keeps its version, or does not
+            respond.
     """
     if (uri is None) != rollback or (rollback and any(challenger.values())):
         raise ConfigError(
             "promote requires either a URI or --rollback alone", where="raytrec promote", expected="one of the two"
         )
+    parse_address(service)
     token = find_token(name)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     body = json.dumps(({} if uri is None else {"uri": make_absolute(uri)}) | challenger).encode()
@@ -227,6 +230,19 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
         raise parse_error(error.read(), "the service rejected the promotion", service, error.code) from None
     except (OSError, ValueError, KeyError) as error:
         raise RunError(f"the service does not respond: {error}", where=service) from None
+
+
+def parse_address(service: str) -> SplitResult:
+    """Return the parts of a service's address.
+
+    Raises:
+        RunError: The text is not an http:// or https:// address with a host.
+    """
+    with suppress(ValueError):  # an invalid port or IPv6 address
+        url = urlsplit(service)
+        if url.scheme in ("http", "https") and url.hostname and url.port != 0:
+            return url
+    raise RunError(f"'{service}' is not the address of a service", expected="http://HOST:PORT")
 
 
 def parse_error(body: bytes, what: str, service: str, status: int) -> RunError:

@@ -212,9 +212,14 @@ class Replica:
         about = describe_model(scorer) | {"version": scorer.export_version}
         figures = tuple(service.figures.collect(about, service.batcher.waiting))
         connections = self._listener.count_active_connections() if self._listener else None
-        problem = self._follower.problem if self._follower else None
-        report = replace(self._last_report, version=scorer.version, figures=figures, problem=problem)
-        return replace(report, node=self._node, connections=connections)
+        return replace(
+            self._last_report,
+            version=scorer.version,
+            figures=figures,
+            node=self._node,
+            connections=connections,
+            problem=self._follower.problem if self._follower else None,
+        )
 
 
 def compute_replicas(context: Any) -> tuple[float, dict]:

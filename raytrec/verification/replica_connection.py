@@ -6,10 +6,10 @@ import json
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from time import monotonic, sleep
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 from raytrec.common.errors import RunError
-from raytrec.serving.command import parse_error
+from raytrec.serving.command import parse_address, parse_error
 from raytrec.serving.served_state import REPLICA_HEADER
 
 RESPONSE_TIMEOUT_S = 60
@@ -37,13 +37,7 @@ class ReplicaConnection:
     """
 
     def __init__(self, service: str, token: str):
-        try:
-            url = urlsplit(service)
-            is_valid = url.scheme in ("http", "https") and url.hostname and url.port != 0
-        except ValueError:  # an invalid port or IPv6 address
-            is_valid = False
-        if not is_valid:
-            raise RunError(f"'{service}' is not the address of a service", expected="http://HOST:PORT")
+        url = parse_address(service)
         self._service, self._path = service, url.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         kind = HTTPSConnection if url.scheme == "https" else HTTPConnection

@@ -44,8 +44,8 @@ class StoredState:
         programs = {name.partition("/")[0] for name in served["dense"]}
         self._weights = {f"{program}/{name}": values[key] for program in programs for name, key in keys.items()}
         tables = {name: tensors.get(TENSOR_KEY.format(name, "weight")) for name in served["rows"]}
-        counts = {name: each["rows"] for name, each in index["about"].get("ids", {}).items()}
-        id_maps = {name: {"dtype": "int64", "shape": [count, 2]} for name, count in counts.items()}
+        sizes = index["about"].get("ids", {})
+        id_maps = {name: {"dtype": "int64", "shape": [each["rows"], 2]} for name, each in sizes.items()}
         self.parts: dict[StatePart, dict[str, Any]] = {
             "rows": {n: served["rows"][n] | {"shape": table["shape"]} for n, table in tables.items() if table},
             # Id maps of other lengths are compared, so that the differing ids are named.

@@ -18,6 +18,7 @@ from raytrec.common.errors import RunError
 from raytrec.serving import served_state
 from raytrec.serving.app import Service
 from raytrec.serving.bodies import json_response
+from raytrec.serving.command import promote
 from raytrec.serving.listener import Listener
 from raytrec.serving.loaded_exports import LoadedExports
 from raytrec.serving.openapi import Endpoint
@@ -215,6 +216,8 @@ def test_other_runs_and_steps_and_missing_checkpoints_are_errors(run, tmp_path):
         for address in (service.url.removeprefix("http://"), "http://[::1", "http://localhost:port", "s3://a"):
             with pytest.raises(RunError, match="is not the address of a service"):
                 verify(address, str(run))
+            with pytest.raises(RunError, match="is not the address of a service"):
+                promote("export", service=address, name=None)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError, match="token is missing") as error:
             patch.setenv("RAYTREC_SERVE_TOKEN", "wrong")
             verify(service.url, str(run))

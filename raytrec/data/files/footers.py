@@ -175,18 +175,23 @@ class FooterStatistics:
 
     def lacks_values(self, name: str) -> bool:
         """Return True if there are no rows, or all values of a column of the file are null."""
-        places = [] if name in self._outputs else self._columns(name)
-        chunks = [group.column(place) for place in places for group in self._groups if group.num_rows]
-        return all(map(_is_all_null, chunks)) and (bool(chunks) or not any(group.num_rows for group in self._groups))
+        if not any(group.num_rows for group in self._groups):
+            return True
+        chunks = self._iterate_chunks(name)
+        first = next(chunks, None)  # None for columns that are not in the file
+        return first is not None and _is_all_null(first) and all(map(_is_all_null, chunks))
 
     def _find_label_bounds(self, name: str) -> set[float]:
-        places = [] if name in self._outputs else self._columns(name)
-        if len(places) != 1:
+        if name in self._outputs or len(self._columns(name)) != 1:
             return set(UNKNOWN_BOUNDS)
-        chunks = [group.column(places[0]) for group in self._groups if group.num_rows]
-        present = [chunk for chunk in chunks if not _is_all_null(chunk)]
+        present = (chunk for chunk in self._iterate_chunks(name) if not _is_all_null(chunk))
         bounds = [float(bound) for chunk in present for bound in _bounds(chunk) or UNKNOWN_BOUNDS]
         return {min(bounds), max(bounds)} if bounds else set()
+
+    def _iterate_chunks(self, name: str) -> Iterator[pq.ColumnChunkMetaData]:
+        """Yield the chunks of a column in row groups with rows; none for columns that transforms write."""
+        places = [] if name in self._outputs else self._columns(name)
+        return (group.column(place) for place in places for group in self._groups if group.num_rows)
 
     def _columns(self, name: str) -> list[int]:
         """Return the leaf-column indexes of a column; the values of a list are stored in a leaf column."""
