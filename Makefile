@@ -32,7 +32,6 @@
 # make bench-ids          cost of managed ids compared with a static table
 # make bench-ids-quality DATA=DIR
 #                         AUC on MovieLens-1M with managed ids, hashing and a vocabulary
-# make bench-metrics      memory of evaluation metrics for 100,000 to 10,000,000 rows
 # make bench-online       CPU time of deltas during training, and delay until a service has loaded them
 # make bench-plan         predicted memory and step time compared with measurements
 # make bench-precision    AUC with fp16 tables and quantized collectives
@@ -41,7 +40,6 @@
 # make bench-sequences    step time by sequence length
 # make bench-serve        serving speed compared with other services of the same model
 # make bench-start        start time of a run, and restart time after a worker is killed
-# make bench-swap         request latency while a service loads another export
 # make bench-sync         AUC lost by a served model that is synchronized only at intervals
 # make bench-table-shards lookups in table shards compared with tables in process
 # make bench-tiers        memory and speed of tables in memory and in files (docs/sharding.md)
@@ -69,7 +67,7 @@ DATA ?= .
 # Number of test processes. Tests that share the Ray cluster run one after another.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-slow test-whole test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-swap bench-online bench-sync bench-table-shards bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check gpu-lease cuda-wheels bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-quality weight map
+.PHONY: train test test-fast test-slow test-whole test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-online bench-sync bench-table-shards bench-start bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check gpu-lease cuda-wheels bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -148,9 +146,6 @@ bench-online: install
 bench-sync: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/sync_interval.py
 
-bench-swap: install
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/swap.py
-
 soak-serve: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/serving/soak.py
 
@@ -159,9 +154,6 @@ soak-online: install
 
 bench-start: install
 	$(BIN)/python -W ignore benchmarks/start.py
-
-bench-metrics: install
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/metric_memory.py
 
 bench-sequences: install
 	$(BIN)/python -W ignore benchmarks/sequences.py
