@@ -45,7 +45,6 @@ TARGETS = {
     "chaos": "-W ignore benchmarks/chaos.py --faults 2 --only 'coordinator killed' --only 'node killed'",
     "chaos: ends early": f"{PYTEST} tests/cluster/test_chaos.py -m cluster",
     "bench": "-W ignore benchmarks/step.py --smallest {folder}/data/train",
-    "bench-growth": "-W ignore benchmarks/growth.py --smallest",
     "overhead": "benchmarks/overhead.py --smallest",
     "curves": f"benchmarks/curves.py --smallest jobs/synthetic.yaml {DATA}",
     "bench-precision": f"-W ignore benchmarks/precision.py --smallest jobs/synthetic.yaml {DATA}",

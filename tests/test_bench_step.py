@@ -6,7 +6,6 @@ from time import monotonic, sleep
 
 import harness
 import pytest
-from growth import Curve, describe
 from processes import Command
 from step import Measured
 from step_results import documents, markdown, rows_of, summarize
@@ -74,19 +73,7 @@ def test_step_table_has_one_line_per_side(results):
     assert len(rows_of(results, "dlrm_1")) == 4
 
 
-def test_growth_reports_points_off_fitted_curve():
-    def of(linear, *ys):
-        curve = Curve("x", "ms", linear, dict.fromkeys((1.0, 10.0, 100.0, 1000.0)))
-        return describe(curve, [{"cpu_ms": y} for y in ys])
-
-    straight = of(True, 7.0, 25.0, 205.0, 2005.0)
-    assert straight["kinks"] == [] and straight["expected_ms"] == pytest.approx(straight["cpu_ms"], rel=1e-6)
-    assert of(True, 7.0, 25.0, 205.0, 20050.0)["kinks"]
-    assert of(False, 7.0, 7.5, 8.0, 14.0)["kinks"] == [1000.0]
-
-
 DOCUMENTED = [
-    "growth",
     "start",
     "share",
     "ids",
