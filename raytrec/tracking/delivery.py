@@ -18,13 +18,12 @@ from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import format_count
 from raytrec.common.processes import lock_file
 from raytrec.common.redaction import hide_all
-from raytrec.compat.mlflow_ import block_unneeded_packages
+from raytrec.compat.mlflow_ import block_unneeded_packages, is_transient, is_unreachable, reason
 from raytrec.config.run_config import RunConfig
 from raytrec.tracking.feed import RecordReader
-from raytrec.tracking.mlflow_errors import is_access_denied, is_transient, is_unreachable, reason
 from raytrec.tracking.mlflow_records import parameters, split_texts
 from raytrec.tracking.run_folder import CHECK_RESULT, CONFIG, PLAN, REPORT, RESULT, SCHEMA, TAGS
-from raytrec.tracking.store import URI_HINT, Store, make_open_error
+from raytrec.tracking.store import Store, explain_open_error
 
 ARTIFACTS = (CONFIG, SCHEMA, PLAN, RESULT, REPORT, CHECK_RESULT)
 LOCK = "mlflow.lock"
@@ -33,7 +32,6 @@ FINAL_ROUND_TIMEOUT_S = 25.0  # time limit of the last round, after training has
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0  # shortest and longest delay between retries
 RECOVERY_NOTICE = "MLflow is reachable again; the missing records are being written"
 MAX_PARAM_LENGTH, MAX_TAG_LENGTH = 6000, 8000  # maximum lengths in characters
-LOGIN_HINT = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 
 
 class Delivery:
@@ -153,8 +151,7 @@ class Delivery:
             raise RuntimeError(error.what) from None
         except Exception as error:
             if first and not is_unreachable(error):
-                do = LOGIN_HINT if is_access_denied(error) else URI_HINT
-                raise make_open_error(self.uri, reason(error), do) from None
+                raise explain_open_error(self.uri, error) from None
             raise
         self._feed.use_run(self._store.run_id)
 

@@ -16,9 +16,10 @@ from uuid import uuid4
 from pydantic import NonNegativeInt
 
 from raytrec.common.documents import find_document, to_json_document
-from raytrec.common.messages import CHECKS, METRICS, RANKS
+from raytrec.common.messages import CHECKS, METRICS, RANKS, RankLine
+from raytrec.tracking.history import StepBuffer
 from raytrec.tracking.journal import write_atomically
-from raytrec.tracking.mlflow_records import Record, Translator
+from raytrec.tracking.mlflow_records import Record, make_record, to_rank_metrics, to_record
 from raytrec.tracking.run_folder import Line, decode, read_lines
 from raytrec.tracking.store import MAX_METRICS_PER_CALL
 
@@ -73,7 +74,6 @@ class RecordReader:
     def __init__(self, folder: Path):
         self.folder, self.dropped, self.why = folder, 0, ""
         self.delivered = DeliveryState.read(folder)
-        self._batch: Batch | None = None
         self._rewind()
 
     def use_run(self, run_id: str) -> None:
@@ -107,8 +107,8 @@ class RecordReader:
 
     def _rewind(self) -> None:
         self._read_to = dict.fromkeys(FILES, 0) | self.delivered.offsets
-        self._batch = None
-        self._translator = Translator()
+        self._batch: Batch | None = None
+        self._groups = StepBuffer()
 
     def _read_batch(self) -> Batch | None:
         records: list[Record] = []
@@ -124,15 +124,19 @@ class RecordReader:
         if self._read_to == start_offsets:
             return None
         offsets = dict(self._read_to)
-        if (begin := self._translator.find_pending_offset()) is not None:
+        if (begin := self._groups.find_pending_offset()) is not None:
             offsets[RANKS] = min(begin, offsets[RANKS])
         return Batch(records, offsets)
 
     def _parse_record(self, file: str, line: Line) -> Record | None:
+        """Return the metrics of a line; None without metrics, or while lines of other ranks of the step are missing."""
         try:
             message = decode(file, line.data)
         except ValueError as error:
             self.dropped += 1
             self.why = f"{file} contains an invalid line: {error}"
             return None
-        return self._translator.record(message, line.begin) if message else None
+        if not isinstance(message, RankLine):
+            return to_record(message)
+        lines = self._groups.add(message, line.begin)
+        return make_record(to_rank_metrics(lines), message.step, message.unix_s) if lines else None

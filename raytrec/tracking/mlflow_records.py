@@ -20,7 +20,6 @@ from raytrec.common.messages import Final, Measured, Message, Outcome, RankLine,
 from raytrec.common.redaction import hide, hide_all
 from raytrec.config.run_config import RunConfig
 from raytrec.tracking.aggregate import FIGURES, RANK_SUM_KEYS, combine_shards, sum_table_bytes
-from raytrec.tracking.history import StepBuffer
 
 # MLflow 3.17 shows metrics with the prefix system/ on its page "System metrics". Names and units are those of
 # MLflow's monitor (mlflow/system_metrics) if it has the metric.
@@ -55,28 +54,8 @@ class Record(NamedTuple):
     unix_ms: int
 
 
-class Translator:
-    """Converter of messages to records; rank lines are combined once all ranks of a step are present."""
-
-    def __init__(self) -> None:
-        self._groups = StepBuffer()
-
-    def record(self, message: Message, begin: int) -> Record | None:
-        """Return the metrics of a message; None if there are none, or if lines of other ranks are missing.
-
-        `begin` is the offset of the message's line in its file.
-        """
-        if not isinstance(message, RankLine):
-            return _to_record(message)
-        lines = self._groups.add(message, begin)
-        return None if lines is None else _record(to_rank_metrics(lines), message.step, message.unix_s)
-
-    def find_pending_offset(self) -> int | None:
-        """Return the offset in ranks.jsonl of the first line still waiting for other ranks, or None."""
-        return self._groups.find_pending_offset()
-
-
-def _to_record(message: Message) -> Record | None:
+def to_record(message: Message | None) -> Record | None:
+    """Return the metrics of a message other than a rank line; None if there are none."""
     if isinstance(message, Outcome):
         place = f"watch/check/{message.check}"
         named = {place: int(message.passed), f"{place}_figure": message.figure}
@@ -87,10 +66,10 @@ def _to_record(message: Message) -> Record | None:
     else:
         section = SECTIONS[message.KIND]
         named = {section + name: value for name, value in message.figures.items()}
-    return _record(named, message.step, message.unix_s)
+    return make_record(named, message.step, message.unix_s)
 
 
-def _record(figures: Mapping[str, Any], step: int, unix_s: float) -> Record:
+def make_record(figures: Mapping[str, Any], step: int, unix_s: float) -> Record:
     """Return a record with valid MLflow names; values that are not finite numbers are omitted."""
     valid = {
         INVALID_NAME_CHARACTERS.sub("_", name)[:MAX_NAME_LENGTH]: float(value)
@@ -171,17 +150,14 @@ def collect_run_tags() -> dict[str, str]:
 def _collect_git_tags() -> dict[str, str]:
     command = ["git", "--no-optional-locks", "status", "--porcelain=2", "--branch", "--untracked-files=no"]
     try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):  # no git, no checkout, or a very slow disk
         return {}
-    head, changes = "", False
-    for line in lines.splitlines():
-        if line.startswith("# branch.oid "):
-            head = line.split()[-1]
-        changes |= not line.startswith("#")
-    if not head or head == "(initial)":
+    heads = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
+    if heads in ([], ["(initial)"]):
         return {}
-    return {"mlflow.source.git.commit": head, "mlflow.source.git.dirty": str(changes).lower()}
+    is_dirty = any(not line.startswith("#") for line in lines)
+    return {"mlflow.source.git.commit": heads[0], "mlflow.source.git.dirty": str(is_dirty).lower()}
 
 
 def _collect_user_tags() -> dict[str, str]:
