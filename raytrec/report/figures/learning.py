@@ -125,14 +125,14 @@ def draw_overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
 
 def _select_distinct_metrics(run: History) -> list[Metric]:
     """Return the run's metrics, except training losses that equal the log loss of the same task."""
-    return [each for each in run.recorded_metrics if not _repeats_log_loss(run, each.key)]
-
-
-def _repeats_log_loss(run: History, key: str) -> bool:
-    task, _, name = key.rpartition(".")
-    losses, others = (points(run, Train, each)[1] for each in (key, f"{task}.{LOG_LOSS}".lstrip(".")))
-    apart = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, others, strict=False)]
-    return name == LOSS and bool(apart) and median(apart) < SAME_CURVE_TOLERANCE
+    distinct = []
+    for metric in run.recorded_metrics:
+        task, _, name = metric.key.rpartition(".")
+        losses, others = (points(run, Train, key)[1] for key in (metric.key, f"{task}.{LOG_LOSS}".lstrip(".")))
+        apart = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, others, strict=False)]
+        if name != LOSS or not apart or median(apart) >= SAME_CURVE_TOLERANCE:
+            distinct.append(metric)
+    return distinct
 
 
 def _measured(run: History) -> list[Metric]:
