@@ -103,6 +103,7 @@ class MlflowRun:
         from mlflow.models import Model
 
         try:
+            requirements = [f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", *REQUIRED_PACKAGES)]
             with TemporaryDirectory() as scratch, _use_store(self.uri):
                 artifact = Path(export)
                 if not embed:
@@ -122,7 +123,7 @@ class MlflowRun:
                     code_paths=[str(PACKAGE)],
                     artifacts={ARTIFACT_NAME: str(artifact)},
                     model_config={"allow_code": False},
-                    pip_requirements=list_pip_requirements(),
+                    pip_requirements=requirements,
                     **_describe_model(export, manifest),
                 )
         except Exception as error:  # MLflow and its stores raise exceptions of many types
@@ -158,11 +159,6 @@ def _use_store(uri: str) -> Iterator[None]:
     finally:
         mlflow.set_tracking_uri(previous_uri)
         sys.path[:] = path
-
-
-def list_pip_requirements() -> list[str]:
-    """Return the model's required packages as pip requirements, pinned to the installed versions."""
-    return [f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", *REQUIRED_PACKAGES)]
 
 
 def make_signature(golden: pa.Table, scores: Collection[str]) -> Any:
