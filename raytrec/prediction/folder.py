@@ -35,10 +35,9 @@ from raytrec.data.fragments import read_footer
 from raytrec.prediction.columns import CarriedColumns
 from raytrec.prediction.spans import Span
 
-MANIFEST, PARTS_FOLDER = "_predictions.json", "_parts"
+MANIFEST, PARTS_FOLDER = "_predictions.json", ClaimedFolder.partial
 VECTOR = "vector"  # name of the vector column
 COUNTS_KEY = b"raytrec"  # metadata key in files of predictions, whose value contains Counts and binding as JSON
-ChangedIds = dict[str, list[int]]  # feature → [number of ids clamped or hashed into range, number of all ids]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +144,6 @@ class PredictionTask:
         """Return the path of the folder that contains the parts of an input file, relative to `out`."""
         return f"{PARTS_FOLDER}/{self.plan}/{self.name_of(path)}"
 
-    def output_of(self, span: Span) -> str:
-        """Return the path to which the predictions of a span are written, relative to `out`."""
-        return self.name_of(span.path) if span.is_whole else self.part_of(span)
-
 
 @dataclass
 class Counts:
@@ -163,7 +158,7 @@ class Counts:
 
     rows: int = 0
     skipped: int = 0
-    changed: ChangedIds = field(default_factory=dict)
+    changed: dict[str, list[int]] = field(default_factory=dict)
 
     def __iadd__(self, other: Counts) -> Counts:
         self.rows += other.rows
@@ -196,8 +191,6 @@ class PredictionFolder(ClaimedFolder):
     Raises:
         OSError: The folder cannot be read or written; raised by any method.
     """
-
-    partial = PARTS_FOLDER
 
     def __init__(self, uri: str):
         super().__init__(uri, "raytrec predict")
@@ -276,3 +269,10 @@ def check_output_folder(out: str, data: str) -> str:
             do="choose another --out",
         )
     return prefix + below
+
+
+def read_verified(uri: str) -> pa.Table:
+    """Read a Parquet file and verify the checksums of its pages."""
+    filesystem, path = open_filesystem(uri)
+    with filesystem.open_input_file(path) as file:
+        return pq.ParquetFile(file, page_checksum_verification=True).read()

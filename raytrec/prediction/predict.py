@@ -44,8 +44,7 @@ from raytrec.prediction.folder import (
     claim_prediction_folder,
 )
 from raytrec.prediction.spans import MIN_SPAN_ROWS
-from raytrec.prediction.worker import predict_worker
-from raytrec.prediction.writer import write_empty
+from raytrec.prediction.worker import predict_worker, write_empty
 from raytrec.tasks.task import Task, resolve_tasks
 
 

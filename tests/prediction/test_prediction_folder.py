@@ -24,7 +24,7 @@ from raytrec.prediction import predict as predicting
 from raytrec.prediction.folder import Counts, PredictionFolder
 from raytrec.prediction.predict import predict
 from raytrec.prediction.spans import cut_spans
-from raytrec.prediction.writer import SpanWriter, group_by_file, join_parts
+from raytrec.prediction.worker import SpanWriter, group_by_file, join_parts
 
 
 def save_checkpoint_index(root, step, auc, **changes):

@@ -10,7 +10,7 @@ from raytrec.data.fragments import Dataset, RowGroup
 from raytrec.prediction.columns import CarriedColumns
 from raytrec.prediction.folder import Counts, Manifest, PredictionFolder, PredictionTask
 from raytrec.prediction.spans import cut_spans
-from raytrec.prediction.writer import SpanWriter, group_by_file, join_parts, to_score_column
+from raytrec.prediction.worker import SpanWriter, group_by_file, join_parts, to_score_column
 
 
 @pytest.fixture
