@@ -159,7 +159,7 @@ def iterate_file_bytes(trained: TrainedModel, stack: StackEntry, number: int) ->
 
 
 class CheckpointTable:
-    """TableRows of a checkpoint, which are read from its files and rounded as in an export.
+    """Rows of a table in a checkpoint, which are read from its files and rounded as in an export.
 
     Args:
         table: Table of the checkpoint.

@@ -44,13 +44,15 @@ class Scorer:
         columns: Columns that a row must contain.
         lookups: Lookups in the tables.
         step: Training step of the current state of tables and weights.
-        version: Name of the current state in responses; see `update`.
+        version: Name of the current state in responses: `export_version` until the first `update`.
+        export_version: The manifest's version.
         split: Function from the names of a user's columns (frozenset) to the ColumnSplit for such users.
     """
 
     def __init__(self, manifest: Manifest, programs: Programs, lookups: Lookups, columns: pa.Schema, golden: pa.Table):
         self.manifest, self.columns, self.golden = manifest, columns, golden
-        self._programs, self.lookups, self._features = programs, lookups, manifest.features
+        self._programs, self.lookups = programs, lookups
+        self.version = self.export_version = manifest.version
         self.step, self._rewritten = manifest.source.step, WeakSet[RewrittenProgram]()
         # The caches refer to the scorer weakly. Without reference cycles, its tables are freed with the last reference.
         scorer, features = proxy(self), manifest.features
@@ -101,16 +103,6 @@ class Scorer:
         """
         reader = self.get_reader(tower)
         return self.score([reader.read(to_table(rows, reader.columns))], tower)[0]
-
-    @cached_property
-    def version(self) -> str:
-        """Return the name of the current state in responses: the manifest's version until the first `update`."""
-        return self.export_version
-
-    @cached_property
-    def export_version(self) -> str:
-        """Return the manifest's version."""
-        return self.manifest.version
 
     @property
     def program_weights(self) -> dict[str, torch.Tensor]:

@@ -94,7 +94,11 @@ def to_rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
     out: dict[str, float | None] = {}
     table_bytes: dict[str, float] = {}
     for line in lines:
-        out |= _build_rank_metrics(line)
+        place, steps = f"watch/rank/{line.rank}", max(1, line.steps)
+        out |= {f"{place}/{phase}_ms": 1e3 * seconds / steps for phase, seconds in line.phases_s.items()}
+        out |= {f"{place}/step_ms": 1e3 * line.seconds / steps}
+        out |= {f"{place}/{key}": line.added(key) for key in RANK_SUM_KEYS}
+        out |= system_metrics(line.rank, line.system)
         for name, entry in line.tables.items():
             table_bytes[name] = table_bytes.get(name, 0.0) + sum_table_bytes(entry)
     if len(lines) * len(table_bytes) <= MAX_RANK_TABLES:
@@ -106,16 +110,6 @@ def to_rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
         figures = combine_shards(lines, name)
         out |= {f"watch/table/{name}/{key}": figures[key] for key in FIGURES}
     return out
-
-
-def _build_rank_metrics(line: RankLine) -> dict[str, float | None]:
-    place, steps = f"watch/rank/{line.rank}", max(1, line.steps)
-    out: dict[str, float | None] = {
-        f"{place}/{phase}_ms": 1e3 * seconds / steps for phase, seconds in line.phases_s.items()
-    }
-    out[f"{place}/step_ms"] = 1e3 * line.seconds / steps
-    out |= {f"{place}/{key}": line.added(key) for key in RANK_SUM_KEYS}
-    return out | system_metrics(line.rank, line.system)
 
 
 def system_metrics(rank: int, sample: Mapping[str, float | None]) -> dict[str, float]:
