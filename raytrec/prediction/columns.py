@@ -50,12 +50,10 @@ class CarriedColumns:
         if not self.names:
             return pa.schema([])
         arrow, _ = self._read_schema(uri)
-        raw, created = self._split_columns(arrow)
+        raw, created, transforms, sources = self._split_columns(arrow)
         kinds = {name: type_at(arrow, find_column(arrow, name)) for name in raw}
         if created:
-            transforms = select_needed_transforms(self.transforms, created)
-            input_schema = select_schema(arrow, resolve_input_columns(transforms, created))
-            outputs = apply_transforms(empty_table(input_schema), transforms, uri, self.code)
+            outputs = apply_transforms(empty_table(select_schema(arrow, sources)), transforms, uri, self.code)
             kinds |= {name: outputs.schema.field(name).type for name in created}
         if missing := [name for name in self.names if name not in kinds]:
             available = leaf_names(arrow)
@@ -71,15 +69,12 @@ class CarriedColumns:
             DataError: The columns cannot be decoded.
         """
         schema, (arrow, folders) = self.schema(part.path), self._read_schema(part.path)
-        raw, created = self._split_columns(arrow)
-        transforms = select_needed_transforms(self.transforms, created)
-        sources = resolve_input_columns(transforms, created)
+        raw, created, transforms, sources = self._split_columns(arrow)
         names = list(dict.fromkeys([*raw, *sources]))
         table = decode_columns(part.path, part.group, part.first, part.rows, names, folders)
         columns = {name: table[name] for name in raw}
         if created:
-            where = f"{part.path}, row group {part.group}"
-            draw = Draw(first=part.number)
+            where, draw = f"{part.path}, row group {part.group}", Draw(first=part.number)
             outputs = apply_transforms(table.select(sources), transforms, where, self.code, draw)
             columns |= {name: outputs[name] for name in created}
         return pa.table([columns[name].cast(schema.field(name).type) for name in schema.names], schema)
@@ -94,11 +89,13 @@ class CarriedColumns:
             self._schemas[uri] = pa.schema([*arrow, *map(pa.field, added, added.values())]), added
         return self._schemas[uri]
 
-    def _split_columns(self, arrow: pa.Schema) -> tuple[list[str], list[str]]:
-        """Return the columns that a file or its folders contain, and the columns that transforms create."""
+    def _split_columns(self, arrow: pa.Schema) -> tuple[list[str], list[str], tuple[Transform, ...], list[str]]:
+        """Return (columns that a file or its folders contain, columns that transforms create, transforms, inputs)."""
         written = {name for transform in self.transforms for name in transform.writes}
         raw = [name for name in self.names if find_column(arrow, name) is not None]
-        return raw, [name for name in self.names if name not in raw and name in written]
+        created = [name for name in self.names if name not in raw and name in written]
+        transforms = select_needed_transforms(self.transforms, created)
+        return raw, created, transforms, resolve_input_columns(transforms, created)
 
 
 def _unwrap_dictionary(kind: pa.DataType) -> pa.DataType:
