@@ -32,8 +32,7 @@ from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.common.storage import open_filesystem
 from raytrec.config.tasks import TowerName
 from raytrec.data.fragments import read_footer
-from raytrec.prediction.columns import CarriedColumns
-from raytrec.prediction.spans import Span
+from raytrec.prediction.inputs import CarriedColumns, Span
 
 MANIFEST, PARTS_FOLDER = "_predictions.json", ClaimedFolder.partial
 VECTOR = "vector"  # name of the vector column
@@ -114,8 +113,8 @@ class PredictionTask:
         files: Input file → number of rows, including empty files.
         carried: Columns to carry over from the input.
         manifest: Manifest of the output folder.
-        batch_rows: Number of rows in one rank's batch; see spans.cut_spans.
-        span_rows: Minimum number of rows in a span; see spans.cut_spans.
+        batch_rows: Number of rows in one rank's batch; see inputs.cut_spans.
+        span_rows: Minimum number of rows in a span; see inputs.cut_spans.
     """
 
     out: str

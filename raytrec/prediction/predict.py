@@ -32,7 +32,6 @@ from raytrec.driver.evaluation import Checkpoint, resolve_checkpoint
 from raytrec.driver.launch import open_session, run_group
 from raytrec.driver.prepare import create_scratch_folder
 from raytrec.driver.recorder import Watch
-from raytrec.prediction.columns import CarriedColumns, choose_columns
 from raytrec.prediction.folder import (
     PARTS_FOLDER,
     VECTOR,
@@ -43,7 +42,7 @@ from raytrec.prediction.folder import (
     check_output_folder,
     claim_prediction_folder,
 )
-from raytrec.prediction.spans import MIN_SPAN_ROWS
+from raytrec.prediction.inputs import MIN_SPAN_ROWS, CarriedColumns, choose_columns
 from raytrec.prediction.worker import predict_worker, write_empty
 from raytrec.tasks.task import Task, resolve_tasks
 

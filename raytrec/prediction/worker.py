@@ -20,7 +20,7 @@ from raytrec.common.errors import DataError, RunError, convert_os_errors
 from raytrec.common.messages import Command, Restart
 from raytrec.data.fragments import read_footer
 from raytrec.prediction.folder import Counts, PredictionFolder, PredictionTask, read_verified
-from raytrec.prediction.spans import Span, SpanOrder, assign_spans, cut_spans, select_remaining
+from raytrec.prediction.inputs import Span, SpanOrder, assign_spans, cut_spans, select_remaining
 from raytrec.worker.context import WorkerContext, WorkerTask
 
 if TYPE_CHECKING:
