@@ -96,14 +96,12 @@ def check_golden(
     Raises:
         RunError: The scores of a program differ from the golden scores, or from the scores of onnxruntime.
     """
-    scores = {task.column for task in manifest.tasks}
-    columns = pa.schema([field for field in golden.schema if field.name not in scores])
     programs: dict[ProgramName, Any] = {name: program.exported.module() for name, program in trained.programs.items()}
     if onnx:
         onnx.compare_random_rows()
         programs["predict"] = onnx
     with trained.lookups(precision) as lookups:
-        Scorer(manifest, programs, lookups, columns, golden).check()
+        Scorer(manifest, programs, lookups, golden).check()
 
 
 def compare_precisions(

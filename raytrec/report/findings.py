@@ -63,11 +63,12 @@ BAD_EVENT_TEXTS = {"failed": "a failure", "hang": "a hang", "not saved": "a fail
 def findings(run: RunFolder) -> list[str]:
     """Return sentences about the problems of a run, the most urgent first."""
     failed = [f"check {each.check} failed at step {each.step:,}: {each.text}" for each in run.failures]
+    lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
     return [
         *_model(run),
         *_shorten(failed, "failed checks"),
         *_shorten(_describe_events(run), "events"),
-        *_describe_ranks(run),
+        *(text for find in (find_straggler, find_low_utilization, find_hot_rank) if (text := find(lines))),
         *_tables(run),
     ]
 
@@ -115,11 +116,6 @@ def find_poor_fit(run: RunFolder) -> list[str]:
             text = f"{metric.label} is {metric.text(value)} in evaluation and {metric.text(last)} in"
             texts.append(f"{text} training: the model overfits; see data.holdout and train.early_stopping")
     return texts
-
-
-def _describe_ranks(run: RunFolder) -> list[str]:
-    lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
-    return [text for advise in (find_straggler, find_low_utilization, find_hot_rank) if (text := advise(lines))]
 
 
 def _tables(run: RunFolder) -> list[str]:

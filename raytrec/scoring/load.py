@@ -31,7 +31,6 @@ from raytrec.embeddings.hashing import ids_to_keys
 from raytrec.scoring.lookups import IdRows, Lookups
 from raytrec.scoring.manifest import GOLDEN, MANIFEST_FILE, FileEntry, Manifest, read_manifest
 from raytrec.scoring.program_archive import load_program
-from raytrec.scoring.request_rows import widen_type
 from raytrec.scoring.scorer import Scorer
 from raytrec.scoring.stored_tables import open_tables
 
@@ -260,10 +259,8 @@ def open_export(
     with pa.memory_map(str(folder / GOLDEN)) as file:
         golden = pa.ipc.open_file(file).read_all()
     golden.validate(full=True)  # invalid offsets would read memory outside the buffers
-    scores = {task.column for task in manifest.tasks}
-    columns = pa.schema([(f.name, widen_type(f.type)) for f in golden.schema if f.name not in scores])
     lookups = make_lookups or (lambda manifest, ids: Lookups(manifest.features, open_tables(folder, manifest), ids))
-    return Scorer(manifest, programs, lookups(manifest, ids), columns, golden)
+    return Scorer(manifest, programs, lookups(manifest, ids), golden)
 
 
 def _resolve_vocabulary(transform: Any, folder: Path) -> Any:
