@@ -74,6 +74,7 @@ class RecordReader:
     def __init__(self, folder: Path):
         self.folder, self.dropped, self.why = folder, 0, ""
         self.delivered = DeliveryState.read(folder)
+        self._batch: Batch | None
         self._rewind()
 
     def use_run(self, run_id: str) -> None:
@@ -107,8 +108,7 @@ class RecordReader:
 
     def _rewind(self) -> None:
         self._read_to = dict.fromkeys(FILES, 0) | self.delivered.offsets
-        self._batch: Batch | None = None
-        self._groups = StepBuffer()
+        self._batch, self._groups = None, StepBuffer()
 
     def _read_batch(self) -> Batch | None:
         records: list[Record] = []
