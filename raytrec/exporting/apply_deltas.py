@@ -144,7 +144,7 @@ class _PatchedExport:
             file = self.folder / entry.file
             file.write_bytes(replace_weights(file.read_bytes(), self.programs[name], self.weights))
         for table, ids_file in self.manifest.ids.items():
-            (self.folder / ids_file).write_bytes(encode_ids(*self.ids[table].ids))
+            (self.folder / ids_file).write_bytes(encode_ids(self.ids[table]))
         scorer = open_export(self.folder, self.manifest)
         golden = scorer.golden
         if len(golden):

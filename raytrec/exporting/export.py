@@ -12,9 +12,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
-from raytrec.checkpoint.managed import read_stored_ids
+from raytrec.checkpoint.managed import read_id_rows
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import format_bytes, format_percent, parse_number
 from raytrec.common.output_folder import compute_binding
@@ -36,6 +35,7 @@ from raytrec.exporting.trained_model import (
     read_trained,
 )
 from raytrec.metrics.selection import EVAL_PREFIX
+from raytrec.scoring.lookups import IdRows
 from raytrec.scoring.manifest import GOLDEN, ONNX_FILE, Manifest, PrecisionName, ProgramEntry
 
 GOLDEN_ROWS = 64  # default number of golden rows
@@ -204,8 +204,8 @@ def _write_export(
         target.write(ONNX_FILE, [model])
     manifest.transforms = _copy_vocabularies(target, transforms)
     for name, file in manifest.ids.items():
-        columns = read_stored_ids(trained.saved.folder, trained.saved.index, name, ("id", "row"))
-        target.write(file, [encode_ids(columns["id"], columns["row"])])
+        id_rows = read_id_rows(trained.saved.folder, trained.saved.index, name, schema.tables[name])
+        target.write(file, [encode_ids(id_rows)])
     _write_tables(target, trained, manifest, console)
     target.write(GOLDEN, [encode_arrow(golden)])
     if precision != "fp32":
@@ -214,9 +214,9 @@ def _write_export(
     return manifest
 
 
-def encode_ids(ids: torch.Tensor, rows: torch.Tensor) -> bytes:
+def encode_ids(id_rows: IdRows) -> bytes:
     """Return the content of a Parquet file with the managed ids of a table and their rows."""
-    sink = io.BytesIO()
+    sink, (ids, rows) = io.BytesIO(), id_rows.ids
     pq.write_table(pa.table({"id": ids.numpy(), "row": rows.numpy()}), sink, compression="zstd")
     return sink.getvalue()
 
