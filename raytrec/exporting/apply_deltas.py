@@ -24,9 +24,9 @@ from raytrec.exporting.export_folder import ExportFolder
 from raytrec.exporting.trained_model import PIECE_BYTES
 from raytrec.scoring.load import check_files, open_export, read_ids, refuse_code, select_files
 from raytrec.scoring.lookups import IdRows
-from raytrec.scoring.manifest import GOLDEN, ONNX_FILE, Manifest, read_manifest
+from raytrec.scoring.manifest import GOLDEN, ONNX_FILE, Manifest, StackEntry, read_manifest
 from raytrec.scoring.program_archive import load_program, replace_weights
-from raytrec.scoring.stored_tables import ALIGNMENT, PRECISIONS, encode_rows
+from raytrec.scoring.stored_tables import ALIGNMENT, PRECISIONS, encode_rows, place_tables
 
 
 def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, allow_code: bool = False) -> Result:
@@ -120,23 +120,20 @@ class _PatchedExport:
     def apply(self, source: str, delta: Delta) -> None:
         """Apply a delta; `source` is the folder of deltas, for messages."""
         with refuse_unusable(source, delta.position):
-            for stack in self.manifest.stacks:
-                first_row, precision = 0, PRECISIONS[stack.precision]
-                for name in stack.tables:
-                    if changes := delta.rows.get(name):
-                        stored = encode_rows(name, changes, precision).numpy()
-                        self._write_rows(stack.files, stack.block_rows, changes.rows.numpy() + first_row, stored)
-                    first_row += self.manifest.data_schema.tables[name].rows
+            tables = place_tables(self.manifest, self.manifest.stacks)
+            for name, changes in delta.rows.items():
+                stack, rows = tables[name].stack, changes.rows.numpy() + tables[name].first_row
+                self._write_rows(stack, rows, encode_rows(name, changes, PRECISIONS[stack.precision]).numpy())
             for name, each in delta.ids.items():
                 self.ids[name] = self.ids[name].replace(each.listed, each.ids, each.rows)
             self.weights = delta.dense
 
-    def _write_rows(self, files: Sequence[str], block_rows: int, rows: np.ndarray, stored: np.ndarray) -> None:
-        for number, file in enumerate(files):
-            inside = rows // block_rows == number
+    def _write_rows(self, stack: StackEntry, rows: np.ndarray, stored: np.ndarray) -> None:
+        for number, file in enumerate(stack.files):
+            inside = rows // stack.block_rows == number
             if inside.any():  # rows are written to a mapped file, so that the table need not fit into memory
                 block = np.memmap(self.folder / file, stored.dtype, "r+", offset=ALIGNMENT)
-                block.reshape(-1, stored.shape[1])[rows[inside] - number * block_rows] = stored[inside]
+                block.reshape(-1, stored.shape[1])[rows[inside] - number * stack.block_rows] = stored[inside]
 
     def finish(self) -> None:
         """Write the programs with the new weights, the managed ids, and the golden rows with their new scores."""
