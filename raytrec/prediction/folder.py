@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 from uuid import uuid4
 
@@ -252,15 +251,11 @@ def check_output_folder(out: str, data: str) -> str:
     is_file = filesystem.get_file_info(source).is_file
     below = source.rpartition("/")[0] if is_file else source
     prefix = data.partition("://")[0] + "://" if "://" in data else ""
-    _, target = open_filesystem(out)
-    if ("://" in out) != ("://" in data):
-        return prefix + below
+    folder, (_, target) = below, open_filesystem(out)
     if filesystem.type_name == "local":
-        inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(below))
-        inside &= not is_file or os.path.realpath(target) == os.path.realpath(below)
-    else:
-        inside = f"{target}/".startswith(f"{below}/") and (not is_file or target == below)
-    if inside:
+        folder, target = os.path.realpath(folder), os.path.realpath(target)
+    is_inside = target == folder if is_file else f"{target}/".startswith(f"{folder.rstrip('/')}/")
+    if is_inside and ("://" in out) == ("://" in data):
         raise ConfigError(
             "the predictions would be written into their input folder",
             where=f"--out {out}, --data {data}",
