@@ -24,7 +24,7 @@ from raytrec.compat.mlflow_ import import_quietly, reason
 from raytrec.data.arrow import list_element_type
 from raytrec.driver.track import load_tracked_config
 from raytrec.scoring.manifest import GOLDEN, Manifest
-from raytrec.tracking.feed import DeliveryState
+from raytrec.tracking.mlflow_records import DeliveryState
 from raytrec.tracking.store import explain_open_error
 
 MODEL_NAME, ARTIFACT_NAME = "model", "export"  # names of the model and of its artifact in MLflow

@@ -21,10 +21,9 @@ from raytrec.compat.mlflow_ import (
     reason,
 )
 from raytrec.config.run_config import RunConfig
-from raytrec.tracking.mlflow_records import Record
+from raytrec.tracking.mlflow_records import MAX_METRICS_PER_CALL, Record
 
 KEY, PARENT_NAME_TAG = "raytrec.key", "raytrec.parent_run"
-MAX_METRICS_PER_CALL = 1000  # maximum number of metrics in one call to MLflow
 URI_HINT = "correct tracking.uri, or omit it to use a local sqlite store"
 LOGIN_HINT = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 
