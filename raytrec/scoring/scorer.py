@@ -128,9 +128,8 @@ class Scorer:
             weights: Values of all weights of the programs, by name.
         """
         with torch.no_grad():
-            for program in self._programs.values():
-                for name, value in program.state_dict().items():
-                    value.copy_(weights[name])
+            for key, value in self.program_weights.items():
+                value.copy_(weights[key.partition("/")[2]])
             for rewritten in self._rewritten:
                 rewritten.refresh()
         self.lookups.ids.update(ids)
