@@ -230,7 +230,7 @@ def _lines(run: Path) -> int:
 @part
 def mlflow(world: int, tables: int, folder: Path) -> dict:
     """Measure the transfer of records from the run folder to an SQLite store."""
-    from raytrec.tracking.feed import RecordReader
+    from raytrec.tracking.mlflow_records import RecordReader
     from raytrec.tracking.store import Store
 
     feed = RecordReader(folder / "run")

@@ -40,7 +40,7 @@ from raytrec.driver.recorder import Record
 from raytrec.driver.track import DeliveryProcess
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import MetricSums
-from raytrec.tracking.feed import RecordReader
+from raytrec.tracking.mlflow_records import RecordReader
 from raytrec.worker.build import build_step
 from raytrec.worker.context import WorkerContext, WorkerTask
 from raytrec.worker.nonfinite import RecentBatches

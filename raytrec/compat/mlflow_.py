@@ -1,11 +1,15 @@
-"""Private names of MLflow (3.17, 3.18): loggers, tags that its UI reads, and unneeded packages."""
+"""MLflow (3.17, 3.18): private names, such as loggers and tags that its UI reads, and the errors of its stores."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sqlite3
 import sys
+from collections.abc import Iterator
 from importlib.metadata import entry_points
+
+from raytrec.common.redaction import hide
 
 PARENT_RUN_TAG = "mlflow.parentRunId"
 # Without this tag, MLflow's UI shows training metrics as evaluations of an agent.
@@ -43,18 +47,6 @@ def has_store(uri: str) -> bool:
     return scheme in schemes or scheme.partition("+")[0] in DATABASE_SCHEMES
 
 
-def is_server_failure(error: BaseException) -> bool:
-    """Return True if an error is MLflow's exception for a server that returned 5xx up to the last retry.
-
-    Before 3.18, an exception of the requests library is raised instead, which the caller checks.
-    """
-    from mlflow.exceptions import MlflowException, RestException
-
-    if isinstance(error, RestException):  # the status is also 500 if the response contains no error code
-        return "error_code" in error.json and error.get_http_status_code() >= 500
-    return isinstance(error, MlflowException) and "failed with error code 5" in str(error)
-
-
 # MLflow imports these packages if they are installed, but can write records without them, as mlflow-skinny does.
 UNNEEDED_PACKAGES = ("pandas", "numpy", "scipy")
 
@@ -78,3 +70,88 @@ def import_quietly() -> None:
     for name, level in QUIET.items():
         logging.getLogger(name).setLevel(level)
     import mlflow  # noqa: F401
+
+
+TRANSIENT_SQLITE_CODES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+TRANSIENT_HTTP_CODES = (401, 403, 408, 409, 429, 499)  # 4xx status codes that do not depend on the request's content
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return True if the call may succeed later, because the store is unreachable, locked or failing.
+
+    All other errors are permanent, e.g. because the store rejects the record or a file is missing.
+    """
+    if _is_unavailable(error):
+        return True
+    if (status := get_http_status(error)) is not None:
+        return status >= 500 or status in TRANSIENT_HTTP_CODES
+    return isinstance(error, OSError) and not isinstance(
+        error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+    )
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Return True if the store does not respond; False if its address is invalid or it refuses access.
+
+    Use this function only for errors of the first call to a store.
+    """
+    from requests.exceptions import SSLError
+
+    return _is_unavailable(error) and not any(isinstance(cause, SSLError) for cause in _iterate_causes(error))
+
+
+def reason(error: BaseException) -> str:
+    """Return the first line of the innermost nonempty error text, at most 200 characters, without secrets."""
+    messages = [str(cause).strip() for cause in _iterate_causes(error)]
+    text = next((message for message in reversed(messages) if message), type(error).__name__)
+    return hide(text.splitlines()[0])[:200]
+
+
+def _is_unavailable(error: BaseException) -> bool:
+    """Return True if the server gives no valid response or the database is unavailable.
+
+    The cases are: no connection, a timeout, only 5xx responses, or a database that is locked, down or out of
+    disk space.
+    """
+    from requests.exceptions import ConnectionError, RetryError, Timeout
+    from sqlalchemy.exc import OperationalError
+
+    kinds = (ConnectionError, RetryError, Timeout, OperationalError)
+    return _is_server_failure(error) or any(
+        isinstance(cause, kinds) or getattr(cause, "sqlite_errorcode", 0) & 0xFF in TRANSIENT_SQLITE_CODES
+        for cause in _iterate_causes(error)
+    )
+
+
+def get_http_status(error: BaseException) -> int | None:
+    """Return the HTTP status of an MLflow or upload error; None for other errors."""
+    from mlflow.exceptions import MlflowException
+    from requests.exceptions import HTTPError
+
+    if isinstance(error, MlflowException):
+        return error.get_http_status_code()
+    if isinstance(error, HTTPError) and error.response is not None:
+        return error.response.status_code
+    return None
+
+
+def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and then its causes in the order of the chain."""
+    visited: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in visited:
+        visited.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _is_server_failure(error: BaseException) -> bool:
+    """Return True if an error is MLflow's exception for a server that returned 5xx up to the last retry.
+
+    Before 3.18, an exception of the requests library is raised instead, which the caller checks.
+    """
+    from mlflow.exceptions import MlflowException, RestException
+
+    if isinstance(error, RestException):  # the status is also 500 if the response contains no error code
+        return "error_code" in error.json and error.get_http_status_code() >= 500
+    return isinstance(error, MlflowException) and "failed with error code 5" in str(error)

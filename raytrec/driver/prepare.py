@@ -32,7 +32,7 @@ from raytrec.driver.datasets import open_data
 from raytrec.driver.driver_state import DRIVER_RECORD_FILE as DRIVER
 from raytrec.driver.recorder import RESULT, write_text
 from raytrec.driver.resume import find_interrupted_run, resume_config
-from raytrec.tracking.feed import DELIVERY_STATE_FILE as DELIVERED
+from raytrec.tracking.mlflow_records import DELIVERY_STATE_FILE as DELIVERED
 
 SCRATCH_PREFIX, TRACEBACK_FILE = "raytrec-evaluate-", "error.txt"
 # Records that a new run in the same folder does not continue.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -13,19 +14,19 @@ import torch
 from pyarrow import fs
 
 from raytrec.common.errors import ConfigError, RunError, convert_os_errors
-from raytrec.common.output_folder import ClaimedFolder, compute_binding
+from raytrec.common.output_folder import compute_binding
 from raytrec.common.storage import make_absolute, open_filesystem
 from raytrec.deltas.apply import Delta, read_delta, refuse_unusable
 from raytrec.deltas.chain import Position, find_position, read_next
 from raytrec.driver.console import Result, RunConsole
 from raytrec.exporting.export import encode_arrow, encode_ids
-from raytrec.exporting.export_folder import ExportClaim, ExportFolder
+from raytrec.exporting.export_folder import ExportFolder
 from raytrec.exporting.trained_model import PIECE_BYTES
-from raytrec.scoring.load import check_files, open_export, read_ids, refuse_code
+from raytrec.scoring.load import check_files, open_export, read_ids, refuse_code, select_files
 from raytrec.scoring.lookups import IdRows
-from raytrec.scoring.manifest import GOLDEN, ONNX_FILE, Manifest, read_manifest
+from raytrec.scoring.manifest import GOLDEN, ONNX_FILE, Manifest, StackEntry, read_manifest
 from raytrec.scoring.program_archive import load_program, replace_weights
-from raytrec.scoring.stored_tables import ALIGNMENT, PRECISIONS, encode_rows
+from raytrec.scoring.stored_tables import ALIGNMENT, PRECISIONS, encode_rows, place_tables
 
 
 def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, allow_code: bool = False) -> Result:
@@ -55,8 +56,7 @@ def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, a
     refuse_code(base, export, allow_code)
     positions = _read_chain(deltas, find_position(deltas, export, base.source), to)
     binding = compute_binding(base.checksum, positions[-1].checksum)
-    claim = ExportClaim(binding, {}, compute_binding(base.checksum, to))
-    target = ExportFolder(ClaimedFolder(out, "raytrec deltas apply"), claim)
+    target = ExportFolder(out, "raytrec deltas apply", binding, compute_binding(base.checksum, to))
     with RunConsole(base.source.run) as console, target.folder.hold():
         if (manifest := target.complete()) is None:
             with TemporaryDirectory(prefix="raytrec-deltas-") as work:
@@ -90,8 +90,9 @@ def _read_chain(folder: str, start: Position, to: int | None) -> list[Position]:
 
 def _copy_files(export: str, manifest: Manifest, work: Path) -> None:
     filesystem, path = open_filesystem(export)
-    for name in manifest.files.keys() - {ONNX_FILE}:
-        info, size = filesystem.get_file_info(f"{path}/{name}"), manifest.files[name].bytes
+    copied = select_files(manifest, manifest.files.keys() - {ONNX_FILE})
+    for name, entry in copied.files.items():
+        info, size = filesystem.get_file_info(f"{path}/{name}"), entry.bytes
         if not info.is_file or info.size != size:
             fault = f"has {info.size:,} bytes" if info.is_file else "is missing"
             expected = f"a file of {size:,} bytes"
@@ -99,8 +100,7 @@ def _copy_files(export: str, manifest: Manifest, work: Path) -> None:
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         with convert_os_errors(f"{name} cannot be copied", where=export, do="free disk space, or set TMPDIR"):
             fs.copy_files(f"{path}/{name}", str(work / name), filesystem, fs.LocalFileSystem())
-    files = {name: entry for name, entry in manifest.files.items() if name != ONNX_FILE}
-    check_files(work, manifest.model_copy(update={"files": files}), True, export)
+    check_files(work, copied, True, export)
 
 
 class _PatchedExport:
@@ -120,23 +120,20 @@ class _PatchedExport:
     def apply(self, source: str, delta: Delta) -> None:
         """Apply a delta; `source` is the folder of deltas, for messages."""
         with refuse_unusable(source, delta.position):
-            for stack in self.manifest.stacks:
-                first_row, precision = 0, PRECISIONS[stack.precision]
-                for name in stack.tables:
-                    if changes := delta.rows.get(name):
-                        stored = encode_rows(name, changes, precision).numpy()
-                        self._write_rows(stack.files, stack.block_rows, changes.rows.numpy() + first_row, stored)
-                    first_row += self.manifest.data_schema.tables[name].rows
+            tables = place_tables(self.manifest, self.manifest.stacks)
+            for name, changes in delta.rows.items():
+                stack, rows = tables[name].stack, changes.rows.numpy() + tables[name].first_row
+                self._write_rows(stack, rows, encode_rows(name, changes, PRECISIONS[stack.precision]).numpy())
             for name, each in delta.ids.items():
                 self.ids[name] = self.ids[name].replace(each.listed, each.ids, each.rows)
             self.weights = delta.dense
 
-    def _write_rows(self, files: Sequence[str], block_rows: int, rows: np.ndarray, stored: np.ndarray) -> None:
-        for number, file in enumerate(files):
-            inside = rows // block_rows == number
+    def _write_rows(self, stack: StackEntry, rows: np.ndarray, stored: np.ndarray) -> None:
+        for number, file in enumerate(stack.files):
+            inside = rows // stack.block_rows == number
             if inside.any():  # rows are written to a mapped file, so that the table need not fit into memory
                 block = np.memmap(self.folder / file, stored.dtype, "r+", offset=ALIGNMENT)
-                block.reshape(-1, stored.shape[1])[rows[inside] - number * block_rows] = stored[inside]
+                block.reshape(-1, stored.shape[1])[rows[inside] - number * stack.block_rows] = stored[inside]
 
     def finish(self) -> None:
         """Write the programs with the new weights, the managed ids, and the golden rows with their new scores."""
@@ -144,7 +141,7 @@ class _PatchedExport:
             file = self.folder / entry.file
             file.write_bytes(replace_weights(file.read_bytes(), self.programs[name], self.weights))
         for table, ids_file in self.manifest.ids.items():
-            (self.folder / ids_file).write_bytes(encode_ids(*self.ids[table].ids))
+            (self.folder / ids_file).write_bytes(encode_ids(self.ids[table]))
         scorer = open_export(self.folder, self.manifest)
         golden = scorer.golden
         if len(golden):
@@ -169,21 +166,14 @@ def _write_export(
             raise RunError(f"delta {position.number} cannot be applied: {error}", where=deltas) from None
     patched.finish()
     for name in sorted(base.files.keys() - {ONNX_FILE}):
-        target.write(name, _iterate_pieces(patched.folder / name))
+        with (patched.folder / name).open("rb") as stream:
+            target.write(name, iter(partial(stream.read, PIECE_BYTES), b""))
     if positions:
         named = f"delta-{positions[-1].number}", positions[-1].checksum, positions[-1].manifest.step
         about = dict(zip(("checkpoint", "checkpoint_id", "step"), named, strict=True))
         source = source.model_copy(update=about | {"torch": torch.__version__})
     made = datetime.now(UTC).isoformat(timespec="seconds")
-    changes = {"made": made, "source": source, "metrics": {}, "files": dict(target.claim.files)}
-    manifest = base.model_copy(update=changes | {"binding": target.claim.binding})
-    if target.folder.is_local:
-        open_export(Path(target.folder.uri), manifest).check()
+    changes = {"made": made, "source": source, "metrics": {}, "binding": target.claim.binding}
+    manifest = base.model_copy(update=changes)
     target.commit(manifest)
     return manifest
-
-
-def _iterate_pieces(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as stream:
-        while piece := stream.read(PIECE_BYTES):
-            yield piece

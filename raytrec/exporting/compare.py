@@ -28,7 +28,7 @@ from raytrec.exporting.programs import ComparedProgram
 from raytrec.exporting.trained_model import TrainedModel, make_rounding
 from raytrec.metrics.selection import Selection
 from raytrec.prediction.one_process import compute_outputs, read_batch
-from raytrec.prediction.predict import list_score_columns
+from raytrec.prediction.predict import list_score_columns, list_score_types
 from raytrec.scoring.lookups import Lookups
 from raytrec.scoring.manifest import Manifest, Metrics, PrecisionName, ProgramName
 from raytrec.scoring.request_rows import widen_type
@@ -46,24 +46,23 @@ def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Par
     Raises:
         DataError: A column has incompatible types in different files.
     """
-    columns, parts = dataset.form.columns, []
+    form, parts = dataset.form, []
     for group in dataset.groups:
         rows = min(count - sum(part.rows for part in parts), group.rows)
         if rows > 0:
             parts.append(Part(group.path, group.index, 0, rows))
-    tables = [decode_columns(p.path, p.group, p.first, p.rows, columns, dataset.form.folders) for p in parts]
-    footers = {group.path: read_footer(group.path) for group in dataset.groups}
-    form = dataset.form
-    file_columns = [name for name in columns if name not in form.from_folders]
-    schemas = [select_schema(each.schema.to_arrow_schema(), file_columns) for each in footers.values()]
-    schemas.append(pa.schema([(name, form.types[name]) for name in columns if name not in file_columns]))
+    tables = [decode_columns(p.path, p.group, p.first, p.rows, form.columns, form.folders) for p in parts]
+    file_columns = [name for name in form.columns if name not in form.from_folders]
+    paths = dict.fromkeys(group.path for group in dataset.groups)
+    schemas = [select_schema(read_footer(path).schema.to_arrow_schema(), file_columns) for path in paths]
+    schemas.append(pa.schema([(name, form.types[name]) for name in form.columns if name not in file_columns]))
     widened = [pa.schema([(f.name, widen_type(f.type)) for f in each]) for each in schemas]
     try:
         kinds = pa.unify_schemas(widened, promote_options="permissive")
     except pa.ArrowTypeError as error:  # such as text in a file, and floats that are all null in another
         what, expected = f"columns have different types: {get_first_line(error)}", "columns of one type in all files"
         raise DataError(what, where=dataset.uri, expected=expected, do="write all files with the same types") from None
-    kinds = pa.schema([kinds.field(name) for name in columns])
+    kinds = pa.schema([kinds.field(name) for name in form.columns])
     return pa.concat_tables([kinds.empty_table(), *(table.cast(kinds) for table in tables)]), parts
 
 
@@ -71,8 +70,7 @@ def score_golden_rows(
     trained: TrainedModel, dataset: Dataset, parts: list[Part], precision: PrecisionName
 ) -> dict[str, pa.Array]:
     """Return score column → the trained model's scores of the rows in `parts`, with tables rounded to a precision."""
-    names = list_score_columns(trained.objective.tasks)
-    kinds = [pa.float32() if t.outputs == 1 else pa.list_(pa.float32()) for t in trained.objective.tasks]
+    names, kinds = list_score_columns(trained.objective.tasks), list_score_types(trained.objective.tasks)
     if not parts:
         return {name: pa.array([], kind) for name, kind in zip(names, kinds, strict=True)}
     batch = read_batch(trained.saved, dataset, parts)
@@ -98,14 +96,12 @@ def check_golden(
     Raises:
         RunError: The scores of a program differ from the golden scores, or from the scores of onnxruntime.
     """
-    scores = {task.column for task in manifest.tasks}
-    columns = pa.schema([field for field in golden.schema if field.name not in scores])
     programs: dict[ProgramName, Any] = {name: program.exported.module() for name, program in trained.programs.items()}
     if onnx:
         onnx.compare_random_rows()
         programs["predict"] = onnx
     with trained.lookups(precision) as lookups:
-        Scorer(manifest, programs, lookups, columns, golden).check()
+        Scorer(manifest, programs, lookups, golden).check()
 
 
 def compare_precisions(

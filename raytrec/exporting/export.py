@@ -12,18 +12,17 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
-from raytrec.checkpoint.managed import read_stored_ids
+from raytrec.checkpoint.managed import read_id_rows
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import format_bytes, format_percent, parse_number
-from raytrec.common.output_folder import ClaimedFolder, compute_binding
+from raytrec.common.output_folder import compute_binding
 from raytrec.common.storage import make_absolute, open_filesystem
 from raytrec.driver.console import Pairs, Result, RunConsole
 from raytrec.driver.datasets import open_inputs, to_example_schema
 from raytrec.driver.evaluation import resolve_checkpoint
 from raytrec.exporting.compare import check_golden, compare_precisions, score_golden_rows, select_golden_rows
-from raytrec.exporting.export_folder import ExportClaim, ExportFolder
+from raytrec.exporting.export_folder import ExportFolder
 from raytrec.exporting.mlflow_model import MlflowRun
 from raytrec.exporting.programs import ComparedProgram, make_onnx
 from raytrec.exporting.trained_model import (
@@ -36,7 +35,7 @@ from raytrec.exporting.trained_model import (
     read_trained,
 )
 from raytrec.metrics.selection import EVAL_PREFIX
-from raytrec.scoring.load import open_export
+from raytrec.scoring.lookups import IdRows
 from raytrec.scoring.manifest import GOLDEN, ONNX_FILE, Manifest, PrecisionName, ProgramEntry
 
 GOLDEN_ROWS = 64  # default number of golden rows
@@ -103,7 +102,7 @@ def export(
     options = precision, golden_rows, onnx
     request = compute_binding(make_absolute(str(run)), checkpoint, *options)
     binding = compute_binding(saved.index["sha256"], *options)
-    target = ExportFolder(ClaimedFolder(out, "raytrec export"), ExportClaim(binding, {}, request))
+    target = ExportFolder(out, "raytrec export", binding, request)
     if embed and not (mlflow and target.folder.is_local):
         raise ConfigError(
             "only a local export can be embedded in an MLflow model",
@@ -141,16 +140,15 @@ def export(
     }
     next_steps = [f"export       {out}", f"score with   raytrec.load({out!r}).predict(rows)"]
     next_steps += [f"MLflow       {uri}" for uri in logged.values()]
-    return Result(metrics, out, next_steps, _to_pairs(metrics))
+    return Result(metrics, out, next_steps, _to_pairs(metrics, manifest))
 
 
-def _to_pairs(metrics: dict[str, Any]) -> Pairs:
+def _to_pairs(metrics: dict[str, Any], manifest: Manifest) -> Pairs:
     precision, compared = metrics["precision"], []
-    for key, value in metrics.items():
-        if key.startswith(EVAL_PREFIX) and key.endswith(f".{precision}"):
-            name = key.removesuffix(f".{precision}")
-            fp32, quantized = parse_number(metrics[name]), parse_number(value)
-            compared.append((name, f"{fp32:.5f} fp32, {quantized:.5f} {precision}, {quantized - fp32:+.1e}"))
+    for key, values in manifest.metrics.items():
+        fp32, quantized = (parse_number(values.get(each)) for each in ("fp32", precision))
+        text = f"{fp32:.5f} fp32, {quantized:.5f} {precision}, {quantized - fp32:+.1e}"
+        compared.append((EVAL_PREFIX + key, text))
     return [
         ("version", metrics["version"]),
         ("tables", f"{metrics['export.tables']:,} ({precision})"),
@@ -206,22 +204,19 @@ def _write_export(
         target.write(ONNX_FILE, [model])
     manifest.transforms = _copy_vocabularies(target, transforms)
     for name, file in manifest.ids.items():
-        columns = read_stored_ids(trained.saved.folder, trained.saved.index, name, ("id", "row"))
-        target.write(file, [encode_ids(columns["id"], columns["row"])])
+        id_rows = read_id_rows(trained.saved.folder, trained.saved.index, name, schema.tables[name])
+        target.write(file, [encode_ids(id_rows)])
     _write_tables(target, trained, manifest, console)
     target.write(GOLDEN, [encode_arrow(golden)])
     if precision != "fp32":
         manifest.metrics = compare_precisions(trained, places, precision, console)
-    manifest.files = dict(target.claim.files)
-    if target.folder.is_local:
-        open_export(Path(target.folder.uri), manifest).check()
     target.commit(manifest)
     return manifest
 
 
-def encode_ids(ids: torch.Tensor, rows: torch.Tensor) -> bytes:
+def encode_ids(id_rows: IdRows) -> bytes:
     """Return the content of a Parquet file with the managed ids of a table and their rows."""
-    sink = io.BytesIO()
+    sink, (ids, rows) = io.BytesIO(), id_rows.ids
     pq.write_table(pa.table({"id": ids.numpy(), "row": rows.numpy()}), sink, compression="zstd")
     return sink.getvalue()
 

@@ -6,11 +6,13 @@ import hashlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from raytrec.common.documents import to_json_document
 from raytrec.common.errors import convert_os_errors
 from raytrec.common.output_folder import ClaimedFolder
 from raytrec.common.storage import join_uri
+from raytrec.scoring.load import open_export
 from raytrec.scoring.manifest import MANIFEST_FILE, FileEntry, Manifest, read_manifest
 
 CLAIM_FILE = "_export.json"  # file that reserves the folder for an export until the export is complete
@@ -36,12 +38,18 @@ class ExportFolder:
     """Output folder of an export. If the export is interrupted, complete files are kept.
 
     Args:
+        out: Path or URI of the folder.
+        command: Command that writes the export, such as "raytrec export".
+        binding: See ExportClaim.
+        request: See ExportClaim.
+
+    Attributes:
         folder: Folder to write to.
         claim: Claim of this export, initially without files. Complete files are added to it.
     """
 
-    def __init__(self, folder: ClaimedFolder, claim: ExportClaim):
-        self.folder, self.claim = folder, claim
+    def __init__(self, out: str, command: str, binding: str, request: str):
+        self.folder, self.claim = ClaimedFolder(out, command), ExportClaim(binding, {}, request)
 
     def complete(self) -> Manifest | None:
         """Return the manifest if the export is complete; otherwise claim the folder and return None.
@@ -98,11 +106,14 @@ class ExportFolder:
             self.folder.write(CLAIM_FILE, to_json_document(self.claim))
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, which completes the export, and delete the claim.
+        """Complete the manifest, check an export on disk, write the manifest, and delete the claim.
 
         Raises:
-            RunError: A file cannot be written.
+            RunError: A file cannot be written, or the loaded export has other scores.
         """
+        manifest.files = dict(self.claim.files)
+        if self.folder.is_local:
+            open_export(Path(self.folder.uri), manifest).check()
         with _report_write_errors(join_uri(self.folder.uri, MANIFEST_FILE)):
             self.folder.write(MANIFEST_FILE, to_json_document(manifest))
             with suppress(FileNotFoundError):  # on stores without locks, the same export may run twice at the same time

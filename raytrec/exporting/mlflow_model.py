@@ -20,13 +20,12 @@ import raytrec
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
 from raytrec.common.storage import join_uri, quote_for_shell, read_bytes
+from raytrec.compat.mlflow_ import import_quietly, reason
 from raytrec.data.arrow import list_element_type
 from raytrec.driver.track import load_tracked_config
 from raytrec.scoring.manifest import GOLDEN, Manifest
-from raytrec.tracking.delivery import LOGIN_HINT
-from raytrec.tracking.feed import DeliveryState
-from raytrec.tracking.mlflow_errors import is_access_denied, reason
-from raytrec.tracking.store import URI_HINT, make_open_error
+from raytrec.tracking.mlflow_records import DeliveryState
+from raytrec.tracking.store import explain_open_error
 
 MODEL_NAME, ARTIFACT_NAME = "model", "export"  # names of the model and of its artifact in MLflow
 PACKAGE = Path(raytrec.__file__).parent
@@ -58,8 +57,6 @@ class MlflowRun:
             RunError: The run folder does not exist, or its MLflow run does not exist in the store.
             ConfigError: The run has no tracking configuration, or the store cannot be opened.
         """
-        from raytrec.compat.mlflow_ import import_quietly
-
         config = load_tracked_config(run, allow_code)
         folder, uri = config.run.dir, config.tracking.uri
         import_quietly()
@@ -70,7 +67,7 @@ class MlflowRun:
             mlflow_run = MlflowClient(uri).get_run(run_id) if run_id else None
         except Exception as error:
             if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
-                raise make_open_error(uri, reason(error), LOGIN_HINT if is_access_denied(error) else URI_HINT) from None
+                raise explain_open_error(uri, error) from None
             mlflow_run = None
         if mlflow_run is None:
             raise RunError(
@@ -106,6 +103,7 @@ class MlflowRun:
         from mlflow.models import Model
 
         try:
+            requirements = [f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", *REQUIRED_PACKAGES)]
             with TemporaryDirectory() as scratch, _use_store(self.uri):
                 artifact = Path(export)
                 if not embed:
@@ -125,7 +123,7 @@ class MlflowRun:
                     code_paths=[str(PACKAGE)],
                     artifacts={ARTIFACT_NAME: str(artifact)},
                     model_config={"allow_code": False},
-                    pip_requirements=list_pip_requirements(),
+                    pip_requirements=requirements,
                     **_describe_model(export, manifest),
                 )
         except Exception as error:  # MLflow and its stores raise exceptions of many types
@@ -161,11 +159,6 @@ def _use_store(uri: str) -> Iterator[None]:
     finally:
         mlflow.set_tracking_uri(previous_uri)
         sys.path[:] = path
-
-
-def list_pip_requirements() -> list[str]:
-    """Return the model's required packages as pip requirements, pinned to the installed versions."""
-    return [f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", *REQUIRED_PACKAGES)]
 
 
 def make_signature(golden: pa.Table, scores: Collection[str]) -> Any:

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 from uuid import uuid4
 
@@ -32,13 +31,11 @@ from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.common.storage import open_filesystem
 from raytrec.config.tasks import TowerName
 from raytrec.data.fragments import read_footer
-from raytrec.prediction.columns import CarriedColumns
-from raytrec.prediction.spans import Span
+from raytrec.prediction.inputs import CarriedColumns, Span
 
-MANIFEST, PARTS_FOLDER = "_predictions.json", "_parts"
+MANIFEST, PARTS_FOLDER = "_predictions.json", ClaimedFolder.partial
 VECTOR = "vector"  # name of the vector column
 COUNTS_KEY = b"raytrec"  # metadata key in files of predictions, whose value contains Counts and binding as JSON
-ChangedIds = dict[str, list[int]]  # feature → [number of ids clamped or hashed into range, number of all ids]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +112,8 @@ class PredictionTask:
         files: Input file → number of rows, including empty files.
         carried: Columns to carry over from the input.
         manifest: Manifest of the output folder.
-        batch_rows: Number of rows in one rank's batch; see spans.cut_spans.
-        span_rows: Minimum number of rows in a span; see spans.cut_spans.
+        batch_rows: Number of rows in one rank's batch; see inputs.cut_spans.
+        span_rows: Minimum number of rows in a span; see inputs.cut_spans.
     """
 
     out: str
@@ -145,10 +142,6 @@ class PredictionTask:
         """Return the path of the folder that contains the parts of an input file, relative to `out`."""
         return f"{PARTS_FOLDER}/{self.plan}/{self.name_of(path)}"
 
-    def output_of(self, span: Span) -> str:
-        """Return the path to which the predictions of a span are written, relative to `out`."""
-        return self.name_of(span.path) if span.is_whole else self.part_of(span)
-
 
 @dataclass
 class Counts:
@@ -163,7 +156,7 @@ class Counts:
 
     rows: int = 0
     skipped: int = 0
-    changed: ChangedIds = field(default_factory=dict)
+    changed: dict[str, list[int]] = field(default_factory=dict)
 
     def __iadd__(self, other: Counts) -> Counts:
         self.rows += other.rows
@@ -196,8 +189,6 @@ class PredictionFolder(ClaimedFolder):
     Raises:
         OSError: The folder cannot be read or written; raised by any method.
     """
-
-    partial = PARTS_FOLDER
 
     def __init__(self, uri: str):
         super().__init__(uri, "raytrec predict")
@@ -260,15 +251,11 @@ def check_output_folder(out: str, data: str) -> str:
     is_file = filesystem.get_file_info(source).is_file
     below = source.rpartition("/")[0] if is_file else source
     prefix = data.partition("://")[0] + "://" if "://" in data else ""
-    _, target = open_filesystem(out)
-    if ("://" in out) != ("://" in data):
-        return prefix + below
+    folder, (_, target) = below, open_filesystem(out)
     if filesystem.type_name == "local":
-        inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(below))
-        inside &= not is_file or os.path.realpath(target) == os.path.realpath(below)
-    else:
-        inside = f"{target}/".startswith(f"{below}/") and (not is_file or target == below)
-    if inside:
+        folder, target = os.path.realpath(folder), os.path.realpath(target)
+    is_inside = target == folder if is_file else f"{target}/".startswith(f"{folder.rstrip('/')}/")
+    if is_inside and ("://" in out) == ("://" in data):
         raise ConfigError(
             "the predictions would be written into their input folder",
             where=f"--out {out}, --data {data}",
@@ -276,3 +263,10 @@ def check_output_folder(out: str, data: str) -> str:
             do="choose another --out",
         )
     return prefix + below
+
+
+def read_verified(uri: str) -> pa.Table:
+    """Read a Parquet file and verify the checksums of its pages."""
+    filesystem, path = open_filesystem(uri)
+    with filesystem.open_input_file(path) as file:
+        return pq.ParquetFile(file, page_checksum_verification=True).read()

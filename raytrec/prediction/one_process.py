@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checkpoint.managed import find_stored_rows
+from raytrec.checkpoint.managed import read_id_rows
 from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.compat.torch_ import silence_tracing
@@ -68,7 +69,8 @@ def _renumber_ids(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[UsedRow
     key_ids = list(sparse.values().split(sparse.length_per_key()))
     for place, table in enumerate(table_of):
         if schema.tables[table].ids:
-            key_ids[place] = find_stored_rows(saved.folder, saved.index, table, schema.tables[table], key_ids[place])
+            id_rows = read_id_rows(saved.folder, saved.index, table, schema.tables[table])
+            key_ids[place] = id_rows(key_ids[place])
     parts = [part.numpy() for part in key_ids]
     used = {
         table: np.unique(np.concatenate([p for p, t in zip(parts, table_of, strict=True) if t == table]))
@@ -97,22 +99,16 @@ def load_model(saved: Checkpoint, used: UsedRows, as_stored: Rounding | None = N
     config.train.matmul = "fp32"
     tasks, cpu = resolve_tasks(config.tasks, schema), torch.device("cpu")
     columns = count_logits(tasks)
-    sizes = sum(columns.values()), needs_vectors(tasks), columns
-    model = build_recommender(config, schema, cpu, *sizes)
-    small_tables = {
-        name: table.model_copy(update={"rows": max(1, len(used.get(name, ())))})
-        for name, table in schema.tables.items()
-    }
-    model.embeddings = build_recommender(
-        config, schema.model_copy(update={"tables": small_tables}), cpu, *sizes
-    ).embeddings
-    model.embeddings.to_empty(device=cpu)
-    for name, parameter in model.embeddings.named_parameters():
-        table = name.split(".")[-2]
-        with StoredTable(saved.folder, saved.index, table) as stored:
-            rows = used.get(table, np.empty(0, np.int64))
-            values = torch.from_numpy(stored.take(rows.tolist()))
-            parameter.data[: len(rows)] = as_stored(values) if as_stored and len(rows) else values
+    model = build_recommender(config, schema, cpu, sum(columns.values()), needs_vectors(tasks), columns)
+    for name, parameter in list(model.embeddings.named_parameters()):  # on device meta
+        *path, table, _ = name.split(".")
+        weight = torch.zeros(1, parameter.shape[1])
+        if table in used and len(used[table]):
+            with StoredTable(saved.folder, saved.index, table) as stored:
+                values = torch.from_numpy(stored.take(used[table].tolist()))
+            weight = as_stored(values) if as_stored else values
+        module = model.embeddings.get_submodule(".".join([*path, table]))
+        module.weight = nn.Parameter(weight.to(parameter.dtype))
     targets = {}  # with train.ema, the averages are used, as in evaluations
     for name, value in model.model.state_dict().items():
         average = f"dense/{HEAD}{name}/ema"

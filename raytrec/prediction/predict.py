@@ -32,7 +32,6 @@ from raytrec.driver.evaluation import Checkpoint, resolve_checkpoint
 from raytrec.driver.launch import open_session, run_group
 from raytrec.driver.prepare import create_scratch_folder
 from raytrec.driver.recorder import Watch
-from raytrec.prediction.columns import CarriedColumns, choose_columns
 from raytrec.prediction.folder import (
     PARTS_FOLDER,
     VECTOR,
@@ -43,9 +42,8 @@ from raytrec.prediction.folder import (
     check_output_folder,
     claim_prediction_folder,
 )
-from raytrec.prediction.spans import MIN_SPAN_ROWS
-from raytrec.prediction.worker import predict_worker
-from raytrec.prediction.writer import write_empty
+from raytrec.prediction.inputs import MIN_SPAN_ROWS, CarriedColumns, choose_columns
+from raytrec.prediction.worker import predict_worker, write_empty
 from raytrec.tasks.task import Task, resolve_tasks
 
 
@@ -166,6 +164,11 @@ def list_score_columns(tasks: Sequence[Task]) -> list[str]:
     return ["score"] if len(tasks) == 1 else [f"score_{task.name}" for task in tasks]
 
 
+def list_score_types(tasks: Sequence[Task]) -> list[pa.DataType]:
+    """Return the types of the score columns: float, or list<float> for a task with classes."""
+    return [pa.float32() if task.outputs == 1 else pa.list_(pa.float32()) for task in tasks]
+
+
 def _open_input(data: str, saved: Checkpoint, tower: TowerName | None) -> tuple[Dataset, dict[str, int]]:
     """Return the dataset without labels, and readable file → number of rows, including empty files."""
     part = select_tower_schema(saved.config, saved.schema, tower, "--vectors") if tower else saved.schema
@@ -222,8 +225,7 @@ def _predict_missing(
 ) -> dict[str, Any]:
     """Predict the files that are not complete yet, and return the metrics of this call."""
     config, complete = saved.config, target.find_finished(task, names)
-    kinds = [pa.float32() if each.outputs == 1 else pa.list_(pa.float32()) for each in tasks]
-    kinds = [pa.list_(pa.float32())] if task.manifest.vectors else kinds
+    kinds = [pa.list_(pa.float32())] if task.manifest.vectors else list_score_types(tasks)
     for path, rows in task.files.items():
         if not rows and path not in complete:
             write_empty(task, path, kinds)

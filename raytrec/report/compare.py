@@ -61,14 +61,12 @@ def compare(places: Sequence[str | Path]) -> Comparison:
 
 def write(comparison: Comparison, out: str | Path) -> Path:
     """Write a comparison as one self-contained HTML page and return its path."""
-    from markupsafe import Markup
-
     from raytrec.report.figures.learning import draw_overlay
     from raytrec.report.figures.style import to_svg
     from raytrec.report.report import write_page
 
     figures = draw_overlay(comparison.runs, comparison.names)
-    pictures = [Markup(to_svg(picture, picture.get_suptitle())) for picture in figures]
+    pictures = [to_svg(picture, picture.get_suptitle()) for picture in figures]
     return write_page(
         Path(out),
         "compare.html.j2",

@@ -63,20 +63,21 @@ BAD_EVENT_TEXTS = {"failed": "a failure", "hang": "a hang", "not saved": "a fail
 def findings(run: RunFolder) -> list[str]:
     """Return sentences about the problems of a run, the most urgent first."""
     failed = [f"check {each.check} failed at step {each.step:,}: {each.text}" for each in run.failures]
+    lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
     return [
         *_model(run),
         *_shorten(failed, "failed checks"),
         *_shorten(_describe_events(run), "events"),
-        *_describe_ranks(run),
+        *(text for find in (find_straggler, find_low_utilization, find_hot_rank) if (text := find(lines))),
         *_tables(run),
     ]
 
 
 def _describe_events(run: RunFolder) -> list[str]:
-    marks = [mark for mark in build_timeline(run).marks if mark.bad and mark.text]
     texts = [
         f"{BAD_EVENT_TEXTS[mark.kind]} after {format_duration(mark.at_s)}: {mark.text.splitlines()[0]}"
-        for mark in marks
+        for mark in build_timeline(run).marks
+        if mark.bad and mark.text
     ]
     if run.events and not run.result:
         texts.append("there is no result: the run is running or was interrupted (raytrec train --resume)")
@@ -86,16 +87,16 @@ def _describe_events(run: RunFolder) -> list[str]:
 def _model(run: RunFolder) -> list[str]:
     texts = []
     for metric in run.recorded_metrics:
-        values = _list_values(run, metric.key)
-        if metric.is_ratio and values and abs(values[-1] - 1) > MAX_RATIO_ERROR:
-            texts.append(f"predictions are miscalibrated: {metric.title} is {format_percent(values[-1])}")
+        value = _get_last_value(run, metric.key)
+        if metric.is_ratio and abs(value - 1) > MAX_RATIO_ERROR:
+            texts.append(f"predictions are miscalibrated: {metric.title} is {format_percent(value)}")
     return find_poor_fit(run) + texts
 
 
-def _list_values(run: RunFolder, key: str) -> list[float]:
-    """Return a metric's defined values: the value in the result, then the values of the evaluations in order."""
+def _get_last_value(run: RunFolder, key: str) -> float:
+    """Return a metric's last defined value in evaluations, else its value in the result; NaN if both are undefined."""
     measured = [line.figure(key) for line in run.figures(Eval, Final)]
-    return [value for value in (parse_number(run.result.get(EVAL_PREFIX + key)), *measured) if not isnan(value)]
+    return ([parse_number(run.result.get(EVAL_PREFIX + key))] + [v for v in measured if not isnan(v)])[-1]
 
 
 def find_poor_fit(run: RunFolder) -> list[str]:
@@ -106,25 +107,15 @@ def find_poor_fit(run: RunFolder) -> list[str]:
     for metric in run.recorded_metrics:
         if metric.key.rpartition(".")[2] != NE:
             continue
-        values = _list_values(run, metric.key)
+        value = _get_last_value(run, metric.key)
         trained = [v for line in run.figures(Train) if not isnan(v := line.figure(metric.key))]
-        if values and values[-1] > 1:
-            text = f"{metric.label} is {metric.text(values[-1])}: worse than predicting the label's mean"
+        if value > 1:
+            text = f"{metric.label} is {metric.text(value)}: worse than predicting the label's mean"
             texts.append(f"{text} for every row, which has NE 1")
-        elif (
-            values
-            and trained
-            and not restores
-            and values[-1] > OVERFIT_NE_RATIO * (last := fmean(trained[-OVERFIT_WINDOWS:]))
-        ):
-            text = f"{metric.label} is {metric.text(values[-1])} in evaluation and {metric.text(last)} in"
+        elif trained and not restores and value > OVERFIT_NE_RATIO * (last := fmean(trained[-OVERFIT_WINDOWS:])):
+            text = f"{metric.label} is {metric.text(value)} in evaluation and {metric.text(last)} in"
             texts.append(f"{text} training: the model overfits; see data.holdout and train.early_stopping")
     return texts
-
-
-def _describe_ranks(run: RunFolder) -> list[str]:
-    lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
-    return [text for advise in (find_straggler, find_low_utilization, find_hot_rank) if (text := advise(lines))]
 
 
 def _tables(run: RunFolder) -> list[str]:

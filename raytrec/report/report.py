@@ -6,15 +6,14 @@ hide secrets in addresses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
 from raytrec.checkpoint.files import FOLDER, find_newest_checkpoint
-from raytrec.common.errors import RunError
+from raytrec.common.errors import convert_os_errors
 from raytrec.common.formatting import as_dict
 from raytrec.common.processes import get_owner_name, remove_leftovers
 from raytrec.common.redaction import hide, hide_yaml
@@ -29,7 +28,7 @@ REPORT, PICTURES = "report.html", "pictures"
 class RenderedFigure(NamedTuple):
     """Entry of the gallery with its <svg> element, which is None without data."""
 
-    picture: Any
+    entry: Any
     svg: str | None
 
 
@@ -40,11 +39,12 @@ def pictures(folder: str | Path) -> list[Path]:
 
     run, target = RunFolder.read(folder), Path(folder) / PICTURES
     target.mkdir(exist_ok=True)
-    figures = {target / f"{picture.name}.png": picture.draw(run) for picture in GALLERY}
-    available = {path: figure for path, figure in figures.items() if figure}
-    for path, figure in available.items():
-        save_png(figure, path)
-    return list(available)
+    paths = []
+    for entry in GALLERY:
+        if figure := entry.draw(run):
+            paths.append(target / f"{entry.name}.png")
+            save_png(figure, paths[-1])
+    return paths
 
 
 def build(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list[Path]]:
@@ -72,29 +72,26 @@ def draw(run: RunFolder) -> list[RenderedFigure]:
     from raytrec.report.figures import GALLERY
     from raytrec.report.figures.style import to_svg
 
-    figures = ((picture, picture.draw(run)) for picture in GALLERY)
-    return [RenderedFigure(picture, to_svg(figure, picture.label) if figure else None) for picture, figure in figures]
+    figures = ((entry, entry.draw(run)) for entry in GALLERY)
+    return [RenderedFigure(entry, to_svg(figure, entry.label) if figure else None) for entry, figure in figures]
 
 
 def write_report(run: RunFolder, drawn: list[RenderedFigure], target: Path) -> tuple[Path, list[Path]]:
     """Write report.html and pictures/ to the folder `target`, which is created if it does not exist."""
     from raytrec.report.figures.style import to_standalone_svg
 
-    files = {target / PICTURES / f"{picture.name}.svg": svg for picture, svg in drawn if svg}
+    files = {target / PICTURES / f"{entry.name}.svg": svg for entry, svg in drawn if svg}
     began = min((event.unix_s for event in run.events if event.unix_s), default=None)
     with convert_write_errors(target):
         (target / PICTURES).mkdir(parents=True, exist_ok=True)
         page = write_page(
             target / REPORT,
             "report.html.j2",
-            name=run.name,
-            folder=str(run.path.absolute()),
+            run=run,
             when=f"{datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M} UTC" if began else "",
             result=[(row.title, row.text) for row in format_result(run.result).values()],
             findings=findings(run),
-            files=run.files,
-            pictures=_group_by_section(drawn),
-            bound=run.result.get("bound.sentence"),
+            pictures=drawn,
             bounds=sheets.bounds(run),
             slices=build_slice_tables(run.result),
             ranks=sheets.ranks(run),
@@ -154,19 +151,6 @@ class BackgroundRenderer:
         return [path.stat().st_size if path.is_file() else 0 for path in paths]
 
 
-def _group_by_section(drawn: list[RenderedFigure]) -> dict[str, list[dict[str, Any]]]:
-    """Return a mapping from section to the template's values for its plots; `svg` is None without data."""
-    from markupsafe import Markup
-
-    sections: dict[str, list[dict[str, Any]]] = {}
-    for picture, svg in drawn:
-        # matplotlib has escaped all texts.
-        markup = Markup(svg) if svg else None
-        entry = {"name": picture.name, "label": picture.label, "svg": markup, "missing": picture.missing}
-        sections.setdefault(picture.section, []).append(entry)
-    return sections
-
-
 def read_package_versions(folder: Path) -> dict[str, str]:
     """Return a mapping from package to its version in the newest checkpoint of the run folder; {} without a checkpoint.
 
@@ -179,26 +163,15 @@ def read_package_versions(folder: Path) -> dict[str, str]:
     return {str(key): str(value) for key, value in versions.items()}
 
 
-@contextmanager
-def convert_write_errors(path: Path, what: str = "page", option: str = "--out") -> Iterator[None]:
-    """Convert file system errors in the block, which writes a page or picture, to RunError.
+def convert_write_errors(path: Path, what: str = "page", option: str = "--out") -> AbstractContextManager[None]:
+    """Return a context manager that converts OSError to RunError while a page or picture is written.
 
     Args:
-        path: File that the block writes.
+        path: File or folder to write.
         what: Kind of the file, page or picture.
         option: Command-line option that sets the path.
-
-    Raises:
-        RunError: The block raised OSError; the error names the path.
     """
-    try:
-        yield
-    except OSError as error:
-        raise RunError(
-            f"cannot write the {what}: {error.strerror}",
-            where=str(error.filename or path),
-            do=f"choose another path with {option}",
-        ) from None
+    return convert_os_errors(f"cannot write the {what}", where=str(path), do=f"choose another path with {option}")
 
 
 def write_page(path: Path, template: str, **values: Any) -> Path:
@@ -207,7 +180,7 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
     Args:
         path: File to write.
         template: File name of the template.
-        values: Variables of the template. Texts are escaped, except Markup created by raytrec.
+        values: Variables of the template. Texts are escaped, except plots, whose texts matplotlib has escaped.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -229,6 +202,4 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
 
 
 def _sanitize_part(value: Any) -> Any:
-    from markupsafe import Markup
-
-    return hide(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return hide(value) if isinstance(value, str) and not hasattr(value, "__html__") else value

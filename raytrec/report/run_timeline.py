@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
 
 from raytrec.common.formatting import is_step
 from raytrec.common.messages import Event, RunEvent, Saved, Start
@@ -76,39 +75,26 @@ class RunTimeline:
 
 def build_timeline(run: RunFolder) -> RunTimeline:
     """Return the timeline of a run; empty if no message with a time was recorded."""
-    events = [_TimedEvent(message.unix_s, message) for message in run.events if message.unix_s is not None]
-    events, trained = _make_times_monotonic(events, run.progress)
+    timed = [event for event in run.events if event.unix_s is not None]
+    events, trained = _make_times_monotonic(timed, run.progress)
     records = sorted([event.unix_s for event in events] + [t for t, _ in trained])
     if not records:
         return RunTimeline([], [], [])
     clock = _Clock(records[0])
     groups = _build_groups(events, records, clock)
-    saves = [event for event in events if isinstance(event.message, (Start, Saved))]
     progress = [(clock(t), step) for t, step in trained]
-    progress += [(clock(event.unix_s), event.detail("step")) for event in saves]
-    marks = [_build_mark(event, clock) for event in events if event.kind not in ("start", "started")]
+    progress += [(clock(event.unix_s), event.step) for event in events if isinstance(event, (Start, Saved))]
+    marks = [_build_mark(event, clock) for event in events if _get_kind(event) not in ("start", "started")]
     return RunTimeline(groups, marks, sorted(progress))
 
 
-class _TimedEvent(NamedTuple):
-    """Message of events.jsonl with its time in seconds since 1970."""
-
-    unix_s: float
-    message: RunEvent
-
-    @property
-    def kind(self) -> str:
-        """Return the kind of the event."""
-        return self.message.event if isinstance(self.message, Event) else self.message.KIND
-
-    def detail(self, name: str) -> Any:
-        """Return a value of the message by name, or None if the message lacks it."""
-        return self.message.values().get(name)
+def _get_kind(event: RunEvent) -> str:
+    return event.event if isinstance(event, Event) else event.KIND
 
 
 def _make_times_monotonic(
-    events: list[_TimedEvent], trained: list[tuple[float, int]]
-) -> tuple[list[_TimedEvent], list[tuple[float, int]]]:
+    events: list[RunEvent], trained: list[tuple[float, int]]
+) -> tuple[list[RunEvent], list[tuple[float, int]]]:
     """Return events and progress with times that never decrease.
 
     The clock of a new group of workers can be behind that of the previous group. Times of the new group are
@@ -117,9 +103,9 @@ def _make_times_monotonic(
     shifts, latest = [0.0], 0.0  # shift in seconds after each backward jump of the clock
     moved = []
     for event in events:
-        if event.kind == "started" and event.unix_s + shifts[-1] < latest:
+        if _get_kind(event) == "started" and event.unix_s + shifts[-1] < latest:
             shifts.append(latest - event.unix_s)
-        moved.append(event._replace(unix_s=event.unix_s + shifts[-1]))
+        moved.append(replace(event, unix_s=event.unix_s + shifts[-1]))
         latest = max(latest, moved[-1].unix_s)
     jump, previous, steps = 0, 0.0, []
     for at, step in trained:
@@ -144,29 +130,29 @@ class _Clock:
         return unix_s - self._begin - sum(length for end, length in self._pauses if unix_s >= end)
 
 
-def _build_groups(events: list[_TimedEvent], records: list[float], clock: _Clock) -> list[Group]:
-    starts = [event for event in events if event.kind == "started"]
+def _build_groups(events: list[RunEvent], records: list[float], clock: _Clock) -> list[Group]:
+    starts = [event for event in events if _get_kind(event) == "started"]
     groups = []
     for index, start in enumerate(starts):
         begin = start.unix_s
         previous = max((t for t in records if t < begin), default=begin)
-        first = index and start.detail("attempt") == 1  # first group of another driver
+        first = index and start.values().get("attempt") == 1  # first group of another driver
         pause = begin - previous if first and begin - previous > PAUSE_S else None
         if pause:
             clock.cut(previous, begin)
         following = starts[index + 1].unix_s if index + 1 < len(starts) else float("inf")
-        down = [event.unix_s for event in events if event.kind in DOWN_EVENTS and begin < event.unix_s <= following]
+        down = [e.unix_s for e in events if _get_kind(e) in DOWN_EVENTS and begin < e.unix_s <= following]
         last = max((t for t in records if begin < t < following), default=begin)
-        workers = start.detail("workers")
+        workers = start.values().get("workers")
         end = clock(min(down, default=last))
         groups.append(Group(clock(begin), end, workers if is_step(workers) else 0, pause))
     return groups
 
 
-def _build_mark(event: _TimedEvent, clock: _Clock) -> Mark:
-    kind, step = event.kind, event.detail("step")
-    failed_save = kind == "saved" and bool(event.detail("error"))
-    text = next((str(value) for key in ("error", "cause", "reason") if (value := event.detail(key))), "")
+def _build_mark(event: RunEvent, clock: _Clock) -> Mark:
+    kind, values = _get_kind(event), event.values()
+    step, failed_save = values.get("step"), kind == "saved" and bool(values.get("error"))
+    text = next((str(value) for key in ("error", "cause", "reason") if (value := values.get(key))), "")
     return Mark(
         clock(event.unix_s),
         "not saved" if failed_save else kind,

@@ -24,8 +24,8 @@ from raytrec.driver.console import Pairs, Result, RunConsole
 from raytrec.driver.datasets import open_inputs, select_tower_schema, to_example_schema
 from raytrec.driver.evaluation import Checkpoint, resolve_checkpoint
 from raytrec.driver.item_checks import check_item_keys
-from raytrec.prediction.columns import split_names
 from raytrec.prediction.folder import VECTOR
+from raytrec.prediction.inputs import split_names
 from raytrec.prediction.predict import predict
 from raytrec.retrieval.index import FAISS_FILE, ITEMS, MANIFEST, Index, read_vectors, require_faiss
 

@@ -23,8 +23,7 @@ from raytrec.common.documents import read_document
 from raytrec.common.errors import ConfigError, DataError, RunError, get_first_line, shorten_repr
 from raytrec.common.storage import join_uri, make_absolute, open_filesystem
 from raytrec.data.files.listing import list_files
-from raytrec.prediction.folder import VECTOR
-from raytrec.prediction.writer import read_verified
+from raytrec.prediction.folder import VECTOR, read_verified
 
 MANIFEST, FAISS_FILE, ITEMS = "index.json", "index.faiss", "items"
 BLOCK_QUERIES, BLOCK_SCORES = 256, 1 << 22  # maximum number of queries, and of scores, in a block of exact search

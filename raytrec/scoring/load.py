@@ -22,7 +22,7 @@ import torch
 from pyarrow import fs
 
 from raytrec.common import file_hashes
-from raytrec.common.errors import ConfigError, RunError, get_first_line, get_last_line
+from raytrec.common.errors import ConfigError, RunError, convert_os_errors, get_first_line, get_last_line
 from raytrec.common.formatting import format_bytes
 from raytrec.common.processes import get_owner_name, remove_leftovers
 from raytrec.common.storage import make_absolute, open_filesystem
@@ -31,7 +31,6 @@ from raytrec.embeddings.hashing import ids_to_keys
 from raytrec.scoring.lookups import IdRows, Lookups
 from raytrec.scoring.manifest import GOLDEN, MANIFEST_FILE, FileEntry, Manifest, read_manifest
 from raytrec.scoring.program_archive import load_program
-from raytrec.scoring.request_rows import widen_type
 from raytrec.scoring.scorer import Scorer
 from raytrec.scoring.stored_tables import open_tables
 
@@ -163,15 +162,13 @@ def copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Pat
         )
     for name in manifest.files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with convert_os_errors(
+            f"{name} cannot be copied",
+            where=place,
+            expected="all files listed in the manifest, and a reachable store",
+            do="retry; if the file is missing, export the run again",
+        ):
             fs.copy_files(f"{path}/{name}", str(folder / name), filesystem, fs.LocalFileSystem())
-        except OSError as error:
-            raise RunError(
-                f"{name} cannot be copied: {error}",
-                where=place,
-                expected="all files listed in the manifest, and a reachable store",
-                do="retry; if the file is missing, export the run again",
-            ) from None
     return folder, True
 
 
@@ -262,11 +259,8 @@ def open_export(
     with pa.memory_map(str(folder / GOLDEN)) as file:
         golden = pa.ipc.open_file(file).read_all()
     golden.validate(full=True)  # invalid offsets would read memory outside the buffers
-    scores = {task.column for task in manifest.tasks}
-    columns = pa.schema([(f.name, widen_type(f.type)) for f in golden.schema if f.name not in scores])
-    if make_lookups:
-        return Scorer(manifest, programs, make_lookups(manifest, ids), columns, golden)
-    return Scorer(manifest, programs, Lookups(manifest.features, open_tables(folder, manifest), ids), columns, golden)
+    lookups = make_lookups or (lambda manifest, ids: Lookups(manifest.features, open_tables(folder, manifest), ids))
+    return Scorer(manifest, programs, lookups(manifest, ids), golden)
 
 
 def _resolve_vocabulary(transform: Any, folder: Path) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
+from typing import Any
 from weakref import proxy
 
 import torch
@@ -16,7 +16,7 @@ from raytrec.config.schema import Table
 from raytrec.data.assembler import AssembledTensors
 from raytrec.embeddings.hashing import assign_fallback_rows, ids_to_keys, unhash_bits
 from raytrec.scoring.manifest import InputKind
-from raytrec.scoring.stored_tables import RowChanges, RowStack, StackedTable, TableRows, encode_changes
+from raytrec.scoring.stored_tables import RowChanges, StackedTable, encode_changes
 
 MAX_CACHED_GROUPINGS = 64  # maximum number of cached results of Lookups._group_features
 Tensors = dict[tuple[InputKind, str], torch.Tensor]  # (kind, feature) → input of a program; see manifest.Input
@@ -80,13 +80,13 @@ class _FeatureGroup:
     """Features that are looked up together, because their tables are in one stack and all bags contain one id.
 
     Attributes:
-        stack: Rows of all tables of the stack.
+        stack: Rows of all tables of the stack; see StackedTable.
         places: Indices of the f features among the schema's features.
         inputs: Keys of the features in `Tensors`.
         first_rows_f1: First row of each feature's table in the stack, int64 [f, 1].
     """
 
-    stack: TableRows
+    stack: Any
     places: list[int]
     inputs: list[tuple[InputKind, str]]
     first_rows_f1: torch.Tensor
@@ -149,7 +149,7 @@ class Lookups:
             has_one_id: For each feature, True if all of its bags contain one id.
             needed_features: Features to look up.
         """
-        places: dict[TableRows, list[int]] = {}
+        places: dict[Any, list[int]] = {}
         others = []
         for place, (feature, spec) in enumerate(self._specs):
             if feature not in needed_features:
@@ -202,7 +202,7 @@ class Lookups:
 
     def make_reader(self, table: str) -> Callable[[int, int], torch.Tensor]:
         """Return a function from (first, end) to the stored rows [first, end) of a table's current state, [n, …]."""
-        stack, first_row = cast(RowStack, self.tables[table].stack), self.tables[table].first_row
+        stack, first_row = self.tables[table].stack, self.tables[table].first_row
         return lambda first, end: stack.read(first_row + first, first_row + end)
 
     def find_table_rows(self, table: str, ids_N: torch.Tensor) -> torch.Tensor:

@@ -134,22 +134,19 @@ class PlainRowReader:
         count, names = len(table), table.column_names
         if not 0 < count <= max_rows:
             return None
-        arrays = []
-        for name in (*self._dense, *self._ids, *self._lists):
-            column = table.column(name) if names.count(name) == 1 else None
-            if column is None or column.null_count or column.num_chunks != 1:
-                return None
-            arrays.append(column.chunk(0))
         dense, ids = len(self._dense), len(self._dense) + len(self._ids)
         numbers, single = np.empty((dense, count)), np.empty((len(self._ids), count), np.int64)
         lists = []
-        for place, array in enumerate(arrays):
-            kind = plain(array.type)
-            if place < dense and (pa.types.is_integer(kind) or pa.types.is_floating(kind)) and kind == array.type:
+        for place, name in enumerate((*self._dense, *self._ids, *self._lists)):
+            column = table.column(name) if names.count(name) == 1 else None
+            if column is None or column.null_count or column.num_chunks != 1 or plain(column.type) != column.type:
+                return None
+            array, kind = column.chunk(0), column.type
+            if place < dense and (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
                 numbers[place] = array.to_numpy()
-            elif dense <= place < ids and pa.types.is_integer(kind) and kind == array.type and kind != pa.uint64():
+            elif dense <= place < ids and pa.types.is_integer(kind) and kind != pa.uint64():
                 single[place - dense] = array.to_numpy()
-            elif place >= ids and is_list(kind) and kind == array.type:
+            elif place >= ids and is_list(kind):
                 offsets, flat = unnest(array)
                 if flat.null_count or not pa.types.is_integer(flat.type) or flat.type == pa.uint64():
                     return None

@@ -204,10 +204,9 @@ def _read_entries(content: bytes) -> dict[str, bytes]:
 
 
 def _pop_entry(entries: dict[str, bytes], name: str) -> bytes:
-    try:
-        return entries.pop(name)
-    except KeyError:
-        raise BadZipFile(f"{name} is missing") from None
+    if name not in entries:
+        raise BadZipFile(f"{name} is missing")
+    return entries.pop(name)
 
 
 def _parse_entry(entries: dict[str, bytes], name: str) -> dict[str, Any]:

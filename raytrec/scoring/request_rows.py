@@ -127,7 +127,8 @@ class RowReader:
             sent, trained = table.schema.field(name).type, self._trained.field(name).type
             if _is_same_kind(sent, trained):
                 continue
-            if _has_values(table[name]):
+            _, values = unnest(to_plain_array(table[name]))  # values of lists count instead of the lists
+            if len(values) > values.null_count:
                 raise DataError(
                     f"column '{name}' has type {plain(sent)}, but {trained} in the training data",
                     where=f"{ROWS_PLACE}, column {name}",
@@ -144,12 +145,6 @@ def _is_same_kind(sent: pa.DataType, trained: pa.DataType) -> bool:
         return False
     kinds = _classify_type(sent), _classify_type(trained)
     return None in kinds or kinds[0] == kinds[1] or kinds in ACCEPTED_KINDS
-
-
-def _has_values(column: pa.ChunkedArray) -> bool:
-    """Return True if a column has a value that is not null; values of lists count instead of the lists."""
-    _, values = unnest(to_plain_array(column))
-    return len(values) > values.null_count
 
 
 def _classify_type(kind: pa.DataType) -> str | None:

@@ -21,7 +21,7 @@ from raytrec.scoring.column_splits import ColumnSplit, find_min_candidates
 from raytrec.scoring.lookups import IdRows, Lookups, Tensors
 from raytrec.scoring.manifest import Manifest, ProgramName
 from raytrec.scoring.plain_rows import PlainRowReader, make_plain_reader
-from raytrec.scoring.request_rows import ROWS_PLACE, RowReader, concat_rows, name_rows, to_table
+from raytrec.scoring.request_rows import ROWS_PLACE, RowReader, concat_rows, name_rows, to_table, widen_type
 from raytrec.scoring.single_rows import RewrittenProgram, rewrite_for_single_rows
 
 TOLERANCE = 1e-6  # maximum difference between scores of a golden row, relative for scores above 1
@@ -36,21 +36,24 @@ class Scorer:
         manifest: Manifest of the export.
         programs: Programs of the manifest (ExportedProgram.module), which map tensors to a tuple of tensors.
         lookups: Lookups in the tables.
-        columns: Columns of the model's data, with the types of values that arrive without a type, such as JSON.
         golden: Golden rows with their exported scores, which `check` compares.
 
     Attributes:
         manifest: Manifest of the export.
-        columns: Columns that a row must contain.
+        columns: Columns that a row must contain, with the types of values that arrive without a type, such as JSON.
         lookups: Lookups in the tables.
         step: Training step of the current state of tables and weights.
-        version: Name of the current state in responses; see `update`.
+        version: Name of the current state in responses: `export_version` until the first `update`.
+        export_version: The manifest's version.
         split: Function from the names of a user's columns (frozenset) to the ColumnSplit for such users.
     """
 
-    def __init__(self, manifest: Manifest, programs: Programs, lookups: Lookups, columns: pa.Schema, golden: pa.Table):
-        self.manifest, self.columns, self.golden = manifest, columns, golden
-        self._programs, self.lookups, self._features = programs, lookups, manifest.features
+    def __init__(self, manifest: Manifest, programs: Programs, lookups: Lookups, golden: pa.Table):
+        self.manifest, self.golden = manifest, golden
+        scores = {task.column for task in manifest.tasks}
+        self.columns = pa.schema([(f.name, widen_type(f.type)) for f in golden.schema if f.name not in scores])
+        self._programs, self.lookups = programs, lookups
+        self.version = self.export_version = manifest.version
         self.step, self._rewritten = manifest.source.step, WeakSet[RewrittenProgram]()
         # The caches refer to the scorer weakly. Without reference cycles, its tables are freed with the last reference.
         scorer, features = proxy(self), manifest.features
@@ -102,16 +105,6 @@ class Scorer:
         reader = self.get_reader(tower)
         return self.score([reader.read(to_table(rows, reader.columns))], tower)[0]
 
-    @cached_property
-    def version(self) -> str:
-        """Return the name of the current state in responses: the manifest's version until the first `update`."""
-        return self.export_version
-
-    @cached_property
-    def export_version(self) -> str:
-        """Return the manifest's version."""
-        return self.manifest.version
-
     @property
     def program_weights(self) -> dict[str, torch.Tensor]:
         """Return the dense weights and buffers of all programs, with keys PROGRAM/NAME."""
@@ -135,9 +128,8 @@ class Scorer:
             weights: Values of all weights of the programs, by name.
         """
         with torch.no_grad():
-            for program in self._programs.values():
-                for name, value in program.state_dict().items():
-                    value.copy_(weights[name])
+            for key, value in self.program_weights.items():
+                value.copy_(weights[key.partition("/")[2]])
             for rewritten in self._rewritten:
                 rewritten.refresh()
         self.lookups.ids.update(ids)

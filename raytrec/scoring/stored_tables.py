@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd, inf
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
-from raytrec.common.errors import ConfigError, RaytrecError, RunError
+from raytrec.common.errors import ConfigError, RaytrecError, RunError, convert_os_errors
 from raytrec.common.memory import advise_random_access, allow_writing, map_files, prefetch_rows
 from raytrec.scoring.manifest import Manifest, PrecisionName, StackEntry
 
@@ -112,14 +112,6 @@ PRECISIONS: dict[PrecisionName, TablePrecision] = {
 MIN_PREFETCHED_ROWS, SAMPLED_ROWS = 256, 3
 
 
-class TableRows(Protocol):
-    """Concatenated rows of one or several tables, in this or another process."""
-
-    def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
-        """Return the vectors of rows: int64 [N] → float32 [N, dim]."""
-        ...
-
-
 class RowStack:
     """Concatenated stored rows of tables of one dim and precision.
 
@@ -168,11 +160,12 @@ class StackedTable:
     """Table in a stack.
 
     Attributes:
-        stack: Rows of all tables of the stack.
+        stack: Rows of all tables of the stack: a RowStack, or an object with its method `vectors`, whose rows are in
+            another process or in a checkpoint.
         first_row: Index of the table's first row in the stack.
     """
 
-    stack: TableRows
+    stack: Any
     first_row: int = 0
 
 
@@ -215,7 +208,7 @@ def encode_changes(
     """
     parts: dict[RowStack, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for name, each in changes.items():
-        stack, first_row = cast(RowStack, tables[name].stack), tables[name].first_row
+        stack, first_row = tables[name].stack, tables[name].first_row
         parts.setdefault(stack, []).append((each.rows + first_row, encode_rows(name, each, stack.precision)))
     return {stack: tuple(torch.cat(each) for each in zip(*members, strict=True)) for stack, members in parts.items()}
 
@@ -265,7 +258,7 @@ def place_tables(manifest: Manifest, stacks: Sequence[Any]) -> dict[str, Stacked
 
 def _open_stack(folder: Path, entry: StackEntry, rows: int, dim: int) -> RowStack:
     precision, parts = PRECISIONS[entry.precision], []
-    try:
+    with convert_os_errors(f"{', '.join(entry.files)} cannot be mapped", where=str(folder)):
         for number, name in enumerate(entry.files):
             block_rows = min(entry.block_rows, rows - number * entry.block_rows)
             header, size = make_header(block_rows, precision, dim), block_rows * precision.row_bytes(dim)
@@ -279,8 +272,5 @@ def _open_stack(folder: Path, entry: StackEntry, rows: int, dim: int) -> RowStac
                 )
             parts.append((folder / name, ALIGNMENT, size))
         content = map_files(parts)
-    except OSError as error:
-        what = f"{', '.join(entry.files)} cannot be mapped: {error.strerror or error}"
-        raise RunError(what, where=str(folder)) from None
     advise_random_access(ctypes.addressof(content), len(content))
     return RowStack(torch.frombuffer(content, dtype=precision.dtype).view(rows, -1), precision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 from math import hypot, nan
 from typing import Any
 
@@ -59,12 +60,11 @@ def by_rank(lines: list[RankLine]) -> dict[int, list[RankLine]]:
 
 def select_last_group(lines: list[RankLine]) -> list[RankLine]:
     """Return the lines of the last worker group, because only lines of the same group are comparable."""
-    group: list[RankLine] = []
-    for line in reversed(lines):
-        if group and (line.attempt, line.world) != (group[0].attempt, group[0].world):
-            break
-        group.append(line)
-    return group[::-1]
+
+    def is_in_last(line: RankLine) -> bool:
+        return (line.attempt, line.world) == (lines[-1].attempt, lines[-1].world)
+
+    return list(takewhile(is_in_last, reversed(lines)))[::-1]
 
 
 def skip_warmup(lines: list[RankLine]) -> list[RankLine]:

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from select import select
@@ -15,16 +15,14 @@ from typing import Any
 
 from raytrec.common.documents import find_document
 from raytrec.common.errors import ConfigError
-from raytrec.common.formatting import format_count
+from raytrec.common.formatting import flatten, format_count
 from raytrec.common.processes import lock_file
-from raytrec.common.redaction import hide_all
-from raytrec.compat.mlflow_ import block_unneeded_packages
+from raytrec.common.redaction import hide, hide_all
+from raytrec.compat.mlflow_ import block_unneeded_packages, is_transient, is_unreachable, reason
 from raytrec.config.run_config import RunConfig
-from raytrec.tracking.feed import RecordReader
-from raytrec.tracking.mlflow_errors import is_access_denied, is_transient, is_unreachable, reason
-from raytrec.tracking.mlflow_records import parameters, split_texts
+from raytrec.tracking.mlflow_records import INVALID_NAME_CHARACTERS, RecordReader
 from raytrec.tracking.run_folder import CHECK_RESULT, CONFIG, PLAN, REPORT, RESULT, SCHEMA, TAGS
-from raytrec.tracking.store import URI_HINT, Store, make_open_error
+from raytrec.tracking.store import Store, explain_open_error
 
 ARTIFACTS = (CONFIG, SCHEMA, PLAN, RESULT, REPORT, CHECK_RESULT)
 LOCK = "mlflow.lock"
@@ -32,14 +30,14 @@ ROUND_INTERVAL_S = 1.0  # interval between the starts of consecutive rounds of w
 FINAL_ROUND_TIMEOUT_S = 25.0  # time limit of the last round, after training has ended
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0  # shortest and longest delay between retries
 RECOVERY_NOTICE = "MLflow is reachable again; the missing records are being written"
+MAX_TEXTS_PER_CALL = 100  # maximum number of parameters or tags in one call to MLflow
 MAX_PARAM_LENGTH, MAX_TAG_LENGTH = 6000, 8000  # maximum lengths in characters
-LOGIN_HINT = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 
 
 class Delivery:
     """Writer that copies a run folder to one MLflow run.
 
-    The run folder stores the offset up to which lines have been delivered (tracking.feed). Therefore no
+    The run folder stores the offset up to which lines have been delivered (tracking.mlflow_records). Therefore no
     record is lost or duplicated if this process dies. If the store does not respond, is locked or fails, the
     call is retried after 1 s, 2 s, 4 s, … 30 s. Records that the store permanently rejects are dropped; `finish`
     reports their number.
@@ -153,8 +151,7 @@ class Delivery:
             raise RuntimeError(error.what) from None
         except Exception as error:
             if first and not is_unreachable(error):
-                do = LOGIN_HINT if is_access_denied(error) else URI_HINT
-                raise make_open_error(self.uri, reason(error), do) from None
+                raise explain_open_error(self.uri, error) from None
             raise
         self._feed.use_run(self._store.run_id)
 
@@ -165,7 +162,8 @@ class Delivery:
         if not self._feed.delivered.params:
             for part in split_texts(self._params, MAX_PARAM_LENGTH):
                 self._write(self._store.write_params, part)
-            self._feed.mark_params_written()
+            self._feed.delivered.params = True
+            self._feed.delivered.write(self._folder)
         tags = find_document(str(self._folder / TAGS), dict[str, Any]) or {}
         tags = hide_all({key: str(value) for key, value in tags.items()})
         if tags != self._tags:
@@ -206,6 +204,22 @@ class Delivery:
     def _end(self, status: str) -> None:
         self._store.end(status)
         self._store.join_parent()
+
+
+def parameters(config: RunConfig) -> dict[str, str]:
+    """Return all settings as section.key → text, without secrets.
+
+    MLflow does not allow table patterns in names, so a mapping with patterns becomes a single parameter.
+    """
+    values = hide_all(config.model_dump(by_alias=True))
+    flat = flatten(values, whole=lambda inner: any(INVALID_NAME_CHARACTERS.search(name) for name in inner))
+    return {key: str(value) for key, value in flat.items()}
+
+
+def split_texts(texts: Mapping[str, str], length: int) -> list[dict[str, str]]:
+    """Split texts into parts for one MLflow call each, hide secrets, and truncate each text to `length` characters."""
+    items = [(key, hide(value)[:length]) for key, value in texts.items()]
+    return [dict(items[i : i + MAX_TEXTS_PER_CALL]) for i in range(0, len(items), MAX_TEXTS_PER_CALL)]
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from time import time
 from typing import Any
@@ -20,21 +19,6 @@ from raytrec.common.messages import EVENTS, Message
 from raytrec.common.processes import create_file
 
 MAX_PENDING_BYTES = 32 << 20  # maximum total size of pending writes; beyond it, the oldest writes are dropped
-
-
-@dataclass(frozen=True)
-class PendingWrite:
-    """Line or file that has not been written yet.
-
-    Attributes:
-        name: File name.
-        data: Bytes to write.
-        whole: True to replace the file; False to append a line.
-    """
-
-    name: str
-    data: bytes
-    whole: bool = False
 
 
 class Journal:
@@ -50,30 +34,30 @@ class Journal:
 
     def __init__(self, folder: Path, notify: Callable[[str], None]):
         self._folder, self._notify = folder, notify
-        self._waiting: deque[PendingWrite] = deque()
+        self._waiting: deque[tuple[str, bytes, bool]] = deque()  # (file name, data, True to replace the file)
         self._bytes, self._lost, self._trouble = 0, 0, ""
         self._begun: set[str] = set()  # files whose last line is known to be complete
 
     def add(self, name: str, entry: dict[str, Any]) -> None:
         """Append an entry to a file as a line of JSON."""
-        self._enqueue(PendingWrite(name, json.dumps(entry).encode() + b"\n"))
+        self._enqueue(name, _to_line(entry))
         self.write()
 
     def put(self, name: str, text: str) -> None:
         """Replace the content of a file."""
-        self._enqueue(PendingWrite(name, text.encode(), True))
+        self._enqueue(name, text.encode(), replaces=True)
         self.write()
 
     def write(self) -> None:
         """Write pending lines and files until a write fails."""
         while self._waiting:
-            first = self._waiting[0]
+            name, data, replaces = self._waiting[0]
             try:
-                self._write(first)
+                self._write(name, data, replaces)
             except OSError as error:
                 return self._record_failure(reason(error))
             self._waiting.popleft()
-            self._bytes -= len(first.data)
+            self._bytes -= len(data)
         if self._trouble:
             self._trouble = ""
             lost = f", except for the oldest {self._lost:,} records" if self._lost else ""
@@ -89,11 +73,11 @@ class Journal:
         why = f" ({self._trouble})" if self._trouble else ""
         return f"the run folder lacks {lines:,} record{'s' * (lines != 1)}{why}: {self._folder}"
 
-    def _enqueue(self, item: PendingWrite) -> None:
-        self._waiting.append(item)
-        self._bytes += len(item.data)
+    def _enqueue(self, name: str, data: bytes, replaces: bool = False) -> None:
+        self._waiting.append((name, data, replaces))
+        self._bytes += len(data)
         while self._bytes > MAX_PENDING_BYTES:
-            self._bytes -= len(self._waiting.popleft().data)
+            self._bytes -= len(self._waiting.popleft()[1])
             self._lost += 1
 
     def _record_failure(self, why: str) -> None:
@@ -104,18 +88,16 @@ class Journal:
             f"cannot write to the run folder ({why}): {self._folder}; training continues, and "
             "records stay in memory until there is space"
         )
-        self._enqueue(
-            PendingWrite(EVENTS, json.dumps({"event": "full", "unix_s": time(), "error": why}).encode() + b"\n")
-        )
+        self._enqueue(EVENTS, _to_line({"event": "full", "unix_s": time(), "error": why}))
 
-    def _write(self, item: PendingWrite) -> None:
-        path = self._folder / item.name
-        if item.whole:
-            write_atomically(path, item.data)
+    def _write(self, name: str, data: bytes, replaces: bool) -> None:
+        path = self._folder / name
+        if replaces:
+            write_atomically(path, data)
             return
-        start = b"" if item.name in self._begun else _get_missing_newline(path)
-        append_to(path, start + item.data)
-        self._begun.add(item.name)
+        start = b"" if name in self._begun else _get_missing_newline(path)
+        append_to(path, start + data)
+        self._begun.add(name)
 
 
 def append_line(folder: Path, message: Message) -> None:
@@ -124,7 +106,7 @@ def append_line(folder: Path, message: Message) -> None:
     Raises:
         OSError: The message cannot be written; the file is unchanged.
     """
-    append_to(folder / message.FILE, json.dumps(message.line()).encode() + b"\n")
+    append_to(folder / message.FILE, _to_line(message.line()))
 
 
 def append_to(path: Path, data: bytes) -> None:
@@ -162,6 +144,10 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
         with suppress(OSError):
             partial.unlink()
         raise
+
+
+def _to_line(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
 
 
 def _get_missing_newline(path: Path) -> bytes:

@@ -1,4 +1,9 @@
-"""Convert messages, configuration and environment of a run to MLflow metrics, parameters and tags."""
+"""Convert the lines of a run folder that have not been delivered to MLflow metrics, and collect the tags of a run.
+
+Byte offsets of delivered lines are stored in mlflow.json in the run folder. The file is replaced after every write to
+the store. If a driver dies between the two writes, the next driver sends the same records again. This is harmless: the
+time of a metric is the time of its line, and a store keeps one metric per name, step, time and value.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +15,24 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
-from raytrec.common.formatting import flatten
+from pydantic import NonNegativeInt
+
+from raytrec.common.documents import find_document, to_json_document
 from raytrec.common.machine import get_installed_versions
-from raytrec.common.messages import Final, Measured, Message, Outcome, RankLine, Result
-from raytrec.common.redaction import hide, hide_all
-from raytrec.config.run_config import RunConfig
+from raytrec.common.messages import CHECKS, METRICS, RANKS, Final, Measured, Message, Outcome, RankLine, Result
 from raytrec.tracking.aggregate import FIGURES, RANK_SUM_KEYS, combine_shards, sum_table_bytes
 from raytrec.tracking.history import StepBuffer
+from raytrec.tracking.journal import write_atomically
+from raytrec.tracking.run_folder import Line, decode, read_lines
 
+DELIVERY_STATE_FILE, FILES = "mlflow.json", (METRICS, CHECKS, RANKS)
 # MLflow 3.17 shows metrics with the prefix system/ on its page "System metrics". Names and units are those of
 # MLflow's monitor (mlflow/system_metrics) if it has the metric.
 MLFLOW_NAMES = {
@@ -33,17 +44,13 @@ MLFLOW_NAMES = {
     "gpu_percent": ("gpu_utilization_percentage", 1),
     "gpu_memory_bytes": ("gpu_memory_usage_megabytes", 1e-6),
 }
-
-
 SECTIONS = {"train": "train/", "eval": "eval/", "compared": ""}  # kind of message → prefix of metric names
-# Characters that MLflow does not allow in names.
-INVALID_NAME_CHARACTERS = re.compile(r"[^\w\-. :/]", re.ASCII)
+INVALID_NAME_CHARACTERS = re.compile(r"[^\w\-. :/]", re.ASCII)  # characters that MLflow does not allow in names
 MAX_NAME_LENGTH = 250
-# Limits on the metrics of one step, because a store accepts about 1,000 metrics per call. The run folder contains all
-# metrics.
+# Limits on the metrics of one step, because a store accepts about 1,000 per call. The run folder contains all metrics.
 MAX_TABLES = 200  # maximum number of tables whose metrics are delivered, the largest first
 MAX_RANK_TABLES = 64  # maximum of ranks × tables up to which table metrics of each rank are delivered
-MAX_TEXTS_PER_CALL = 100  # maximum number of parameters or tags in one call to MLflow
+MAX_METRICS_PER_CALL = 1000  # maximum number of metrics in one call to MLflow
 ACCELERATOR_PREFIX = "accelerator_type:"  # prefix of the Ray resource that names a node's GPU type
 
 
@@ -55,28 +62,8 @@ class Record(NamedTuple):
     unix_ms: int
 
 
-class Translator:
-    """Converter of messages to records; rank lines are combined once all ranks of a step are present."""
-
-    def __init__(self) -> None:
-        self._groups = StepBuffer()
-
-    def record(self, message: Message, begin: int) -> Record | None:
-        """Return the metrics of a message; None if there are none, or if lines of other ranks are missing.
-
-        `begin` is the offset of the message's line in its file.
-        """
-        if not isinstance(message, RankLine):
-            return _to_record(message)
-        lines = self._groups.add(message, begin)
-        return None if lines is None else _record(to_rank_metrics(lines), message.step, message.unix_s)
-
-    def find_pending_offset(self) -> int | None:
-        """Return the offset in ranks.jsonl of the first line still waiting for other ranks, or None."""
-        return self._groups.find_pending_offset()
-
-
-def _to_record(message: Message) -> Record | None:
+def _to_record(message: Message | None) -> Record | None:
+    """Return the metrics of a message other than a rank line; None if there are none."""
     if isinstance(message, Outcome):
         place = f"watch/check/{message.check}"
         named = {place: int(message.passed), f"{place}_figure": message.figure}
@@ -87,10 +74,10 @@ def _to_record(message: Message) -> Record | None:
     else:
         section = SECTIONS[message.KIND]
         named = {section + name: value for name, value in message.figures.items()}
-    return _record(named, message.step, message.unix_s)
+    return _make_record(named, message.step, message.unix_s)
 
 
-def _record(figures: Mapping[str, Any], step: int, unix_s: float) -> Record:
+def _make_record(figures: Mapping[str, Any], step: int, unix_s: float) -> Record:
     """Return a record with valid MLflow names; values that are not finite numbers are omitted."""
     valid = {
         INVALID_NAME_CHARACTERS.sub("_", name)[:MAX_NAME_LENGTH]: float(value)
@@ -101,10 +88,7 @@ def _record(figures: Mapping[str, Any], step: int, unix_s: float) -> Record:
 
 
 def to_rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
-    """Return the MLflow metrics for the rank lines of one step.
-
-    Args:
-        lines: Lines of all recorded ranks.
+    """Return the MLflow metrics for the lines of all recorded ranks at one step.
 
     Returns:
         watch/rank/R/…: load, memory, and milliseconds per step for each phase; watch/table/NAME/…: statistics
@@ -115,7 +99,11 @@ def to_rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
     out: dict[str, float | None] = {}
     table_bytes: dict[str, float] = {}
     for line in lines:
-        out |= _build_rank_metrics(line)
+        place, steps = f"watch/rank/{line.rank}", max(1, line.steps)
+        out |= {f"{place}/{phase}_ms": 1e3 * seconds / steps for phase, seconds in line.phases_s.items()}
+        out |= {f"{place}/step_ms": 1e3 * line.seconds / steps}
+        out |= {f"{place}/{key}": line.added(key) for key in RANK_SUM_KEYS}
+        out |= system_metrics(line.rank, line.system)
         for name, entry in line.tables.items():
             table_bytes[name] = table_bytes.get(name, 0.0) + sum_table_bytes(entry)
     if len(lines) * len(table_bytes) <= MAX_RANK_TABLES:
@@ -127,16 +115,6 @@ def to_rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
         figures = combine_shards(lines, name)
         out |= {f"watch/table/{name}/{key}": figures[key] for key in FIGURES}
     return out
-
-
-def _build_rank_metrics(line: RankLine) -> dict[str, float | None]:
-    place, steps = f"watch/rank/{line.rank}", max(1, line.steps)
-    out: dict[str, float | None] = {
-        f"{place}/{phase}_ms": 1e3 * seconds / steps for phase, seconds in line.phases_s.items()
-    }
-    out[f"{place}/step_ms"] = 1e3 * line.seconds / steps
-    out |= {f"{place}/{key}": line.added(key) for key in RANK_SUM_KEYS}
-    return out | system_metrics(line.rank, line.system)
 
 
 def system_metrics(rank: int, sample: Mapping[str, float | None]) -> dict[str, float]:
@@ -151,6 +129,116 @@ def system_metrics(rank: int, sample: Mapping[str, float | None]) -> dict[str, f
         for key, (name, factor) in MLFLOW_NAMES.items()
         if sample.get(key) is not None
     }
+
+
+@dataclass
+class DeliveryState:
+    """State of a delivery: the part of a run folder that has been written to the store.
+
+    Attributes:
+        key: Key of the MLflow run, by which the run is found if the store created it without responding.
+        run_id: Id of the MLflow run; None until the run has been created.
+        params: True if the parameters have been written.
+        offsets: File → byte offset up to which lines have been delivered.
+    """
+
+    key: str = field(default_factory=lambda: uuid4().hex)
+    run_id: str | None = None
+    params: bool = False
+    offsets: dict[str, NonNegativeInt] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> DeliveryState:
+        """Read the state from a run folder; if it is missing or unreadable, everything is delivered again."""
+        return find_document(str(folder / DELIVERY_STATE_FILE), cls) or cls()
+
+    def write(self, folder: Path) -> None:
+        """Replace the stored state; write errors are ignored, because the next write contains the full state."""
+        with suppress(OSError):
+            write_atomically(folder / DELIVERY_STATE_FILE, to_json_document(self))
+
+
+class Batch(NamedTuple):
+    """Records for one call to the store, and for each file the byte offset up to which they cover its lines."""
+
+    records: list[Record]
+    offsets: dict[str, int]
+
+
+class RecordReader:
+    """Reader of a run folder in batches; `next_batch` returns the same batch until `mark_batch_written` is called.
+
+    Attributes:
+        folder: Run folder.
+        delivered: State of the delivery.
+        dropped: Number of invalid lines.
+        why: Reason why the last dropped line was invalid.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.dropped, self.why = folder, 0, ""
+        self.delivered = DeliveryState.read(folder)
+        self._batch: Batch | None
+        self._rewind()
+
+    def use_run(self, run_id: str) -> None:
+        """Deliver to this MLflow run; if it is not the run of the saved delivery state, start from the beginning."""
+        if run_id != self.delivered.run_id:
+            self.delivered = DeliveryState(self.delivered.key, run_id)
+            self._rewind()
+        self.delivered.write(self.folder)
+
+    def next_batch(self) -> Batch | None:
+        """Return the next batch of about MAX_METRICS_PER_CALL metrics; None if everything has been delivered."""
+        self._batch = self._batch or self._read_batch()
+        return self._batch
+
+    def mark_batch_written(self) -> None:
+        """Record that the batch has been written to the store."""
+        self.delivered.offsets |= self._batch.offsets
+        self.delivered.write(self.folder)
+        self._batch = None
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of undelivered lines; lines of ranks.jsonl that have been read count as one per step."""
+        unread = sum(1 for file in FILES for _ in read_lines(self.folder / file, self._read_to[file]))
+        return unread + (len(self._batch.records) if self._batch else 0)
+
+    def _rewind(self) -> None:
+        self._read_to = dict.fromkeys(FILES, 0) | self.delivered.offsets
+        self._batch, self._groups = None, StepBuffer()
+
+    def _read_batch(self) -> Batch | None:
+        records: list[Record] = []
+        metrics, start_offsets = 0, dict(self._read_to)
+        for file in FILES:
+            for line in read_lines(self.folder / file, self._read_to[file]):
+                if metrics >= MAX_METRICS_PER_CALL:
+                    break
+                self._read_to[file] = line.end
+                if (record := self._parse_record(file, line)) and record.figures:
+                    records.append(record)
+                    metrics += len(record.figures)
+        if self._read_to == start_offsets:
+            return None
+        offsets = dict(self._read_to)
+        if (begin := self._groups.find_pending_offset()) is not None:
+            offsets[RANKS] = min(begin, offsets[RANKS])
+        return Batch(records, offsets)
+
+    def _parse_record(self, file: str, line: Line) -> Record | None:
+        """Return the metrics of a line; None without metrics, or while lines of other ranks of the step are missing."""
+        try:
+            message = decode(file, line.data)
+        except ValueError as error:
+            self.dropped += 1
+            self.why = f"{file} contains an invalid line: {error}"
+            return None
+        if not isinstance(message, RankLine):
+            return _to_record(message)
+        lines = self._groups.add(message, line.begin)
+        return _make_record(to_rank_metrics(lines), message.step, message.unix_s) if lines else None
 
 
 def collect_run_tags() -> dict[str, str]:
@@ -171,17 +259,14 @@ def collect_run_tags() -> dict[str, str]:
 def _collect_git_tags() -> dict[str, str]:
     command = ["git", "--no-optional-locks", "status", "--porcelain=2", "--branch", "--untracked-files=no"]
     try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):  # no git, no checkout, or a very slow disk
         return {}
-    head, changes = "", False
-    for line in lines.splitlines():
-        if line.startswith("# branch.oid "):
-            head = line.split()[-1]
-        changes |= not line.startswith("#")
-    if not head or head == "(initial)":
+    heads = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
+    if heads in ([], ["(initial)"]):
         return {}
-    return {"mlflow.source.git.commit": head, "mlflow.source.git.dirty": str(changes).lower()}
+    is_dirty = any(not line.startswith("#") for line in lines)
+    return {"mlflow.source.git.commit": heads[0], "mlflow.source.git.dirty": str(is_dirty).lower()}
 
 
 def _collect_user_tags() -> dict[str, str]:
@@ -213,19 +298,3 @@ def _collect_cluster_tags() -> dict[str, str]:
     if gpus.total():
         tags["cluster.gpu_types"] = ", ".join(f"{n} x {kind}" for kind, n in sorted(gpus.items()) if n)
     return tags
-
-
-def parameters(config: RunConfig) -> dict[str, str]:
-    """Return all settings as section.key → text, without secrets.
-
-    MLflow does not allow table patterns in names, so a mapping with patterns becomes a single parameter.
-    """
-    values = hide_all(config.model_dump(by_alias=True))
-    flat = flatten(values, whole=lambda inner: any(INVALID_NAME_CHARACTERS.search(name) for name in inner))
-    return {key: str(value) for key, value in flat.items()}
-
-
-def split_texts(texts: Mapping[str, str], length: int) -> list[dict[str, str]]:
-    """Split texts into parts for one MLflow call each, hide secrets, and truncate each text to `length` characters."""
-    items = [(key, hide(value)[:length]) for key, value in texts.items()]
-    return [dict(items[i : i + MAX_TEXTS_PER_CALL]) for i in range(0, len(items), MAX_TEXTS_PER_CALL)]

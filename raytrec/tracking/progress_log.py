@@ -85,8 +85,7 @@ def named(figures: Iterable[MetricDisplay], values: Mapping[str, Any]) -> list[s
 
 def message(kind: str, values: Mapping[str, Any]) -> str:
     """Return a message as one line of JSON; values that are not finite are replaced by null."""
-    finite = null_nonfinite(values)
-    return json.dumps({"raytrec": kind, **finite})
+    return json.dumps({"raytrec": kind, **null_nonfinite(values)})
 
 
 def write_message(kind: str, values: Mapping[str, Any], file: IO[str] | None = None) -> None:

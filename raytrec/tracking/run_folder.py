@@ -132,10 +132,9 @@ class RunFolder(History):
         for file in self._read_to:
             for line in read_lines(self.path / file, self._read_to[file]):
                 self._read_to[file] = line.end
-                try:
+                message = None
+                with suppress(ValueError):
                     message = decode(file, line.data)
-                except ValueError:
-                    message = None
                 if message is None:
                     self.dropped += 1
                 else:

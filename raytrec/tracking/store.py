@@ -11,14 +11,21 @@ from pathlib import Path
 from raytrec.common.errors import ConfigError
 from raytrec.common.processes import lock_file
 from raytrec.common.redaction import hide, hide_yaml
-from raytrec.compat.mlflow_ import EXPERIMENT_TAGS, PARENT_RUN_TAG, has_store, import_quietly
+from raytrec.compat.mlflow_ import (
+    EXPERIMENT_TAGS,
+    PARENT_RUN_TAG,
+    get_http_status,
+    has_store,
+    import_quietly,
+    is_transient,
+    reason,
+)
 from raytrec.config.run_config import RunConfig
-from raytrec.tracking.mlflow_errors import is_transient
-from raytrec.tracking.mlflow_records import Record
+from raytrec.tracking.mlflow_records import MAX_METRICS_PER_CALL, Record
 
 KEY, PARENT_NAME_TAG = "raytrec.key", "raytrec.parent_run"
-MAX_METRICS_PER_CALL = 1000  # maximum number of metrics in one call to MLflow
 URI_HINT = "correct tracking.uri, or omit it to use a local sqlite store"
+LOGIN_HINT = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 
 
 class Store:
@@ -27,7 +34,9 @@ class Store:
     Args:
         config: Configuration with the address of the store and the names of run, experiment and parent; a
             missing experiment or parent is created.
-        folder: Run folder; for an sqlite store, it determines the artifact folder (`choose_artifact_folder`).
+        folder: Run folder. Artifacts of a new experiment in an sqlite store are stored next to the store if the run
+            folder is below the store's folder, else next to the run folder. (Folders of a search's trials are nested
+            more deeply than other run folders.)
         key: Key of the run, stored in a tag, by which the run is found if the store created it without responding.
         previous_run_id: Id of a run to continue; if it does not exist in the store, a new run is created.
 
@@ -40,7 +49,9 @@ class Store:
         tracking = config.tracking
         self.uri, self._experiment, self._parent = tracking.uri, tracking.experiment, tracking.parent_run
         self.run_id: str | None = None
-        self._name, self._artifacts = config.run.name, choose_artifact_folder(tracking.uri, folder)
+        store_folder = Path(tracking.uri.removeprefix("sqlite:///")).parent
+        parent = store_folder if store_folder in folder.parents else folder.parent
+        self._name, self._artifacts = config.run.name, parent / "mlartifacts"
         self._is_file = self.uri.startswith("sqlite")
         self._previous_id, self._key = previous_run_id, key
         self._created_parent: str | None = None
@@ -183,10 +194,16 @@ def check_tracking_uri(uri: str) -> None:
         ConfigError: MLflow has no store for addresses of this kind.
     """
     if not has_store(uri):
-        raise make_open_error(uri, "MLflow does not support this address", URI_HINT)
+        raise make_open_error(uri, "MLflow does not support this address")
 
 
-def make_open_error(uri: str, why: str, do: str) -> ConfigError:
+def explain_open_error(uri: str, error: BaseException) -> ConfigError:
+    """Return the error for a store whose first call has raised `error`."""
+    is_access_denied = get_http_status(error) in (401, 403)
+    return make_open_error(uri, reason(error), LOGIN_HINT if is_access_denied else URI_HINT)
+
+
+def make_open_error(uri: str, why: str, do: str = URI_HINT) -> ConfigError:
     """Return the error for a store that cannot be opened."""
     return ConfigError(
         f"cannot open the MLflow store: {why}",
@@ -194,16 +211,6 @@ def make_open_error(uri: str, why: str, do: str) -> ConfigError:
         expected="sqlite:///FILE or the address of an MLflow server",
         do=do,
     )
-
-
-def choose_artifact_folder(uri: str, folder: Path) -> Path:
-    """Return the artifact folder for a new experiment in an sqlite store.
-
-    The folder is next to the store if the run folder is below the store's folder, else next to the run
-    folder. (Folders of a search's trials are nested more deeply than other run folders.)
-    """
-    store = Path(uri.removeprefix("sqlite:///")).parent
-    return (store if store in folder.parents else folder.parent) / "mlartifacts"
 
 
 @contextmanager

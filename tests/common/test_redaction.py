@@ -93,7 +93,7 @@ def test_secrets_are_hidden_in_every_output(address, tmp_path_factory):
 
     from raytrec.client.jobs import _check_no_secrets
     from raytrec.driver.console import Result, RunConsole, print_summary
-    from raytrec.tracking.mlflow_records import MAX_TEXTS_PER_CALL, parameters, split_texts
+    from raytrec.tracking.delivery import MAX_TEXTS_PER_CALL, parameters, split_texts
     from raytrec.worker.context import WorkerTask
 
     tags = {"team": "ads", "api_key": SEED, "see": address}

@@ -21,8 +21,7 @@ from raytrec.data.read_plans import ReadPlan
 from raytrec.data.stream import Stream
 from raytrec.data.transform import Draw, apply_transforms
 from raytrec.driver.datasets import check_sample_counts
-from raytrec.prediction.columns import CarriedColumns
-from raytrec.prediction.spans import SpanOrder, assign_spans, cut_spans
+from raytrec.prediction.inputs import CarriedColumns, SpanOrder, assign_spans, cut_spans
 
 SPARSE = {"row": {"table": "row"}, "negatives": {"table": "tag", "pooling": "sequence"}}
 TABLES = {"row": {"rows": 10_000, "dim": 8}, "tag": {"rows": 200, "dim": 8}}

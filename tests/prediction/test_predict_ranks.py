@@ -31,8 +31,8 @@ def settings(folder, **changes):
 
 def make_prediction_task(folder, dataset, out, columns=("row",), files=None):
     """Return the task that the driver would send to the workers."""
-    from raytrec.prediction.columns import CarriedColumns
     from raytrec.prediction.folder import Manifest, PredictionTask
+    from raytrec.prediction.inputs import CarriedColumns
 
     rows = dict.fromkeys(files or [], 0)
     for group in dataset.groups:

@@ -11,7 +11,7 @@ from raytrec.common.errors import DataError
 from raytrec.config.features import resolve_input_columns, select_needed_transforms
 from raytrec.config.run_config import load_config
 from raytrec.data.order import Part
-from raytrec.prediction.columns import CarriedColumns
+from raytrec.prediction.inputs import CarriedColumns
 
 ROWS = 5
 TABLE = pa.table(

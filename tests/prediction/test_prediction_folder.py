@@ -22,9 +22,9 @@ from raytrec.common.processes import get_owner_name
 from raytrec.config.run_config import load_config
 from raytrec.prediction import predict as predicting
 from raytrec.prediction.folder import Counts, PredictionFolder
+from raytrec.prediction.inputs import cut_spans
 from raytrec.prediction.predict import predict
-from raytrec.prediction.spans import cut_spans
-from raytrec.prediction.writer import SpanWriter, group_by_file, join_parts
+from raytrec.prediction.worker import SpanWriter, group_by_file, join_parts
 
 
 def save_checkpoint_index(root, step, auc, **changes):

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from raytrec.data.fragments import Dataset, RowGroup
-from raytrec.prediction.spans import SpanOrder, assign_spans, cut_spans, select_remaining
+from raytrec.prediction.inputs import SpanOrder, assign_spans, cut_spans, select_remaining
 
 
 def make_dataset_of_sizes(sizes):

@@ -18,10 +18,9 @@ from tracked import add_compared_line, mlflow_client
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.messages import METRICS
+from raytrec.compat.mlflow_ import is_transient, is_unreachable
 from raytrec.tracking.delivery import Delivery
-from raytrec.tracking.feed import RecordReader
-from raytrec.tracking.mlflow_errors import is_transient, is_unreachable
-from raytrec.tracking.mlflow_records import collect_run_tags
+from raytrec.tracking.mlflow_records import RecordReader, collect_run_tags
 from raytrec.tracking.store import KEY, PARENT_NAME_TAG, Store
 
 

@@ -20,8 +20,8 @@ from raytrec.common.errors import RunError
 from raytrec.driver import track as track_module
 from raytrec.driver.recorder import Record
 from raytrec.tracking.delivery import Delivery
-from raytrec.tracking.feed import DELIVERY_STATE_FILE, DeliveryState, RecordReader
 from raytrec.tracking.journal import append_line
+from raytrec.tracking.mlflow_records import DELIVERY_STATE_FILE, DeliveryState, RecordReader
 
 RANKS = 2
 

@@ -9,7 +9,7 @@ import recorded
 from raytrec.common import messages
 from raytrec.driver.recorder import Record
 from raytrec.report import sheets
-from raytrec.tracking.feed import RecordReader
+from raytrec.tracking.mlflow_records import RecordReader
 from raytrec.tracking.run_folder import RunFolder
 
 TABLES = ("user", "item", "city")

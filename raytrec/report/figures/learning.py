@@ -52,8 +52,7 @@ def reliability(run: History) -> Figure | None:
     top = max(top, 1e-9)
     above.plot([0, top], [0, top], color=style.MUTED, linewidth=0.8, label="perfect calibration")
     for curve, colour in zip(curves, cycle(style.LINES)):
-        line = {"color": colour, "marker": "o", "markersize": 3.5, "label": curve["name"]}
-        above.plot(curve["predicted"], curve["actual"], **line)
+        above.plot(curve["predicted"], curve["actual"], color=colour, marker="o", markersize=3.5, label=curve["name"])
         rows = [parse_number(count) for count in as_list(curve["written"].get("rows"))]
         if len(rows) == len(curve["predicted"]):
             bars = colour if len(curves) > 1 else style.GREY
@@ -125,14 +124,14 @@ def draw_overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
 
 def _select_distinct_metrics(run: History) -> list[Metric]:
     """Return the run's metrics, except training losses that equal the log loss of the same task."""
-    return [each for each in run.recorded_metrics if not _repeats_log_loss(run, each.key)]
-
-
-def _repeats_log_loss(run: History, key: str) -> bool:
-    task, _, name = key.rpartition(".")
-    losses, others = (points(run, Train, each)[1] for each in (key, f"{task}.{LOG_LOSS}".lstrip(".")))
-    apart = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, others, strict=False)]
-    return name == LOSS and bool(apart) and median(apart) < SAME_CURVE_TOLERANCE
+    distinct = []
+    for metric in run.recorded_metrics:
+        task, _, name = metric.key.rpartition(".")
+        losses, others = (points(run, Train, key)[1] for key in (metric.key, f"{task}.{LOG_LOSS}".lstrip(".")))
+        apart = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, others, strict=False)]
+        if name != LOSS or not apart or median(apart) >= SAME_CURVE_TOLERANCE:
+            distinct.append(metric)
+    return distinct
 
 
 def _measured(run: History) -> list[Metric]:
@@ -169,8 +168,7 @@ def _draw(axes: Axes, run: History, name: str) -> None:
     for kind, (label, colour, marker, size) in STYLES.items():
         steps, values = points(run, kind, name)
         if steps:
-            line: dict[str, Any] = {"color": colour, "marker": marker, "markersize": size, "label": label}
-            axes.plot(*style.thin_line(steps, values), **line)
+            axes.plot(*style.thin_line(steps, values), color=colour, marker=marker, markersize=size, label=label)
     style.clip_initial_outliers(axes)
     style.draw_restart_lines(axes, run.restarts)
     axes.yaxis.set_major_formatter(style.PLAIN)

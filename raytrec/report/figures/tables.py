@@ -76,13 +76,8 @@ def _build_matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]
 
     Tables beyond MAX_TABLES are added up in one row.
     """
-    cells: dict[str, np.ndarray] = {}
-    for column, tables in enumerate(ranks):
-        for name, value in tables.items():
-            row = cells.setdefault(name, np.zeros(len(ranks)))
-            row[column] += max(0.0, value)
-    if not cells:
-        return np.zeros((0, len(ranks))), []
+    all_names = dict.fromkeys(name for tables in ranks for name in tables)
+    cells = {name: np.array([max(0.0, tables.get(name, 0.0)) for tables in ranks]) for name in all_names}
     names = sorted(cells, key=lambda name: (-cells[name].sum(), name))
     separate, others = names[:MAX_TABLES], names[MAX_TABLES:]
     rows = [cells[name] for name in separate]
@@ -113,7 +108,8 @@ def _draw(
     grid.grid(visible=False)
     grid.tick_params(length=0)
     grid.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=style.ROUND))
-    grid.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _format_rank(ranks, x)))
+    labels = dict(enumerate(map(str, ranks)))
+    grid.xaxis.set_major_formatter(FuncFormatter(lambda x, _: labels.get(x, "")))
     if len(ranks) <= MAX_LABELED_RANKS:
         _write(grid, cells, kind, norm)
     else:
@@ -133,10 +129,6 @@ def _write(axes: Axes, cells: np.ndarray, kind: FuncFormatter, norm: Normalize) 
             red, green, blue, _ = colours(norm(value))
             ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.45 else "white"
             axes.text(column, row, kind(value), color=ink, ha="center", va="center", fontsize=6.5)
-
-
-def _format_rank(ranks: list[int], x: float) -> str:
-    return str(ranks[int(x)]) if x == int(x) and 0 <= x < len(ranks) else ""
 
 
 EDGES = np.logspace(-4, 2, BINS + 1)  # bin edges of row_norm_counts

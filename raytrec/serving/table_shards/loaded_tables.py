@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import Lock
 from time import monotonic
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,7 +116,7 @@ class LoadedTables:
     def _select_own(self, changes: Mapping[str, RowChanges]) -> dict[str, RowChanges]:
         own = dict[str, RowChanges]()
         for name, each in changes.items():
-            places = self._find_own(cast(RowStack, self._tables[name].stack), each.rows + self._tables[name].first_row)
+            places = self._find_own(self._tables[name].stack, each.rows + self._tables[name].first_row)
             own[name] = RowChanges(each.rows[places], each.values[places])
         return own
 
