@@ -222,7 +222,7 @@ def convert(
 
     Args:
         place: Run folder or checkpoint folder, which is not changed.
-        tables: TABLE=KIND, where KIND is managed, resize:ROWS or hash (docs/data.md).
+        tables: TABLE=KIND, where KIND is managed, resize:ROWS or hash (docs/managed_ids.md).
         out: Folder to write to, local or s3:// or gs://.
         checkpoint: Step, "best" or "newest" of a run; default: the newest.
         allow_code: True if a configuration written by another user may name code.

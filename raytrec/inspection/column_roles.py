@@ -174,7 +174,7 @@ def _label(s: ColumnStats, why: str) -> Finding:
             f"column '{s.name}' cannot be the label: {trouble}",
             where=s.name,
             expected="a number or a text in each row of every file",
-            do="write the schema of requests by hand (docs/data.md), because inspect reads rows with one example"
+            do="write the schema of requests by hand (docs/requests.md), because inspect reads rows with one example"
             if s.is_list
             else "pass another column with --label COLUMN",
         )

@@ -44,7 +44,7 @@ def read(path, tasks, faults=None, transforms=()):
 
 
 def compute_task_weight(task, row):
-    """Return the weight of a row in a task, as defined in docs/configuration.md."""
+    """Return the weight of a row in a task, as defined in docs/correctness.md."""
 
     def missing(value):
         return value is None or (isinstance(value, float) and math.isnan(value))

@@ -156,7 +156,7 @@ def test_each_job_script_runs_its_command(monkeypatch):
     """jobs/NAME.py runs `raytrec NAME`; docs/jobs.md lists all scripts."""
     scripts = sorted(JOBS.glob("*.py"))
     page = (JOBS.parent / "docs/jobs.md").read_text()
-    section = page.partition("## With Ray's own command line")[2].partition("\n## ")[0]
+    section = page.partition("## Use Ray's own command line")[2].partition("\n## ")[0]
     assert {f"{name}.py" for name in re.findall(r"`(?:jobs/)?(\w+)\.py`", section)} == {path.name for path in scripts}
     given = []
     monkeypatch.setattr(cli, "main", given.append)
