@@ -170,21 +170,16 @@ class Stream:
             compute=ray.data.TaskPoolStrategy(size=self.readers),
             ray_remote_args_fn=partial(choose_read_options, self.readers * self.world, self.read_on),
         )
+        store_bytes = int(ray.cluster_resources().get("object_store_memory", 0)) // (2 * self.world)
+        buffer_bytes = min(self.buffer_bytes, store_bytes or self.buffer_bytes)  # less if the store is small
         context, limits = dataset.context, ray.data.ExecutionResources.for_limits
         context.execution_options.preserve_order = True
-        context.execution_options.resource_limits = limits(object_store_memory=self._limit_buffer_bytes())
+        context.execution_options.resource_limits = limits(object_store_memory=buffer_bytes)
         context.target_max_block_size = BLOCK_BYTES
         context.raise_original_map_exception = True  # otherwise Ray wraps a DataError and loses its attributes
         context.enable_progress_bars = False
         context.memory_usage_poll_interval_s = None  # polling uses a thread per reader; nothing reads the result
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
-
-    def _limit_buffer_bytes(self) -> int:
-        """Return this rank's object-store limit in bytes: `buffer_bytes`, or less if the store is small."""
-        import ray
-
-        store = ray.cluster_resources().get("object_store_memory", 0)
-        return min(self.buffer_bytes, int(store) // (2 * self.world) or self.buffer_bytes)
 
 
 class PrefetchIterator:

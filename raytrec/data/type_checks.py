@@ -1,14 +1,16 @@
-"""Check that the columns of a dataset's files exist and have types that fit the schema."""
+"""Check that the columns of a dataset's files exist, and have types that fit the schema and other files."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from pyarrow import types
 
 from raytrec.common.errors import DataError, find_similar_word
-from raytrec.config.schema import advise_transform, format_yaml_scalar
+from raytrec.config.schema import Schema, advise_transform, format_yaml_scalar
 from raytrec.data.arrow import (
     AmbiguousColumnError,
     find_column,
@@ -21,10 +23,14 @@ from raytrec.data.arrow import (
 )
 
 if TYPE_CHECKING:
+    from raytrec.data.files.footers import FooterStatistics
     from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
 
 MAX_NAMES_IN_MESSAGE = 30  # maximum number of column names in a message
 RELEVANT_ITEM_KEYS = ("eval.retrieval.item", "eval.retrieval.right_items")
+# Sparse feature → True if its ids are text, False if they are numbers. Tables that hash or manage ids accept both, but
+# have different rows for the id 5 and the text '5'.
+IdKinds = Mapping[str, bool]
 
 
 def check_present(
@@ -81,7 +87,10 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
     schema = form.schema
     for name in schema.select_candidate_names([*form.plan.labels, *schema.dense, *schema.sparse]):
         column = schema.get_ids_column(name) if name in schema.sparse else name
-        _check_candidates(arrow.field(column).type, column, uri)
+        if not is_list(plain(kind := arrow.field(column).type)):
+            what, advice = f"candidate column '{column}'", "remove the column from candidates in schema.yaml"
+            expected = "a list in each row, with one value per candidate"
+            raise _unsupported_type_error(what, kind, column, uri, expected, advice)
 
     def get_value_type(column: str) -> pa.DataType:
         kind = arrow.field(column).type
@@ -181,13 +190,6 @@ def _check_reserved(kind: pa.DataType, column: str, plan: ReadPlan, uri: str) ->
         raise _unsupported_type_error(f"reserved column '{column}'", kind, column, uri, "one value per row", advice)
 
 
-def _check_candidates(kind: pa.DataType, column: str, uri: str) -> None:
-    if not is_list(plain(kind)):
-        what, advice = f"candidate column '{column}'", "remove the column from candidates in schema.yaml"
-        expected = "a list in each row, with one value per candidate"
-        raise _unsupported_type_error(what, kind, column, uri, expected, advice)
-
-
 def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
     allowed = types.is_integer(kind) or types.is_boolean(kind) or types.is_date(kind) or types.is_null(kind)
     if not allowed and not is_text(kind):
@@ -247,3 +249,46 @@ def _advise_manual_conversion() -> str:
 def _truncate_type(kind: pa.DataType) -> str:
     text = str(kind)
     return text if len(text) < 200 else f"{text[:200]}…"
+
+
+def find_id_kinds(arrow: pa.Schema, schema: Schema, footer: FooterStatistics) -> dict[str, bool]:
+    """Return the kinds of ids in a file; features without any value are omitted.
+
+    Args:
+        arrow: Columns of the file, after the transforms.
+        schema: Schema of the run.
+        footer: Statistics of the file.
+    """
+    columns = {name: schema.get_ids_column(name) for name in schema.sparse}
+    types = {name: value_type(arrow.field(column).type) for name, column in columns.items()}
+    has_values = {n for n, kind in types.items() if not pa.types.is_null(kind) and not footer.lacks_values(columns[n])}
+    return {name: is_text(types[name]) for name in columns if name in has_values}
+
+
+def compare_id_kinds(
+    files: Sequence[tuple[str, int, IdKinds]], trained: IdKinds
+) -> tuple[dict[str, bool], dict[str, DataError]]:
+    """Return the kinds of ids of a dataset, and file → error for files with another kind.
+
+    Args:
+        files: (path or URI, number of rows, kinds of ids) of each file.
+        trained: Kinds of ids in the training data, which the files must have; for other features, the kind with the
+            most rows is the kind of the dataset.
+    """
+    rows = defaultdict[str, Counter[bool]](Counter)
+    for _, count, found in files:
+        for name, kind in found.items():
+            rows[name][kind] += count
+    kinds = {name: trained.get(name, counts.most_common(1)[0][0]) for name, counts in rows.items()}
+    errors = {}
+    for uri, _, found in files:
+        if name := next((each for each, kind in found.items() if kind != kinds[each]), None):
+            texts = ("text", "numbers") if found[name] else ("numbers", "text")
+            others = "the training data" if name in trained else "other files"
+            errors[uri] = DataError(
+                f"the ids of feature '{name}' are {texts[0]}, but {texts[1]} in {others}",
+                where=uri,
+                expected="ids of one kind, because tables that hash or manage ids have different rows for 5 and '5'",
+                do=f"write the file with the type of {others}, or use data.transforms: {{do: cast, …}}",
+            )
+    return kinds, errors

@@ -266,9 +266,6 @@ def _digest(file: pa.NativeFile, pieces: Iterable[tuple[int, int]]) -> str:
 
 
 def _read_object_version(file: pa.NativeFile) -> str | None:
-    metadata = {_to_text(key): _to_text(value) for key, value in file.metadata().items()}
-    return "; ".join(f"{key} {metadata[key]}" for key in OBJECT_VERSION_KEYS if key in metadata) or None
-
-
-def _to_text(value: bytes | str) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+    metadata = file.metadata()
+    versions = (f"{key} {metadata[key].decode(errors='replace')}" for key in OBJECT_VERSION_KEYS if key in metadata)
+    return "; ".join(versions) or None

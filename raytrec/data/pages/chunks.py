@@ -172,12 +172,11 @@ def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
     rows, begins_row = 0, False
     at, remaining = 0, count
     while remaining > 0:
-        head = shift = 0
-        byte = 128
-        while byte > 127:
-            byte, at = data[at] if at < len(data) else 0, at + 1  # 0, an empty run, after the end
-            head, shift = head | (byte & 127) << shift, shift + 7
-        level = data[at] if at < len(data) else 0
+        try:
+            head, at = _varint(data, at)
+            level = data[at]
+        except IndexError:
+            raise ValueError("the levels of a page are truncated") from None
         if head & 1:  # groups of eight levels
             size = (head >> 1) * width
             groups = data[at : at + size]
@@ -187,7 +186,7 @@ def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
             level &= (1 << width) - 1
         else:  # run of one repeated level
             size = 1
-            decoded = min(head >> 1, remaining) if at < len(data) else 0
+            decoded = min(head >> 1, remaining)
             rows += 0 if level else decoded
         if not decoded:
             raise ValueError("the levels of a page are truncated")
