@@ -114,8 +114,7 @@ class Batch(Pipelineable):
 
     def _device_tensors(self) -> dict[str, torch.Tensor | KeyedJaggedTensor]:
         """Return the tensors that are copied to a device, by field, except side features and new rows."""
-        names = ["dense", "sparse", "labels", "weights", "task_weights", "keys"]
-        names += ["requests", "dense_of_candidates"]
+        names = ["dense", "sparse", "labels", "weights", "task_weights", "keys", "requests", "dense_of_candidates"]
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def _map_tensors(self, move: Callable) -> Batch:

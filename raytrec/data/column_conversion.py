@@ -44,32 +44,46 @@ class Place:
         return where if row is None else f"{where}, row {self.first + row}"
 
 
-def read_number_column(
-    column: pa.ChunkedArray, name: str, place: Place, extra_advice: str = "", dtype: type = np.float32
-) -> np.ndarray:
-    """Return a column of numbers as an array of floats, [n], after checking that all are finite.
+def read_numbers(
+    column: pa.ChunkedArray,
+    name: str,
+    place: Place,
+    skips_nulls: bool = False,
+    is_label: bool = False,
+    dtype: type = np.float32,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return a column of finite numbers, and the mask of the numbers if the column may contain nulls and NaN.
 
     Args:
         column: Decoded column.
         name: Column name.
         place: Location of the first row.
-        extra_advice: Additional advice in the error for a null.
+        skips_nulls: True to accept nulls and NaN.
+        is_label: True for a label; the error for a null then names the setting that skips nulls.
         dtype: Float type of the result.
 
+    Returns:
+        Numbers as `dtype` [n], 0 for nulls and NaN; and a mask, bool [n], False for nulls and NaN, or None if
+        `skips_nulls` is False.
+
     Raises:
-        DataError: A value is null, NaN or infinite.
+        DataError: A value is infinite, or a value is null or NaN and `skips_nulls` is False.
     """
     array = to_plain_array(column)
-    if (row := find_first_null(array)) is not None:
+    if not skips_nulls and (row := find_first_null(array)) is not None:
+        advice = f"set tasks: [{{label: {format_yaml_scalar(name)}, nulls: skip}}]; or " if is_label else ""
         raise DataError(
             f"column '{name}' contains a null",
             where=place.of(name, row),
             expected="a number in every row of a dense column, label or sample weight",
-            do=f"{extra_advice}{advise_transform('fill_null', name, value=0)}; or {SKIP_ADVICE}",
+            do=f"{advice}{advise_transform('fill_null', name, value=0)}; or {SKIP_ADVICE}",
         )
-    values = as_floats(array, dtype)
+    values, is_present = as_floats(array, dtype), None
+    if skips_nulls:
+        is_present = ~np.isnan(values)
+        values = np.where(is_present, values, dtype(0))
     check_finite(values, name, place)
-    return values
+    return values, is_present
 
 
 def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None) -> np.ndarray:
@@ -87,11 +101,8 @@ def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: 
         DataError: A value is infinite, or a value is null or NaN and the scale does not replace it.
     """
     if scale is None:
-        return read_number_column(column, name, place)
-    if scale.nulls == "mean":
-        x, is_present = to_nullable_floats(column, name, place, np.float64)
-    else:
-        x, is_present = read_number_column(column, name, place, dtype=np.float64), None
+        return read_numbers(column, name, place)[0]
+    x, is_present = read_numbers(column, name, place, skips_nulls=scale.nulls == "mean", dtype=np.float64)
     x = signed_log(x) if scale.log else x
     x = standardize(x, scale.mean, scale.std)
     check_finite(x, name, place)
@@ -107,24 +118,6 @@ def standardize(values: np.ndarray, mean: float | np.ndarray, std: float | np.nd
 def signed_log(values: np.ndarray) -> np.ndarray:
     """Return sign(x) · ln(1 + |x|) for each number x (Scale.log)."""
     return np.sign(values) * np.log1p(np.abs(values))
-
-
-def to_nullable_floats(
-    column: pa.ChunkedArray, name: str, place: Place, dtype: type = np.float32
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return a column of numbers that may contain nulls and NaN, and the mask of its numbers.
-
-    Returns:
-        Numbers as `dtype` [n], 0 for nulls and NaN; and a mask, bool [n], False for nulls and NaN.
-
-    Raises:
-        DataError: A value is infinite.
-    """
-    values = as_floats(to_plain_array(column), dtype)
-    is_present = ~np.isnan(values)
-    values = np.where(is_present, values, dtype(0))
-    check_finite(values, name, place)
-    return values, is_present
 
 
 def as_floats(array: pa.Array, dtype: type) -> np.ndarray:
@@ -233,13 +226,9 @@ def read_label(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place
             requires whole numbers; or a value is null or NaN, and such rows are not skipped.
     """
     allowed = form.plan.label_range(name)
-    if form.plan.skips_nulls(name):
-        values, is_present = to_nullable_floats(column, name, place)
-        if allowed:
-            values[~is_present] = np.clip(np.float32(0), *allowed)
-    else:
-        nulls_advice = f"set tasks: [{{label: {format_yaml_scalar(name)}, nulls: skip}}]; or "
-        values, is_present = read_number_column(column, name, place, nulls_advice), None
+    values, is_present = read_numbers(column, name, place, form.plan.skips_nulls(name), is_label=True)
+    if allowed and is_present is not None:
+        values[~is_present] = np.clip(np.float32(0), *allowed)
     low, high = allowed or (-np.inf, np.inf)
     invalid, kind = (values < low) | (values > high), "number"
     if name in form.plan.whole_labels:
@@ -293,7 +282,7 @@ def task_weights(
 
 
 def _read_sample_weights(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
-    values = read_number_column(column, name, place)
+    values, _ = read_numbers(column, name, place)
     if (row := find_first_true(values < 0)) is not None:
         raise DataError(
             f"sample weight '{name}' is {values[row]:g}",
@@ -306,7 +295,7 @@ def _read_sample_weights(column: pa.ChunkedArray, name: str, place: Place) -> np
 
 def _read_mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
     """Return a mask column as bool [n]: True for 1; False for 0, null and NaN."""
-    values, _ = to_nullable_floats(column, name, place)
+    values, _ = read_numbers(column, name, place, skips_nulls=True)
     if (row := find_first_true((values != 0) & (values != 1))) is not None:
         raise DataError(
             f"mask '{name}' is {values[row]:g}",

@@ -91,10 +91,9 @@ def decode_item(item: LaneItem, form: ResolvedReadPlan) -> list[pa.Table | DataE
     retain_freed_memory()
     decoded: list[pa.Table | DataError] = []
     for (path, group), parts in _groups(item):
+        first, last = _span(parts)
         try:
-            first, last = _span(parts)
-            place = path, group, first, last - first
-            decoded.append(decode_columns(*place, form.columns, form.folders))
+            decoded.append(decode_columns(path, group, first, last - first, form.columns, form.folders))
         except DataError as error:
             decoded.append(error)
     return decoded
@@ -156,8 +155,6 @@ def _finish_group(
     first, _ = _span(parts)
     place = replace(place, first=first)
     converted = _skip_bad_rows(table, form, place, faults) if faults.skip else canonical(table, form, place)
-    if len(parts) == 1 and parts[0].split is None:
-        return converted
     return pa.concat_tables([_split_rows(part, converted, first) for part in parts])
 
 

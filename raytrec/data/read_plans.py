@@ -215,9 +215,8 @@ class ResolvedReadPlan:
         """Return the subset of `columns` that affects training."""
         plan = self.plan
         learned = {*plan.schema.columns, *plan.reserved.groups, *(c.column for c in plan.task_columns)}
-        passive = set(plan.reserved.names) - learned
         return resolve_input_columns(
-            plan.transforms, [name for name in self.columns_after_transforms if name not in passive]
+            plan.transforms, [name for name in self.columns_after_transforms if name in learned]
         )
 
     @cached_property

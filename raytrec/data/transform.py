@@ -41,15 +41,8 @@ class Draw:
     first: int = 0
 
 
-EVALUATION_DRAW = Draw()  # used in evaluations, and where drawn ids do not matter, such as checks of types
-
-
 def apply_transforms(
-    table: pa.Table,
-    transforms: tuple[t.Transform, ...],
-    where: str,
-    folder: str | None = None,
-    draw: Draw = EVALUATION_DRAW,
+    table: pa.Table, transforms: tuple[t.Transform, ...], where: str, folder: str | None = None, draw: Draw = Draw()
 ) -> pa.Table:
     """Return a table with all transforms applied; the number and order of rows are unchanged.
 
@@ -58,7 +51,7 @@ def apply_transforms(
         transforms: Transforms in the order of their application.
         where: File and row group, for error messages.
         folder: Folder to search for modules of `module:function`, in addition to Python's path.
-        draw: Seed for drawn ids.
+        draw: Seed for drawn ids; default: the seed of evaluations.
 
     Raises:
         DataError: A transform failed; the error names the transform.

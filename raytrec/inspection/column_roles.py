@@ -51,18 +51,18 @@ class Finding:
         return self
 
 
-def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> Finding:
+def find_role(s: ColumnStats, labels: list[str], other_labels: bool) -> Finding:
     """Return the role of a column.
 
     Args:
         s: Statistics of the column.
-        labels: Names of the columns to predict; None: labels are recognized by name.
+        labels: Names of the columns to predict; []: labels are recognized by name.
         other_labels: True if some column with a label's name contains only numbers in [0, 1].
 
     Raises:
         SchemaError: The column is a label, by `labels` or by its name, but its values cannot be labels.
     """
-    if s.name in (labels or ()) or (not labels and has_label_name(s.name)):
+    if s.name in labels or (not labels and has_label_name(s.name)):
         if s.is_probability or labels or not other_labels:
             return _label(s, "named with --label" if labels else "its name")
         return Finding(s, "skipped", f"named like a label, but with values outside 0 to 1: {_values(s)}")

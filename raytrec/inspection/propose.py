@@ -86,17 +86,17 @@ def inspect(
         )
     if max_rows is not None and max_rows < 1:
         raise ConfigError(f"cannot read {max_rows} rows", where="--rows", expected="1 or more")
-    uri = find_train_folder(uri)
+    uri, labels, reserve_columns = find_train_folder(uri), labels or [], list(dict.fromkeys(reserve_columns or []))
     scan = scan_columns(
         uri, max_rows, find_sibling_parts(uri), lambda name: name in labels if labels else has_label_name(name)
     )
     names = [column.name for column in scan.columns]
-    _check_columns_exist(labels or [], names, uri)
-    _check_columns_exist(reserve_columns or [], [*names, *scan.folders], uri)
+    _check_columns_exist(labels, names, uri)
+    _check_columns_exist(reserve_columns, [*names, *scan.folders], uri)
     plain_labels = any(has_label_name(c.name) and c.is_probability for c in scan.columns)
     findings = [
         find_reserved(column)
-        if reserve_columns and column.name in reserve_columns and column.name not in (labels or ())
+        if column.name in reserve_columns and column.name not in labels
         else find_role(column, labels, plain_labels)
         for column in scan.columns
     ]
@@ -106,9 +106,7 @@ def inspect(
     _add_buckets(findings)
     tables = find_tables(findings)
     schema = _schema(findings, tables, dim, not scan.whole, uri)
-    return Inspection(
-        uri, findings, schema, _transforms(findings), tables, scan, list(dict.fromkeys(reserve_columns or []))
-    )
+    return Inspection(uri, findings, schema, _transforms(findings), tables, scan, reserve_columns)
 
 
 def _add_buckets(findings: list[Finding]) -> None:

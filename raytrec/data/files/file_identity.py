@@ -162,11 +162,8 @@ def _identify_file(form: ResolvedReadPlan, share: int, path: str, groups: list[l
         size = file.size()
         footer = _read_raw_footer(file, size)
         is_whole = size <= MAX_FULL_HASH_BYTES // share
-        pieces = (
-            _whole_file_range(size)
-            if is_whole
-            else _choose_samples(footer, size, form, max(2, SAMPLES // share), number)
-        )
+        samples = max(2, SAMPLES // share)
+        pieces = _whole_file_range(size) if is_whole else _choose_samples(footer, size, form, samples, number)
         folders = "".join(f"{k}={v}/" for k, v in parse_folder_values(path).items() if k in form.from_folders)
         digest = hashlib.sha256(footer).hexdigest()
         name, version = folders + path.rpartition("/")[2], _read_object_version(file)

@@ -28,8 +28,7 @@ SIGNATURE_BYTES = 28  # number of bytes after a plaintext footer if columns are 
 MAX_UNSCALED_VALUE = 1000.0  # largest absolute value of an unscaled dense column without a warning
 UNKNOWN_BOUNDS = (0.0, 1.0)  # of labels that may vary, because there are no statistics
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-# (column, function that returns True if a chunk of the column contains invalid values).
-StatisticsCheck = tuple[str, Callable[[pq.ColumnChunkMetaData], bool]]
+ChunkTest = Callable[[pq.ColumnChunkMetaData], bool]
 
 
 def _check_claims(footer: pq.FileMetaData, size: int) -> None:
@@ -205,8 +204,8 @@ def explain_empty_tasks(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[s
     }
 
 
-def _list_statistics_checks(form: ResolvedReadPlan) -> Iterator[StatisticsCheck]:
-    """Yield (column, check for invalid values)."""
+def _list_statistics_checks(form: ResolvedReadPlan) -> Iterator[tuple[str, ChunkTest]]:
+    """Yield (column, function that returns True if a chunk of the column contains invalid values)."""
     schema = form.schema
     for name in (*form.plan.labels, *schema.dense):
         is_label = name in schema.labels
@@ -221,9 +220,7 @@ def _list_statistics_checks(form: ResolvedReadPlan) -> Iterator[StatisticsCheck]
             yield column, partial(_is_out_of_range, low=0, high=table.rows - 1)
 
 
-def _list_exclusion_conditions(
-    task: TaskRows, of_candidates: bool
-) -> Iterator[tuple[str, str, Callable[[pq.ColumnChunkMetaData], bool]]]:
+def _list_exclusion_conditions(task: TaskRows, of_candidates: bool) -> Iterator[tuple[str, str, ChunkTest]]:
     """Yield (column, reason why no row is usable, function that returns True if the reason applies to a chunk)."""
     if of_candidates:  # Parquet counts empty lists as nulls
         yield task.label, f"its label '{task.label}' has no candidate with a value in any row", _is_all_null
