@@ -28,7 +28,6 @@ floats are treated like integers.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -150,20 +149,14 @@ def _skip_copies(findings: list[Finding]) -> None:
     """Change the role of features that copy a label to skipped."""
     labels = [f.stats.name for f in findings if f.kind == "label"]
     for f in findings:
-        if f.kind in ("dense", "sparse") and (label := _find_copied_label(f.stats, labels)):
+        if f.kind in ("dense", "sparse") and (label := next((n for n in labels if _is_copy(f.stats, n)), None)):
             f.kind, f.why, f.notes = "skipped", f"copies the label {label}", []
 
 
-def _find_copied_label(column: ColumnStats, labels: Sequence[str]) -> str | None:
-    """Return the label that a column copies, or None.
-
-    A column copies a label if its values and the label's values correspond one to one; null counts as a value.
-    """
-    for label in labels:
-        pairs = column.pairs.get(label) or {}
-        if column.rows > MIN_COPY_ROWS and len(pairs) >= 2 and len(set(pairs.values())) == len(pairs):
-            return label
-    return None
+def _is_copy(column: ColumnStats, label: str) -> bool:
+    """Return True if a column's values and a label's values correspond one to one; null counts as a value."""
+    pairs = column.pairs.get(label) or {}
+    return column.rows > MIN_COPY_ROWS and len(pairs) >= 2 and len(set(pairs.values())) == len(pairs)
 
 
 def _could_be_rating(s: ColumnStats) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -138,12 +139,11 @@ def list_rewritten_files(before: list[FileIdentity], after: list[FileIdentity]) 
 
 
 def _by_name(contents: list[FileIdentity]) -> dict[tuple, FileIdentity]:
-    """Return the identities by name, with a number if several folders contain a file of the same name."""
-    counts: dict[str, int] = {}
-    by_name = {}
+    """Return the identities by name and number; several folders may contain a file of the same name."""
+    counts, by_name = Counter[str](), {}
     for content in contents:
-        number = counts[content.name] = counts.get(content.name, 0) + 1
-        by_name[(content.name,) if number == 1 else (content.name, number)] = content
+        counts[content.name] += 1
+        by_name[content.name, counts[content.name]] = content
     return by_name
 
 
