@@ -31,14 +31,19 @@ class Place:
         path: Path or URI of the file, or the name of another source.
         group: Index of the row group; None: the rows are not from a file.
         first: Index of the first row in the row group.
+        offsets: Index of each row's first candidate, then the total number of candidates, int32 [rows + 1], for a
+            table with one row per candidate.
     """
 
     path: str
     group: int | None
     first: int
+    offsets: np.ndarray | None = None
 
     def of(self, column: str, row: int | None = None) -> str:
         """Return the location of a value as text for messages."""
+        if row is not None and self.offsets is not None:
+            row = make_row_lookup(self.offsets)(row)
         group = "" if self.group is None else f", row group {self.group}"
         where = f"{self.path}{group}, column {column}"
         return where if row is None else f"{where}, row {self.first + row}"

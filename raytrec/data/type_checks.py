@@ -31,6 +31,7 @@ RELEVANT_ITEM_KEYS = ("eval.retrieval.item", "eval.retrieval.right_items")
 # Sparse feature → True if its ids are text, False if they are numbers. Tables that hash or manage ids accept both, but
 # have different rows for the id 5 and the text '5'.
 IdKinds = Mapping[str, bool]
+CONVERSION_ADVICE = "leave the column out, or convert it to numbers with {do: 'module:function'} in data.transforms"
 
 
 def check_present(
@@ -120,9 +121,11 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
         is_text_allowed = schema.tables[spec.table].takes_text
         _check_ids(arrow.field(column).type, feature, column, spec.table, is_text_allowed, uri)
         if spec.weights is not None:
-            _check_weights(arrow.field(spec.weights).type, spec.weights, feature, uri)
+            what = f"weights column '{spec.weights}' of '{feature}'"
+            _check_values_of_ids(arrow.field(spec.weights).type, spec.weights, what, uri, may_be_times=False)
         for side in spec.side_features:
-            _check_side(arrow.field(side).type, side, feature, uri)
+            what = f"side feature '{side}' of sequence '{feature}'"
+            _check_values_of_ids(arrow.field(side).type, side, what, uri, may_be_times=True)
 
 
 def _unsupported_type_error(what: str, kind: pa.DataType, column: str, uri: str, expected: str, do: str) -> DataError:
@@ -153,7 +156,7 @@ def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
         return _advise_fields(kind, column) or f"{requests}; otherwise, {other}, or transform it to one number"
     if types.is_null(kind):
         return f"{advise_transform('fill_null', column, value=0)} to replace nulls, the only values"
-    return _advise_fields(kind, column) or _advise_time(kind, column) or _advise_manual_conversion()
+    return _advise_fields(kind, column) or _advise_time(kind, column) or CONVERSION_ADVICE
 
 
 def _check_ids(kind: pa.DataType, feature: str, column: str, table: str, is_text_allowed: bool, uri: str) -> None:
@@ -178,13 +181,13 @@ def _advise_ids(kind: pa.DataType, value: pa.DataType, column: str) -> str:
         if is_list(kind):
             return f"for whole numbers, {ids}"
         return f"for whole numbers, {ids}; or list the column under dense"
-    return _advise_fields(kind, column) or _advise_time(value, column) or _advise_manual_conversion()
+    return _advise_fields(kind, column) or _advise_time(value, column) or CONVERSION_ADVICE
 
 
 def _check_reserved(kind: pa.DataType, column: str, plan: ReadPlan, uri: str) -> None:
     is_key = column in plan.reserved.keys
     if is_list(kind) or types.is_nested(kind) or (is_key and types.is_interval(kind)):
-        advice = _advise_fields(kind, column) or _advise_manual_conversion()
+        advice = _advise_fields(kind, column) or CONVERSION_ADVICE
         if is_key and plan.reserved.named_by.get(column) in RELEVANT_ITEM_KEYS:
             advice = "write the lists to another column and set eval.retrieval.right_items=COLUMN"
         raise _unsupported_type_error(f"reserved column '{column}'", kind, column, uri, "one value per row", advice)
@@ -199,22 +202,16 @@ def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
         raise _unsupported_type_error(f"grouping column '{column}'", kind, column, uri, expected, advice)
 
 
-def _check_weights(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
+def _check_values_of_ids(kind: pa.DataType, column: str, what: str, uri: str, *, may_be_times: bool) -> None:
     value = value_type(kind)
-    if not (is_list(kind) and (types.is_floating(value) or types.is_integer(value) or types.is_null(value))):
-        cast = f"for lists of other numbers, {advise_transform('cast', column, to='float32')}"
-        advice, what = (_advise_fields(plain(kind), column) or cast, f"weights column '{column}' of '{feature}'")
-        raise _unsupported_type_error(what, kind, column, uri, "lists with one number per id", advice)
-
-
-def _check_side(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
-    value = value_type(kind)
-    is_time = types.is_timestamp(value) or types.is_date(value) or types.is_duration(value)
-    if not (is_list(kind) and (is_number(value) or is_time or types.is_null(value))):
-        leave_out = "remove the column from side_features, or convert it to numbers with a transform"
-        what, advice = f"side feature '{column}' of sequence '{feature}'", _advise_fields(plain(kind), column)
-        expected = "lists with one number, time or date per id"
-        raise _unsupported_type_error(what, kind, column, uri, expected, advice or leave_out)
+    fits = types.is_floating(value) or types.is_integer(value) or types.is_null(value)
+    advice = f"for lists of other numbers, {advise_transform('cast', column, to='float32')}"
+    if may_be_times:  # side features
+        fits = fits or is_number(value) or types.is_timestamp(value) or types.is_date(value) or types.is_duration(value)
+        advice = "remove the column from side_features, or convert it to numbers with a transform"
+    if not (fits and is_list(kind)):
+        expected = f"lists with one number{', time or date' * may_be_times} per id"
+        raise _unsupported_type_error(what, kind, column, uri, expected, _advise_fields(plain(kind), column) or advice)
 
 
 def _advise_time(kind: pa.DataType, column: str) -> str | None:
@@ -240,10 +237,6 @@ def _advise_fields(kind: pa.DataType, column: str) -> str | None:
     if fields == [column]:
         return None
     return f"use a field of the column: {format_names(fields)} (in a sparse feature, as column: NAME)"
-
-
-def _advise_manual_conversion() -> str:
-    return "leave the column out, or convert it to numbers with {do: 'module:function'} in data.transforms"
 
 
 def _truncate_type(kind: pa.DataType) -> str:

@@ -152,23 +152,13 @@ def _open_cached(version: FileVersion, open_file: Callable[[], pa.NativeFile]) -
         file, footer = open_file(), _footers.get(version)
         # Reads of local files have little latency, so the threads of pre_buffer would only cost time.
         reader = pq.ParquetFile(file, metadata=footer, pre_buffer=remote, page_checksum_verification=True)
-        if footer is None:
-            _cache_footer(version, reader.metadata)
+        if footer is None:  # parsing it again for each row group would take a considerable share of the decoding time
+            with _lock:
+                _footers[version] = reader.metadata
+                while len(_footers) > 1 and sum(f.serialized_size for f in _footers.values()) > MAX_FOOTER_CACHE_BYTES:
+                    del _footers[next(iter(_footers))]  # the oldest
         cached = version, file, reader
     _open_files.files[path] = cached  # moved to the end of the dict; files at the start are closed first
     if len(_open_files.files) > MAX_OPEN_FILES:
         del _open_files.files[next(iter(_open_files.files))]
     return cached[1:]
-
-
-def _cache_footer(version: FileVersion, footer: pq.FileMetaData) -> None:
-    """Cache a footer for the file's other row groups, and drop the oldest beyond MAX_FOOTER_CACHE_BYTES.
-
-    Parsing the footer again for each row group would take a considerable share of the decoding time.
-    """
-    with _lock:
-        _footers[version] = footer
-        while (
-            sum(cached.serialized_size for cached in _footers.values()) > MAX_FOOTER_CACHE_BYTES and len(_footers) > 1
-        ):
-            del _footers[next(iter(_footers))]
