@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
 from queue import Full, Queue
@@ -138,10 +139,9 @@ class Stream:
             # If each batch contains every id, the last batch is padded to the size of a full batch, because
             # it must hold all ids as well.
             padded = self.order.padded_rows(rows, 0 if fill else step, self.world)
-            global_rows = self.order.global_rows(rows, step)
             if self.exchange:
                 pieces = self.exchange.exchange(pieces, padded, epoch, reading.is_closed)
-            yield collate(pieces, padded, global_rows, epoch * self.order.steps(rows) + step)
+            yield collate(pieces, padded, self.order.global_rows(rows, step), epoch * self.order.steps(rows) + step)
 
     def _tables(self, items: list[LaneItem]) -> Iterator[pa.Table]:
         """Yield the items' rows in order; a table may contain several items or only part of an item."""
@@ -239,11 +239,9 @@ class PrefetchIterator:
     def _put(self, value: object) -> bool:
         """Put a value into the queue as soon as there is room; return False if the iterator was closed."""
         while not self._stop.is_set():
-            try:
+            with suppress(Full):
                 self._ready.put(value, timeout=0.1)
                 return True
-            except Full:
-                continue
         return False
 
 

@@ -173,12 +173,11 @@ def _fetch(file: pa.NativeFile, span: _RowSpan, leaves: list[int], used: set[int
         except DECODING_ERRORS:
             return None
 
-    if remote:  # columns are read concurrently, as pyarrow does for whole row groups
-        with ThreadPoolExecutor(8) as pool:
-            pieces = list(pool.map(fetch, leaves))
-    else:
-        pieces = list(map(fetch, leaves))
-    _evict_pages()
+    with ThreadPoolExecutor(8) as pool:  # reads from a store are concurrent, as pyarrow's reads of whole row groups
+        pieces = list((pool.map if remote else map)(fetch, leaves))
+    with _lock:
+        while sum(pages.nbytes for pages in _page_cache.values()) > MAX_PAGE_CACHE_BYTES:
+            del _page_cache[next(iter(_page_cache))]  # the oldest
     return {leaf: piece for leaf, piece in zip(leaves, pieces, strict=True) if piece}
 
 
@@ -189,16 +188,6 @@ def _pages(span: _RowSpan, leaf: int) -> PageIndex:
             group = span.footer.row_group(span.group)
             _page_cache[key] = PageIndex(group.column(leaf), span.footer.schema.column(leaf), group.num_rows)
         return _page_cache[key]
-
-
-def _evict_pages() -> None:
-    """Drop the oldest page positions until the cache fits MAX_PAGE_CACHE_BYTES."""
-    with _lock:
-        total_bytes = sum(pages.nbytes for pages in _page_cache.values())
-        for key in list(_page_cache):
-            if total_bytes <= MAX_PAGE_CACHE_BYTES:
-                break
-            total_bytes -= _page_cache.pop(key).nbytes
 
 
 def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: list[str]) -> pa.Table:

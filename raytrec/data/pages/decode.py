@@ -59,12 +59,7 @@ class ReadErrorPolicy:
 
 
 def decode_columns(
-    path: str,
-    group: int,
-    first: int,
-    rows: int,
-    names: list[str],
-    folders: Mapping[str, pa.DataType | None] | None = None,
+    path: str, group: int, first: int, rows: int, names: list[str], folders: Mapping[str, pa.DataType | None] = {}
 ) -> pa.Table:
     """Return columns for a range of rows of a row group, from the file and from the names of its folders.
 
@@ -74,14 +69,13 @@ def decode_columns(
         first: Index of the first row in the row group.
         rows: Number of rows.
         names: Names of the columns.
-        folders: Column → type, for columns read from folder names (ResolvedReadPlan.folders); None: all
+        folders: Column → type, for columns read from folder names (ResolvedReadPlan.folders); default: all
             columns are in the file.
 
     Raises:
         DataError: The file is damaged or has changed, or the storage fails. The error names the file and row
             group.
     """
-    folders = folders or {}
     stored = [name for name in names if name not in folders]
     table = _decode(path, group, first, rows, stored) if stored else pa.table([pa.nulls(rows)], [""])
     for name in names:
