@@ -19,7 +19,7 @@ from raytrec.common.errors import DataError
 from raytrec.common.memory import retain_freed_memory, trim_memory
 from raytrec.data.canonical import canonical, make_empty_rows, take_rows
 from raytrec.data.column_conversion import Place
-from raytrec.data.fragments import Dataset
+from raytrec.data.fragments import Dataset, RowGroup
 from raytrec.data.order import LaneItem, Part
 from raytrec.data.pages.decode import ReadErrorPolicy, decode_columns
 from raytrec.data.read_plans import ResolvedReadPlan
@@ -84,6 +84,16 @@ def read_item(item: LaneItem, form: ResolvedReadPlan, faults: ReadErrorPolicy | 
             group, column and row. With `faults.skip`, such rows are marked as not present instead.
     """
     return finish_item(item, decode_item(item, form), form, faults)
+
+
+def read_in_batches(
+    group: RowGroup, form: ResolvedReadPlan, faults: ReadErrorPolicy | None = None
+) -> Iterator[pa.Table]:
+    """Yield the rows of a row group in canonical form, at most CHECK_BATCH_ROWS at a time."""
+    for first in range(0, group.rows, CHECK_BATCH_ROWS):
+        rows = min(CHECK_BATCH_ROWS, group.rows - first)
+        part = Part(group.path, group.index, first, rows, split=group.split)
+        yield read_item(LaneItem(0, 0, (part,), None), form, faults)
 
 
 def decode_item(item: LaneItem, form: ResolvedReadPlan) -> list[pa.Table | DataError]:
@@ -198,6 +208,5 @@ def check_suspect_groups(dataset: Dataset) -> None:
         DataError: A row group contains a forbidden value. The error names the file, row group, column and row.
     """
     for group in dataset.suspect_groups[:MAX_CHECKED_SUSPECT_GROUPS]:
-        for first in range(0, group.rows, CHECK_BATCH_ROWS):
-            part = Part(group.path, group.index, first, min(CHECK_BATCH_ROWS, group.rows - first))
-            read_item(LaneItem(0, 0, (part,), None), dataset.form)
+        for _ in read_in_batches(group, dataset.form):
+            pass
