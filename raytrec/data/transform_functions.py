@@ -91,10 +91,10 @@ def _hash(spec: t.Hash, array: pa.Array) -> pa.Array:
     flat = array.drop_null()
     if is_text(flat.type):
         ids = hash_text(flat, spec.rows)
-    else:
-        if not pa.types.is_integer(flat.type):
-            raise TypeError(f"hash takes integers or text, not {flat.type}")
+    elif pa.types.is_integer(flat.type):
         ids = hash_integers(flat.to_numpy(), spec.rows)
+    else:
+        raise TypeError(f"hash takes integers or text, not {flat.type}")
     hashed = np.zeros(len(array), np.int64)
     hashed[valid] = ids
     return pa.array(hashed, mask=~valid)

@@ -176,11 +176,9 @@ def _check_ids(kind: pa.DataType, feature: str, column: str, table: str, is_text
 
 def _advise_ids(kind: pa.DataType, value: pa.DataType, column: str) -> str:
     """Return advice on how to convert a column to ids."""
-    if types.is_boolean(value) or is_number(value):
-        ids = advise_transform("cast", column, to="int64")
-        if is_list(kind):
-            return f"for whole numbers, {ids}"
-        return f"for whole numbers, {ids}; or list the column under dense"
+    if is_number(value):
+        ids = f"for whole numbers, {advise_transform('cast', column, to='int64')}"
+        return ids if is_list(kind) else f"{ids}; or list the column under dense"
     return _advise_fields(kind, column) or _advise_time(value, column) or CONVERSION_ADVICE
 
 
@@ -223,7 +221,7 @@ def _advise_time(kind: pa.DataType, column: str) -> str | None:
     part = "weekday" if types.is_date(kind) else "hour"
     into = f"{column}_{part}"
     advice = advise_transform("date_part", column, part=part, into=f"[{format_yaml_scalar(into)}]")
-    advice = f"{advice}, and add {into} to the schema"
+    advice += f", and add {into} to the schema"
     if types.is_time(kind):
         return advice
     into = f"[{format_yaml_scalar(f'{column}_age')}]"

@@ -132,16 +132,12 @@ def _check_has_label(findings: list[Finding], uri: str) -> None:
         return
     likely = [f.stats.name for f in findings if f.stats.is_probability and f.stats.distinct == 2]
     ratings = [f.stats.name for f in findings if f.kind in ("dense", "sparse") and _could_be_rating(f.stats)]
+    others = f"; columns of few values, which a transform can convert to 0 and 1: {', '.join(ratings[:20])}"
     raise SchemaError(
         "cannot determine the label column",
         where=uri,
         expected=f"a column named {', '.join(LABEL_NAMES[:5])} or similar",
-        do=f"pass --label COLUMN; columns of 0 and 1: {', '.join(likely[:20]) or 'none'}"
-        + (
-            f"; columns of few values, which a transform can convert to 0 and 1: {', '.join(ratings[:20])}"
-            if ratings
-            else ""
-        ),
+        do=f"pass --label COLUMN; columns of 0 and 1: {', '.join(likely[:20]) or 'none'}{others if ratings else ''}",
     )
 
 
@@ -185,15 +181,12 @@ def _pair_weights(findings: list[Finding]) -> None:
 
 def _keep_length(f: Finding) -> None:
     """Replace nulls in a weighted list by one additional id instead of removing them."""
-    if not any(t["do"] == "drop_null" for t in f.transforms):
-        return
-    f.transforms = [t for t in f.transforms if t["do"] != "drop_null"]
-    s = f.stats
-    if s.base == "text":
-        f.add_transform("fill_null", value="")
-        return
-    s.high = max(int(s.highest) + 1, 0)
-    f.add_transform("fill_null", value=s.high)
+    kept = [t for t in f.transforms if t["do"] != "drop_null"]
+    if len(kept) < len(f.transforms):
+        f.transforms, is_text = kept, f.stats.base == "text"
+        if not is_text:
+            f.stats.high = max(int(f.stats.highest) + 1, 0)
+        f.add_transform("fill_null", value="" if is_text else f.stats.high)
 
 
 def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, sampled: bool, uri: str) -> Schema:

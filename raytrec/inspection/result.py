@@ -124,14 +124,12 @@ class Inspection:
         return command + f"  # add the data.transforms listed in {schema} to jobs/own.yaml" * is_long
 
     def _print_table(self) -> None:
-        table = Table(title=to_plain_text(f"{self.uri}: {self.rows:,} rows, {self.scan.listing}"), title_justify="left")
-        for heading in ("column", "role", "reason", "nulls", "distinct"):
-            table.add_column(heading)
+        table = Table("column", "role", "reason", "nulls", "distinct", title_justify="left")
+        table.title = to_plain_text(f"{self.uri}: {self.rows:,} rows, {self.scan.listing}")
         for f in self.findings:
             why = "; ".join([f.why, *f.notes])
-            table.add_row(
-                to_plain_text(f.stats.name), f.kind, to_plain_text(why), _nulls_text(f.stats), f.stats.distinct_text
-            )
+            counts = _nulls_text(f.stats), f.stats.distinct_text
+            table.add_row(to_plain_text(f.stats.name), f.kind, to_plain_text(why), *counts)
         console = open_console(stderr=True)
         console.print(table)
         for f in self.findings:
