@@ -136,34 +136,6 @@ def as_floats(array: pa.Array, dtype: type) -> np.ndarray:
     return array.cast(pa.from_numpy_dtype(dtype), safe=False).to_numpy(zero_copy_only=False)
 
 
-def convert_float_ids(array: pa.Array, feature: str, column: str, place: Place) -> pa.Array:
-    """Return a column of float ids as int64, with nulls for NaN; columns of other types are unchanged.
-
-    Args:
-        array: Ids, one per row.
-        feature: Name of the feature.
-        column: Name of the column that contains the ids.
-        place: Location of the first row.
-
-    Raises:
-        DataError: A value has a fraction, or is too large to be an exact integer.
-    """
-    if not pa.types.is_floating(array.type):
-        return array
-    values = as_floats(array, np.float64)
-    missing = np.isnan(values)
-    exact = missing | ((np.abs(values) < FIRST_INEXACT_INTEGER) & (values == np.floor(values)))
-    if (row := find_first_true(~exact)) is not None:
-        raise DataError(
-            f"sparse feature '{feature}' contains the value {values[row]:.17g}",
-            where=place.of(column, row),
-            expected="ids; in a column of floats, whole numbers below 2**53",
-            do="list the column under dense; or "
-            f"{advise_transform('bucketize', column, boundaries='[…]')}; or {SKIP_ADVICE}",
-        )
-    return pa.array(np.where(missing, 0, values).astype(np.int64), mask=missing)
-
-
 def find_first_null(array: pa.Array) -> int | None:
     """Return the index of the first null; None if there is no null."""
     return pc.index(array.is_null(), True).as_py() if array.null_count else None
