@@ -200,10 +200,8 @@ class ResolvedReadPlan:
     def columns_after_transforms(self) -> list[str]:
         """Return the names of the columns that must exist after the transforms, without duplicates."""
         plan = self.plan
-        names = [name for name in plan.schema.columns if plan.read_labels or name not in plan.schema.labels]
-        names += [c.column for c in plan.task_columns]
-        names += plan.reserved.names
-        return list(dict.fromkeys(names))
+        names = plan.schema.columns if plan.read_labels else plan.schema.inputs
+        return list(dict.fromkeys([*names, *(c.column for c in plan.task_columns), *plan.reserved.names]))
 
     @cached_property
     def columns(self) -> list[str]:
