@@ -217,7 +217,7 @@ def _list_statistics_checks(form: ResolvedReadPlan) -> Iterator[tuple[str, Chunk
     for name, spec in schema.sparse.items():
         table, column = schema.tables[spec.table], schema.get_ids_column(name)
         if table.out_of_range == "error" and not table.ids:
-            yield column, partial(_is_out_of_range, low=0, high=table.rows - 1)
+            yield column, partial(_has_invalid_values, allowed=(0, table.rows - 1), null=True)
 
 
 def _list_exclusion_conditions(task: TaskRows, of_candidates: bool) -> Iterator[tuple[str, str, ChunkTest]]:
@@ -251,14 +251,11 @@ def _stays_below(chunk: pq.ColumnChunkMetaData, bound: float, reaches: bool) -> 
 
 
 def _has_invalid_values(chunk: pq.ColumnChunkMetaData, allowed: tuple[float, float] | None, null: bool) -> bool:
-    has_null = bool(chunk.statistics.has_null_count and chunk.statistics.null_count)
-    return (has_null and not null) or (allowed is not None and _is_out_of_range(chunk, *allowed))
-
-
-def _is_out_of_range(chunk: pq.ColumnChunkMetaData, low: float, high: float) -> bool:
-    """Return True if the statistics show a number outside [low, high]."""
-    least, greatest = _bounds(chunk) or (low, high)
-    return least < low or greatest > high
+    """Return True if the statistics show a number outside of `allowed` or, unless `null` is True, a null."""
+    if not null and chunk.statistics.has_null_count and chunk.statistics.null_count:
+        return True
+    bounds = _bounds(chunk) if allowed else None
+    return bool(bounds and (bounds[0] < allowed[0] or bounds[1] > allowed[1]))
 
 
 def _bounds(chunk: pq.ColumnChunkMetaData) -> tuple[Any, Any] | None:
