@@ -7,7 +7,6 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby, zip_longest
 from typing import Any
@@ -115,8 +114,9 @@ def finish_item(
     """Return the canonical rows of an item (see `read_item`) from the result of `decode_item`."""
     pieces = []
     for ((path, group), parts), table in zip(_groups(item), decoded, strict=True):
-        draw = Draw(item.draw, parts[0].number - parts[0].first + _span(parts)[0])
-        pieces.append(_finish_group(Place(path, group, 0), parts, table, form, faults or ReadErrorPolicy(), draw))
+        place = Place(path, group, _span(parts)[0])
+        draw = Draw(item.draw, parts[0].number - parts[0].first + place.first)
+        pieces.append(_finish_group(place, parts, table, form, faults or ReadErrorPolicy(), draw))
     table = pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces)
     if item.seed is not None:
         table = take_rows(table, np.random.default_rng(item.seed).permutation(table.num_rows))
@@ -125,8 +125,7 @@ def finish_item(
 
 def _groups(item: LaneItem) -> list[tuple[tuple[str, int], list[Part]]]:
     """Return ((path, row group), parts) for each row group of an item."""
-    groups = groupby(item.parts, key=lambda part: (part.path, part.group))
-    return [(key, list(parts)) for key, parts in groups]
+    return [(key, list(parts)) for key, parts in groupby(item.parts, key=lambda part: (part.path, part.group))]
 
 
 def _span(parts: list[Part]) -> tuple[int, int]:
@@ -146,7 +145,7 @@ def _finish_group(
     """Return the parts of one row group in canonical form.
 
     Args:
-        place: Location of the row group.
+        place: Location of the first row that the parts span.
         parts: Parts to return.
         table: Decoded rows that the parts span, or the error of the row group.
         form: Resolved read plan of the rows.
@@ -162,10 +161,8 @@ def _finish_group(
         rows = sum(part.rows for part in parts)
         faults.leave_out(error, rows)
         return _make_skipped_rows(rows, form)
-    first, _ = _span(parts)
-    place = replace(place, first=first)
     converted = _skip_bad_rows(table, form, place, faults) if faults.skip else canonical(table, form, place)
-    return pa.concat_tables([_split_rows(part, converted, first) for part in parts])
+    return pa.concat_tables([_split_rows(part, converted, place.first) for part in parts])
 
 
 def _split_rows(part: Part, table: pa.Table, first: int) -> pa.Table:

@@ -72,8 +72,7 @@ def scan_columns(uri: str, max_rows: int | None, also: dict[str, str], is_label:
 
     Args:
         uri: Folder or file of training data.
-        max_rows: Approximate number of rows to read from each of training, validation and test data; None:
-            all rows.
+        max_rows: Approximate number of rows to read from each of training, validation and test data; None: all.
         also: Name → path of validation and test data. Data whose files cannot be read, or lack a label of the
             training data, is skipped.
         is_label: Predicate on column names, True for labels.
@@ -103,7 +102,7 @@ def scan_columns(uri: str, max_rows: int | None, also: dict[str, str], is_label:
     chosen = {part: _choose_row_groups(of, max_rows) for part, of in groups.items()}
     _read_columns(columns, chosen, footers, kinds, [c for c in columns if c.name in labels])
     rows = sum(rows for *_, rows in chosen[None])
-    scanned = {part: place for part, place in also.items() if part in footers}
+    scanned = {part: also[part] for part in footers if part}
     in_all = sorted(set.intersection(*(set(parse_folder_values(path)) for path in footers[None])))
     return Scan(columns, rows, chosen == groups, scanned, not_seen, listing, in_all)
 
