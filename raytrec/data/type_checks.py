@@ -24,7 +24,7 @@ from raytrec.data.arrow import (
 
 if TYPE_CHECKING:
     from raytrec.data.files.footers import FooterStatistics
-    from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
+    from raytrec.data.read_plans import ReservedColumnSet, ResolvedReadPlan
 
 MAX_NAMES_IN_MESSAGE = 30  # maximum number of column names in a message
 RELEVANT_ITEM_KEYS = ("eval.retrieval.item", "eval.retrieval.right_items")
@@ -92,30 +92,18 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
             what, advice = f"candidate column '{column}'", "remove the column from candidates in schema.yaml"
             expected = "a list in each row, with one value per candidate"
             raise _unsupported_type_error(what, kind, column, uri, expected, advice)
-
-    def get_value_type(column: str) -> pa.DataType:
+    numbers = [(name, "label", form.plan.skips_nulls(name)) for name in form.plan.labels]
+    numbers += [(read.column, read.role, read.role == "mask") for read in form.plan.task_columns]
+    numbers += [(name, "dense column", False) for name in schema.dense]
+    for column, role, may_be_null in numbers:
         kind = arrow.field(column).type
         in_tasks = schema.candidates and column not in schema.columns  # masks and weights: numbers or lists
-        return value_type(kind) if column in schema.candidates or in_tasks else kind
-
-    for column in form.plan.labels:
-        if not (types.is_null(plain(get_value_type(column))) and form.plan.skips_nulls(column)):
-            _check_number(get_value_type(column), column, "label", uri)
-    for read in form.plan.task_columns:
-        if read.role != "mask" or not types.is_null(plain(get_value_type(read.column))):
-            _check_number(get_value_type(read.column), read.column, read.role, uri)
+        kind = value_type(kind) if column in schema.candidates or in_tasks else kind
+        if not is_number(plain(kind)) and not (may_be_null and types.is_null(plain(kind))):
+            advice = _advise_number(plain(kind), column, role)
+            raise _unsupported_type_error(f"{role} '{column}'", kind, column, uri, "one number per row", advice)
     for column in form.plan.reserved.names:
-        kind = plain(arrow.field(column).type)
-        if column in form.plan.reserved.lists and not is_list(kind):
-            what, advice = f"column '{column}' of seen items", "name another column in eval.retrieval.seen"
-            raise _unsupported_type_error(what, kind, column, uri, "lists of items", advice)
-        if column in (*form.plan.reserved.lists, *form.plan.reserved.optional_lists):
-            kind = value_type(kind)
-        _check_reserved(kind, column, form.plan, uri)
-        if column in form.plan.reserved.groups:
-            _check_group(plain(kind), column, uri)
-    for column in schema.dense:
-        _check_number(get_value_type(column), column, "dense column", uri)
+        _check_reserved(plain(arrow.field(column).type), column, form.plan.reserved, uri)
     for feature, spec in schema.sparse.items():
         column = schema.get_ids_column(feature)
         is_text_allowed = schema.tables[spec.table].takes_text
@@ -133,12 +121,6 @@ def _unsupported_type_error(what: str, kind: pa.DataType, column: str, uri: str,
     return DataError(
         f"{what} has type {_truncate_type(kind)}", where=f"{uri}, column {column}", expected=expected, do=do
     )
-
-
-def _check_number(kind: pa.DataType, column: str, role: str, uri: str) -> None:
-    if not is_number(plain(kind)):
-        advice = _advise_number(plain(kind), column, role)
-        raise _unsupported_type_error(f"{role} '{column}'", kind, column, uri, "one number per row", advice)
 
 
 def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
@@ -182,13 +164,20 @@ def _advise_ids(kind: pa.DataType, value: pa.DataType, column: str) -> str:
     return _advise_fields(kind, column) or _advise_time(value, column) or CONVERSION_ADVICE
 
 
-def _check_reserved(kind: pa.DataType, column: str, plan: ReadPlan, uri: str) -> None:
-    is_key = column in plan.reserved.keys
+def _check_reserved(kind: pa.DataType, column: str, reserved: ReservedColumnSet, uri: str) -> None:
+    if column in reserved.lists and not is_list(kind):
+        what, advice = f"column '{column}' of seen items", "name another column in eval.retrieval.seen"
+        raise _unsupported_type_error(what, kind, column, uri, "lists of items", advice)
+    is_key = column in reserved.keys
+    if column in (*reserved.lists, *reserved.optional_lists):
+        kind = value_type(kind)
     if is_list(kind) or types.is_nested(kind) or (is_key and types.is_interval(kind)):
         advice = _advise_fields(kind, column) or CONVERSION_ADVICE
-        if is_key and plan.reserved.named_by.get(column) in RELEVANT_ITEM_KEYS:
+        if is_key and reserved.named_by.get(column) in RELEVANT_ITEM_KEYS:
             advice = "write the lists to another column and set eval.retrieval.right_items=COLUMN"
         raise _unsupported_type_error(f"reserved column '{column}'", kind, column, uri, "one value per row", advice)
+    if column in reserved.groups:
+        _check_group(plain(kind), column, uri)
 
 
 def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
