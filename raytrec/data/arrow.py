@@ -151,9 +151,8 @@ def _get_nested(array: pa.Array, steps: Path) -> pa.Array:
     if types.is_map(array.type):
         entries = pa.struct([("key", array.type.key_type), ("value", array.type.item_type)])
         array = array.cast(pa.list_(entries))
-    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.ListArray.from_arrays(offsets, _get_nested(array.flatten(), steps))
+    offsets, flat = unnest(array)
+    return pa.ListArray.from_arrays(offsets, _get_nested(flat, steps))
 
 
 def is_list(kind: pa.DataType) -> bool:

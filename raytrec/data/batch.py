@@ -193,7 +193,10 @@ class RowExchange:
             RuntimeError: The stream has been closed, or another rank has ended.
         """
         own_costs, costs = torch.full((max_rows,), -1), torch.empty(self._world * max_rows, dtype=torch.int64)
-        rows = self._compute_costs(pieces, own_costs.numpy())
+        joined, rows = JoinedRows(pieces), sum(map(len, pieces))
+        if rows:
+            lengths = (joined.lengths(name).clip(max=longest) for name, longest in self._max_lengths.items())
+            own_costs.numpy()[:rows] = sum(lengths, np.zeros(rows, np.int64)) ** self._exponent
         self._wait(is_closed, dist.all_gather_into_tensor, epoch, costs, own_costs)
         is_row = costs.numpy() >= 0
         first = int(is_row[: self._rank * max_rows].sum())
@@ -210,14 +213,6 @@ class RowExchange:
         self._wait(is_closed, dist.all_to_all_single, epoch, incoming, outgoing, sizes, sent.tolist())
         tables = [pa.ipc.open_stream(part.numpy()).read_all() for part in incoming.split(sizes) if len(part)]
         return [Rows.of(batch) for table in tables for batch in table.to_batches()]
-
-    def _compute_costs(self, pieces: list[Rows], out: np.ndarray) -> int:
-        """Write the cost of each row to the start of `out`, int64 [max_rows], and return the number of rows."""
-        joined = JoinedRows(pieces)
-        if joined.rows:
-            lengths = (joined.lengths(name).clip(max=longest) for name, longest in self._max_lengths.items())
-            out[: joined.rows] = sum(lengths, np.zeros(joined.rows, np.int64)) ** self._exponent
-        return joined.rows
 
     def _wait(self, is_closed: Callable[[], bool], collective: Callable, epoch: int, *arguments: object) -> None:
         """Run a collective of one epoch until it has completed or the stream is closed."""

@@ -77,16 +77,9 @@ def decode_columns(
             group.
     """
     stored = [name for name in names if name not in folders]
-    table = _decode(path, group, first, rows, stored) if stored else pa.table([pa.nulls(rows)], [""])
-    for name in names:
-        if name in folders:
-            table = table.append_column(name, build_folder_column(path, name, folders[name], rows))
-    return table.select(names)
-
-
-def _decode(path: str, group: int, first: int, rows: int, columns: list[str]) -> pa.Table:
     try:
-        table = retry_read(path, partial(_read, path, group, first, rows, columns))
+        read = partial(_read, path, group, first, rows, stored)
+        table = retry_read(path, read) if stored else pa.table([pa.nulls(rows)], [""])
         if table.num_rows < rows:
             raise IndexError(f"the pages contain fewer rows than the footer claims ({first + rows:,} or more)")
     except (DamagedPageError, pa.ArrowException, OSError, IndexError, KeyError, ValueError, RecursionError) as error:
@@ -96,7 +89,10 @@ def _decode(path: str, group: int, first: int, rows: int, columns: list[str]) ->
             expected=storage_hint(path) + "a complete Parquet file that does not change while it is read",
             do="write or copy the file again, or skip its rows: data.on_error=skip",
         ) from None
-    return table
+    for name in names:
+        if name in folders:
+            table = table.append_column(name, build_folder_column(path, name, folders[name], rows))
+    return table.select(names)
 
 
 def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> pa.Table:
