@@ -178,7 +178,8 @@ def sample(
     begins = read_cumulative_shares(spec.vocabulary, spec.frequency, spec.power) if spec.frequency else None
     total = id_count if begins is None else int(begins[-1])
     rows, (owners, ids) = table.num_rows, _excluded(spec, table, id_count, vocabulary_values)
-    seed = hash_bits(_seed(spec, draw))
+    numbers = [*spec.column.encode(), *draw.key]  # the seed differs between target columns
+    seed = hash_bits(np.random.SeedSequence(numbers, spawn_key=(len(draw.key),)).generate_state(1, np.uint64))
     lengths, parts = np.full(rows, spec.count, np.int64), [np.empty(0, np.int64)]
     if not draw.key and not spec.in_evaluations:
         lengths[:], rows = 0, 0
@@ -186,8 +187,8 @@ def sample(
     for first in range(0, rows, size):
         stop = min(first + size, rows)
         begin, end = (int(np.searchsorted(owners, place)) for place in (first, stop))
-        numbers = np.arange(draw.first + first, draw.first + stop, dtype=np.uint64)
-        bits = hash_bits(hash_bits(numbers ^ seed)[:, np.newaxis] + np.arange(spec.count, dtype=np.uint64))
+        row_numbers = np.arange(draw.first + first, draw.first + stop, dtype=np.uint64)
+        bits = hash_bits(hash_bits(row_numbers ^ seed)[:, np.newaxis] + np.arange(spec.count, dtype=np.uint64))
         drawn, has_ids = _to_allowed_ids(bits, total, begins, owners[begin:end] - first, ids[begin:end])
         lengths[first:stop][~has_ids] = 0
         parts.append(drawn[has_ids].ravel())
@@ -197,12 +198,6 @@ def sample(
     if begins is not None and spec.log_share:
         values.append(pa.array(np.log(np.diff(begins)[numbers_drawn] * (id_count / total))))
     return [pa.ListArray.from_arrays(offsets, column) for column in values]
-
-
-def _seed(spec: t.Sample, draw: Draw) -> np.ndarray:
-    """Return a seed, uint64 [1], that differs between target columns."""
-    numbers = [*spec.column.encode(), *draw.key]
-    return np.random.SeedSequence(numbers, spawn_key=(len(draw.key),)).generate_state(1, np.uint64)
 
 
 def _excluded(spec: t.Sample, table: pa.Table, id_count: int, vocab: pa.Array | None) -> tuple[np.ndarray, np.ndarray]:
