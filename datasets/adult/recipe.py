@@ -62,7 +62,9 @@ def write(out: Path, source: Path, seed: int, dim: int, force: bool) -> None:
     if not output.is_ready():
         people = Adult(read(source / "adult.data"), read(source / "adult.test"), seed)
         with output:
-            rows = {name: people.write(output.partial / name, name) for name in people.splits}
+            rows = {
+                name: write_table(output.partial / name, people.table(name), group_rows=4_096) for name in people.splits
+            }
             output.finish(people.schema(dim), rows, scales=people.scales)
     output.summary("adult")
 
@@ -152,10 +154,6 @@ class Adult:
             codes = pd.Categorical(people[name], categories=known).codes  # -1: not in the vocabulary
             columns[name] = codes.astype(np.int64) + 1
         return pa.table({**columns, "fnlwgt": people["fnlwgt"].to_numpy()})
-
-    def write(self, folder: Path, split: str) -> int:
-        """Write a split, and return its number of rows."""
-        return write_table(folder, self.table(split), group_rows=4_096)
 
     def schema(self, dim: int) -> Schema:
         """Return the content of schema.yaml, with a table for each sparse column."""

@@ -39,15 +39,10 @@ def write(
     force: bool,
 ) -> None:
     """Write the dataset; the arguments are those of `raytrec prepare criteo`."""
-    files = find_files(source.expanduser().absolute(), layout)
+    source = source.expanduser().absolute()
+    files = find_files(source, layout)
     size = {"hash_rows": hash_rows} if vocabulary == "hash" else {"min_count": min_count}
-    options = {
-        "source": str(source.expanduser().absolute()),
-        "vocabulary": vocabulary,
-        **size,
-        "dim": dim,
-        "skip_bad": skip_bad,
-    }
+    options = {"source": str(source), "vocabulary": vocabulary, **size, "dim": dim, "skip_bad": skip_bad}
     output = Output(out, "criteo", options, force)
     if output.is_ready():
         output.summary("criteo")

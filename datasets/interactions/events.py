@@ -26,9 +26,6 @@ class Vocabulary:
     def __init__(self) -> None:
         self.keys: pa.Array | None = None
 
-    def __len__(self) -> int:
-        return 0 if self.keys is None else len(self.keys)
-
     def ids(self, values: pa.Array) -> np.ndarray:
         """Return the id of each key, int32 [n]; new keys get new ids, and null keys are not allowed."""
         encoded = pc.dictionary_encode(values)

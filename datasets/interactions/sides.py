@@ -135,7 +135,12 @@ def _side(name: str, keys: pa.Array, values: pa.Array, path: Path) -> Side:
             do="rename the column",
         )
     if pa.types.is_floating(values.type):
-        _refuse_nulls(name, values, path)
+        if not pc.all(pc.is_finite(values), skip_nulls=False, min_count=0).as_py():
+            raise DataError(
+                f"the side feature {name} has values that are not finite numbers",
+                where=str(path),
+                do="replace these values with numbers",
+            )
         return Side(name, keys, values.cast(pa.float32()))
     inner = values.type.value_type if pa.types.is_nested(values.type) else values.type
     if not (pa.types.is_integer(inner) or pa.types.is_string(inner) or pa.types.is_boolean(inner)):
@@ -158,12 +163,3 @@ def encode(name: str, keys: pa.Array, values: pa.Array) -> Side:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         ids = pa.ListArray.from_arrays(pa.array(offsets), ids)
     return Side(name, keys, ids, len(vocabulary) + 1)
-
-
-def _refuse_nulls(name: str, values: pa.Array, path: Path) -> None:
-    if not pc.all(pc.is_finite(values), skip_nulls=False, min_count=0).as_py():
-        raise DataError(
-            f"the side feature {name} has values that are not finite numbers",
-            where=str(path),
-            do="replace these values with numbers",
-        )

@@ -58,8 +58,7 @@ def write(
             write_interactions(output, source, chosen)
         return output.summary(*choose_example_job(output.folder, chosen))
     if has_candidates(source) and not has_ratings(source):
-        options = {"source": str(source), "layout": "candidates"}
-        options |= {"negatives": negatives, "seed": seed, "dim": dim}
+        options = {"source": str(source), "layout": "candidates", "negatives": negatives, "seed": seed, "dim": dim}
         output = Output(out, "movielens", options, force)
         if not output.is_ready():
             write_candidates(output, source, negatives, seed, dim)

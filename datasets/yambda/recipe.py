@@ -28,8 +28,7 @@ import numpy as np
 import pyarrow as pa
 from raytrec_datasets.interactions.rows import slices
 from raytrec_datasets.writing import Output, SplitWriter, progress, write_table
-from raytrec_datasets.yambda.events import FINISHED_PERCENT, LIKE, LISTEN, Events, read_events
-from raytrec_datasets.yambda.synthetic import write_source
+from raytrec_datasets.yambda.events import DAY_S, FINISHED_PERCENT, LIKE, LISTEN, Events, read_events, write_source
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.storage import make_relative
@@ -38,7 +37,7 @@ from raytrec.config.schema import Schema
 
 FINISHED, LIKED, SKIPPED = 1, 2, 4  # values of history_action
 SCAN_EVENTS = 20_000
-SESSION_S, LIKE_S, DAY_S = 1800, 1800, 86_400
+SESSION_S, LIKE_S = 1800, 1800
 CHUNK_IDS = 4_000_000  # maximum number of ids of histories in memory at a time, and in a row group
 # Name → (parts, number of rows of the table for the million users of Yambda 5b, as in DLRMv4).
 CROSSES = {

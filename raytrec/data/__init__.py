@@ -1,1 +1,1 @@
-"""Read Parquet files into batches. Only assembler.py, batch.py, row_exchange.py and stream.py import torch."""
+"""Read Parquet files into batches. Only assembler.py, batch.py and stream.py import torch."""

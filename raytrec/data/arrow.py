@@ -11,6 +11,8 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 Path = tuple[int, ...]  # index of the column, then the indexes of nested fields; lists and maps add no index
+TEXT_TYPES = pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()
+TEXT_TYPE_IDS = {kind.id for kind in (*TEXT_TYPES, pa.binary(1))}  # binary(1): bytes of a fixed size
 
 
 class AmbiguousColumnError(KeyError):
@@ -31,13 +33,8 @@ def find_column(schema: pa.Schema, name: str) -> Path | None:
 
 
 def _find_path(fields: list[pa.Field], name: str) -> Path | None:
-    exact = [i for i, f in enumerate(fields) if f.name == name]
-    if len(exact) > 1:
-        raise AmbiguousColumnError(name)
-    if exact:
-        return (exact[0],)
-    paths = []
-    for i, field in enumerate(fields):
+    paths: list[Path] = [(i,) for i, field in enumerate(fields) if field.name == name]
+    for i, field in enumerate(fields if not paths else ()):
         if name.startswith(f"{field.name}."):
             inner = _find_path(_child_fields(field.type), name[len(field.name) + 1 :])
             paths += [(i, *inner)] if inner else []
@@ -102,8 +99,6 @@ def find_required_columns(schema: pa.Schema, names: list[str]) -> list[str]:
     Fields of structs are read individually; lists of structs and maps are read as whole columns.
     """
     columns = set(schema.names)
-    if columns.issuperset(names):
-        return names
     return list(dict.fromkeys(name if name in columns else _join_struct_path(schema, name) for name in names))
 
 
@@ -156,9 +151,8 @@ def _get_nested(array: pa.Array, steps: Path) -> pa.Array:
     if types.is_map(array.type):
         entries = pa.struct([("key", array.type.key_type), ("value", array.type.item_type)])
         array = array.cast(pa.list_(entries))
-    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.ListArray.from_arrays(offsets, _get_nested(array.flatten(), steps))
+    offsets, flat = unnest(array)
+    return pa.ListArray.from_arrays(offsets, _get_nested(flat, steps))
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -168,15 +162,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 def is_text(kind: pa.DataType) -> bool:
     """Return True if an Arrow type holds text or bytes."""
-    return (
-        types.is_string(kind)
-        or types.is_large_string(kind)
-        or types.is_string_view(kind)
-        or types.is_binary(kind)
-        or types.is_large_binary(kind)
-        or types.is_binary_view(kind)
-        or types.is_fixed_size_binary(kind)
-    )
+    return kind.id in TEXT_TYPE_IDS
 
 
 def is_number(kind: pa.DataType) -> bool:

@@ -104,17 +104,12 @@ class Assembler:
             name: self._concatenate([], torch.float64, width) for name, width in self._side_features.items()
         }
         return AssembledTensors(
-            matrices["dense"],
-            self._replace_with_all_ids(self._bags(batch, padded_rows, side_features)),
-            matrices["labels"],
-            weights,
-            self._sum_change_counts(batch),
-            matrices["task_weights"],
-            matrices["keys"],
-            self._reserved(pieces, present) if self._form.plan.reserved.columns else None,
-            side_features or None,
-            matrices.get("requests"),
-            matrices.get("dense_of_candidates"),
+            **matrices,
+            bags=self._replace_with_all_ids(self._bags(batch, padded_rows, side_features)),
+            weights=weights,
+            changed=self._sum_change_counts(batch),
+            reserved=self._reserved(pieces, present) if self._form.plan.reserved.columns else None,
+            side_features=side_features or None,
         )
 
     def _candidate_tensors(self, batch: JoinedRows) -> dict[str, torch.Tensor | None]:

@@ -22,7 +22,7 @@ int is int32 if every table has at most 2³¹ rows and no managed ids, else int6
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +35,6 @@ from raytrec.data.column_conversion import (
     Place,
     find_first_length_mismatch,
     find_first_null,
-    make_row_lookup,
     read_label,
     read_scaled_column,
     task_weights,
@@ -82,27 +81,12 @@ def canonical(table: pa.Table, form: ResolvedReadPlan, place: Place) -> pa.Table
         [reserved[name] for name in form.plan.reserved.columns],
         {name: side_features(table, features[name], ends[name]) for name in form.features_with_side_features},
         (example_place.offsets, dense(schema.select_candidate_names(schema.dense), examples, example_place))
-        if isinstance(example_place, CandidatePlace)
+        if schema.candidates
         else None,
     )
 
 
-@dataclass(frozen=True)
-class CandidatePlace(Place):
-    """Location of the first candidate of a decoded table.
-
-    Attributes:
-        offsets: Index of each row's first candidate, then the total number of candidates; int32 [rows + 1].
-    """
-
-    offsets: np.ndarray
-
-    def of(self, column: str, row: int | None = None) -> str:
-        """Return the location of a candidate's value as text. `row` is the index of the candidate."""
-        return super().of(column, None if row is None else make_row_lookup(self.offsets)(row))
-
-
-def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> tuple[pa.Table, CandidatePlace]:
+def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> tuple[pa.Table, Place]:
     """Return labels, task columns and candidates' dense columns with one row per candidate, and their location.
 
     A column with one value per request is repeated for each candidate of the request.
@@ -143,7 +127,7 @@ def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> 
         flat[name] = values
     rows = pa.array(np.repeat(np.arange(table.num_rows), np.diff(offsets)))
     columns = {name: flat[name] if name in flat else table[name].take(rows) for name in task_names}
-    return pa.table(columns), CandidatePlace(place.path, place.group, place.first, offsets)
+    return pa.table(columns), replace(place, offsets=offsets)
 
 
 def cast_reserved_column(table: pa.Table, name: str, form: ResolvedReadPlan, place: Place) -> pa.Array:

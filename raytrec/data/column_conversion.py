@@ -31,45 +31,64 @@ class Place:
         path: Path or URI of the file, or the name of another source.
         group: Index of the row group; None: the rows are not from a file.
         first: Index of the first row in the row group.
+        offsets: Index of each row's first candidate, then the total number of candidates, int32 [rows + 1], for a
+            table with one row per candidate.
     """
 
     path: str
     group: int | None
     first: int
+    offsets: np.ndarray | None = None
 
     def of(self, column: str, row: int | None = None) -> str:
         """Return the location of a value as text for messages."""
+        if row is not None and self.offsets is not None:
+            row = make_row_lookup(self.offsets)(row)
         group = "" if self.group is None else f", row group {self.group}"
         where = f"{self.path}{group}, column {column}"
         return where if row is None else f"{where}, row {self.first + row}"
 
 
-def read_number_column(
-    column: pa.ChunkedArray, name: str, place: Place, extra_advice: str = "", dtype: type = np.float32
-) -> np.ndarray:
-    """Return a column of numbers as an array of floats, [n], after checking that all are finite.
+def read_numbers(
+    column: pa.ChunkedArray,
+    name: str,
+    place: Place,
+    skips_nulls: bool = False,
+    is_label: bool = False,
+    dtype: type = np.float32,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return a column of finite numbers, and the mask of the numbers if the column may contain nulls and NaN.
 
     Args:
         column: Decoded column.
         name: Column name.
         place: Location of the first row.
-        extra_advice: Additional advice in the error for a null.
+        skips_nulls: True to accept nulls and NaN.
+        is_label: True for a label; the error for a null then names the setting that skips nulls.
         dtype: Float type of the result.
 
+    Returns:
+        Numbers as `dtype` [n], 0 for nulls and NaN; and a mask, bool [n], False for nulls and NaN, or None if
+        `skips_nulls` is False.
+
     Raises:
-        DataError: A value is null, NaN or infinite.
+        DataError: A value is infinite, or a value is null or NaN and `skips_nulls` is False.
     """
     array = to_plain_array(column)
-    if (row := find_first_null(array)) is not None:
+    if not skips_nulls and (row := find_first_null(array)) is not None:
+        advice = f"set tasks: [{{label: {format_yaml_scalar(name)}, nulls: skip}}]; or " if is_label else ""
         raise DataError(
             f"column '{name}' contains a null",
             where=place.of(name, row),
             expected="a number in every row of a dense column, label or sample weight",
-            do=f"{extra_advice}{advise_transform('fill_null', name, value=0)}; or {SKIP_ADVICE}",
+            do=f"{advice}{advise_transform('fill_null', name, value=0)}; or {SKIP_ADVICE}",
         )
-    values = as_floats(array, dtype)
+    values, is_present = as_floats(array, dtype), None
+    if skips_nulls:
+        is_present = ~np.isnan(values)
+        values = np.where(is_present, values, dtype(0))
     check_finite(values, name, place)
-    return values
+    return values, is_present
 
 
 def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None) -> np.ndarray:
@@ -87,11 +106,8 @@ def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: 
         DataError: A value is infinite, or a value is null or NaN and the scale does not replace it.
     """
     if scale is None:
-        return read_number_column(column, name, place)
-    if scale.nulls == "mean":
-        x, is_present = to_nullable_floats(column, name, place, np.float64)
-    else:
-        x, is_present = read_number_column(column, name, place, dtype=np.float64), None
+        return read_numbers(column, name, place)[0]
+    x, is_present = read_numbers(column, name, place, skips_nulls=scale.nulls == "mean", dtype=np.float64)
     x = signed_log(x) if scale.log else x
     x = standardize(x, scale.mean, scale.std)
     check_finite(x, name, place)
@@ -109,24 +125,6 @@ def signed_log(values: np.ndarray) -> np.ndarray:
     return np.sign(values) * np.log1p(np.abs(values))
 
 
-def to_nullable_floats(
-    column: pa.ChunkedArray, name: str, place: Place, dtype: type = np.float32
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return a column of numbers that may contain nulls and NaN, and the mask of its numbers.
-
-    Returns:
-        Numbers as `dtype` [n], 0 for nulls and NaN; and a mask, bool [n], False for nulls and NaN.
-
-    Raises:
-        DataError: A value is infinite.
-    """
-    values = as_floats(to_plain_array(column), dtype)
-    is_present = ~np.isnan(values)
-    values = np.where(is_present, values, dtype(0))
-    check_finite(values, name, place)
-    return values, is_present
-
-
 def as_floats(array: pa.Array, dtype: type) -> np.ndarray:
     """Return an array of numbers as floats of type `dtype`, [n]; NaN for nulls."""
     is_exact = not array.null_count and (pa.types.is_integer(array.type) or pa.types.is_float64(array.type))
@@ -136,34 +134,6 @@ def as_floats(array: pa.Array, dtype: type) -> np.ndarray:
     if pa.types.is_decimal(array.type):  # a direct cast to float32 has more than the rounding error
         array = array.cast(pa.float64())
     return array.cast(pa.from_numpy_dtype(dtype), safe=False).to_numpy(zero_copy_only=False)
-
-
-def convert_float_ids(array: pa.Array, feature: str, column: str, place: Place) -> pa.Array:
-    """Return a column of float ids as int64, with nulls for NaN; columns of other types are unchanged.
-
-    Args:
-        array: Ids, one per row.
-        feature: Name of the feature.
-        column: Name of the column that contains the ids.
-        place: Location of the first row.
-
-    Raises:
-        DataError: A value has a fraction, or is too large to be an exact integer.
-    """
-    if not pa.types.is_floating(array.type):
-        return array
-    values = as_floats(array, np.float64)
-    missing = np.isnan(values)
-    exact = missing | ((np.abs(values) < FIRST_INEXACT_INTEGER) & (values == np.floor(values)))
-    if (row := find_first_true(~exact)) is not None:
-        raise DataError(
-            f"sparse feature '{feature}' contains the value {values[row]:.17g}",
-            where=place.of(column, row),
-            expected="ids; in a column of floats, whole numbers below 2**53",
-            do="list the column under dense; or "
-            f"{advise_transform('bucketize', column, boundaries='[…]')}; or {SKIP_ADVICE}",
-        )
-    return pa.array(np.where(missing, 0, values).astype(np.int64), mask=missing)
 
 
 def find_first_null(array: pa.Array) -> int | None:
@@ -233,13 +203,9 @@ def read_label(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place
             requires whole numbers; or a value is null or NaN, and such rows are not skipped.
     """
     allowed = form.plan.label_range(name)
-    if form.plan.skips_nulls(name):
-        values, is_present = to_nullable_floats(column, name, place)
-        if allowed:
-            values[~is_present] = np.clip(np.float32(0), *allowed)
-    else:
-        nulls_advice = f"set tasks: [{{label: {format_yaml_scalar(name)}, nulls: skip}}]; or "
-        values, is_present = read_number_column(column, name, place, nulls_advice), None
+    values, is_present = read_numbers(column, name, place, form.plan.skips_nulls(name), is_label=True)
+    if allowed and is_present is not None:
+        values[~is_present] = np.clip(np.float32(0), *allowed)
     low, high = allowed or (-np.inf, np.inf)
     invalid, kind = (values < low) | (values > high), "number"
     if name in form.plan.whole_labels:
@@ -293,7 +259,7 @@ def task_weights(
 
 
 def _read_sample_weights(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
-    values = read_number_column(column, name, place)
+    values, _ = read_numbers(column, name, place)
     if (row := find_first_true(values < 0)) is not None:
         raise DataError(
             f"sample weight '{name}' is {values[row]:g}",
@@ -306,7 +272,7 @@ def _read_sample_weights(column: pa.ChunkedArray, name: str, place: Place) -> np
 
 def _read_mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
     """Return a mask column as bool [n]: True for 1; False for 0, null and NaN."""
-    values, _ = to_nullable_floats(column, name, place)
+    values, _ = read_numbers(column, name, place, skips_nulls=True)
     if (row := find_first_true((values != 0) & (values != 1))) is not None:
         raise DataError(
             f"mask '{name}' is {values[row]:g}",

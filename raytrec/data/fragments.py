@@ -25,10 +25,9 @@ from raytrec.data.files.partitions import (
     infer_folder_types,
     parse_folder_values,
 )
-from raytrec.data.id_kinds import IdKinds, compare_id_kinds, find_id_kinds
 from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
 from raytrec.data.transform import apply_transforms
-from raytrec.data.type_checks import check_present, check_types
+from raytrec.data.type_checks import IdKinds, check_present, check_types, compare_id_kinds, find_id_kinds
 
 
 @dataclass(frozen=True)
@@ -175,15 +174,12 @@ def scan(
     """
     listing, left_out = list_files(places, key, between), []
     plan = replace(plan, transforms=set_draw_rows(plan.transforms, plan.schema), folder=os.getcwd())
-    form, columns = ResolvedReadPlan(plan), dict.fromkeys([*plan.reserved.columns, *declared])
     # Folder keys used as hashed or managed ids are read as text. Otherwise, a new folder could turn a key's
     # type from integer to text, which would change the hash of `4`.
     schema = plan.schema
     text = {schema.get_ids_column(n) for n, spec in schema.sparse.items() if schema.tables[spec.table].takes_text}
-    scan_form = ResolvedReadPlan(
-        replace(plan, reserved=replace(plan.reserved, columns=tuple(columns))),
-        types=infer_folder_types(listing.files, text),
-    )
+    reserved = replace(plan.reserved, columns=tuple(dict.fromkeys([*plan.reserved.columns, *declared])))
+    scan_form = ResolvedReadPlan(replace(plan, reserved=reserved), types=infer_folder_types(listing.files, text))
 
     def scan_file(file: str) -> _FileFacts | None:
         try:
@@ -196,7 +192,7 @@ def scan(
 
     with ThreadPoolExecutor(16) as pool:
         files = [facts for facts in pool.map(scan_file, listing.files) if facts is not None]
-    types, from_folders, odd_types = _unify_types(files, form.plan.reserved.names, scan_form.types)
+    types, from_folders, odd_types = _unify_types(files, plan.reserved.names, scan_form.types)
     folder_ids = {n: is_text(types[c]) for n in schema.sparse if (c := schema.get_ids_column(n)) in from_folders}
     kinds_of_files = [
         (facts.uri, sum(g.rows for g in facts.groups), {n: folder_ids.get(n, k) for n, k in facts.text_ids.items()})
@@ -209,7 +205,6 @@ def scan(
         raise next(iter(odd_types.values()))
     left_out += odd_types.values()
     files = [facts for facts in files if facts.uri not in odd_types]
-    form = replace(form, types=types, from_folders=from_folders)
     groups = tuple(group for facts in files for group in facts.groups)
     if not groups:
         raise DataError(
@@ -219,12 +214,12 @@ def scan(
             + (f"; skipped: {format_count(len(left_out), 'file')} ({left_out[0].what})" if left_out else ""),
         )
     lists = frozenset().union(*(facts.lists for facts in files))
-    accused = tuple(g for facts in files for g in facts.groups if not skip and g.index in facts.accused)
+    accused = () if skip else tuple(group for facts in files for group in facts.suspect_groups)
     empty = explain_empty_tasks(facts.excluded for facts in files)
     bounds = {label: set().union(*(facts.label_bounds[label] for facts in files)) for label in plan.labels}
     constant = {label: next(iter(values)) for label, values in bounds.items() if len(values) == 1}
     large = {name: max(facts.large.get(name, 0.0) for facts in files) for facts in files for name in facts.large}
-    form = replace(form, lists=lists)
+    form = ResolvedReadPlan(plan, lists, types, from_folders)
     facts_of_all = tuple(left_out), accused, empty, constant, large, text_ids
     return Dataset(join_folder_names(places), groups, form, *facts_of_all, listing=listing)
 
@@ -240,7 +235,7 @@ class _FileFacts:
         groups: Row groups with rows.
         lists: Sparse features whose column is a list after the transforms.
         text_ids: Kinds of ids in the file.
-        accused: Indexes of row groups whose statistics contradict the schema (footers.FooterStatistics).
+        suspect_groups: Row groups whose statistics contradict the schema (footers.FooterStatistics).
         excluded: Task → for each nonempty row group, the reasons why the task uses none of its rows
             (footers.FooterStatistics).
         label_bounds: Label → smallest and largest values of row groups (footers.FooterStatistics).
@@ -253,7 +248,7 @@ class _FileFacts:
     groups: list[RowGroup]
     lists: set[str]
     text_ids: IdKinds
-    accused: list[int]
+    suspect_groups: list[RowGroup]
     excluded: dict[str, list[set[str]]]
     label_bounds: dict[str, set[float]]
     large: dict[str, float]
@@ -272,13 +267,13 @@ def _look(uri: str, form: ResolvedReadPlan) -> _FileFacts:
         check_present(arrow, form.columns_after_transforms, f"{uri}, after data.transforms", form, fields=False)
     check_types(arrow, form, uri)
     lists = {name for name in schema.sparse if is_list(arrow.field(schema.get_ids_column(name)).type)}
-    counts = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-    groups = [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows]
     types = {name: plain(arrow.field(name).type) for name in form.plan.reserved.names}
     footer = FooterStatistics(metadata, form)
+    groups = {index: RowGroup(uri, index, group.num_rows) for index, group in footer.groups.items()}
+    suspects = [groups[index] for index in footer.list_suspect_groups()]
+    facts = suspects, footer.list_exclusions(), footer.label_bounds(), footer.large_columns()
     text_ids = find_id_kinds(arrow, schema, footer)
-    facts = footer.list_suspect_groups(), footer.list_exclusions(), footer.label_bounds(), footer.large_columns()
-    return _FileFacts(uri, types, form.from_folders, groups, lists, text_ids, *facts)
+    return _FileFacts(uri, types, form.from_folders, [*groups.values()], lists, text_ids, *facts)
 
 
 def _unify_types(

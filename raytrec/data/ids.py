@@ -15,12 +15,14 @@ from raytrec.config.schema import advise_transform
 from raytrec.config.schema_parts import Sparse, Table
 from raytrec.data.arrow import is_list, is_text, plain_array, to_plain_array, unnest
 from raytrec.data.column_conversion import (
+    FIRST_INEXACT_INTEGER,
     SKIP_ADVICE,
     Place,
+    as_floats,
     check_finite,
-    convert_float_ids,
     find_first_length_mismatch,
     find_first_null,
+    find_first_true,
     make_row_lookup,
     to_float64,
 )
@@ -64,7 +66,7 @@ def read_single_ids(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray
     Raises:
         DataError: The column contains lists, or an id is fractional, or out of range and rejected by its table.
     """
-    array = to_plain_array(table[feature.column])
+    array = _read_ids(table, feature)
     if is_list(array.type):
         raise DataError(
             f"feature '{feature.name}' has changed to a column of lists",
@@ -72,7 +74,6 @@ def read_single_ids(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray
             expected="one id per row, as in the earlier scan of the files",
             do="do not modify the files while they are read",
         )
-    array = convert_float_ids(array, feature.name, feature.column, feature.place)
     if array.null_count == 0 and pa.types.is_integer(array.type):
         return _in_range(array.to_numpy(), feature, int)
     offsets, flat = unnest(array)
@@ -92,12 +93,11 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
         DataError: A list contains a null, an id is out of range and rejected by its table, or the weights are
             not one finite number per id.
     """
-    name, spec, column = feature.name, feature.spec, to_plain_array(table[feature.column])
-    offsets, flat = unnest(convert_float_ids(column, name, feature.column, feature.place))
-    rows = make_row_lookup(offsets)
+    offsets, flat = unnest(_read_ids(table, feature))
+    spec, rows = feature.spec, make_row_lookup(offsets)
     if (index := find_first_null(flat)) is not None:
         raise DataError(
-            f"feature '{name}' contains a null inside a list",
+            f"feature '{feature.name}' contains a null inside a list",
             where=feature.place.of(feature.column, rows(index)),
             expected="ids; an empty list, or null instead of the list, for a row without ids",
             do=advise_transform("drop_null", feature.column),
@@ -109,6 +109,29 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
     id_weights = id_weights.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
     check_finite(id_weights, spec.weights, feature.place, rows)
     return offsets, ids, id_weights
+
+
+def _read_ids(table: pa.Table, feature: Feature) -> pa.Array:
+    """Return a column of ids; floats are converted to int64, and NaN to null.
+
+    Raises:
+        DataError: A value has a fraction, or is too large to be an exact integer.
+    """
+    array = to_plain_array(table[feature.column])
+    if not pa.types.is_floating(array.type):
+        return array
+    values = as_floats(array, np.float64)
+    missing = np.isnan(values)
+    exact = missing | ((np.abs(values) < FIRST_INEXACT_INTEGER) & (values == np.floor(values)))
+    if (row := find_first_true(~exact)) is not None:
+        raise DataError(
+            f"sparse feature '{feature.name}' contains the value {values[row]:.17g}",
+            where=feature.place.of(feature.column, row),
+            expected="ids; in a column of floats, whole numbers below 2**53",
+            do="list the column under dense; or "
+            f"{advise_transform('bucketize', feature.column, boundaries='[…]')}; or {SKIP_ADVICE}",
+        )
+    return pa.array(np.where(missing, 0, values).astype(np.int64), mask=missing)
 
 
 def _align_with_ids(table: pa.Table, name: str, feature: Feature, offsets: np.ndarray) -> pa.Array:

@@ -7,7 +7,6 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby, zip_longest
 from typing import Any
@@ -19,7 +18,7 @@ from raytrec.common.errors import DataError
 from raytrec.common.memory import retain_freed_memory, trim_memory
 from raytrec.data.canonical import canonical, make_empty_rows, take_rows
 from raytrec.data.column_conversion import Place
-from raytrec.data.fragments import Dataset
+from raytrec.data.fragments import Dataset, RowGroup
 from raytrec.data.order import LaneItem, Part
 from raytrec.data.pages.decode import ReadErrorPolicy, decode_columns
 from raytrec.data.read_plans import ResolvedReadPlan
@@ -86,15 +85,24 @@ def read_item(item: LaneItem, form: ResolvedReadPlan, faults: ReadErrorPolicy | 
     return finish_item(item, decode_item(item, form), form, faults)
 
 
+def read_in_batches(
+    group: RowGroup, form: ResolvedReadPlan, faults: ReadErrorPolicy | None = None
+) -> Iterator[pa.Table]:
+    """Yield the rows of a row group in canonical form, at most CHECK_BATCH_ROWS at a time."""
+    for first in range(0, group.rows, CHECK_BATCH_ROWS):
+        rows = min(CHECK_BATCH_ROWS, group.rows - first)
+        part = Part(group.path, group.index, first, rows, split=group.split)
+        yield read_item(LaneItem(0, 0, (part,), None), form, faults)
+
+
 def decode_item(item: LaneItem, form: ResolvedReadPlan) -> list[pa.Table | DataError]:
     """Return, for each row group of an item, the decoded rows that the item's parts span, or the error."""
     retain_freed_memory()
     decoded: list[pa.Table | DataError] = []
     for (path, group), parts in _groups(item):
+        first, last = _span(parts)
         try:
-            first, last = _span(parts)
-            place = path, group, first, last - first
-            decoded.append(decode_columns(*place, form.columns, form.folders))
+            decoded.append(decode_columns(path, group, first, last - first, form.columns, form.folders))
         except DataError as error:
             decoded.append(error)
     return decoded
@@ -106,8 +114,9 @@ def finish_item(
     """Return the canonical rows of an item (see `read_item`) from the result of `decode_item`."""
     pieces = []
     for ((path, group), parts), table in zip(_groups(item), decoded, strict=True):
-        draw = Draw(item.draw, parts[0].number - parts[0].first + _span(parts)[0])
-        pieces.append(_finish_group(Place(path, group, 0), parts, table, form, faults or ReadErrorPolicy(), draw))
+        place = Place(path, group, _span(parts)[0])
+        draw = Draw(item.draw, parts[0].number - parts[0].first + place.first)
+        pieces.append(_finish_group(place, parts, table, form, faults or ReadErrorPolicy(), draw))
     table = pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces)
     if item.seed is not None:
         table = take_rows(table, np.random.default_rng(item.seed).permutation(table.num_rows))
@@ -116,8 +125,7 @@ def finish_item(
 
 def _groups(item: LaneItem) -> list[tuple[tuple[str, int], list[Part]]]:
     """Return ((path, row group), parts) for each row group of an item."""
-    groups = groupby(item.parts, key=lambda part: (part.path, part.group))
-    return [(key, list(parts)) for key, parts in groups]
+    return [(key, list(parts)) for key, parts in groupby(item.parts, key=lambda part: (part.path, part.group))]
 
 
 def _span(parts: list[Part]) -> tuple[int, int]:
@@ -137,7 +145,7 @@ def _finish_group(
     """Return the parts of one row group in canonical form.
 
     Args:
-        place: Location of the row group.
+        place: Location of the first row that the parts span.
         parts: Parts to return.
         table: Decoded rows that the parts span, or the error of the row group.
         form: Resolved read plan of the rows.
@@ -153,12 +161,8 @@ def _finish_group(
         rows = sum(part.rows for part in parts)
         faults.leave_out(error, rows)
         return _make_skipped_rows(rows, form)
-    first, _ = _span(parts)
-    place = replace(place, first=first)
     converted = _skip_bad_rows(table, form, place, faults) if faults.skip else canonical(table, form, place)
-    if len(parts) == 1 and parts[0].split is None:
-        return converted
-    return pa.concat_tables([_split_rows(part, converted, first) for part in parts])
+    return pa.concat_tables([_split_rows(part, converted, place.first) for part in parts])
 
 
 def _split_rows(part: Part, table: pa.Table, first: int) -> pa.Table:
@@ -201,6 +205,5 @@ def check_suspect_groups(dataset: Dataset) -> None:
         DataError: A row group contains a forbidden value. The error names the file, row group, column and row.
     """
     for group in dataset.suspect_groups[:MAX_CHECKED_SUSPECT_GROUPS]:
-        for first in range(0, group.rows, CHECK_BATCH_ROWS):
-            part = Part(group.path, group.index, first, min(CHECK_BATCH_ROWS, group.rows - first))
-            read_item(LaneItem(0, 0, (part,), None), dataset.form)
+        for _ in read_in_batches(group, dataset.form):
+            pass

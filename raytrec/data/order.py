@@ -138,18 +138,13 @@ class Order:
         """Return the range [low, high) of lanes assigned to a rank."""
         return rank * self.lanes // world, (rank + 1) * self.lanes // world
 
-    @property
-    def piece_rows(self) -> int:
-        """Return the approximate number of rows in each piece of a large row group."""
-        return max(2, self.window) * PAGE_ROWS
-
     def pieces(self, dataset: Dataset) -> list[Part]:
         """Return the dataset's row groups in file order, with large row groups cut into pieces.
 
         Cutting limits the memory and time of a read. The last piece of a row group has 0.5 to 1.5 times as
         many rows as the others.
         """
-        pieces, number, size = [], 0, self.piece_rows
+        pieces, number, size = [], 0, max(2, self.window) * PAGE_ROWS
         for group in dataset.groups:
             count = max(1, (group.rows + size // 2) // size)
             for first in range(0, count * size, size):
@@ -187,8 +182,7 @@ class _EpochLayout:
             np.random.default_rng((order.seed, epoch)).shuffle(index)
         self.pieces = [pieces[i] for i in index]
         self.ends = np.cumsum([piece.rows for piece in self.pieces])
-        self.rows = int(self.ends[-1])
-        self.full, self.tail = divmod(self.rows, order.batch_rows)
+        self.full, self.tail = divmod(int(self.ends[-1]), order.batch_rows)
         if order.drop_last:
             self.tail = 0
 
@@ -221,9 +215,7 @@ class _EpochLayout:
         per_step = lane_share(order.batch_rows, lane, order.lanes)
         start = self.full * lane_offset(order.batch_rows, lane, order.lanes) + lane_offset(self.tail, lane, order.lanes)
         stop = start + self.full * per_step + lane_share(self.tail, lane, order.lanes)
-        consumed = min(start_step, self.full) * per_step
-        if start_step > self.full:
-            consumed = stop - start
+        consumed = start_step * per_step if start_step <= self.full else stop - start
         items, position = [], 0
         for window in self.windows(start, stop):
             rows = sum(part.rows for part in window)

@@ -200,10 +200,8 @@ class ResolvedReadPlan:
     def columns_after_transforms(self) -> list[str]:
         """Return the names of the columns that must exist after the transforms, without duplicates."""
         plan = self.plan
-        names = [name for name in plan.schema.columns if plan.read_labels or name not in plan.schema.labels]
-        names += [c.column for c in plan.task_columns]
-        names += plan.reserved.names
-        return list(dict.fromkeys(names))
+        names = plan.schema.columns if plan.read_labels else plan.schema.inputs
+        return list(dict.fromkeys([*names, *(c.column for c in plan.task_columns), *plan.reserved.names]))
 
     @cached_property
     def columns(self) -> list[str]:
@@ -215,9 +213,8 @@ class ResolvedReadPlan:
         """Return the subset of `columns` that affects training."""
         plan = self.plan
         learned = {*plan.schema.columns, *plan.reserved.groups, *(c.column for c in plan.task_columns)}
-        passive = set(plan.reserved.names) - learned
         return resolve_input_columns(
-            plan.transforms, [name for name in self.columns_after_transforms if name not in passive]
+            plan.transforms, [name for name in self.columns_after_transforms if name in learned]
         )
 
     @cached_property

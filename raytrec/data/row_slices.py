@@ -41,9 +41,18 @@ class Chunk:
     reserved: pa.RecordBatch | None = None
     batch: pa.RecordBatch | None = None
 
+
+@dataclass(slots=True)
+class Rows:
+    """Rows [first, last) of a chunk. Slicing copies no data."""
+
+    chunk: Chunk
+    first: int
+    last: int
+
     @classmethod
-    def of(cls, batch: pa.RecordBatch) -> Chunk:
-        """Return a chunk whose arrays are views of a record batch in canonical form (canonical.py)."""
+    def of(cls, batch: pa.RecordBatch) -> Rows:
+        """Return a slice that contains all rows of a record batch of a canonical table, without copying its arrays."""
         matrices, arrays, present, reserved = {}, {}, None, {}
         for name, array in zip(batch.schema.names, batch.columns, strict=True):
             if name == "present":
@@ -61,21 +70,8 @@ class Chunk:
         lists = {name: i for i, name in enumerate(arrays)}
         values = [array.values.to_numpy() for array in arrays.values()]
         reserved_batch = pa.RecordBatch.from_pydict(reserved) if reserved else None
-        return cls(matrices, lists, values, offsets, present, reserved_batch, batch)
-
-
-@dataclass(slots=True)
-class Rows:
-    """Rows [first, last) of a chunk. Slicing copies no data."""
-
-    chunk: Chunk
-    first: int
-    last: int
-
-    @classmethod
-    def of(cls, batch: pa.RecordBatch) -> Rows:
-        """Return a slice that contains all rows of a record batch of a canonical table."""
-        return cls(Chunk.of(batch), 0, batch.num_rows)
+        chunk = Chunk(matrices, lists, values, offsets, present, reserved_batch, batch)
+        return cls(chunk, 0, batch.num_rows)
 
     def __len__(self) -> int:
         return self.last - self.first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
 from queue import Full, Queue
@@ -20,12 +21,11 @@ from raytrec.common.memory import retain_freed_memory, trim_memory
 from raytrec.compat.ray_core import find_nodes_without_gpus
 from raytrec.compat.ray_data import disable_autoscaling_requests, disable_statistics, prefer_node, throttle_executors
 from raytrec.config.features import Features
-from raytrec.data.batch import Batch, Collator
+from raytrec.data.batch import Batch, Collator, RowExchange
 from raytrec.data.fragments import Dataset
 from raytrec.data.item_reader import read_items
 from raytrec.data.order import LaneItem
 from raytrec.data.pages.decode import ReadErrorPolicy
-from raytrec.data.row_exchange import RowExchange
 from raytrec.data.row_slices import LaneQueues
 
 NODE_POLL_INTERVAL_S = 10.0  # the list of nodes is refreshed at this interval
@@ -138,10 +138,9 @@ class Stream:
             # If each batch contains every id, the last batch is padded to the size of a full batch, because
             # it must hold all ids as well.
             padded = self.order.padded_rows(rows, 0 if fill else step, self.world)
-            global_rows = self.order.global_rows(rows, step)
             if self.exchange:
                 pieces = self.exchange.exchange(pieces, padded, epoch, reading.is_closed)
-            yield collate(pieces, padded, global_rows, epoch * self.order.steps(rows) + step)
+            yield collate(pieces, padded, self.order.global_rows(rows, step), epoch * self.order.steps(rows) + step)
 
     def _tables(self, items: list[LaneItem]) -> Iterator[pa.Table]:
         """Yield the items' rows in order; a table may contain several items or only part of an item."""
@@ -170,21 +169,16 @@ class Stream:
             compute=ray.data.TaskPoolStrategy(size=self.readers),
             ray_remote_args_fn=partial(choose_read_options, self.readers * self.world, self.read_on),
         )
+        store_bytes = int(ray.cluster_resources().get("object_store_memory", 0)) // (2 * self.world)
+        buffer_bytes = min(self.buffer_bytes, store_bytes or self.buffer_bytes)  # less if the store is small
         context, limits = dataset.context, ray.data.ExecutionResources.for_limits
         context.execution_options.preserve_order = True
-        context.execution_options.resource_limits = limits(object_store_memory=self._limit_buffer_bytes())
+        context.execution_options.resource_limits = limits(object_store_memory=buffer_bytes)
         context.target_max_block_size = BLOCK_BYTES
         context.raise_original_map_exception = True  # otherwise Ray wraps a DataError and loses its attributes
         context.enable_progress_bars = False
         context.memory_usage_poll_interval_s = None  # polling uses a thread per reader; nothing reads the result
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
-
-    def _limit_buffer_bytes(self) -> int:
-        """Return this rank's object-store limit in bytes: `buffer_bytes`, or less if the store is small."""
-        import ray
-
-        store = ray.cluster_resources().get("object_store_memory", 0)
-        return min(self.buffer_bytes, int(store) // (2 * self.world) or self.buffer_bytes)
 
 
 class PrefetchIterator:
@@ -244,11 +238,9 @@ class PrefetchIterator:
     def _put(self, value: object) -> bool:
         """Put a value into the queue as soon as there is room; return False if the iterator was closed."""
         while not self._stop.is_set():
-            try:
+            with suppress(Full):
                 self._ready.put(value, timeout=0.1)
                 return True
-            except Full:
-                continue
         return False
 
 

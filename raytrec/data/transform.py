@@ -19,7 +19,6 @@ import pyarrow.compute as pc
 from raytrec.common.errors import DataError
 from raytrec.common.registry import load_code
 from raytrec.config import transforms as t
-from raytrec.config.transforms import Sample
 from raytrec.data.arrow import is_list, is_text, to_plain_array, unnest, value_type
 from raytrec.data.ids import hash_bits
 from raytrec.data.transform_functions import VALUE_FUNCTIONS, read_cumulative_shares, read_vocabulary
@@ -41,15 +40,8 @@ class Draw:
     first: int = 0
 
 
-EVALUATION_DRAW = Draw()  # used in evaluations, and where drawn ids do not matter, such as checks of types
-
-
 def apply_transforms(
-    table: pa.Table,
-    transforms: tuple[t.Transform, ...],
-    where: str,
-    folder: str | None = None,
-    draw: Draw = EVALUATION_DRAW,
+    table: pa.Table, transforms: tuple[t.Transform, ...], where: str, folder: str | None = None, draw: Draw = Draw()
 ) -> pa.Table:
     """Return a table with all transforms applied; the number and order of rows are unchanged.
 
@@ -58,7 +50,7 @@ def apply_transforms(
         transforms: Transforms in the order of their application.
         where: File and row group, for error messages.
         folder: Folder to search for modules of `module:function`, in addition to Python's path.
-        draw: Seed for drawn ids.
+        draw: Seed for drawn ids; default: the seed of evaluations.
 
     Raises:
         DataError: A transform failed; the error names the transform.
@@ -158,7 +150,9 @@ def _read_sample_vocabulary(spec: t.Sample, table: pa.Table) -> pa.Array | None:
     return read_vocabulary(spec.vocabulary, pa.int64() if kind and pa.types.is_integer(kind) else kind)
 
 
-def sample(spec: Sample, table: pa.Table, draw: Draw, vocabulary_values: pa.Array | None = None) -> list[pa.ListArray]:
+def sample(
+    spec: t.Sample, table: pa.Table, draw: Draw, vocabulary_values: pa.Array | None = None
+) -> list[pa.ListArray]:
     """Draw `count` ids for each row from [0, rows) or a vocabulary, except the ids in columns `exclude`.
 
     Draws are independent, so an id may be drawn twice. Excluded ids that are out of range or not in the
@@ -184,7 +178,8 @@ def sample(spec: Sample, table: pa.Table, draw: Draw, vocabulary_values: pa.Arra
     begins = read_cumulative_shares(spec.vocabulary, spec.frequency, spec.power) if spec.frequency else None
     total = id_count if begins is None else int(begins[-1])
     rows, (owners, ids) = table.num_rows, _excluded(spec, table, id_count, vocabulary_values)
-    seed = hash_bits(_seed(spec, draw))
+    numbers = [*spec.column.encode(), *draw.key]  # the seed differs between target columns
+    seed = hash_bits(np.random.SeedSequence(numbers, spawn_key=(len(draw.key),)).generate_state(1, np.uint64))
     lengths, parts = np.full(rows, spec.count, np.int64), [np.empty(0, np.int64)]
     if not draw.key and not spec.in_evaluations:
         lengths[:], rows = 0, 0
@@ -192,13 +187,12 @@ def sample(spec: Sample, table: pa.Table, draw: Draw, vocabulary_values: pa.Arra
     for first in range(0, rows, size):
         stop = min(first + size, rows)
         begin, end = (int(np.searchsorted(owners, place)) for place in (first, stop))
-        numbers = np.arange(draw.first + first, draw.first + stop, dtype=np.uint64)
-        bits = hash_bits(hash_bits(numbers ^ seed)[:, np.newaxis] + np.arange(spec.count, dtype=np.uint64))
+        row_numbers = np.arange(draw.first + first, draw.first + stop, dtype=np.uint64)
+        bits = hash_bits(hash_bits(row_numbers ^ seed)[:, np.newaxis] + np.arange(spec.count, dtype=np.uint64))
         drawn, has_ids = _to_allowed_ids(bits, total, begins, owners[begin:end] - first, ids[begin:end])
         lengths[first:stop][~has_ids] = 0
         parts.append(drawn[has_ids].ravel())
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     numbers_drawn = np.concatenate(parts)
     values = [pa.array(numbers_drawn) if vocabulary_values is None else vocabulary_values.take(pa.array(numbers_drawn))]
     if begins is not None and spec.log_share:
@@ -206,13 +200,7 @@ def sample(spec: Sample, table: pa.Table, draw: Draw, vocabulary_values: pa.Arra
     return [pa.ListArray.from_arrays(offsets, column) for column in values]
 
 
-def _seed(spec: Sample, draw: Draw) -> np.ndarray:
-    """Return a seed, uint64 [1], that differs between target columns."""
-    numbers = [*spec.column.encode(), *draw.key]
-    return np.random.SeedSequence(numbers, spawn_key=(len(draw.key),)).generate_state(1, np.uint64)
-
-
-def _excluded(spec: Sample, table: pa.Table, id_count: int, vocab: pa.Array | None) -> tuple[np.ndarray, np.ndarray]:
+def _excluded(spec: t.Sample, table: pa.Table, id_count: int, vocab: pa.Array | None) -> tuple[np.ndarray, np.ndarray]:
     """Return (rows int64 [N], ascending; ids int64 [N]) for all excluded ids that could be drawn.
 
     Ids of a vocabulary are returned as positions in the vocabulary.
@@ -268,8 +256,7 @@ def _to_allowed_ids(
         Ids, int64 [n, count], and a mask, bool [n], that is False for rows that exclude all ids.
     """
     count, width = len(bits), total + 1
-    excluded = np.unique(np.stack([owners, ids]), axis=1) if len(ids) else np.empty((2, 0), np.int64)
-    owners, ids = excluded
+    owners, ids = np.unique(np.stack([owners, ids]), axis=1) if len(ids) else np.empty((2, 0), np.int64)
     first = ids if begins is None else begins[ids]
     sizes = np.ones_like(ids) if begins is None else begins[ids + 1] - first
     totals = np.concatenate([[0], np.cumsum(sizes)])  # cumulative sizes of the excluded parts, row after row

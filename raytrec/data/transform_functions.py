@@ -91,10 +91,10 @@ def _hash(spec: t.Hash, array: pa.Array) -> pa.Array:
     flat = array.drop_null()
     if is_text(flat.type):
         ids = hash_text(flat, spec.rows)
-    else:
-        if not pa.types.is_integer(flat.type):
-            raise TypeError(f"hash takes integers or text, not {flat.type}")
+    elif pa.types.is_integer(flat.type):
         ids = hash_integers(flat.to_numpy(), spec.rows)
+    else:
+        raise TypeError(f"hash takes integers or text, not {flat.type}")
     hashed = np.zeros(len(array), np.int64)
     hashed[valid] = ids
     return pa.array(hashed, mask=~valid)
@@ -217,27 +217,15 @@ def compute_age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Arra
         TypeError: `array` contains times, but no end time is given or `until` has a different length.
     """
     if types.is_duration(array.type):
-        return _to_unit(_to_seconds(array), spec)
-    if until is None and spec.until is None:
+        seconds = to_float64(array)
+    elif until is None and spec.until is None:
         raise TypeError("age requires until or until_column unless the column contains durations")
-    begin = _to_seconds(to_timestamps(array, spec.since_1970))
-    if until is not None:
-        if len(until) != len(array):
-            raise TypeError("until_column has one time per row, but the times are in lists")
-        end = _to_seconds(to_timestamps(until, spec.since_1970))
+    elif until is not None and len(until) != len(array):
+        raise TypeError("until_column has one time per row, but the times are in lists")
     else:
-        end = _to_seconds(to_timestamps(pa.array([spec.until]), None))[0]
-    return _to_unit(pc.subtract(end, begin), spec)
-
-
-def _to_unit(seconds: pa.Array, spec: t.Age) -> pa.Array:
-    return pc.divide(seconds, float(SECONDS[spec.unit])).cast(pa.float32(), safe=False)
-
-
-def _to_seconds(array: pa.Array) -> pa.Array:
-    """Return timestamps or durations in seconds as float64."""
-    unit = UNITS_PER_SECOND[array.type.unit]
-    return pc.divide(array.cast(pa.int64()).cast(pa.float64(), safe=False), float(unit))
+        ends = to_timestamps(pa.array([spec.until]) if until is None else until, spec.since_1970)
+        seconds = to_float64(ends) - to_float64(to_timestamps(array, spec.since_1970))
+    return pa.array((seconds / SECONDS[spec.unit]).astype(np.float32), from_pandas=True)  # NaN becomes null
 
 
 def to_timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
@@ -266,7 +254,7 @@ def to_timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
             raise TypeError(f"the column contains numbers ({kind}): set since_1970 to their unit: s, ms, us or ns")
         if types.is_floating(kind):
             array = pc.if_else(pc.is_finite(array), array, pa.scalar(None, kind))
-            scale = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}[since_1970]
+            scale = 1e6 / UNITS_PER_SECOND[since_1970]
             microseconds = pc.round(pc.multiply(array.cast(pa.float64()), scale)).cast(pa.int64())
             return microseconds.cast(pa.timestamp("us"))
         return array.cast(pa.int64()).cast(pa.timestamp(since_1970))

@@ -1,14 +1,16 @@
-"""Check that the columns of a dataset's files exist and have types that fit the schema."""
+"""Check that the columns of a dataset's files exist, and have types that fit the schema and other files."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from pyarrow import types
 
 from raytrec.common.errors import DataError, find_similar_word
-from raytrec.config.schema import advise_transform, format_yaml_scalar
+from raytrec.config.schema import Schema, advise_transform, format_yaml_scalar
 from raytrec.data.arrow import (
     AmbiguousColumnError,
     find_column,
@@ -21,10 +23,15 @@ from raytrec.data.arrow import (
 )
 
 if TYPE_CHECKING:
-    from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
+    from raytrec.data.files.footers import FooterStatistics
+    from raytrec.data.read_plans import ReservedColumnSet, ResolvedReadPlan
 
 MAX_NAMES_IN_MESSAGE = 30  # maximum number of column names in a message
 RELEVANT_ITEM_KEYS = ("eval.retrieval.item", "eval.retrieval.right_items")
+# Sparse feature → True if its ids are text, False if they are numbers. Tables that hash or manage ids accept both, but
+# have different rows for the id 5 and the text '5'.
+IdKinds = Mapping[str, bool]
+CONVERSION_ADVICE = "leave the column out, or convert it to numbers with {do: 'module:function'} in data.transforms"
 
 
 def check_present(
@@ -81,39 +88,32 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
     schema = form.schema
     for name in schema.select_candidate_names([*form.plan.labels, *schema.dense, *schema.sparse]):
         column = schema.get_ids_column(name) if name in schema.sparse else name
-        _check_candidates(arrow.field(column).type, column, uri)
-
-    def get_value_type(column: str) -> pa.DataType:
+        if not is_list(plain(kind := arrow.field(column).type)):
+            what, advice = f"candidate column '{column}'", "remove the column from candidates in schema.yaml"
+            expected = "a list in each row, with one value per candidate"
+            raise _unsupported_type_error(what, kind, column, uri, expected, advice)
+    numbers = [(name, "label", form.plan.skips_nulls(name)) for name in form.plan.labels]
+    numbers += [(read.column, read.role, read.role == "mask") for read in form.plan.task_columns]
+    numbers += [(name, "dense column", False) for name in schema.dense]
+    for column, role, may_be_null in numbers:
         kind = arrow.field(column).type
         in_tasks = schema.candidates and column not in schema.columns  # masks and weights: numbers or lists
-        return value_type(kind) if column in schema.candidates or in_tasks else kind
-
-    for column in form.plan.labels:
-        if not (types.is_null(plain(get_value_type(column))) and form.plan.skips_nulls(column)):
-            _check_number(get_value_type(column), column, "label", uri)
-    for read in form.plan.task_columns:
-        if read.role != "mask" or not types.is_null(plain(get_value_type(read.column))):
-            _check_number(get_value_type(read.column), read.column, read.role, uri)
+        kind = value_type(kind) if column in schema.candidates or in_tasks else kind
+        if not is_number(plain(kind)) and not (may_be_null and types.is_null(plain(kind))):
+            advice = _advise_number(plain(kind), column, role)
+            raise _unsupported_type_error(f"{role} '{column}'", kind, column, uri, "one number per row", advice)
     for column in form.plan.reserved.names:
-        kind = plain(arrow.field(column).type)
-        if column in form.plan.reserved.lists and not is_list(kind):
-            what, advice = f"column '{column}' of seen items", "name another column in eval.retrieval.seen"
-            raise _unsupported_type_error(what, kind, column, uri, "lists of items", advice)
-        if column in (*form.plan.reserved.lists, *form.plan.reserved.optional_lists):
-            kind = value_type(kind)
-        _check_reserved(kind, column, form.plan, uri)
-        if column in form.plan.reserved.groups:
-            _check_group(plain(kind), column, uri)
-    for column in schema.dense:
-        _check_number(get_value_type(column), column, "dense column", uri)
+        _check_reserved(plain(arrow.field(column).type), column, form.plan.reserved, uri)
     for feature, spec in schema.sparse.items():
         column = schema.get_ids_column(feature)
         is_text_allowed = schema.tables[spec.table].takes_text
         _check_ids(arrow.field(column).type, feature, column, spec.table, is_text_allowed, uri)
         if spec.weights is not None:
-            _check_weights(arrow.field(spec.weights).type, spec.weights, feature, uri)
+            what = f"weights column '{spec.weights}' of '{feature}'"
+            _check_values_of_ids(arrow.field(spec.weights).type, spec.weights, what, uri, may_be_times=False)
         for side in spec.side_features:
-            _check_side(arrow.field(side).type, side, feature, uri)
+            what = f"side feature '{side}' of sequence '{feature}'"
+            _check_values_of_ids(arrow.field(side).type, side, what, uri, may_be_times=True)
 
 
 def _unsupported_type_error(what: str, kind: pa.DataType, column: str, uri: str, expected: str, do: str) -> DataError:
@@ -121,12 +121,6 @@ def _unsupported_type_error(what: str, kind: pa.DataType, column: str, uri: str,
     return DataError(
         f"{what} has type {_truncate_type(kind)}", where=f"{uri}, column {column}", expected=expected, do=do
     )
-
-
-def _check_number(kind: pa.DataType, column: str, role: str, uri: str) -> None:
-    if not is_number(plain(kind)):
-        advice = _advise_number(plain(kind), column, role)
-        raise _unsupported_type_error(f"{role} '{column}'", kind, column, uri, "one number per row", advice)
 
 
 def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
@@ -144,7 +138,7 @@ def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
         return _advise_fields(kind, column) or f"{requests}; otherwise, {other}, or transform it to one number"
     if types.is_null(kind):
         return f"{advise_transform('fill_null', column, value=0)} to replace nulls, the only values"
-    return _advise_fields(kind, column) or _advise_time(kind, column) or _advise_manual_conversion()
+    return _advise_fields(kind, column) or _advise_time(kind, column) or CONVERSION_ADVICE
 
 
 def _check_ids(kind: pa.DataType, feature: str, column: str, table: str, is_text_allowed: bool, uri: str) -> None:
@@ -164,28 +158,26 @@ def _check_ids(kind: pa.DataType, feature: str, column: str, table: str, is_text
 
 def _advise_ids(kind: pa.DataType, value: pa.DataType, column: str) -> str:
     """Return advice on how to convert a column to ids."""
-    if types.is_boolean(value) or is_number(value):
-        ids = advise_transform("cast", column, to="int64")
-        if is_list(kind):
-            return f"for whole numbers, {ids}"
-        return f"for whole numbers, {ids}; or list the column under dense"
-    return _advise_fields(kind, column) or _advise_time(value, column) or _advise_manual_conversion()
+    if is_number(value):
+        ids = f"for whole numbers, {advise_transform('cast', column, to='int64')}"
+        return ids if is_list(kind) else f"{ids}; or list the column under dense"
+    return _advise_fields(kind, column) or _advise_time(value, column) or CONVERSION_ADVICE
 
 
-def _check_reserved(kind: pa.DataType, column: str, plan: ReadPlan, uri: str) -> None:
-    is_key = column in plan.reserved.keys
+def _check_reserved(kind: pa.DataType, column: str, reserved: ReservedColumnSet, uri: str) -> None:
+    if column in reserved.lists and not is_list(kind):
+        what, advice = f"column '{column}' of seen items", "name another column in eval.retrieval.seen"
+        raise _unsupported_type_error(what, kind, column, uri, "lists of items", advice)
+    is_key = column in reserved.keys
+    if column in (*reserved.lists, *reserved.optional_lists):
+        kind = value_type(kind)
     if is_list(kind) or types.is_nested(kind) or (is_key and types.is_interval(kind)):
-        advice = _advise_fields(kind, column) or _advise_manual_conversion()
-        if is_key and plan.reserved.named_by.get(column) in RELEVANT_ITEM_KEYS:
+        advice = _advise_fields(kind, column) or CONVERSION_ADVICE
+        if is_key and reserved.named_by.get(column) in RELEVANT_ITEM_KEYS:
             advice = "write the lists to another column and set eval.retrieval.right_items=COLUMN"
         raise _unsupported_type_error(f"reserved column '{column}'", kind, column, uri, "one value per row", advice)
-
-
-def _check_candidates(kind: pa.DataType, column: str, uri: str) -> None:
-    if not is_list(plain(kind)):
-        what, advice = f"candidate column '{column}'", "remove the column from candidates in schema.yaml"
-        expected = "a list in each row, with one value per candidate"
-        raise _unsupported_type_error(what, kind, column, uri, expected, advice)
+    if column in reserved.groups:
+        _check_group(plain(kind), column, uri)
 
 
 def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
@@ -197,22 +189,16 @@ def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
         raise _unsupported_type_error(f"grouping column '{column}'", kind, column, uri, expected, advice)
 
 
-def _check_weights(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
+def _check_values_of_ids(kind: pa.DataType, column: str, what: str, uri: str, *, may_be_times: bool) -> None:
     value = value_type(kind)
-    if not (is_list(kind) and (types.is_floating(value) or types.is_integer(value) or types.is_null(value))):
-        cast = f"for lists of other numbers, {advise_transform('cast', column, to='float32')}"
-        advice, what = (_advise_fields(plain(kind), column) or cast, f"weights column '{column}' of '{feature}'")
-        raise _unsupported_type_error(what, kind, column, uri, "lists with one number per id", advice)
-
-
-def _check_side(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
-    value = value_type(kind)
-    is_time = types.is_timestamp(value) or types.is_date(value) or types.is_duration(value)
-    if not (is_list(kind) and (is_number(value) or is_time or types.is_null(value))):
-        leave_out = "remove the column from side_features, or convert it to numbers with a transform"
-        what, advice = f"side feature '{column}' of sequence '{feature}'", _advise_fields(plain(kind), column)
-        expected = "lists with one number, time or date per id"
-        raise _unsupported_type_error(what, kind, column, uri, expected, advice or leave_out)
+    fits = types.is_floating(value) or types.is_integer(value) or types.is_null(value)
+    advice = f"for lists of other numbers, {advise_transform('cast', column, to='float32')}"
+    if may_be_times:  # side features
+        fits = fits or is_number(value) or types.is_timestamp(value) or types.is_date(value) or types.is_duration(value)
+        advice = "remove the column from side_features, or convert it to numbers with a transform"
+    if not (fits and is_list(kind)):
+        expected = f"lists with one number{', time or date' * may_be_times} per id"
+        raise _unsupported_type_error(what, kind, column, uri, expected, _advise_fields(plain(kind), column) or advice)
 
 
 def _advise_time(kind: pa.DataType, column: str) -> str | None:
@@ -224,7 +210,7 @@ def _advise_time(kind: pa.DataType, column: str) -> str | None:
     part = "weekday" if types.is_date(kind) else "hour"
     into = f"{column}_{part}"
     advice = advise_transform("date_part", column, part=part, into=f"[{format_yaml_scalar(into)}]")
-    advice = f"{advice}, and add {into} to the schema"
+    advice += f", and add {into} to the schema"
     if types.is_time(kind):
         return advice
     into = f"[{format_yaml_scalar(f'{column}_age')}]"
@@ -240,10 +226,49 @@ def _advise_fields(kind: pa.DataType, column: str) -> str | None:
     return f"use a field of the column: {format_names(fields)} (in a sparse feature, as column: NAME)"
 
 
-def _advise_manual_conversion() -> str:
-    return "leave the column out, or convert it to numbers with {do: 'module:function'} in data.transforms"
-
-
 def _truncate_type(kind: pa.DataType) -> str:
     text = str(kind)
     return text if len(text) < 200 else f"{text[:200]}…"
+
+
+def find_id_kinds(arrow: pa.Schema, schema: Schema, footer: FooterStatistics) -> dict[str, bool]:
+    """Return the kinds of ids in a file; features without any value are omitted.
+
+    Args:
+        arrow: Columns of the file, after the transforms.
+        schema: Schema of the run.
+        footer: Statistics of the file.
+    """
+    columns = {name: schema.get_ids_column(name) for name in schema.sparse}
+    types = {name: value_type(arrow.field(column).type) for name, column in columns.items()}
+    has_values = {n for n, kind in types.items() if not pa.types.is_null(kind) and not footer.lacks_values(columns[n])}
+    return {name: is_text(types[name]) for name in columns if name in has_values}
+
+
+def compare_id_kinds(
+    files: Sequence[tuple[str, int, IdKinds]], trained: IdKinds
+) -> tuple[dict[str, bool], dict[str, DataError]]:
+    """Return the kinds of ids of a dataset, and file → error for files with another kind.
+
+    Args:
+        files: (path or URI, number of rows, kinds of ids) of each file.
+        trained: Kinds of ids in the training data, which the files must have; for other features, the kind with the
+            most rows is the kind of the dataset.
+    """
+    rows = defaultdict[str, Counter[bool]](Counter)
+    for _, count, found in files:
+        for name, kind in found.items():
+            rows[name][kind] += count
+    kinds = {name: trained.get(name, counts.most_common(1)[0][0]) for name, counts in rows.items()}
+    errors = {}
+    for uri, _, found in files:
+        if name := next((each for each, kind in found.items() if kind != kinds[each]), None):
+            texts = ("text", "numbers") if found[name] else ("numbers", "text")
+            others = "the training data" if name in trained else "other files"
+            errors[uri] = DataError(
+                f"the ids of feature '{name}' are {texts[0]}, but {texts[1]} in {others}",
+                where=uri,
+                expected="ids of one kind, because tables that hash or manage ids have different rows for 5 and '5'",
+                do=f"write the file with the type of {others}, or use data.transforms: {{do: cast, …}}",
+            )
+    return kinds, errors

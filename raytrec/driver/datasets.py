@@ -20,10 +20,10 @@ from raytrec.data.arrow import find_column, is_list, plain, type_at
 from raytrec.data.files.footers import read_footer
 from raytrec.data.files.listing import join_folder_names, list_files
 from raytrec.data.fragments import Dataset, scan
-from raytrec.data.id_kinds import IdKinds
 from raytrec.data.item_reader import check_suspect_groups
 from raytrec.data.pages.decode import SKIPPED_ROWS_FILE, ReadErrorPolicy
 from raytrec.data.read_plans import ReadPlan, ReservedColumnSet
+from raytrec.data.type_checks import IdKinds
 from raytrec.driver.console import RunConsole
 from raytrec.driver.item_checks import check_item_ids, check_item_keys, check_item_types
 from raytrec.tasks.task import resolve_tasks

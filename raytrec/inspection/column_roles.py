@@ -51,18 +51,18 @@ class Finding:
         return self
 
 
-def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> Finding:
+def find_role(s: ColumnStats, labels: list[str], other_labels: bool) -> Finding:
     """Return the role of a column.
 
     Args:
         s: Statistics of the column.
-        labels: Names of the columns to predict; None: labels are recognized by name.
+        labels: Names of the columns to predict; []: labels are recognized by name.
         other_labels: True if some column with a label's name contains only numbers in [0, 1].
 
     Raises:
         SchemaError: The column is a label, by `labels` or by its name, but its values cannot be labels.
     """
-    if s.name in (labels or ()) or (not labels and has_label_name(s.name)):
+    if s.name in labels or (not labels and has_label_name(s.name)):
         if s.is_probability or labels or not other_labels:
             return _label(s, "named with --label" if labels else "its name")
         return Finding(s, "skipped", f"named like a label, but with values outside 0 to 1: {_values(s)}")
@@ -97,9 +97,8 @@ def _feature(s: ColumnStats) -> Finding:
         return Finding(s, "skipped", "only empty lists" if s.is_list and s.nulls < s.rows else "only nulls")
     if s.distinct <= 1 and not s.nulls and not s.nan and not s.is_list:
         return Finding(s, "skipped", "constant")
-    if s.base == "time":
-        return Finding(s, "skipped", f"a time; to use it as a feature: {_time_hint(s)}")
-    if s.is_whole and not s.is_list and (unit := _find_epoch_unit(s)):
+    unit = _find_epoch_unit(s)
+    if s.base == "time" or unit:
         return Finding(s, "skipped", f"a time; to use it as a feature: {_time_hint(s, unit)}")
     if s.base == "text" and s.is_unique:
         return Finding(s, "skipped", "a different value in each row")
@@ -236,7 +235,7 @@ def _values(s: ColumnStats) -> str:
     return s.range_text
 
 
-def _time_hint(s: ColumnStats, unit: str | None = None) -> str:
+def _time_hint(s: ColumnStats, unit: str | None) -> str:
     if "duration" in s.type:
         return format_transform("age", s.name, unit="days")
     part = "weekday" if "date" in s.type else "hour"
@@ -275,7 +274,7 @@ def _explain_id(s: ColumnStats) -> str | None:
 
 
 def _find_epoch_unit(s: ColumnStats) -> str | None:
-    """Return the unit in which whole numbers could be times since 1970, or None if they are not times."""
-    if _has_id_name(s):
+    """Return the unit in which whole numbers could be times since 1970, or None for other columns."""
+    if s.is_list or not s.is_whole or _has_id_name(s):
         return None
     return next((u for u, (low, high) in TIMES.items() if low <= s.low and s.high < high), None)

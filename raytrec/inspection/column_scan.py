@@ -1,27 +1,47 @@
-"""Scan the Parquet files of a folder for the types and statistics of columns."""
+"""Scan the Parquet files of a folder for columns, their common types over all files, and their statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow import types as t
 from rich.progress import Progress
 
 from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.storage import open_filesystem
 from raytrec.common.terminal import open_console
-from raytrec.data.arrow import find_required_columns, pick_columns
+from raytrec.data.arrow import (
+    AmbiguousColumnError,
+    find_column,
+    find_required_columns,
+    is_list,
+    is_text,
+    leaf_names,
+    pick_columns,
+    plain,
+    type_at,
+    value_type,
+)
 from raytrec.data.files.footers import read_footer
 from raytrec.data.files.listing import Listing, list_files
-from raytrec.data.files.partitions import build_folder_column, parse_folder_values
-from raytrec.inspection.column_stats import ColumnStats, pair_with_labels
-from raytrec.inspection.column_types import find_common_columns, infer_folder_column_types, unify_columns
+from raytrec.data.files.partitions import (
+    build_folder_column,
+    collect_folder_values,
+    infer_folder_type,
+    parse_folder_values,
+)
+from raytrec.inspection.column_stats import NUMBERS, ColumnStats, pair_with_labels
 
 MAX_COLUMNS_PER_READ = 100  # limits memory, and lets the progress bar advance within row groups of wide files
+# Folder keys and values that are times. They are not features, because new data has new values.
+TIMES = {"date", "day", "ds", "dt", "hour", "hr", "minute", "month", "quarter", "time", "ts", "week", "year"}
+DATE_PATTERN = re.compile(r"(19|20)\d\d-?[01]\d(-?[0-3]\d|$)|__|$")
+Footers = dict[str, pq.FileMetaData]  # path of a file → its footer
 
 
 @dataclass
@@ -47,54 +67,146 @@ class Scan:
     folders: list[str]
 
 
-def scan_columns(
-    uri: str,
-    max_rows: int | None,
-    also: dict[str, str] | None = None,
-    is_label: Callable[[str], bool] = lambda name: False,
-) -> Scan:
+def scan_columns(uri: str, max_rows: int | None, also: dict[str, str], is_label: Callable[[str], bool]) -> Scan:
     """Read the columns of Parquet files, and return their statistics.
 
     Args:
         uri: Folder or file of training data.
-        max_rows: Approximate number of rows to read from each of training, validation and test data; None:
-            all rows.
+        max_rows: Approximate number of rows to read from each of training, validation and test data; None: all.
         also: Name → path of validation and test data. Data whose files cannot be read, or lack a label of the
             training data, is skipped.
-        is_label: Predicate on column names, True for labels; default: no column is a label.
+        is_label: Predicate on column names, True for labels.
 
     Raises:
         DataError: The training data contains no files or no rows, or a file is incomplete.
     """
     listing = list_files(uri, "inspect")
-    footers: dict[str | None, dict] = {None: _footers(listing)}
+    footers: dict[str | None, Footers] = {None: {path: read_footer(path) for path in listing.files}}
     not_seen: dict[str, str] = {}
-    labels = {name for name in find_common_columns(footers[None]) if is_label(name)}
-    for part, place in (also or {}).items():
+    labels = {name for name in _find_common_columns(footers[None]) if is_label(name)}
+    for part, place in also.items():
         try:
-            footers[part] = _footers(list_files(place, "inspect"))
+            files = {path: read_footer(path) for path in list_files(place, "inspect").files}
         except DataError as error:
             not_seen[part] = error.what
             continue
-        if missing := labels - find_common_columns(footers[part]):
+        if missing := labels - _find_common_columns(files):
             not_seen[part] = f"column {', '.join(sorted(missing))} is missing"
-            del footers[part]
-    kinds = infer_folder_column_types({path: footer for files in footers.values() for path, footer in files.items()})
-    columns = unify_columns(footers, kinds)
+        else:
+            footers[part] = files
+    kinds = _infer_folder_columns({path: footer for files in footers.values() for path, footer in files.items()})
+    columns = _unify_columns(footers, kinds)
     groups = {part: _groups(files) for part, files in footers.items()}
     if not sum(rows for *_, rows in groups[None]):
         raise DataError("the data has no rows", where=uri, expected=f"rows in its {len(footers[None])} Parquet files")
     chosen = {part: _choose_row_groups(of, max_rows) for part, of in groups.items()}
     _read_columns(columns, chosen, footers, kinds, [c for c in columns if c.name in labels])
     rows = sum(rows for *_, rows in chosen[None])
-    scanned = {part: place for part, place in (also or {}).items() if part in footers}
+    scanned = {part: also[part] for part in footers if part}
     in_all = sorted(set.intersection(*(set(parse_folder_values(path)) for path in footers[None])))
     return Scan(columns, rows, chosen == groups, scanned, not_seen, listing, in_all)
 
 
-def _footers(listing: Listing) -> dict:
-    """Return a mapping from path to footer, for all files of a listing."""
-    return {path: read_footer(path) for path in listing.files}
+def _find_common_columns(footers: Footers) -> set[str]:
+    """Return the columns that all files contain, including the keys of their key=value folders."""
+    names = ({*leaf_names(f.schema.to_arrow_schema()), *parse_folder_values(path)} for path, f in footers.items())
+    return set.intersection(*names)
+
+
+def _infer_folder_columns(footers: Footers) -> dict[str, pa.DataType]:
+    """Return the type of each key of key=value folders that becomes a column.
+
+    A key becomes a column if it has several values, neither the key nor all values are times, and at least one
+    file lacks a column of this name.
+    """
+    file_columns = set.intersection(*(set(leaf_names(f.schema.to_arrow_schema())) for f in footers.values()))
+    kinds = {}
+    for key, texts in collect_folder_values(footers).items():
+        values = {text or "" for text in texts}
+        is_time = key in TIMES or all(map(DATE_PATTERN.match, values))
+        if len(values) > 1 and not is_time and key not in file_columns:
+            kinds[key] = infer_folder_type(texts)
+    return kinds
+
+
+def _unify_columns(footers: dict[str | None, Footers], kinds: dict[str, pa.DataType]) -> list[ColumnStats]:
+    """Return empty statistics of every column, including struct fields, with types common to all files."""
+    schemas = []
+    for part, files in footers.items():
+        for path, footer in files.items():
+            added = [pa.field(key, kinds[key]) for key in parse_folder_values(path) if key in kinds]
+            stored = (field for field in footer.schema.to_arrow_schema() if field.name not in kinds)
+            schemas.append((part, path, pa.schema([*stored, *added])))
+    names = dict.fromkeys(name for *_, schema in schemas for name in leaf_names(schema))
+    return [_column(name, schemas) for name in names]
+
+
+def _column(name: str, schemas: list[tuple[str | None, str, pa.Schema]]) -> ColumnStats:
+    """Return empty statistics of a column, given (part, path, schema) for each file."""
+    types, missing, ambiguous = {}, {part: [] for part, *_ in schemas}, []
+    for part, path, schema in schemas:
+        try:
+            place = find_column(schema, name)
+        except AmbiguousColumnError:
+            ambiguous.append(path)
+            first = next(iter(schema.get_all_field_indices(name)), None)
+            types.setdefault("unknown" if first is None else schema.field(first).type, path)
+            continue
+        if place is None:
+            missing[part].append(path)
+        else:
+            types.setdefault(type_at(schema, place), path)
+    base, is_list, mixed = _unify_types([] if ambiguous else list(types))
+    kind = next((t for t in types if ambiguous or _base_type(t)[0] != "null"), next(iter(types)))
+    column = ColumnStats(name, str(kind), base, is_list, {str(t): p for t, p in types.items()}, mixed)
+    column.stats_by_part = {
+        part: replace(column, few=None, stats_by_part={}) for part in missing if part and not missing[part]
+    }
+    lacking = [path for paths in missing.values() for path in paths]
+    if ambiguous:
+        column.trouble = f"several columns have this name in {_format_paths(ambiguous)}"
+    elif missing[None]:
+        column.trouble = f"the column is missing in {_format_paths(lacking)}"
+    elif base == "other" and len(types) > 1:
+        column.trouble = f"its type differs: {'; '.join(f'{t} in {p}' for t, p in column.types.items())}"
+    elif base == "other":
+        column.trouble = f"type {kind} is not supported"
+    elif lacking:
+        column.lacking = f"the column is missing in {_format_paths(lacking)}"
+    return column
+
+
+def _format_paths(paths: list[str]) -> str:
+    return paths[0] + (f" and {len(paths) - 1:,} other files" if len(paths) > 1 else "")
+
+
+def _unify_types(types: list) -> tuple[str, bool, bool]:
+    """Return the common base type of a column, whether it is a list, and whether values must be cast."""
+    kinds = [_base_type(kind) for kind in types]
+    bases = {base for base, _ in kinds} - {"null"}
+    is_list = any(listed for _, listed in kinds)
+    if len(bases) <= 1:
+        return (next(iter(bases), "null"), is_list, False)
+    if bases <= NUMBERS:
+        return ("integer" if bases <= {"integer", "bool"} else "float"), is_list, True
+    if bases <= NUMBERS | {"text"}:
+        return "text", is_list, True
+    return "other", is_list, False
+
+
+def _base_type(kind) -> tuple[str, bool]:
+    """Return the base type of an Arrow type or of its list elements, and whether the type is a list."""
+    value, listed = value_type(kind), is_list(plain(kind))
+    tests = {
+        "integer": t.is_integer,
+        "float": t.is_floating,
+        "bool": t.is_boolean,
+        "decimal": t.is_decimal,
+        "text": is_text,
+        "null": t.is_null,
+        "time": lambda k: t.is_temporal(k) and not t.is_interval(k),
+    }
+    return next((base for base, fits in tests.items() if fits(value)), "other"), listed
 
 
 def _groups(footers: dict) -> list[tuple[str, int, int]]:
@@ -131,9 +243,14 @@ def _read_columns(
     slices = [columns[at : at + MAX_COLUMNS_PER_READ] for at in range(0, len(columns), MAX_COLUMNS_PER_READ)]
     work = [(part, path, i, batch) for part, of in chosen.items() for path, i, _ in of for batch in slices]
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        steps = bar.track(work, description="reading")
-        for (part, path), of_file in groupby(steps, key=lambda step: step[:2]):
-            with _open_file(path, footers[part][path]) as reader:
+        for (part, path), of_file in groupby(bar.track(work, description="reading"), key=lambda step: step[:2]):
+            try:
+                filesystem, inner = open_filesystem(path)
+                file = filesystem.open_input_file(inner)
+            except OSError as error:
+                raise _unreadable_error(error, path) from None
+            with file:  # opened once for all row groups, because parsing a large footer is slow
+                reader = pq.ParquetFile(file, metadata=footers[part][path])
                 for *_, index, batch in of_file:
                     usable = [c for c in batch if not c.trouble and (part is None or part in c.stats_by_part)]
                     label_columns = [c for c in labels if part is None and usable and not c.trouble]
@@ -143,11 +260,8 @@ def _read_columns(
                     rows = reader.metadata.row_group(index).num_rows
                     for name in (n for n in names if n not in data):
                         data[name] = pa.chunked_array([build_folder_column(path, name, kinds[name], rows)])
-                    errors += [
-                        error
-                        for column in usable
-                        if (error := _add(column, part, data[column.name], f"{path}, row group {index}"))
-                    ]
+                    for column in usable:
+                        errors += _add(column, part, data[column.name], f"{path}, row group {index}")
                     # A label in a later slice of columns has no trouble yet if it could not be read.
                     readable = [c for c in label_columns if not (c.trouble or isinstance(data[c.name], Exception))]
                     for column in usable if readable else []:
@@ -156,54 +270,30 @@ def _read_columns(
         raise errors[0]
 
 
-def _add(column: ColumnStats, part: str | None, data: pa.ChunkedArray | Exception, where: str) -> DataError | None:
-    """Add a row group's column to its statistics, or return an error if the column cannot be read."""
+def _add(column: ColumnStats, part: str | None, data: pa.ChunkedArray | Exception, where: str) -> list[DataError]:
+    """Add a row group's column to its statistics; return an error if the column cannot be read, else nothing."""
     try:
         if isinstance(data, Exception):
             raise data
         (column if part is None else column.stats_by_part[part]).add(data)
     except Exception as error:  # an unreadable column must not stop the scan of other columns
-        first = get_first_line(error)
-        column.trouble = f"cannot be read in {where}: {first}"
-        return _unreadable_error(first, where)
-    return None
+        column.trouble = f"cannot be read in {where}: {get_first_line(error)}"
+        return [_unreadable_error(error, where)]
+    return []
 
 
-@contextmanager
-def _open_file(path: str, footer: pq.FileMetaData) -> Iterator[pq.ParquetFile]:
-    """Open a file once for all of its row groups, because parsing a large footer is slow."""
-    try:
-        filesystem, inner = open_filesystem(path)
-        file = filesystem.open_input_file(inner)
-    except OSError as error:
-        raise _unreadable_error(get_first_line(error), path) from None
-    with file:
-        yield pq.ParquetFile(file, metadata=footer)
-
-
-def _read(reader: pq.ParquetFile, index: int, names: list[str]) -> list:
+def _read(reader: pq.ParquetFile, index: int, names: list[str]) -> list[pa.ChunkedArray | Exception]:
     """Return a row group's columns, with an error in place of each column that cannot be read."""
     try:
-        return _read_together(reader, index, names)
-    except (pa.ArrowException, OSError, KeyError):
-        return [_try_read(reader, index, name) for name in names]
-
-
-def _try_read(reader: pq.ParquetFile, index: int, name: str) -> pa.ChunkedArray | Exception:
-    try:
-        return _read_together(reader, index, [name])[0]
+        table = reader.read_row_group(index, columns=find_required_columns(reader.schema_arrow, names))
+        return pick_columns(table, names).columns
     except Exception as error:
-        return error
+        return [error] if len(names) == 1 else [_read(reader, index, [name])[0] for name in names]
 
 
-def _read_together(reader: pq.ParquetFile, index: int, names: list[str]) -> list[pa.ChunkedArray]:
-    table = reader.read_row_group(index, columns=find_required_columns(reader.schema_arrow, names))
-    return pick_columns(table, names).columns
-
-
-def _unreadable_error(why: str, where: str) -> DataError:
+def _unreadable_error(error: Exception, where: str) -> DataError:
     return DataError(
-        f"cannot read the row group: {why}",
+        f"cannot read the row group: {get_first_line(error)}",
         where=where,
         expected="a complete Parquet file",
         do="write or copy the file again",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, log10
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -136,14 +135,9 @@ class ColumnStats:
         return all(part.whole for part in self.parts) and not self.count("infinite")
 
     @property
-    def is_number(self) -> bool:
-        """Return True for a column with one number per row."""
-        return self.base in NUMBERS and not self.is_list
-
-    @property
     def is_probability(self) -> bool:
         """Return True for a column with one number in [0, 1] per row."""
-        return self.is_number and 0 <= self.lowest <= self.highest <= 1
+        return self.base in NUMBERS and not self.is_list and 0 <= self.lowest <= self.highest <= 1
 
     @property
     def distinct_text(self) -> str:
@@ -190,19 +184,13 @@ class ColumnStats:
             self.infinite += len(array) - pc.sum(finite).as_py() - nan
             array = array.filter(finite)
         unique, counts = pc.value_counts(array).flatten()
-        if self.few is not None:
-            self._count_few(unique, counts)
+        if self.few is not None and len(unique) <= MAX_EXACT_VALUES:
+            for value, count in zip(unique.to_pylist(), counts.to_pylist(), strict=True):
+                self.few[value] = self.few.get(value, 0) + count
+        if max(len(unique), len(self.few or ())) > MAX_EXACT_VALUES:
+            self.few = None
         if len(unique):
             self._count_distinct(unique, counts)
-
-    def _count_few(self, unique, counts) -> None:
-        if len(unique) > MAX_EXACT_VALUES:
-            self.few = None
-            return
-        for value, count in zip(unique.to_pylist(), counts.to_pylist(), strict=True):
-            self.few[value] = self.few.get(value, 0) + count
-        if len(self.few) > MAX_EXACT_VALUES:
-            self.few = None
 
     def _count_distinct(self, unique, counts) -> None:
         values = unique.to_numpy(zero_copy_only=False)
@@ -239,16 +227,14 @@ class ColumnStats:
             return Scale(nulls=nulls)
         mean, std = apart / count, max(squares / count - (apart / count) ** 2, 0.0) ** 0.5  # may be NaN
         ends = np.array([self.low, self.high]) - self.first
-        if not std <= MAX_AMOUNT or (std and np.abs(ends - mean).max() > LOG_SCALE_DEVIATIONS * std):
+        log = bool(not std <= MAX_AMOUNT or (std and np.abs(ends - mean).max() > LOG_SCALE_DEVIATIONS * std))
+        if log:
             mean, std = logs / count, max(0.0, log_squares / count - (logs / count) ** 2) ** 0.5
-            return _scale(mean, std, log=True, nulls=nulls)
-        return _scale(self.first + mean, std, nulls=nulls)
-
-
-def _scale(mean: float, std: float, **options: Any) -> Scale:
-    """Return a scale with std rounded to six digits, and the mean to the same decimal place."""
-    std = float(f"{std:.6g}") or 1.0
-    return Scale(mean=round(float(mean), 5 - floor(log10(std))), std=std, **options)
+        else:
+            mean += self.first
+        std = float(f"{std:.6g}") or 1.0
+        # The mean is rounded to the same decimal place as the standard deviation, which has six digits.
+        return Scale(mean=round(float(mean), 5 - floor(log10(std))), std=std, log=log, nulls=nulls)
 
 
 def _as_integers(values: np.ndarray) -> np.ndarray:

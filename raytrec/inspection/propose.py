@@ -28,7 +28,6 @@ floats are treated like integers.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -86,17 +85,17 @@ def inspect(
         )
     if max_rows is not None and max_rows < 1:
         raise ConfigError(f"cannot read {max_rows} rows", where="--rows", expected="1 or more")
-    uri = find_train_folder(uri)
+    uri, labels, reserve_columns = find_train_folder(uri), labels or [], list(dict.fromkeys(reserve_columns or []))
     scan = scan_columns(
         uri, max_rows, find_sibling_parts(uri), lambda name: name in labels if labels else has_label_name(name)
     )
     names = [column.name for column in scan.columns]
-    _check_columns_exist(labels or [], names, uri)
-    _check_columns_exist(reserve_columns or [], [*names, *scan.folders], uri)
+    _check_columns_exist(labels, names, uri)
+    _check_columns_exist(reserve_columns, [*names, *scan.folders], uri)
     plain_labels = any(has_label_name(c.name) and c.is_probability for c in scan.columns)
     findings = [
         find_reserved(column)
-        if reserve_columns and column.name in reserve_columns and column.name not in (labels or ())
+        if column.name in reserve_columns and column.name not in labels
         else find_role(column, labels, plain_labels)
         for column in scan.columns
     ]
@@ -106,9 +105,7 @@ def inspect(
     _add_buckets(findings)
     tables = find_tables(findings)
     schema = _schema(findings, tables, dim, not scan.whole, uri)
-    return Inspection(
-        uri, findings, schema, _transforms(findings), tables, scan, list(dict.fromkeys(reserve_columns or []))
-    )
+    return Inspection(uri, findings, schema, _transforms(findings), tables, scan, reserve_columns)
 
 
 def _add_buckets(findings: list[Finding]) -> None:
@@ -135,16 +132,12 @@ def _check_has_label(findings: list[Finding], uri: str) -> None:
         return
     likely = [f.stats.name for f in findings if f.stats.is_probability and f.stats.distinct == 2]
     ratings = [f.stats.name for f in findings if f.kind in ("dense", "sparse") and _could_be_rating(f.stats)]
+    others = f"; columns of few values, which a transform can convert to 0 and 1: {', '.join(ratings[:20])}"
     raise SchemaError(
         "cannot determine the label column",
         where=uri,
         expected=f"a column named {', '.join(LABEL_NAMES[:5])} or similar",
-        do=f"pass --label COLUMN; columns of 0 and 1: {', '.join(likely[:20]) or 'none'}"
-        + (
-            f"; columns of few values, which a transform can convert to 0 and 1: {', '.join(ratings[:20])}"
-            if ratings
-            else ""
-        ),
+        do=f"pass --label COLUMN; columns of 0 and 1: {', '.join(likely[:20]) or 'none'}{others if ratings else ''}",
     )
 
 
@@ -152,20 +145,14 @@ def _skip_copies(findings: list[Finding]) -> None:
     """Change the role of features that copy a label to skipped."""
     labels = [f.stats.name for f in findings if f.kind == "label"]
     for f in findings:
-        if f.kind in ("dense", "sparse") and (label := _find_copied_label(f.stats, labels)):
+        if f.kind in ("dense", "sparse") and (label := next((n for n in labels if _is_copy(f.stats, n)), None)):
             f.kind, f.why, f.notes = "skipped", f"copies the label {label}", []
 
 
-def _find_copied_label(column: ColumnStats, labels: Sequence[str]) -> str | None:
-    """Return the label that a column copies, or None.
-
-    A column copies a label if its values and the label's values correspond one to one; null counts as a value.
-    """
-    for label in labels:
-        pairs = column.pairs.get(label) or {}
-        if column.rows > MIN_COPY_ROWS and len(pairs) >= 2 and len(set(pairs.values())) == len(pairs):
-            return label
-    return None
+def _is_copy(column: ColumnStats, label: str) -> bool:
+    """Return True if a column's values and a label's values correspond one to one; null counts as a value."""
+    pairs = column.pairs.get(label) or {}
+    return column.rows > MIN_COPY_ROWS and len(pairs) >= 2 and len(set(pairs.values())) == len(pairs)
 
 
 def _could_be_rating(s: ColumnStats) -> bool:
@@ -194,15 +181,12 @@ def _pair_weights(findings: list[Finding]) -> None:
 
 def _keep_length(f: Finding) -> None:
     """Replace nulls in a weighted list by one additional id instead of removing them."""
-    if not any(t["do"] == "drop_null" for t in f.transforms):
-        return
-    f.transforms = [t for t in f.transforms if t["do"] != "drop_null"]
-    s = f.stats
-    if s.base == "text":
-        f.add_transform("fill_null", value="")
-        return
-    s.high = max(int(s.highest) + 1, 0)
-    f.add_transform("fill_null", value=s.high)
+    kept = [t for t in f.transforms if t["do"] != "drop_null"]
+    if len(kept) < len(f.transforms):
+        f.transforms, is_text = kept, f.stats.base == "text"
+        if not is_text:
+            f.stats.high = max(int(f.stats.highest) + 1, 0)
+        f.add_transform("fill_null", value="" if is_text else f.stats.high)
 
 
 def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, sampled: bool, uri: str) -> Schema:

@@ -61,17 +61,13 @@ class Inspection:
         others = f", ids also read from {' and '.join(self.scan.inspected_parts)}" if self.scan.inspected_parts else ""
         lines = [f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{others}). Review it before training."]
         lines += [f"{part} was not inspected: {why}" for part, why in self.scan.skipped_parts.items()]
-        if self.transforms or self.reserve_columns or self.tasks:
-            lines.append("Training also requires these settings:")
-        if self.transforms or self.reserve_columns:
-            lines.append("data:")
-        if self.reserve_columns:
-            lines.append(f"  reserve_columns: {to_flow_yaml(self.reserve_columns)}")
+        data = [f"  reserve_columns: {to_flow_yaml(self.reserve_columns)}"] if self.reserve_columns else []
         if self.transforms:
-            lines.append("  transforms:")
-            lines += [f"    - {to_flow_yaml(transform)}" for transform in self.transforms]
+            data += ["  transforms:", *(f"    - {to_flow_yaml(transform)}" for transform in self.transforms)]
+        settings = ["data:", *data] if data else []
         if self.tasks:
-            lines += ["tasks:", *(f"  - {to_flow_yaml(task)}" for task in self.tasks)]
+            settings += ["tasks:", *(f"  - {to_flow_yaml(task)}" for task in self.tasks)]
+        lines += ["Training also requires these settings:", *settings] if settings else []
         out = [f"# {_printable(line)}" for line in lines]
         out.append(self.schema.to_yaml({key: _printable(text) for key, text in self._comments().items()}).rstrip())
         for f in self.findings:
@@ -122,22 +118,18 @@ class Inspection:
         if self.reserve_columns:
             settings.append(f"data.reserve_columns={to_flow_yaml(self.reserve_columns)}")
         transforms = f"data.transforms=[{', '.join(map(to_flow_yaml, self.transforms))}]"
-        if self.transforms and len(transforms) <= MAX_COMMAND_CHARS:
-            settings.append(transforms)
+        is_long = len(transforms) > MAX_COMMAND_CHARS
+        settings += [transforms] if self.transforms and not is_long else []
         command = shlex.join(["raytrec", "train", "jobs/own.yaml", *settings])
-        if self.transforms and len(transforms) > MAX_COMMAND_CHARS:
-            command += f"  # add the data.transforms listed in {schema} to jobs/own.yaml"
-        return command
+        return command + f"  # add the data.transforms listed in {schema} to jobs/own.yaml" * is_long
 
     def _print_table(self) -> None:
-        table = Table(title=to_plain_text(f"{self.uri}: {self.rows:,} rows, {self.scan.listing}"), title_justify="left")
-        for heading in ("column", "role", "reason", "nulls", "distinct"):
-            table.add_column(heading)
+        table = Table("column", "role", "reason", "nulls", "distinct", title_justify="left")
+        table.title = to_plain_text(f"{self.uri}: {self.rows:,} rows, {self.scan.listing}")
         for f in self.findings:
             why = "; ".join([f.why, *f.notes])
-            table.add_row(
-                to_plain_text(f.stats.name), f.kind, to_plain_text(why), _nulls_text(f.stats), f.stats.distinct_text
-            )
+            counts = _nulls_text(f.stats), f.stats.distinct_text
+            table.add_row(to_plain_text(f.stats.name), f.kind, to_plain_text(why), *counts)
         console = open_console(stderr=True)
         console.print(table)
         for f in self.findings:

@@ -72,14 +72,9 @@ def find_tables(findings: list[Finding]) -> list[SharedTable]:
     tables: list[SharedTable] = []
     for f in sorted((f for f in findings if f.kind == "sparse"), key=lambda f: f.stats.is_list):
         is_distinctive = _is_distinctive(f.stats)
-        candidates = [
-            (why, share, t)
-            for t in tables
-            if (why := _explain_sharing(f, t.members[0], is_distinctive))
-            for share in [estimate_containment(t.members[0].stats, f.stats)]
-        ]
+        candidates = [(t, why) for t in tables if (why := _explain_sharing(f, t.members[0], is_distinctive))]
         if candidates:
-            why, _, table = max(candidates, key=lambda entry: entry[1])
+            table, why = max(candidates, key=lambda entry: estimate_containment(entry[0].members[0].stats, f.stats))
             table.members.append(f)
             table.reasons[f.stats.name] = why
         else:
@@ -99,11 +94,9 @@ def _explain_sharing(f: Finding, owner: Finding, is_distinctive: bool) -> str | 
         min_share = 0.9
     else:
         return None
-    if (stats.base == "text") != (owner_stats.base == "text") or (
-        share := estimate_containment(stats, owner_stats)
-    ) < min_share:
-        return None
-    return f"{100 * share:.0f} % of its values are also in {owner_stats.name}"
+    have_same_kind = (stats.base == "text") == (owner_stats.base == "text")
+    share = estimate_containment(stats, owner_stats) if have_same_kind else 0.0
+    return f"{100 * share:.0f} % of its values are also in {owner_stats.name}" if share >= min_share else None
 
 
 def _is_distinctive(s: ColumnStats) -> bool:

@@ -19,8 +19,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.tasks import RetrievalSection
 from raytrec.config.transforms import Transform
 from raytrec.data.fragments import Dataset
-from raytrec.data.item_reader import CHECK_BATCH_ROWS, read_item
-from raytrec.data.order import LaneItem, Part
+from raytrec.data.item_reader import read_in_batches
 from raytrec.data.pages.decode import ReadErrorPolicy
 from raytrec.data.read_plans import ReadPlan, ReservedColumnSet, TaskRows
 from raytrec.tasks.task import Task, key_columns, resolve_tasks
@@ -152,12 +151,9 @@ def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float
     form = replace(dataset.form, plan=plan)
     sums = np.zeros((2, len(tasks)))  # sum of the weights of negatives, and of positives
     for group in dataset.groups[:: -(-dataset.rows // MAX_LABELS_READ)]:
-        for first in range(0, group.rows, CHECK_BATCH_ROWS):
-            rows = min(CHECK_BATCH_ROWS, group.rows - first)
-            part = Part(group.path, group.index, first, rows, split=group.split)
-            table = read_item(LaneItem(0, 0, (part,), None), form, ReadErrorPolicy(config.data.on_error == "skip"))
+        for table in read_in_batches(group, form, ReadErrorPolicy(config.data.on_error == "skip")):
             labels = _matrix(table, "labels")
-            weights = _matrix(table, "task_weights") if plan.has_task_weights else np.ones((rows, len(tasks)))
+            weights = _matrix(table, "task_weights") if plan.has_task_weights else np.ones((len(table), len(tasks)))
             if "present" in table.column_names:
                 weights = weights * table["present"].to_numpy()[:, None]
             for place, task in enumerate(tasks):

@@ -8,8 +8,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from raytrec_datasets import app
-from raytrec_datasets.yambda.events import TYPES, read_events
-from raytrec_datasets.yambda.synthetic import compute_auc, write_source
+from raytrec_datasets.yambda.events import TYPES, compute_auc, read_events, write_source
 from typer.testing import CliRunner
 
 from raytrec.common.errors import ConfigError, DataError

@@ -474,7 +474,7 @@ def test_inspect_rejects_max_rows_below_one(rows, tmp_path):
 )
 def test_inspect_checks_the_output_path_before_reading(out, what, tmp_path, monkeypatch):
     (tmp_path / "there.yaml").write_text("")
-    monkeypatch.setattr(column_scan, "_footers", lambda place: pytest.fail("a footer was read"))
+    monkeypatch.setattr(column_scan, "read_footer", lambda path: pytest.fail("a footer was read"))
     done = CliRunner().invoke(app, ["inspect", str(tmp_path), "--out", str(tmp_path / out)])
     assert isinstance(done.exception, ConfigError) and what in done.exception.what
 

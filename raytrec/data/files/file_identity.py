@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -138,12 +139,11 @@ def list_rewritten_files(before: list[FileIdentity], after: list[FileIdentity]) 
 
 
 def _by_name(contents: list[FileIdentity]) -> dict[tuple, FileIdentity]:
-    """Return the identities by name, with a number if several folders contain a file of the same name."""
-    counts: dict[str, int] = {}
-    by_name = {}
+    """Return the identities by name and number; several folders may contain a file of the same name."""
+    counts, by_name = Counter[str](), {}
     for content in contents:
-        number = counts[content.name] = counts.get(content.name, 0) + 1
-        by_name[(content.name,) if number == 1 else (content.name, number)] = content
+        counts[content.name] += 1
+        by_name[content.name, counts[content.name]] = content
     return by_name
 
 
@@ -162,11 +162,8 @@ def _identify_file(form: ResolvedReadPlan, share: int, path: str, groups: list[l
         size = file.size()
         footer = _read_raw_footer(file, size)
         is_whole = size <= MAX_FULL_HASH_BYTES // share
-        pieces = (
-            _whole_file_range(size)
-            if is_whole
-            else _choose_samples(footer, size, form, max(2, SAMPLES // share), number)
-        )
+        samples = max(2, SAMPLES // share)
+        pieces = _whole_file_range(size) if is_whole else _choose_samples(footer, size, form, samples, number)
         folders = "".join(f"{k}={v}/" for k, v in parse_folder_values(path).items() if k in form.from_folders)
         digest = hashlib.sha256(footer).hexdigest()
         name, version = folders + path.rpartition("/")[2], _read_object_version(file)
@@ -266,9 +263,6 @@ def _digest(file: pa.NativeFile, pieces: Iterable[tuple[int, int]]) -> str:
 
 
 def _read_object_version(file: pa.NativeFile) -> str | None:
-    metadata = {_to_text(key): _to_text(value) for key, value in file.metadata().items()}
-    return "; ".join(f"{key} {metadata[key]}" for key in OBJECT_VERSION_KEYS if key in metadata) or None
-
-
-def _to_text(value: bytes | str) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+    metadata = file.metadata()
+    versions = (f"{key} {metadata[key].decode(errors='replace')}" for key in OBJECT_VERSION_KEYS if key in metadata)
+    return "; ".join(versions) or None

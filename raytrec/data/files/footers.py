@@ -28,24 +28,19 @@ SIGNATURE_BYTES = 28  # number of bytes after a plaintext footer if columns are 
 MAX_UNSCALED_VALUE = 1000.0  # largest absolute value of an unscaled dense column without a warning
 UNKNOWN_BOUNDS = (0.0, 1.0)  # of labels that may vary, because there are no statistics
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-# (column, function that returns True if a chunk of the column contains invalid values).
-StatisticsCheck = tuple[str, Callable[[pq.ColumnChunkMetaData], bool]]
-
-
-class ImplausibleFooterError(Exception):
-    """Error for a footer whose claims are impossible for the size of the file."""
+ChunkTest = Callable[[pq.ColumnChunkMetaData], bool]
 
 
 def _check_claims(footer: pq.FileMetaData, size: int) -> None:
     """Check that a file of `size` bytes can hold the rows and values that its footer claims.
 
     Raises:
-        ImplausibleFooterError: A claim is impossible.
+        pa.ArrowInvalid: A claim is impossible.
     """
     for g in range(footer.num_row_groups):
         group = footer.row_group(g)
         if not 0 <= group.num_rows <= MAX_GROUP_ROWS:
-            raise ImplausibleFooterError(f"the footer claims an impossible {group.num_rows:,} rows in row group {g}")
+            raise pa.ArrowInvalid(f"the footer claims an impossible {group.num_rows:,} rows in row group {g}")
         # In ordinary row groups, only one column is checked, because there may be millions of row groups.
         for c in range(group.num_columns if group.num_rows > MIN_FULLY_CHECKED_ROWS else min(1, group.num_columns)):
             chunk, column = group.column(c), footer.schema.column(c)
@@ -53,11 +48,11 @@ def _check_claims(footer: pq.FileMetaData, size: int) -> None:
             chunk_bytes = chunk.total_compressed_size
             what = f"the footer claims {group.num_rows:,} rows in row group {g} and, for column {column.path},"
             if begin < 0 or chunk_bytes < 0 or begin + chunk_bytes > size:
-                raise ImplausibleFooterError(
+                raise pa.ArrowInvalid(
                     f"{what} {chunk_bytes:,} bytes from byte {begin:,} on, in a file of {size:,} bytes"
                 )
             if column.max_repetition_level == 0 and chunk.num_values != group.num_rows:
-                raise ImplausibleFooterError(f"{what} {chunk.num_values:,} values")
+                raise pa.ArrowInvalid(f"{what} {chunk.num_values:,} values")
 
 
 def _check_not_encrypted(uri: str, tail: bytes, footer: pq.FileMetaData | None = None) -> None:
@@ -101,7 +96,7 @@ def read_footer(uri: str) -> pq.FileMetaData:
     try:
         metadata = retry_read(uri, read)
         _ = metadata.schema.to_arrow_schema().names, metadata.schema.names  # raises if names are not UTF-8
-    except (pa.ArrowException, OSError, UnicodeDecodeError, ImplausibleFooterError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"the file is not a complete Parquet file: {str(error).splitlines()[0]}",
             where=uri,
@@ -117,24 +112,24 @@ class FooterStatistics:
     Args:
         metadata: Footer of the file.
         form: Resolved read plan, which defines the valid values of each column.
+
+    Attributes:
+        groups: Index → metadata, for nonempty row groups.
     """
 
     def __init__(self, metadata: pq.FileMetaData, form: ResolvedReadPlan):
         self._form = form
-        self._groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-        self._outputs = {name for transform in form.plan.transforms for name in transform.writes}
+        groups = {index: metadata.row_group(index) for index in range(metadata.num_row_groups)}
+        self.groups = {index: group for index, group in groups.items() if group.num_rows}
+        self._written = {name for transform in form.plan.transforms for name in transform.writes}
         self._places = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
 
     def list_suspect_groups(self) -> list[int]:
-        """Return the indexes of all row groups whose statistics show invalid values."""
-        checks = [
-            (i, wrong)
-            for name, wrong in _list_statistics_checks(self._form, self._outputs)
-            for i in self._columns(name)
-        ]
+        """Return the indexes of all nonempty row groups whose statistics show invalid values."""
+        checks = [(i, wrong) for name, wrong in _list_statistics_checks(self._form) for i in self._columns(name)]
         return [
             index
-            for index, group in enumerate(self._groups)
+            for index, group in self.groups.items()
             if any(wrong(column) for i, wrong in checks if (column := group.column(i)).is_stats_set)
         ]
 
@@ -152,11 +147,9 @@ class FooterStatistics:
         conditions = [
             (i, why, excludes)
             for name, why, excludes in _list_exclusion_conditions(task, of_candidates)
-            if name not in self._outputs
             for i in self._columns(name)
         ]
-        groups = (group for group in self._groups if group.num_rows)
-        return [{why for i, why, excludes in conditions if excludes(group.column(i))} for group in groups]
+        return [{why for i, why, excludes in conditions if excludes(group.column(i))} for group in self.groups.values()]
 
     def label_bounds(self) -> dict[str, set[float]]:
         """Return the smallest and largest values of each label in the row groups; none for labels that are all null."""
@@ -167,35 +160,30 @@ class FooterStatistics:
 
         Columns whose values do not exceed MAX_UNSCALED_VALUE are left out.
         """
-        names = {*self._form.schema.dense} - {*self._form.schema.scale} - self._outputs
-        places = [(name, place) for name in names for place in self._columns(name)]
-        bounds = ((name, _bounds(group.column(place)) or ()) for name, place in places for group in self._groups)
+        names = {*self._form.schema.dense} - {*self._form.schema.scale}
+        bounds = ((name, _bounds(chunk) or ()) for name in names for chunk in self._iterate_chunks(name))
         values = sorted((abs(float(bound)), name) for name, ends in bounds for bound in ends)
         return {name: value for value, name in values if value > MAX_UNSCALED_VALUE}
 
     def lacks_values(self, name: str) -> bool:
         """Return True if there are no rows, or all values of a column of the file are null."""
-        if not any(group.num_rows for group in self._groups):
-            return True
-        chunks = self._iterate_chunks(name)
-        first = next(chunks, None)  # None for columns that are not in the file
-        return first is not None and _is_all_null(first) and all(map(_is_all_null, chunks))
+        is_in_file = bool(self._columns(name))
+        return not self.groups or (is_in_file and all(map(_is_all_null, self._iterate_chunks(name))))
 
     def _find_label_bounds(self, name: str) -> set[float]:
-        if name in self._outputs or len(self._columns(name)) != 1:
+        if len(self._columns(name)) != 1:
             return set(UNKNOWN_BOUNDS)
         present = (chunk for chunk in self._iterate_chunks(name) if not _is_all_null(chunk))
         bounds = [float(bound) for chunk in present for bound in _bounds(chunk) or UNKNOWN_BOUNDS]
         return {min(bounds), max(bounds)} if bounds else set()
 
     def _iterate_chunks(self, name: str) -> Iterator[pq.ColumnChunkMetaData]:
-        """Yield the chunks of a column in row groups with rows; none for columns that transforms write."""
-        places = [] if name in self._outputs else self._columns(name)
-        return (group.column(place) for place in places for group in self._groups if group.num_rows)
+        """Yield the chunks of a column in nonempty row groups."""
+        return (group.column(place) for place in self._columns(name) for group in self.groups.values())
 
     def _columns(self, name: str) -> list[int]:
-        """Return the leaf-column indexes of a column; the values of a list are stored in a leaf column."""
-        paths = (name, f"{name}.list.element", f"{name}.list.item")
+        """Return the leaf-column indexes of a column or of the values in its lists; [] if a transform writes it."""
+        paths = () if name in self._written else (name, f"{name}.list.element", f"{name}.list.item")
         return [self._places[path] for path in paths if path in self._places]
 
 
@@ -216,26 +204,23 @@ def explain_empty_tasks(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[s
     }
 
 
-def _list_statistics_checks(form: ResolvedReadPlan, outputs: set[str]) -> Iterator[StatisticsCheck]:
-    """Yield (column, check for invalid values) for columns that no transform writes."""
+def _list_statistics_checks(form: ResolvedReadPlan) -> Iterator[tuple[str, ChunkTest]]:
+    """Yield (column, function that returns True if a chunk of the column contains invalid values)."""
     schema = form.schema
-    for name in {*form.plan.labels, *schema.dense} - outputs:
+    for name in (*form.plan.labels, *schema.dense):
         is_label = name in schema.labels
         allowed, may_be_null = form.plan.label_range(name), is_label and form.plan.skips_nulls(name)
         yield name, partial(_has_invalid_values, allowed=allowed if is_label else None, null=may_be_null)
     for read in form.plan.task_columns:
-        if read.column not in outputs:
-            is_mask = read.role == "mask"
-            yield (read.column, partial(_has_invalid_values, allowed=(0, 1 if is_mask else MAX_FLOAT32), null=is_mask))
+        is_mask = read.role == "mask"
+        yield read.column, partial(_has_invalid_values, allowed=(0, 1 if is_mask else MAX_FLOAT32), null=is_mask)
     for name, spec in schema.sparse.items():
         table, column = schema.tables[spec.table], schema.get_ids_column(name)
-        if column not in outputs and table.out_of_range == "error" and not table.ids:
-            yield column, partial(_is_out_of_range, low=0, high=table.rows - 1)
+        if table.out_of_range == "error" and not table.ids:
+            yield column, partial(_has_invalid_values, allowed=(0, table.rows - 1), null=True)
 
 
-def _list_exclusion_conditions(
-    task: TaskRows, of_candidates: bool
-) -> Iterator[tuple[str, str, Callable[[pq.ColumnChunkMetaData], bool]]]:
+def _list_exclusion_conditions(task: TaskRows, of_candidates: bool) -> Iterator[tuple[str, str, ChunkTest]]:
     """Yield (column, reason why no row is usable, function that returns True if the reason applies to a chunk)."""
     if of_candidates:  # Parquet counts empty lists as nulls
         yield task.label, f"its label '{task.label}' has no candidate with a value in any row", _is_all_null
@@ -266,14 +251,11 @@ def _stays_below(chunk: pq.ColumnChunkMetaData, bound: float, reaches: bool) -> 
 
 
 def _has_invalid_values(chunk: pq.ColumnChunkMetaData, allowed: tuple[float, float] | None, null: bool) -> bool:
-    has_null = bool(chunk.statistics.has_null_count and chunk.statistics.null_count)
-    return (has_null and not null) or (allowed is not None and _is_out_of_range(chunk, *allowed))
-
-
-def _is_out_of_range(chunk: pq.ColumnChunkMetaData, low: float, high: float) -> bool:
-    """Return True if the statistics show a number outside [low, high]."""
-    least, greatest = _bounds(chunk) or (low, high)
-    return least < low or greatest > high
+    """Return True if the statistics show a number outside of `allowed` or, unless `null` is True, a null."""
+    if not null and chunk.statistics.has_null_count and chunk.statistics.null_count:
+        return True
+    bounds = _bounds(chunk) if allowed else None
+    return bool(bounds and (bounds[0] < allowed[0] or bounds[1] > allowed[1]))
 
 
 def _bounds(chunk: pq.ColumnChunkMetaData) -> tuple[Any, Any] | None:

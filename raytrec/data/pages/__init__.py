@@ -168,17 +168,16 @@ def _fetch(file: pa.NativeFile, span: _RowSpan, leaves: list[int], used: set[int
     def fetch(leaf: int) -> ChunkBytes | None:
         pages = _pages(span, leaf)
         try:
-            pages.look_up(ReadAheadReader(read_at, READ_AHEAD_BYTES) if remote else read_at)
+            pages.look_up(_read_ahead(read_at) if remote else read_at)
             return ChunkBytes(pages.begin, *pages.read(read_at, span.first, span.last)) if leaf in used else None
         except DECODING_ERRORS:
             return None
 
-    if remote:  # columns are read concurrently, as pyarrow does for whole row groups
-        with ThreadPoolExecutor(8) as pool:
-            pieces = list(pool.map(fetch, leaves))
-    else:
-        pieces = list(map(fetch, leaves))
-    _evict_pages()
+    with ThreadPoolExecutor(8) as pool:  # reads from a store are concurrent, as pyarrow's reads of whole row groups
+        pieces = list((pool.map if remote else map)(fetch, leaves))
+    with _lock:
+        while sum(pages.nbytes for pages in _page_cache.values()) > MAX_PAGE_CACHE_BYTES:
+            del _page_cache[next(iter(_page_cache))]  # the oldest
     return {leaf: piece for leaf, piece in zip(leaves, pieces, strict=True) if piece}
 
 
@@ -189,16 +188,6 @@ def _pages(span: _RowSpan, leaf: int) -> PageIndex:
             group = span.footer.row_group(span.group)
             _page_cache[key] = PageIndex(group.column(leaf), span.footer.schema.column(leaf), group.num_rows)
         return _page_cache[key]
-
-
-def _evict_pages() -> None:
-    """Drop the oldest page positions until the cache fits MAX_PAGE_CACHE_BYTES."""
-    with _lock:
-        total_bytes = sum(pages.nbytes for pages in _page_cache.values())
-        for key in list(_page_cache):
-            if total_bytes <= MAX_PAGE_CACHE_BYTES:
-                break
-            total_bytes -= _page_cache.pop(key).nbytes
 
 
 def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: list[str]) -> pa.Table:
@@ -214,23 +203,17 @@ def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: l
     return pa.Table.from_batches([part for part in batches if part.num_rows] or batches)
 
 
-class ReadAheadReader:
-    """Callable that reads at least `size` bytes at a time, so that later requests for these bytes need no read.
+def _read_ahead(read_at: ReadAt) -> ReadAt:
+    """Return a function that reads READ_AHEAD_BYTES or more at a time; later requests for these bytes need no read."""
+    begin, data = 0, b""
 
-    Args:
-        read_at: Function that reads bytes from the storage.
-        size: Minimum number of bytes per read.
-    """
+    def read(at: int, size: int) -> bytes:
+        nonlocal begin, data
+        if not begin <= at <= at + size <= begin + len(data):
+            begin, data = at, read_at(at, max(size, READ_AHEAD_BYTES))
+        return data[at - begin : at - begin + size]
 
-    def __init__(self, read_at: ReadAt, size: int):
-        self._read_at, self._size = read_at, size
-        self._begin, self._data = 0, b""
-
-    def __call__(self, at: int, size: int) -> bytes:
-        """Return `size` bytes from offset `at`."""
-        if not self._begin <= at <= at + size <= self._begin + len(self._data):
-            self._begin, self._data = at, self._read_at(at, max(size, self._size))
-        return self._data[at - self._begin : at - self._begin + size]
+    return read
 
 
 class SparseFile(io.RawIOBase):
@@ -244,14 +227,6 @@ class SparseFile(io.RawIOBase):
     def readable(self) -> bool:
         """Return True."""
         return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position in the file."""
-        return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Set the position in the file and return the new position; see io.IOBase.seek."""

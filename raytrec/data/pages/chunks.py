@@ -47,7 +47,7 @@ class PageIndex:
         self._offsets: list[int] = []
         self._rows: list[int] = []  # first row of each page
         self._coded: list[bool] = []  # True if pages from this entry up to the next one use the dictionary
-        self._at, self._row, self._first = self.begin, 0, self.begin
+        self._at, self._row = self.begin, 0
         self._lock = Lock()
 
     @property
@@ -86,7 +86,7 @@ class PageIndex:
         coded, row = any(self._coded[start:stop]), self._rows[start]
         data = read_at(begin, end - begin)
         if coded:
-            data = read_at(self.begin, self._first - self.begin) + data
+            data = read_at(self.begin, self._offsets[0] - self.begin) + data
         return data, row
 
     def _advance_page(self, read_at: ReadAt) -> None:
@@ -107,7 +107,6 @@ class PageIndex:
             if self._depth:
                 rows, begins_row = self._count_page_rows(read_at, self._at + size, header, values)
             if begins_row:
-                self._first = self._offsets[0] if self._offsets else self._at
                 self._offsets.append(self._at)
                 self._rows.append(self._row)
                 self._coded.append(False)
@@ -172,12 +171,11 @@ def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
     rows, begins_row = 0, False
     at, remaining = 0, count
     while remaining > 0:
-        head = shift = 0
-        byte = 128
-        while byte > 127:
-            byte, at = data[at] if at < len(data) else 0, at + 1  # 0, an empty run, after the end
-            head, shift = head | (byte & 127) << shift, shift + 7
-        level = data[at] if at < len(data) else 0
+        try:
+            head, at = _varint(data, at)
+            level = data[at]
+        except IndexError:
+            raise ValueError("the levels of a page are truncated") from None
         if head & 1:  # groups of eight levels
             size = (head >> 1) * width
             groups = data[at : at + size]
@@ -187,7 +185,7 @@ def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
             level &= (1 << width) - 1
         else:  # run of one repeated level
             size = 1
-            decoded = min(head >> 1, remaining) if at < len(data) else 0
+            decoded = min(head >> 1, remaining)
             rows += 0 if level else decoded
         if not decoded:
             raise ValueError("the levels of a page are truncated")

@@ -59,12 +59,7 @@ class ReadErrorPolicy:
 
 
 def decode_columns(
-    path: str,
-    group: int,
-    first: int,
-    rows: int,
-    names: list[str],
-    folders: Mapping[str, pa.DataType | None] | None = None,
+    path: str, group: int, first: int, rows: int, names: list[str], folders: Mapping[str, pa.DataType | None] = {}
 ) -> pa.Table:
     """Return columns for a range of rows of a row group, from the file and from the names of its folders.
 
@@ -74,25 +69,17 @@ def decode_columns(
         first: Index of the first row in the row group.
         rows: Number of rows.
         names: Names of the columns.
-        folders: Column → type, for columns read from folder names (ResolvedReadPlan.folders); None: all
+        folders: Column → type, for columns read from folder names (ResolvedReadPlan.folders); default: all
             columns are in the file.
 
     Raises:
         DataError: The file is damaged or has changed, or the storage fails. The error names the file and row
             group.
     """
-    folders = folders or {}
     stored = [name for name in names if name not in folders]
-    table = _decode(path, group, first, rows, stored) if stored else pa.table([pa.nulls(rows)], [""])
-    for name in names:
-        if name in folders:
-            table = table.append_column(name, build_folder_column(path, name, folders[name], rows))
-    return table.select(names)
-
-
-def _decode(path: str, group: int, first: int, rows: int, columns: list[str]) -> pa.Table:
     try:
-        table = retry_read(path, partial(_read, path, group, first, rows, columns))
+        read = partial(_read, path, group, first, rows, stored)
+        table = retry_read(path, read) if stored else pa.table([pa.nulls(rows)], [""])
         if table.num_rows < rows:
             raise IndexError(f"the pages contain fewer rows than the footer claims ({first + rows:,} or more)")
     except (DamagedPageError, pa.ArrowException, OSError, IndexError, KeyError, ValueError, RecursionError) as error:
@@ -102,7 +89,10 @@ def _decode(path: str, group: int, first: int, rows: int, columns: list[str]) ->
             expected=storage_hint(path) + "a complete Parquet file that does not change while it is read",
             do="write or copy the file again, or skip its rows: data.on_error=skip",
         ) from None
-    return table
+    for name in names:
+        if name in folders:
+            table = table.append_column(name, build_folder_column(path, name, folders[name], rows))
+    return table.select(names)
 
 
 def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> pa.Table:
@@ -152,23 +142,13 @@ def _open_cached(version: FileVersion, open_file: Callable[[], pa.NativeFile]) -
         file, footer = open_file(), _footers.get(version)
         # Reads of local files have little latency, so the threads of pre_buffer would only cost time.
         reader = pq.ParquetFile(file, metadata=footer, pre_buffer=remote, page_checksum_verification=True)
-        if footer is None:
-            _cache_footer(version, reader.metadata)
+        if footer is None:  # parsing it again for each row group would take a considerable share of the decoding time
+            with _lock:
+                _footers[version] = reader.metadata
+                while len(_footers) > 1 and sum(f.serialized_size for f in _footers.values()) > MAX_FOOTER_CACHE_BYTES:
+                    del _footers[next(iter(_footers))]  # the oldest
         cached = version, file, reader
     _open_files.files[path] = cached  # moved to the end of the dict; files at the start are closed first
     if len(_open_files.files) > MAX_OPEN_FILES:
         del _open_files.files[next(iter(_open_files.files))]
     return cached[1:]
-
-
-def _cache_footer(version: FileVersion, footer: pq.FileMetaData) -> None:
-    """Cache a footer for the file's other row groups, and drop the oldest beyond MAX_FOOTER_CACHE_BYTES.
-
-    Parsing the footer again for each row group would take a considerable share of the decoding time.
-    """
-    with _lock:
-        _footers[version] = footer
-        while (
-            sum(cached.serialized_size for cached in _footers.values()) > MAX_FOOTER_CACHE_BYTES and len(_footers) > 1
-        ):
-            del _footers[next(iter(_footers))]
