@@ -31,7 +31,6 @@ def evaluate(
     from raytrec.common.collectives import Peers
     from raytrec.config.tasks import EvalSection
     from raytrec.metrics.evaluation import TaskRows
-    from raytrec.metrics.ranked import WeightedRows
     from raytrec.metrics.selection import Selection
     from raytrec.tasks.losses.pointwise import BinaryCrossEntropy
     from raytrec.tasks.task import Task
@@ -46,9 +45,7 @@ def evaluate(
         count = min(BATCH, rows // WORLD - start)
         logits = torch.randn(count) - 2
         labels = (torch.rand(count) < logits.sigmoid()).float()
-        task_rows.add(
-            WeightedRows(logits, labels, torch.ones(count), {"user": torch.randint(0, 1 + rows // 50, (count,))})
-        )
+        task_rows.add(logits, labels, torch.ones(count), {"user": torch.randint(0, 1 + rows // 50, (count,))})
     figures, _ = task_rows.figures(Peers(device), device)
     return status_bytes("VmHWM") - start_bytes, perf_counter() - began, figures
 

@@ -13,7 +13,7 @@ import torch
 from raytrec.common.collectives import Peers
 from raytrec.common.formatting import null_nonfinite
 from raytrec.metrics.groups import GroupRows, assign_ranks, compute_group_auc
-from raytrec.metrics.ranked import BoundedRows, Scores, WeightedRows, assign_bins, compute_midpoints, sum_equal_rows
+from raytrec.metrics.ranked import BoundedRows, Scores, assign_bins, compute_midpoints, sum_equal_rows
 from raytrec.metrics.registry import BOUND_SUFFIX, GroupMetric, Metric, RankedMetric
 from raytrec.metrics.selection import Selection
 
@@ -42,27 +42,29 @@ class TaskRows:
     def __init__(self, selection: Selection, task: str):
         spec, settings, metrics = selection.tasks[task], selection.settings, selection.of[task]
         self._selection, self._task, self._metrics = selection, task, metrics
+        self._ranked = [metric for metric in metrics if issubclass(metric, RankedMetric)]
+        self._grouped = [metric for metric in metrics if issubclass(metric, GroupMetric)]
         self._scores = self._groups = None
         self._slices: dict[str, Slices] = {}
         columns: list[str] = []
         if spec.outputs == 1:
             row_args = spec.loss.predict, settings.max_exact_rows
             # These metrics or their curves need rows sorted by prediction.
-            if any(issubclass(m, RankedMetric) or m.ranked_curve is not Metric.ranked_curve for m in metrics):
+            if self._ranked or any(metric.ranked_curve is not Metric.ranked_curve for metric in metrics):
                 self._scores = Scores(*row_args)
-            if grouped := _select_subclasses(metrics, GroupMetric):
-                columns = [spec.group, *[spec.item] * any(metric.needs_item for metric in grouped)]
+            if self._grouped:
+                columns = [spec.group, *[spec.item] * any(metric.needs_item for metric in self._grouped)]
                 self._groups = GroupRows(*row_args, columns)
             self._slices = {name: Slices(*row_args, [name]) for name in settings.slices}
         self.columns = list(dict.fromkeys([*columns, *self._slices]))
-        stores: list[Any] = [self._scores, self._groups, *self._slices.values()]
-        self._stores = [each for each in stores if each]
+        stores: list[BoundedRows | None] = [self._scores, self._groups, *self._slices.values()]
+        self._stores = [store for store in stores if store is not None]
         self.needed = bool(self._stores)
 
-    def add(self, rows: WeightedRows) -> None:
-        """Store rows for the metrics and slices."""
+    def add(self, *rows: Any) -> None:
+        """Store rows for the metrics and slices. For arguments, see BoundedRows.add."""
         for store in self._stores:
-            store.add(rows)
+            store.add(*rows)
 
     def figures(self, peers: Peers, device: torch.device) -> tuple[dict[str, float | None], dict]:
         """Return metric values and counts by key (None if undefined), and curves; both are equal on all ranks.
@@ -89,9 +91,8 @@ class TaskRows:
     def _add_ranked_metrics(self, peers: Peers, device: torch.device, figures: dict, curves: dict) -> None:
         """Compute metrics and curves over rows sorted by prediction; add them to `figures` and `curves`."""
         ranked, binned = self._scores.ranked(peers, device)
-        metrics = _select_subclasses(self._metrics, RankedMetric)
-        totals = _sum_over_ranks([metric.sums(ranked) for metric in metrics], peers)
-        for metric, sums in zip(metrics, totals, strict=True):
+        totals = _sum_over_ranks([metric.sums(ranked) for metric in self._ranked], peers)
+        for metric, sums in zip(self._ranked, totals, strict=True):
             defined = ranked.both_classes
             figures[metric.name] = float(metric.figure(sums)) if defined else None
             if binned and defined:
@@ -103,7 +104,7 @@ class TaskRows:
 
     def _add_group_metrics(self, peers: Peers, device: torch.device, figures: dict) -> None:
         """Compute group metrics and add them to `figures`. One part of the groups is in memory at a time."""
-        metrics = _select_subclasses(self._metrics, GroupMetric)
+        metrics = self._grouped
         sums: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
         distinct: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
         for groups in self._groups.groups(peers, device):
@@ -132,10 +133,6 @@ def choose_ranking_device(rows: int, device: torch.device, row_bytes: int = AUC_
     return device
 
 
-def _select_subclasses(metrics: list[type[Metric]], kind: type) -> list:
-    return [metric for metric in metrics if issubclass(metric, kind)]
-
-
 def _sum_over_ranks(sums: list[dict[str, torch.Tensor]], peers: Peers) -> list[dict[str, torch.Tensor]]:
     """Return the sums of several metrics over all ranks, using one collective."""
     values = [value for each in sums for value in each.values()]
@@ -157,7 +154,7 @@ def _count_distinct(keys: torch.Tensor, peers: Peers) -> torch.Tensor:
 class Slices(BoundedRows):
     """Rows of one task with the slice of each row, at 20 bytes per row.
 
-    Once rows are binned, memory grows with the number of slices instead of the number of rows.
+    Once rows are binned (ranked.Scores), memory grows with the number of slices instead of the number of rows.
     """
 
     _bins: list[torch.Tensor] | None = None  # binned rows in the form returned by `_merge_slice_ties`
@@ -178,7 +175,7 @@ class Slices(BoundedRows):
             0 or 1 and rows are binned, auc_bound.
         """
         if binned := peers.max_number(self._bins is not None) > 0:
-            self._bin_rows()
+            self._compact()
         ties = [x.to(device) for x in self._bins or self._to_ties()]
         self._bins = None
         ties = _merge_slice_ties(*peers.send(ties, assign_ranks(ties[0], peers.world)))
@@ -194,7 +191,7 @@ class Slices(BoundedRows):
             record["slice"] = texts.get(key, f"key {key}")
         return {"slices": int(peers.sum(torch.tensor(len(slices.keys)))), **lists}
 
-    def _bin_rows(self) -> None:
+    def _compact(self) -> None:
         keys, predictions, *sums = self._to_ties()
         new = [keys, compute_midpoints(assign_bins(predictions)), *sums]
         pairs = zip(self._bins or [x[:0] for x in new], new, strict=True)

@@ -102,14 +102,13 @@ class FullRanking:
         queries = self._pending.popleft()
         query_vectors = vectors_BD[queries.rows.to(vectors_BD.device)]
         counts = torch.tensor([len(queries.rows), len(queries.items), len(queries.seen)])
-        rows, items, seen = self._peers.stack(counts).T.tolist()
+        sizes = self._peers.stack(counts).tolist()  # of each rank
+        rows, items, seen = zip(*sizes, strict=True)
         if not sum(rows):
             return
-        sizes = [size for n, i, s in zip(rows, items, seen, strict=True) for size in (n, n, i, s)]  # of each rank
-        concat = self._peers.concatenate  # on GPUs, the host waits for each exchange of host tensors
         arrays = torch.cat([queries.right, queries.lengths, queries.items, queries.seen])
-        pieces = concat(arrays, [sum(sizes[k : k + 4]) for k in range(0, len(sizes), 4)]).split(sizes)
-        right, lengths, item_keys, seen_keys = (torch.cat(pieces[k::4]) for k in range(4))
+        # On GPUs, the host waits for each exchange of host tensors, so all arrays are exchanged together.
+        right, lengths, item_keys, seen_keys = self._peers.join(arrays, [(n, n, i, s) for n, i, s in sizes])
         order = right.argsort(descending=True, stable=True)  # queries with the most right items come first
         slots = torch.empty_like(order)
         slots[order] = torch.arange(len(order))
@@ -123,7 +122,7 @@ class FullRanking:
         sizes = [len(part) for part in host_parts]
         order, right_Q, right_3P, seen_2S = torch.cat(host_parts).to(self._items.keys.device).split(sizes)
         active = (right.unsqueeze(1) > torch.arange(int(right.max()))).sum(0).tolist()
-        queries_QD = concat(query_vectors, rows)[order.to(query_vectors.device)]
+        queries_QD = self._peers.concatenate(query_vectors, rows)[order.to(query_vectors.device)]
         ranks_QR = self._compute_ranks(queries_QD, active, right_3P.view(3, -1), seen_2S.view(2, -1))
         right_Q = right_Q.to(ranks_QR.device)
         for number, metric in enumerate(self._selection.retrieval_metrics):

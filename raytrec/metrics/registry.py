@@ -287,12 +287,8 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
     return specialize_at_k(cls, int(places))
 
 
+@cache
 def specialize_at_k(metric: Any, k: int) -> Any:
     """Return a subclass of the metric with the cutoff k. Equal arguments return the same class."""
-    return _at(metric, k)
-
-
-@cache
-def _at(metric: Any, k: int) -> Any:
     texts = {name: getattr(metric, name).replace("{k}", str(k)) for name in ("title", "label")}
     return type(metric.__name__, (metric,), {**texts, "name": f"{metric.name}@{k}", "k": k})

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, softplus
 from raytrec.config.models.sequences import DienSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
-from raytrec.models.parts.layers import SequenceModules, get_embedding_dim, mlp_and_linear
+from raytrec.models.parts.layers import ConcatInputs, SequenceModules, get_embedding_dim, mlp_and_linear
 from raytrec.models.parts.packed_sequences import reverse_sequences
 
 
@@ -52,14 +52,14 @@ class DIEN(nn.Module):
         config.check(schema)
         self.config, target_of = config, config.targets(schema)
         self.supervised_sequences = config.get_supervised_sequences(schema)
-        self.features = [feature for feature in schema.sparse if feature != config.negatives]
         self.interests = SequenceModules(
             target_of,
             lambda feature: InterestEvolution(
                 get_embedding_dim(schema, feature), get_embedding_dim(schema, target_of[feature])
             ),
         )
-        sizes = [len(schema.dense) + sum(get_embedding_dim(schema, f) for f in self.features), *config.top_mlp]
+        self.concat_inputs = ConcatInputs(schema, {*schema.dense, *schema.sparse} - {config.negatives})
+        sizes = [self.concat_inputs.width, *config.top_mlp]
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
@@ -76,8 +76,7 @@ class DIEN(nn.Module):
                 own_B = own_B + self.config.auxiliary_weight * compute_auxiliary_loss(
                     states_BLD, inputs[feature], negatives
                 )
-        vectors = [encoded[feature] for feature in self.features]
-        logits_BT = self.logit(self.top(torch.cat([dense, *vectors], dim=1)))
+        logits_BT = self.logit(self.top(self.concat_inputs(dense, encoded)))
         if self.config.own_loss:
             return torch.cat([logits_BT, own_B.unsqueeze(1)], dim=1)
         return logits_BT.squeeze(1)

@@ -15,8 +15,7 @@ from raytrec.models.inputs import REQUESTS
 from raytrec.models.multitask import TaskTowers
 from raytrec.models.next_item import NUM_TIME_BUCKETS, choose_time_bucket
 from raytrec.models.parts.layers import ConcatInputs, Dropout, get_embedding_dim, mlp
-from raytrec.models.parts.packed_sequences import PackedSequences, pack_ids
-from raytrec.models.parts.token_layout import TokenLayout, make_layout
+from raytrec.models.parts.packed_sequences import PackedSequences, TokenLayout, make_layout, pack_ids
 
 PERIODS_S = (86_400.0, 604_800.0)  # day and week
 NORM_EPS = 1e-6
@@ -203,6 +202,7 @@ class TransducerLayer(nn.Module):
     def __init__(self, config: HstuRankSection, tokens: int, last: bool):
         super().__init__()
         self.heads, self.width, self.tokens, self.last = config.heads, config.width or config.dim, tokens, last
+        self.scale = (self.width / self.heads) ** -0.5  # factor of the dot products of queries and keys
         self.norm, self.read_norm = nn.LayerNorm(config.dim, NORM_EPS), nn.LayerNorm(self.width, NORM_EPS)
         self.inputs = nn.Linear(config.dim, 4 * self.width)
         self.output = nn.Linear(3 * self.width, config.dim, bias=False)
@@ -245,11 +245,6 @@ class TransducerLayer(nn.Module):
     def _split_heads(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return n concatenated projections by head: [..., n · width] → n × [..., heads, width ÷ heads]."""
         return values.unflatten(-1, (-1, self.heads, self.width // self.heads)).unbind(-3)
-
-    @property
-    def scale(self) -> float:
-        """Return 1 ÷ √width of a head, by which the dot products of queries and keys are multiplied."""
-        return (self.width / self.heads) ** -0.5
 
     def _read(
         self, query_bQHd: torch.Tensor, key_bTHd: torch.Tensor, value_bTHd: torch.Tensor, is_causal: bool = False

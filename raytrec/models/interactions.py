@@ -32,10 +32,7 @@ class DLRM(nn.Module):
         super().__init__()
         dim = get_common_dim(schema, config.name)
         self.features = list(schema.sparse)
-        if schema.dense:
-            self.bottom = mlp([len(schema.dense), *config.bottom_mlp, dim])
-        else:
-            self.bottom = Constant(dim)
+        self.bottom = mlp([len(schema.dense), *config.bottom_mlp, dim]) if schema.dense else Constant(dim)
         self.interact = DotInteraction(1 + len(self.features))
         sizes = [dim + self.interact.size, *config.top_mlp]
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout)

@@ -15,8 +15,8 @@ from raytrec.config.schema import Schema
 from raytrec.models.inputs import IDS, Sequence, encode_requests_once
 from raytrec.models.parts.layers import Dropout, get_embedding_dim
 from raytrec.models.parts.packed_sequences import PackedSequences, pack_ids
-from raytrec.models.parts.sampled_loss import Queries, SampledLoss, combine_outputs
-from raytrec.models.parts.shared_negatives import ItemBatch, SharedNegatives
+from raytrec.models.parts.sampled_loss import Queries, combine_outputs
+from raytrec.models.parts.shared_negatives import ItemBatch, build_losses
 
 NUM_TIME_BUCKETS = 128  # number of buckets for times between items; the last bucket is unbounded
 LOG_BUCKET_RATIO = log(1.35)  # the upper bound of a bucket is 1.35 × its lower bound
@@ -52,8 +52,7 @@ class NextItem(nn.Module, ABC):
         self.queries = Queries(outputs, vectors, self.dim)
         self.positions = nn.Parameter(torch.randn(config.max_length, self.dim) * 0.02)
         self.dropout = Dropout(config.dropout)
-        self.loss = SampledLoss.from_section(schema, config, config.item)
-        self.shared = SharedNegatives.from_section(schema, config, self.loss)
+        self.loss, self.shared = build_losses(schema, config, config.item)
 
     @abstractmethod
     def states(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:

@@ -12,7 +12,7 @@ from raytrec.config.models.sequences import BstSection, DinSection, SequenceSect
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
 from raytrec.models.interactions import DLRM
-from raytrec.models.parts.layers import SequenceModules, get_embedding_dim, mlp, mlp_and_linear
+from raytrec.models.parts.layers import ConcatInputs, SequenceModules, get_embedding_dim, mlp, mlp_and_linear
 
 
 class SequenceModel(nn.Module):
@@ -65,19 +65,18 @@ class DIN(nn.Module):
     def __init__(self, schema: Schema, config: DinSection, outputs: int = 1):
         super().__init__()
         config.check(schema)
-        self.features = list(schema.sparse)
         self.attention = SequenceModules(
             config.targets(schema),
             lambda feature: ActivationUnit(get_embedding_dim(schema, feature), config.attention_mlp),
         )
-        sizes = [len(schema.dense) + sum(get_embedding_dim(schema, f) for f in self.features), *config.top_mlp]
+        self.concat_inputs = ConcatInputs(schema)
+        sizes = [self.concat_inputs.width, *config.top_mlp]
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
         encoded = {**inputs, **self.attention(inputs)}
-        vectors = [encoded[feature] for feature in self.features]
-        return self.logit(self.top(torch.cat([dense, *vectors], dim=1))).squeeze(1)
+        return self.logit(self.top(self.concat_inputs(dense, encoded))).squeeze(1)
 
 
 class TargetAttention(nn.Module):

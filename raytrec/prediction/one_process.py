@@ -96,15 +96,14 @@ def load_model(saved: Checkpoint, used: UsedRows, as_stored: Rounding | None = N
     config, schema = saved.config.model_copy(deep=True), saved.schema
     config.train.matmul = "fp32"
     tasks, cpu = resolve_tasks(config.tasks, schema), torch.device("cpu")
-    columns = count_logits(tasks)
-    sizes = sum(columns.values()), needs_vectors(tasks), columns
-    model = build_recommender(config, schema, cpu, *sizes)
+    outputs = count_logits(tasks), needs_vectors(tasks)
+    model = build_recommender(config, schema, cpu, *outputs)
     small_tables = {
         name: table.model_copy(update={"rows": max(1, len(used.get(name, ())))})
         for name, table in schema.tables.items()
     }
     model.embeddings = build_recommender(
-        config, schema.model_copy(update={"tables": small_tables}), cpu, *sizes
+        config, schema.model_copy(update={"tables": small_tables}), cpu, *outputs
     ).embeddings
     model.embeddings.to_empty(device=cpu)
     for name, parameter in model.embeddings.named_parameters():

@@ -125,12 +125,11 @@ class Parity(Check):
     def _reset_new_rows(self, values: dict[str, torch.Tensor], batch: Batch) -> None:
         """Set the values of rows that the batch assigns to new ids to the initial values of these ids."""
         for name, (rows, ids, _) in (batch.new_rows or {}).items():
-            compared, table = self._rows[name], self.run.tables[name]
-            positions = torch.searchsorted(compared, rows)
-            matches = compared[positions.clamp(max=len(compared) - 1)] == rows if len(compared) else rows < 0
-            columns = range(table.shape[1])
-            initial = compute_initial_values(self.run.config.run.seed, name, ids[matches], columns, table.shape[0])
-            values[name][positions[matches]] = initial.to(table.dtype).float()
+            compared, table, seed = self._rows[name], self.run.tables[name], self.run.config.run.seed
+            if len(compared):
+                hits, places = match_ids(compared, rows)
+                initial = compute_initial_values(seed, name, ids[hits], range(table.shape[1]), table.shape[0])
+                values[name][places] = initial.to(table.dtype).float()
 
     def _bags(self, batch: Batch) -> dict[str, Bags]:
         """Return a few bags of each feature: the bags of the first rows with a weight above 0, and the longest bag.

@@ -67,8 +67,9 @@ class Reference(nn.Module):
             ids, bag, weights = batch.bags[feature]
             vectors = self.tables[spec.table][ids].float() * weights.unsqueeze(1)
             if feature in self.sequences:
-                side_features, length = batch.side_features.get(feature), self.sequences[feature]
-                embeddings[feature] = self._sequence(vectors, bag, len(batch), length, side_features)
+                sides = batch.side_features.get(feature)
+                parts = vectors, torch.ones_like(ids, dtype=torch.bool), sides
+                embeddings[feature] = Sequence(*(None if x is None else self._pad(feature, batch, x) for x in parts))
                 continue
             sums = vectors.new_zeros(len(batch), vectors.shape[1]).index_add(0, bag, vectors)
             if spec.pooling != "sum":
@@ -77,17 +78,18 @@ class Reference(nn.Module):
             embeddings[feature] = sums
         return embeddings
 
-    def _sequence(
-        self, vectors: torch.Tensor, bag: torch.Tensor, rows: int, length: int, sides: torch.Tensor | None
-    ) -> Sequence:
-        ages = count_later_ids(bag)
-        is_recent = ages < length
-        places = bag[is_recent], ages[is_recent]
+    def _pad(self, feature: str, batch: GlobalBatch, values: torch.Tensor, padding: int = 0) -> torch.Tensor:
+        """Return the values [N, …] of a feature's ids in each row, [B, L, …], padded.
 
-        def placed(values: torch.Tensor) -> torch.Tensor:
-            return values.new_zeros(rows, length, *values.shape[1:]).index_put(places, values[is_recent])
-
-        return Sequence(placed(vectors), placed(is_recent), None if sides is None else placed(sides))
+        Sequences start with their last id. Only the first id of a pooled bag is included.
+        """
+        _, bag, _ = batch.bags[feature]
+        places, length = count_later_ids(bag), self.sequences.get(feature, 1)
+        if feature not in self.sequences:
+            places = torch.bincount(bag)[bag] - 1 - places
+        is_included = places < length
+        padded = values.new_full((len(batch), length, *values.shape[1:]), padding)
+        return padded.index_put((bag[is_included], places[is_included]), values[is_included])
 
     @torch.no_grad()
     def round_tables(self) -> None:
@@ -99,21 +101,8 @@ class Reference(nn.Module):
         """Return the logits of a global batch."""
         inputs = self.pooled(batch)
         if self.with_ids:
-            inputs[IDS] = {feature: self._ids(feature, batch) for feature in self.with_ids}
+            inputs[IDS] = {feature: self._pad(feature, batch, batch.bags[feature][0], -1) for feature in self.with_ids}
         return self.model(batch.dense, inputs)
-
-    def _ids(self, feature: str, batch: GlobalBatch) -> torch.Tensor:
-        """Return a feature's ids in each row, int64 [B, L], padded with −1.
-
-        Sequences start with their last id. Only the first id of a pooled bag is included.
-        """
-        ids, bag, _ = batch.bags[feature]
-        places, length = count_later_ids(bag), self.sequences.get(feature, 1)
-        if feature not in self.sequences:
-            places = torch.bincount(bag)[bag] - 1 - places
-        is_recent = places < length
-        padded = torch.full((len(batch), length), -1, device=ids.device)
-        return padded.index_put((bag[is_recent], places[is_recent]), ids[is_recent])
 
     def loss(self, logits: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
         """Return the loss of a global batch, including the L2 regularization of looked-up rows."""
@@ -206,29 +195,23 @@ def train(
 
 
 @torch.no_grad()
-def measure_kink_margins(reference: Reference, batches: list[GlobalBatch]) -> list[float]:
-    """Return each batch's distance from the nearest kink of an activation; inf if no activation has a kink.
+def measure_kink_margin(reference: Reference, batch: GlobalBatch) -> float:
+    """Return a batch's distance from the nearest kink of an activation; inf if no activation has a kink.
 
     The distance is the smallest |input| of an activation with a kink at 0, relative to its largest |input|. At
     0, the gradient is ambiguous, and rounding selects one of two values.
-
-    Args:
-        reference: Model and tables.
-        batches: Batches of equal size. The model computes all of them at once, because rows are independent.
     """
-    joined, margins = GlobalBatch.join(batches), torch.full((len(batches),), float("inf"))
+    margins = [float("inf")]
 
     def look(_, inputs: tuple) -> None:
         sizes = inputs[0].abs()
-        is_per_row = sizes.dim() and len(sizes) % len(joined) == 0
-        sizes_NM = sizes.reshape(len(batches) if is_per_row else 1, -1)
-        margins.copy_(margins.minimum(sizes_NM.amin(1) / sizes_NM.amax(1).clamp(min=1e-30)))
+        margins.append(float(sizes.amin() / sizes.amax().clamp(min=1e-30)))
 
     hooks = [m.register_forward_pre_hook(look) for m in reference.modules() if isinstance(m, KINKED_ACTIVATIONS)]
-    reference(joined)
+    reference(batch)
     for hook in hooks:
         hook.remove()
-    return margins.tolist()
+    return min(margins)
 
 
 def measure_max_row_gradients(reference: Reference, batch: GlobalBatch, parameters: list[nn.Parameter]) -> list[float]:

@@ -119,7 +119,8 @@ class ConcatInputs(nn.Module):
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the concatenated values of all members, float32 [B, width]."""
-        parts = [dense.index_select(1, self.columns)] if len(self.columns) else []
+        columns = len(self.columns)
+        parts = [dense if columns == dense.shape[1] else dense.index_select(1, self.columns)] if columns else []
         parts += [pooled[f][:, first:] if first else pooled[f] for f, first in self.skipped_columns.items()]
         return torch.cat(parts, dim=1)
 

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.nn.functional import softplus
 
-from raytrec.config.models.retrieval import SampledSection
-from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
 
 ABSENT = -1e30  # score of a missing negative, which contributes neither to losses nor to gradients
@@ -34,11 +32,6 @@ class SampledLoss:
     kind: str
     gbce: float = 0.0
     items: int = 2
-
-    @classmethod
-    def from_section(cls, schema: Schema, config: SampledSection, item: str) -> SampledLoss:
-        """Return the loss of a model's configuration; `item` is the feature that contains the items."""
-        return cls(config.loss, config.gbce, schema.tables[schema.sparse[item].table].rows)
 
     def reduce(self, own: torch.Tensor, scores_K: torch.Tensor) -> torch.Tensor:
         """Reduce the scores of negatives to their contribution to the loss, float32 [...].
