@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +161,7 @@ class Slices(BoundedRows):
     def figures(self, peers: Peers, device: torch.device, names: Mapping[int, str]) -> dict[str, Any]:
         """Return the largest and the worst slices of all ranks; the result is the same on every rank.
 
-        This is a collective operation: every rank must call it. It discards the stored rows.
+        This is a collective operation: every rank must call it once, after all rows have been added.
 
         Args:
             peers: Ranks of the evaluation.
@@ -177,10 +176,12 @@ class Slices(BoundedRows):
         if binned := peers.max_number(self._bins is not None) > 0:
             self._compact()
         ties = [x.to(device) for x in self._bins or self._to_ties()]
-        self._bins = None
         ties = _merge_slice_ties(*peers.send(ties, assign_ranks(ties[0], peers.world)))
-        slices = SliceMetrics.of(ties, peers.max_number(not self._binary) == 0, binned)
-        lists = {"largest": slices.first(-slices.rows, peers), "worst": slices.first(slices.goodness, peers)}
+        keys, rows, metrics, goodness = _measure_slices(ties, peers.max_number(not self._binary) == 0, binned)
+        lists = {
+            "largest": _list_lowest(-rows, keys, rows, metrics, peers),
+            "worst": _list_lowest(goodness, keys, rows, metrics, peers),
+        }
         records = [record for listed in lists.values() for record in listed]
         texts: dict[int, str] = {}
         listed_keys = {record["key"] for record in records}
@@ -189,7 +190,7 @@ class Slices(BoundedRows):
         for record in records:
             key = record.pop("key")
             record["slice"] = texts.get(key, f"key {key}")
-        return {"slices": int(peers.sum(torch.tensor(len(slices.keys)))), **lists}
+        return {"slices": int(peers.sum(torch.tensor(len(keys)))), **lists}
 
     def _compact(self) -> None:
         keys, predictions, *sums = self._to_ties()
@@ -217,59 +218,55 @@ def _merge_slice_ties(keys: torch.Tensor, predictions: torch.Tensor, *sums: torc
     return sum_equal_rows(order, [keys, predictions], sums)
 
 
-@dataclass(frozen=True)
-class SliceMetrics:
-    """Metrics of S slices, float64 [S] each, in host memory.
+def _measure_slices(
+    ties: list[torch.Tensor], binary: bool, binned: bool
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+    """Return the metrics of S slices, in host memory, from the ties of all their rows (`_merge_slice_ties`).
 
-    Attributes:
-        keys: Keys of the slices, int64 [S].
-        rows: Number of rows of each slice.
-        figures: auc (NaN unless all labels are 0 or 1 and the slice contains both), calibration, and, if all
-            labels are 0 or 1 and rows are binned, auc_bound.
-        goodness: Value that is lowest for the worst slices: the AUC or, if any label is neither 0 nor 1,
-            −|ln calibration|. NaN for slices with too few rows.
+    Args:
+        ties: Ties of the slices.
+        binary: True if all labels are 0 or 1.
+        binned: True if nearly equal predictions count as tied.
+
+    Returns:
+        (keys, rows, metrics, goodness): the keys of the slices, int64 [S]; their numbers of rows, float64 [S];
+        metrics by name, float64 [S] each; and a value that is lowest for the worst slices, float64 [S]. The metrics
+        are auc (NaN unless `binary` is True and the slice contains both labels), calibration and, with `binary`
+        and `binned`, auc_bound. The last value is the AUC or, unless `binary` is True, −|ln calibration|; NaN for
+        slices with too few rows.
     """
+    keys, predictions, positive, negative, predicted, rows = (x.cpu() for x in ties)
+    keys, slice_of = keys.unique_consecutive(return_inverse=True)
+    auc, has_both = compute_group_auc(slice_of, len(keys), predictions, positive, negative)
+    auc = auc.masked_fill(~has_both if binary else torch.ones_like(has_both), float("nan"))
+    positives, negatives, rows, predicted, tied = (
+        x.new_zeros(len(keys)).index_add_(0, slice_of, x)
+        for x in (positive, negative, rows, predicted, positive * negative / 2)
+    )
+    calibration = predicted / positives
+    has_enough = (
+        torch.minimum(positives, negatives) >= MIN_SLICE_LABEL_ROWS if binary else rows >= 2 * MIN_SLICE_LABEL_ROWS
+    )
+    goodness = (auc if binary else -calibration.log().abs()).masked_fill(~has_enough, float("nan"))
+    bound = {"auc_bound": tied / (positives * negatives)} if binary and binned else {}
+    return keys, rows, {"auc": auc, "calibration": calibration, **bound}, goodness
 
-    keys: torch.Tensor
-    rows: torch.Tensor
-    figures: dict[str, torch.Tensor]
-    goodness: torch.Tensor
 
-    @classmethod
-    def of(cls, ties: list[torch.Tensor], binary: bool, binned: bool) -> SliceMetrics:
-        """Return the metrics of slices from the ties of all their rows (`_merge_slice_ties`).
+def _list_lowest(
+    values: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, metrics: dict[str, torch.Tensor], peers: Peers
+) -> list[dict[str, Any]]:
+    """Return the MAX_LISTED_SLICES slices of all ranks with the lowest finite values [S], in ascending order.
 
-        `binary` is True if all labels are 0 or 1. `binned` is True if nearly equal predictions count as tied.
-        """
-        keys, predictions, positive, negative, predicted, rows = (x.cpu() for x in ties)
-        keys, slice_of = keys.unique_consecutive(return_inverse=True)
-        auc, has_both = compute_group_auc(slice_of, len(keys), predictions, positive, negative)
-        auc = auc.masked_fill(~has_both if binary else torch.ones_like(has_both), float("nan"))
-        positives, negatives, rows, predicted, tied = (
-            x.new_zeros(len(keys)).index_add_(0, slice_of, x)
-            for x in (positive, negative, rows, predicted, positive * negative / 2)
-        )
-        calibration = predicted / positives
-        has_enough = (
-            torch.minimum(positives, negatives) >= MIN_SLICE_LABEL_ROWS if binary else rows >= 2 * MIN_SLICE_LABEL_ROWS
-        )
-        goodness = (auc if binary else -calibration.log().abs()).masked_fill(~has_enough, float("nan"))
-        bound = {"auc_bound": tied / (positives * negatives)} if binary and binned else {}
-        return cls(keys, rows, {"auc": auc, "calibration": calibration, **bound}, goodness)
-
-    def first(self, values: torch.Tensor, peers: Peers) -> list[dict[str, Any]]:
-        """Return the MAX_LISTED_SLICES slices of all ranks with the lowest finite values [S], in ascending order.
-
-        This is a collective operation: every rank must call it.
-        """
-        order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:MAX_LISTED_SLICES]
-        columns = torch.stack([values, self.rows, *self.figures.values()], 1)
-        entries = zip(*(x.tolist() for x in peers.gather([columns[order], self.keys[order]])), strict=True)
-        return [
-            {"key": key, "rows": int(rows)} | null_nonfinite(dict(zip(self.figures, figures, strict=True)))
-            for (value, rows, *figures), key in sorted(entries, key=lambda row: (row[0][0], row[1]))
-            if isfinite(value)
-        ][:MAX_LISTED_SLICES]
+    This is a collective operation: every rank must call it.
+    """
+    order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:MAX_LISTED_SLICES]
+    columns = torch.stack([values, rows, *metrics.values()], 1)
+    entries = zip(*(x.tolist() for x in peers.gather([columns[order], keys[order]])), strict=True)
+    return [
+        {"key": key, "rows": int(count)} | null_nonfinite(dict(zip(metrics, figures, strict=True)))
+        for (value, count, *figures), key in sorted(entries, key=lambda row: (row[0][0], row[1]))
+        if isfinite(value)
+    ][:MAX_LISTED_SLICES]
 
 
 class SliceNames:

@@ -203,8 +203,8 @@ class Scores(BoundedRows):
     def ranked(self, peers: Peers, device: torch.device) -> tuple[RankedRows, bool]:
         """Return this rank's part of the sorted rows, and True if rows are binned.
 
-        This is a collective operation: every rank must call it. If any rank has binned its rows, all ranks do so.
-        Exact rows are sorted on `device`. The stored rows are discarded.
+        This is a collective operation: every rank must call it once, after all rows have been added. If any rank has
+        binned its rows, all ranks do so. Exact rows are sorted on `device`.
         """
         binned = peers.max_number(self._bins is not None) > 0
         if binned:
@@ -214,7 +214,6 @@ class Scores(BoundedRows):
         else:
             logits, labels, weights = (column.to(device) for column in self._concatenate_rows())
             ties = Ties.of(self._predict(logits.double()), labels, weights)
-        self._bins = None
         return RankedRows.sort(ties, peers, self._binary), binned
 
     def _compact(self) -> None:

@@ -30,6 +30,8 @@ A model is independent of tables and ranks: `embeddings.pooling.PooledEmbeddings
 embeddings (recommender.py). A row's logits depend only on that row (no batch norm), so the distribution of
 rows over ranks does not change them.
 
+`build_model` checks that a model can be built for the schema and tasks (ModelSection.check), so constructors do not.
+
 A user-defined class (`model.name: "my.module:MyModel"`) follows the same contract, with its settings under
 `model.options`. Its __init__ receives `outputs`, `vectors` and `tasks` only if it has parameters with these
 names. `tasks` maps each task to its number of logit columns, in order, e.g. to build task-specific layers.

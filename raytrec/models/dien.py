@@ -16,7 +16,7 @@ from torch.nn.functional import linear, softplus
 from raytrec.config.models.sequences import DienSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
-from raytrec.models.parts.layers import ConcatInputs, SequenceModules, get_embedding_dim, mlp_and_linear
+from raytrec.models.parts.layers import ConcatInputs, SequenceModules, mlp_and_linear
 from raytrec.models.parts.packed_sequences import reverse_sequences
 
 
@@ -41,21 +41,16 @@ class DIEN(nn.Module):
             sequence.
         config: Target, negatives, α, layer sizes and dropout.
         outputs: Number of logits per row; all layers except the last are shared.
-
-    Raises:
-        ConfigError: There is no sequence, the target does not exist or is ambiguous, or no sequence uses the
-            table of the negatives.
     """
 
     def __init__(self, schema: Schema, config: DienSection, outputs: int = 1):
         super().__init__()
-        config.check(schema)
         self.config, target_of = config, config.targets(schema)
         self.supervised_sequences = config.get_supervised_sequences(schema)
         self.interests = SequenceModules(
             target_of,
             lambda feature: InterestEvolution(
-                get_embedding_dim(schema, feature), get_embedding_dim(schema, target_of[feature])
+                schema.get_feature_dim(feature), schema.get_feature_dim(target_of[feature])
             ),
         )
         self.concat_inputs = ConcatInputs(schema, {*schema.dense, *schema.sparse} - {config.negatives})

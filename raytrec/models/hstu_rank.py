@@ -14,7 +14,7 @@ from raytrec.config.schema import Schema
 from raytrec.models.inputs import REQUESTS
 from raytrec.models.multitask import TaskTowers
 from raytrec.models.next_item import NUM_TIME_BUCKETS, choose_time_bucket
-from raytrec.models.parts.layers import ConcatInputs, Dropout, get_embedding_dim, mlp
+from raytrec.models.parts.layers import ConcatInputs, Dropout, mlp
 from raytrec.models.parts.packed_sequences import PackedSequences, TokenLayout, make_layout, pack_ids
 
 PERIODS_S = (86_400.0, 604_800.0)  # day and week
@@ -46,23 +46,18 @@ class HstuRank(nn.Module):
         schema: Schema with at least one sequence; each sequence has the dim of its target.
         config: Names of the columns, layer sizes and dropout.
         tasks: Task → number of its logit columns.
-
-    Raises:
-        ConfigError: There is no sequence, a target or a column does not exist, or the width is not divisible by
-            the number of heads.
     """
 
     def __init__(self, schema: Schema, config: HstuRankSection, tasks: Mapping[str, int]):
         super().__init__()
-        config.check(schema)
         self.targets, self.history, self.tasks = config.targets(schema), config.history(schema), len(tasks)
         members, dim = config.request_members(schema), config.dim
         columns = [i for i, name in enumerate(schema.dense) if name in members and name != config.request_time]
         self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
         self.context = [f for f in schema.sparse if f in members and f not in self.targets]
-        widths = [get_embedding_dim(schema, f) for f in self.context] + [len(columns)] * bool(columns)
+        widths = [schema.get_feature_dim(f) for f in self.context] + [len(columns)] * bool(columns)
         self.context_layers = nn.ModuleList(nn.Linear(width, dim) for width in widths)
-        self.item_encoder = make_encoder(sum(get_embedding_dim(schema, f) for f in self.targets), config)
+        self.item_encoder = make_encoder(sum(schema.get_feature_dim(f) for f in self.targets), config)
         self.actions = Actions(schema, config) if config.actions else None
         self.interleave = config.interleave and self.actions is not None
         self.positions = nn.Parameter(torch.randn(config.max_length, (1 + self.interleave) * dim) * 0.02)

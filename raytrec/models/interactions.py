@@ -9,7 +9,7 @@ from raytrec.config.models.base import get_common_dim
 from raytrec.config.models.ranking import DcnSection, DlrmSection, WukongSection
 from raytrec.config.models.sequences import SequenceSection
 from raytrec.config.schema import Schema
-from raytrec.models.parts.layers import Constant, get_embedding_dim, mlp, mlp_and_linear
+from raytrec.models.parts.layers import Constant, mlp, mlp_and_linear
 
 
 class DLRM(nn.Module):
@@ -72,18 +72,14 @@ class DCN(nn.Module):
         schema: Schema with any dense columns and sparse features of any dims.
         config: Layer sizes, arrangement and dropout.
         outputs: Number of logits per row; all layers except the last are shared.
-
-    Raises:
-        ConfigError: bottom_mlp is set without dense columns.
     """
 
     def __init__(self, schema: Schema, config: DcnSection, outputs: int = 1):
         super().__init__()
-        config.check(schema)
         self.features = list(schema.sparse)
         self.bottom = mlp([len(schema.dense), *config.bottom_mlp]) if schema.dense else None
         dense = (config.bottom_mlp or [len(schema.dense)])[-1] if schema.dense else 0
-        width = dense + sum(get_embedding_dim(schema, feature) for feature in self.features)
+        width = dense + sum(schema.get_feature_dim(feature) for feature in self.features)
         self.cross = Cross(width, config.cross_layers, config.cross_rank)
         self.deep = mlp([width, *config.top_mlp], config.dropout)
         self.parallel = config.deep == "parallel"

@@ -8,7 +8,7 @@ from torch import nn
 from raytrec.config.models.retrieval import MfSection, NcfSection, TwoTowerSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence, encode_requests_once
-from raytrec.models.parts.layers import ConcatInputs, get_embedding_dim, mlp, mlp_and_linear
+from raytrec.models.parts.layers import ConcatInputs, mlp, mlp_and_linear
 from raytrec.models.parts.sampled_loss import Queries, combine_outputs, mask_absent
 from raytrec.models.parts.shared_negatives import build_losses, compute_pair_losses
 
@@ -34,15 +34,10 @@ class TwoTower(nn.Module):
         config: Features and sizes of the towers.
         outputs: Number of logits per row.
         vectors: True to also return query and item vectors.
-
-    Raises:
-        ConfigError: A feature is in no tower or in both, a pattern matches no feature, or negatives are set
-            although the item tower reads more than ids.
     """
 
     def __init__(self, schema: Schema, config: TwoTowerSection, outputs: int = 1, vectors: bool = False):
         super().__init__()
-        config.check(schema)
         members = config.members(schema)
         self.config = config
         self.queries, self.outputs, self.vectors = outputs + vectors, outputs, vectors
@@ -144,16 +139,12 @@ class MatrixFactorization(nn.Module):
         outputs: Number of logits per row; each of several outputs has its own query (sampled_loss.Queries) and
             its own b.
         vectors: True to also return query and item vectors.
-
-    Raises:
-        ConfigError: A feature is missing, or the tables have different dims.
     """
 
     def __init__(self, schema: Schema, config: MfSection, outputs: int = 1, vectors: bool = False):
         super().__init__()
-        config.check(schema)
         self.config, self.outputs, self.vectors = config, outputs, vectors
-        self.queries = Queries(outputs, vectors, get_embedding_dim(schema, config.item))
+        self.queries = Queries(outputs, vectors, schema.get_feature_dim(config.item))
         self.bias = nn.Parameter(torch.zeros(outputs)) if config.bias and outputs else None
         self.loss, self.shared = build_losses(schema, config, config.item)
 
@@ -204,14 +195,10 @@ class NeuMF(nn.Module):
         config: Names of the features, layer sizes, negatives and loss settings.
         outputs: Number of logits per row; all outputs share everything except w and b. The own loss uses the
             last output.
-
-    Raises:
-        ConfigError: A feature is missing, or the embeddings are too narrow.
     """
 
     def __init__(self, schema: Schema, config: NcfSection, outputs: int = 1):
         super().__init__()
-        config.check(schema)
         self.config = config
         self.products, users, items = config.widths(schema)
         self.users, self.items, self.hidden = users, items, config.mlp[0]

@@ -60,9 +60,7 @@ class ModelCall:
 
     graph_rows: int | None = None
 
-    def __init__(
-        self, sequences: SequenceLookup | None = None, bf16: bool = False, examples: RequestExpander | None = None
-    ):
+    def __init__(self, sequences: SequenceLookup | None, bf16: bool, examples: RequestExpander | None):
         self._sequences, self._bf16, self._examples = sequences, bf16, examples
 
     def __call__(

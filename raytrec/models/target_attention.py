@@ -12,7 +12,7 @@ from raytrec.config.models.sequences import BstSection, DinSection, SequenceSect
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
 from raytrec.models.interactions import DLRM
-from raytrec.models.parts.layers import ConcatInputs, SequenceModules, get_embedding_dim, mlp, mlp_and_linear
+from raytrec.models.parts.layers import ConcatInputs, SequenceModules, mlp, mlp_and_linear
 
 
 class SequenceModel(nn.Module):
@@ -35,7 +35,7 @@ class SequenceModel(nn.Module):
         self.dlrm = DLRM(schema, config, outputs)
         length, sizes = config.max_length, config.attention_mlp
         self.attention = SequenceModules(
-            config.targets(schema), lambda feature: TargetAttention(get_embedding_dim(schema, feature), length, sizes)
+            config.targets(schema), lambda feature: TargetAttention(schema.get_feature_dim(feature), length, sizes)
         )
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
@@ -57,17 +57,13 @@ class DIN(nn.Module):
             sequence; each sequence has the dim of its target.
         config: Target, layer sizes and dropout.
         outputs: Number of logits per row; all layers except the last are shared.
-
-    Raises:
-        ConfigError: There is no sequence, or the target does not exist, is ambiguous or has another dim.
     """
 
     def __init__(self, schema: Schema, config: DinSection, outputs: int = 1):
         super().__init__()
-        config.check(schema)
         self.attention = SequenceModules(
             config.targets(schema),
-            lambda feature: ActivationUnit(get_embedding_dim(schema, feature), config.attention_mlp),
+            lambda feature: ActivationUnit(schema.get_feature_dim(feature), config.attention_mlp),
         )
         self.concat_inputs = ConcatInputs(schema)
         sizes = [self.concat_inputs.width, *config.top_mlp]
@@ -179,20 +175,15 @@ class BST(nn.Module):
             sequence; each sequence has the dim of its target.
         config: Target, layer sizes, heads and dropout.
         outputs: Number of logits per row; all layers except the last are shared.
-
-    Raises:
-        ConfigError: There is no sequence, the target does not exist, is ambiguous or has another dim, or a
-            dim is not divisible by the number of heads.
     """
 
     def __init__(self, schema: Schema, config: BstSection, outputs: int = 1):
         super().__init__()
-        config.check(schema)
         target_of = config.targets(schema)
         self.others = [feature for feature in schema.sparse if feature not in target_of]
-        self.transformers = SequenceModules(target_of, lambda f: Transformer(get_embedding_dim(schema, f), config))
-        width = len(schema.dense) + sum(get_embedding_dim(schema, f) for f in self.others)
-        width += (config.max_length + 1) * sum(get_embedding_dim(schema, f) for f in target_of)
+        self.transformers = SequenceModules(target_of, lambda f: Transformer(schema.get_feature_dim(f), config))
+        width = len(schema.dense) + sum(schema.get_feature_dim(f) for f in self.others)
+        width += (config.max_length + 1) * sum(schema.get_feature_dim(f) for f in target_of)
         sizes = [width, *config.top_mlp]
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, lambda _: nn.LeakyReLU())
 

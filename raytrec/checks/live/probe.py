@@ -146,7 +146,6 @@ class Parity(Check):
                 first[first < len(key.lengths)],
                 self.run.features.is_mean(feature),
                 self.run.device,
-                is_turn and len(key.lengths) > 0,
                 self.run.features.sequences.get(feature),
             )
             for feature, key in self._keys(batch)

@@ -50,11 +50,6 @@ def mlp_and_linear(
     return mlp(sizes, dropout, activation), nn.Linear(sizes[-1], outputs)
 
 
-def get_embedding_dim(schema: Schema, feature: str) -> int:
-    """Return the width of a feature's embeddings."""
-    return schema.tables[schema.sparse[feature].table].dim
-
-
 class Dropout(nn.Dropout):
     """nn.Dropout that takes a quarter of the time on CPU, where the rate is rounded to a multiple of 2⁻¹⁶.
 
@@ -113,9 +108,7 @@ class ConcatInputs(nn.Module):
         self.skipped_columns = {f: skip.get(f, 0) for f in schema.sparse if f in included}
         columns = [place for place, name in enumerate(schema.dense) if name in included]
         self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
-        self.width = len(columns) + sum(
-            get_embedding_dim(schema, f) - first for f, first in self.skipped_columns.items()
-        )
+        self.width = len(columns) + sum(schema.get_feature_dim(f) - first for f, first in self.skipped_columns.items())
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the concatenated values of all members, float32 [B, width]."""
