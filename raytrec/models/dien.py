@@ -45,17 +45,11 @@ class DIEN(nn.Module):
 
     def __init__(self, schema: Schema, config: DienSection, outputs: int = 1):
         super().__init__()
-        self.config, target_of = config, config.targets(schema)
-        self.supervised_sequences = config.get_supervised_sequences(schema)
-        self.interests = SequenceModules(
-            target_of,
-            lambda feature: InterestEvolution(
-                schema.get_feature_dim(feature), schema.get_feature_dim(target_of[feature])
-            ),
-        )
+        self.config, self.supervised_sequences = config, config.get_supervised_sequences(schema)
+        self.interests = SequenceModules(schema, config.targets(schema), InterestEvolution)
         self.concat_inputs = ConcatInputs(schema, {*schema.dense, *schema.sparse} - {config.negatives})
-        sizes = [self.concat_inputs.width, *config.top_mlp]
-        self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
+        width = self.concat_inputs.width
+        self.top, self.logit = mlp_and_linear(width, config.top_mlp, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs.

@@ -34,8 +34,7 @@ class DLRM(nn.Module):
         self.features = list(schema.sparse)
         self.bottom = mlp([len(schema.dense), *config.bottom_mlp, dim]) if schema.dense else Constant(dim)
         self.interact = DotInteraction(1 + len(self.features))
-        sizes = [dim + self.interact.size, *config.top_mlp]
-        self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout)
+        self.top, self.logit = mlp_and_linear(dim + self.interact.size, config.top_mlp, outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
@@ -146,7 +145,7 @@ class Wukong(nn.Module):
         vectors = config.fmb_vectors + config.lcb_vectors
         counts = [len(self.features) + bool(schema.dense), *[vectors] * (config.layers - 1)]
         self.layers = nn.Sequential(*(InteractionLayer(count, dim, config) for count in counts))
-        self.top, self.logit = mlp_and_linear([vectors * dim, *config.top_mlp], outputs, config.dropout)
+        self.top, self.logit = mlp_and_linear(vectors * dim, config.top_mlp, outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
@@ -175,8 +174,8 @@ class InteractionLayer(nn.Module):
         self.sizes = [config.rank, config.lcb_vectors, vectors if count != vectors else 0]
         self.linear = nn.Linear(count, sum(self.sizes), bias=False)
         self.interaction_norm, self.norm = nn.LayerNorm(count * config.rank), nn.LayerNorm(dim)
-        sizes = [count * config.rank, *config.fmb_mlp]
-        self.hidden, self.last = mlp_and_linear(sizes, config.fmb_vectors * dim, config.dropout)
+        outputs = config.fmb_vectors * dim
+        self.hidden, self.last = mlp_and_linear(count * config.rank, config.fmb_mlp, outputs, config.dropout)
 
     def forward(self, vectors_BFD: torch.Tensor) -> torch.Tensor:
         """Return the vectors of the layer, float [B, n_F + n_L, D]."""

@@ -117,8 +117,8 @@ class Tower(nn.Module):
     def __init__(self, schema: Schema, members: set[str], config: TwoTowerSection, outputs: int):
         super().__init__()
         self.concat_inputs = ConcatInputs(schema, members)
-        sizes = [self.concat_inputs.width, *config.tower_mlp[:-1]]
-        self.hidden, self.last = mlp_and_linear(sizes, outputs, config.dropout)
+        width, hidden = self.concat_inputs.width, config.tower_mlp[:-1]
+        self.hidden, self.last = mlp_and_linear(width, hidden, outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the tower's output, float32 [B, outputs]."""

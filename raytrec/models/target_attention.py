@@ -34,9 +34,8 @@ class SequenceModel(nn.Module):
         super().__init__()
         self.dlrm = DLRM(schema, config, outputs)
         length, sizes = config.max_length, config.attention_mlp
-        self.attention = SequenceModules(
-            config.targets(schema), lambda feature: TargetAttention(schema.get_feature_dim(feature), length, sizes)
-        )
+        targets = config.targets(schema)
+        self.attention = SequenceModules(schema, targets, lambda dim, _: TargetAttention(dim, length, sizes))
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
@@ -61,13 +60,11 @@ class DIN(nn.Module):
 
     def __init__(self, schema: Schema, config: DinSection, outputs: int = 1):
         super().__init__()
-        self.attention = SequenceModules(
-            config.targets(schema),
-            lambda feature: ActivationUnit(schema.get_feature_dim(feature), config.attention_mlp),
-        )
+        sizes, targets = config.attention_mlp, config.targets(schema)
+        self.attention = SequenceModules(schema, targets, lambda dim, _: ActivationUnit(dim, sizes))
         self.concat_inputs = ConcatInputs(schema)
-        sizes = [self.concat_inputs.width, *config.top_mlp]
-        self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
+        width = self.concat_inputs.width
+        self.top, self.logit = mlp_and_linear(width, config.top_mlp, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
@@ -181,11 +178,11 @@ class BST(nn.Module):
         super().__init__()
         target_of = config.targets(schema)
         self.others = [feature for feature in schema.sparse if feature not in target_of]
-        self.transformers = SequenceModules(target_of, lambda f: Transformer(schema.get_feature_dim(f), config))
+        self.transformers = SequenceModules(schema, target_of, lambda dim, _: Transformer(dim, config))
         width = len(schema.dense) + sum(schema.get_feature_dim(f) for f in self.others)
         width += (config.max_length + 1) * sum(schema.get_feature_dim(f) for f in target_of)
-        sizes = [width, *config.top_mlp]
-        self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, lambda _: nn.LeakyReLU())
+        options = config.dropout, lambda _: nn.LeakyReLU()
+        self.top, self.logit = mlp_and_linear(width, config.top_mlp, outputs, *options)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
