@@ -90,7 +90,11 @@ class Conservation(Check):
         return 0 if weight.replicated else len({shard.columns.start for shard in weight.shards if len(shard.rows)})
 
     def _problems(self, of_ranks: list[IdCounts], lost: list[str], expected_rows: int | None) -> list[str]:
-        problems = [*_describe_step_mismatches(of_ranks), *_describe_row_mismatches(of_ranks, expected_rows)]
+        problems, rows = _describe_step_mismatches(of_ranks), [counts.rows for counts in of_ranks]
+        if expected_rows not in (None, sum(rows)):
+            listed = ", ".join(f"{part:,}" for part in rows[:MAX_SHOWN_RANKS])
+            expected = f"the batches have {expected_rows:,} rows"
+            problems.append(f"{expected}, but {sum(rows):,} were trained (by rank: {listed})")
         for feature, spec in self.run.schema.sparse.items():
             where = f"table {spec.table}, feature {feature}"
             problems += [
@@ -117,11 +121,3 @@ def _describe_step_mismatches(of_ranks: list[IdCounts]) -> list[str]:
         if counts.is_behind:
             problems.append(f"rank {rank} trained the batch of step {counts.batch_step} at step {counts.step - 1}")
     return problems
-
-
-def _describe_row_mismatches(of_ranks: list[IdCounts], expected: int | None) -> list[str]:
-    rows = [counts.rows for counts in of_ranks]
-    if expected in (None, sum(rows)):
-        return []
-    listed = ", ".join(f"{part:,}" for part in rows[:MAX_SHOWN_RANKS])
-    return [f"the batches have {expected:,} rows, but {sum(rows):,} were trained (by rank: {listed})"]

@@ -47,7 +47,6 @@ class Parity(Check):
     """
 
     moments = frozenset({STEP})
-    probes = True
     do = (
         "resume from the last checkpoint: raytrec train --resume RUN; run raytrec check CONFIG to see "
         "whether this plan is wrong from the start, for example with another version of torchrec or fbgemm"

@@ -117,19 +117,17 @@ class Queries(nn.Module):
         width: Width of a vector.
 
     Attributes:
-        count: Number of query vectors.
         own_loss_index: Index of the query vector for the model's own loss. This is the vector of the last
             output or, without outputs, the vector for losses that compare rows.
     """
 
     def __init__(self, outputs: int, vectors: bool, width: int):
         super().__init__()
-        self.outputs, self.vectors, self.count = outputs, vectors, outputs + vectors
         self.own_loss_index = max(outputs, 1) - 1
-        self.weights = nn.Parameter(torch.ones(self.count, width)) if self.count > 1 else None
+        self.weights = nn.Parameter(torch.ones(outputs + vectors, width)) if outputs + vectors > 1 else None
 
     def forward(self, query: torch.Tensor) -> torch.Tensor:
-        """Return the query vectors: float [B, D] → [B, D], or [B, count, D] if there are several."""
+        """Return the query vectors: float [B, D] → [B, D], or [B, outputs + vectors, D] if there are several."""
         return query if self.weights is None else query.unsqueeze(-2) * self.weights
 
     def own_loss_query(self, query: torch.Tensor) -> torch.Tensor:
