@@ -96,10 +96,9 @@ class TaskRows:
             figures[metric.name] = float(metric.figure(sums)) if defined else None
             if binned and defined:
                 figures[metric.name + BOUND_SUFFIX] = float(metric.bound(sums))
-        for metric in self._metrics:
-            if (points := metric.ranked_curve(ranked)) is not None:
-                curve = self._key(metric.ranked_curve.__name__)
-                curves[curve] = {**points, "metric": self._key(metric.name)}
+        for each in self._metrics:
+            if (points := each.ranked_curve(ranked)) is not None:
+                curves[self._key(each.ranked_curve.__name__)] = {**points, "metric": self._key(each.name)}
 
     def _add_group_metrics(self, peers: Peers, device: torch.device, figures: dict) -> None:
         """Compute group metrics and add them to `figures`. One part of the groups is in memory at a time."""

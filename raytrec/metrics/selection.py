@@ -138,7 +138,7 @@ class Selection:
     @property
     def figures(self) -> list[MetricDisplay]:
         """Return the display properties of all metrics: metrics of tasks, followed by metrics of full rankings."""
-        parts = [("" if len(self.of) == 1 else task, metrics) for task, metrics in self.of.items()]
+        parts: list[Any] = [("" if len(self.of) == 1 else task, metrics) for task, metrics in self.of.items()]
         parts.append((RETRIEVAL_PREFIX, self.retrieval_metrics))
         return [_make_figure(metric, prefix) for prefix, metrics in parts for metric in metrics]
 
@@ -195,7 +195,7 @@ def select_ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
     Args:
         places: Cutoffs k for metrics with a cutoff, such as recall@k.
     """
-    rankable = [m for m in METRICS.parts.values() if issubclass(m, GroupMetric) and "of_ranks" in vars(m)]
+    rankable: list[Any] = [m for m in METRICS.parts.values() if issubclass(m, GroupMetric) and "of_ranks" in vars(m)]
     at_places = [specialize_at_k(m, k) for m in rankable if m.at_k for k in dict.fromkeys(places)]
     return [*at_places, *(m for m in rankable if not m.at_k)]
 
@@ -244,8 +244,8 @@ def _make_figure(metric: type[Metric], prefix: str = "") -> MetricDisplay:
     return MetricDisplay(*texts, metric.better, metric.format, issubclass(metric, SumMetric))
 
 
-def _add_prefix(prefix: str, key: str, *texts: str) -> list[str]:
-    return [f"{prefix}.{key}", *(f"{prefix}: {text}" for text in texts)] if prefix else [key, *texts]
+def _add_prefix(prefix: str, key: str, title: str, label: str) -> tuple[str, str, str]:
+    return (f"{prefix}.{key}", f"{prefix}: {title}", f"{prefix}: {label}") if prefix else (key, title, label)
 
 
 def _read_figure(values: Any) -> MetricDisplay | None:
