@@ -262,7 +262,7 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
             or k is missing, less than 1, or not supported.
     """
     (name, separator, places), where = reference.partition("@"), f"{WHERE}: {reference}"
-    cls = METRICS.find(name, WHERE, folder)
+    cls: Any = METRICS.find(name, WHERE, folder)
     # The class itself must be registered; a registered base class is not enough.
     if not (isinstance(cls, type) and issubclass(cls, Metric) and vars(cls).get("name")):
         raise ConfigError(

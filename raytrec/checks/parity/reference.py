@@ -29,7 +29,7 @@ class Reference(nn.Module):
     """Tables and a dense model in one process.
 
     fp16 tables are stored and updated in fp32. After every step, `train` rounds the tables to the nearest values of
-    their dtypes (`round_tables`).
+    their dtypes.
 
     Args:
         schema: Schema, which defines features, their pooling and their tables.
@@ -90,12 +90,6 @@ class Reference(nn.Module):
         is_included = places < length
         padded = values.new_full((len(batch), length, *values.shape[1:]), padding)
         return padded.index_put((bag[is_included], places[is_included]), values[is_included])
-
-    @torch.no_grad()
-    def round_tables(self) -> None:
-        """Round each table to the nearest values of the dtype with which it was passed to the constructor."""
-        for name, weight in self.tables.items():
-            weight.copy_(weight.to(self.dtypes[name]))
 
     def forward(self, batch: GlobalBatch) -> torch.Tensor:
         """Return the logits of a global batch."""
@@ -168,8 +162,8 @@ def train(
     optimizers: list[torch.optim.Optimizer],
     max_grad_norm: float | None = None,
     clip_tables: bool = True,
-) -> list[torch.Tensor]:
-    """Train on global batches in a plain loop, and return the logits of each batch.
+) -> None:
+    """Train on global batches in a plain loop.
 
     Args:
         reference: Model and tables.
@@ -178,20 +172,18 @@ def train(
         max_grad_norm: Limit for torch.nn.utils.clip_grad_norm_ over all parameters; None: no clipping.
         clip_tables: False to clip only the parameters of the dense model.
     """
-    logits_of_batches = []
     for batch in batches:
         reference.zero_grad()
-        logits = reference(batch)
-        reference.loss(logits, batch).backward()
+        reference.loss(reference(batch), batch).backward()
         for p in reference.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if max_grad_norm:
             nn.utils.clip_grad_norm_((reference if clip_tables else reference.model).parameters(), max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
-        reference.round_tables()
-        logits_of_batches.append(logits.detach())
-    return logits_of_batches
+        with torch.no_grad():
+            for name, weight in reference.tables.items():
+                weight.copy_(weight.to(reference.dtypes[name]))
 
 
 @torch.no_grad()
