@@ -68,8 +68,7 @@ class Finding:
 
     def record(self) -> dict:
         """Return the finding, and whether it passed, as JSON values; NaN and infinity become None."""
-        values = asdict(self) | {"passed": self.error <= self.limit}
-        return null_nonfinite(values)
+        return null_nonfinite(asdict(self) | {"passed": self.error <= self.limit})
 
 
 def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunConfig, Schema]:

@@ -145,9 +145,7 @@ class TableReference(torch.optim.Optimizer):
         for group in self.param_groups:
             (table,) = group["params"]
             gradient = table.grad + group["weight_decay"] * table
-            rows = torch.ones(len(table), dtype=torch.bool, device=table.device)
-            if self._touched_rows:
-                rows = table.grad.abs().sum(1) > 0
+            rows = table.grad.abs().sum(1) > 0 if self._touched_rows else torch.ones_like(table[:, 0], dtype=torch.bool)
             parts = {kind: values[rows] for kind, values in self.state[table].items()}
             weight = table[rows]
             self._optimizer.update(weight, gradient[rows], parts, self._steps, group["lr"], group["eps"])
