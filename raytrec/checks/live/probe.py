@@ -18,15 +18,9 @@ from raytrec.checks.live.keys import Bags, compute_bag_factors, compute_slots, f
 from raytrec.checks.live.outcome import STEP, Check, CheckedRun, Outcome, Position
 from raytrec.checks.live.registry import check
 from raytrec.compat.torchrec_ import get_shard_origin
-from raytrec.config.tables import QCommsSection
 from raytrec.data.batch import Batch
+from raytrec.embeddings import sharding
 from raytrec.embeddings.hashing import compute_initial_values
-from raytrec.embeddings.sharding import (
-    Rounding,
-    bound_backward_rounding,
-    bound_forward_rounding,
-    choose_gradient_factor,
-)
 from raytrec.embeddings.taps import KeyLookups, add_row_gradients, iterate_keys, match_ids, split_bags
 
 COMPARED_BAGS = 4  # compared bags per feature and rank, in addition to the longest bag
@@ -241,20 +235,16 @@ class Parity(Check):
                 add_row_gradients(part, rows[shard.name] - row, key, grad_BC)
 
 
-def _bound_roundings(run: CheckedRun) -> tuple[dict[str, Rounding], dict[str, Rounding]]:
+def _bound_roundings(run: CheckedRun) -> tuple[dict[str, sharding.Rounding], ...]:
     """Return two mappings from table to the bound on the rounding by plan.qcomms: for embeddings, and for gradients."""
-    qcomms = run.config.plan.qcomms
-    forward = dict.fromkeys(run.tables, Rounding(0.0, 0.0))
-    backward = dict(forward)
-    if qcomms == QCommsSection():
-        return forward, backward
-    world = dist.get_world_size()
-    factor = choose_gradient_factor(run.config, world)
+    qcomms, world = run.config.plan.qcomms, dist.get_world_size()
+    factor = sharding.choose_gradient_factor(run.config, world)
+    forward, backward = {}, {}
     for name, table in run.tables.items():
         row_parts = sum(shard.columns.start == 0 for shard in table.weight.shards)
         layout = table.sharding, world, row_parts, name in run.features.tables_by_id
-        forward[name] = bound_forward_rounding(qcomms.forward_precision, *layout)
-        backward[name] = bound_backward_rounding(qcomms.backward_precision, *layout, factor)
+        forward[name] = sharding.bound_forward_rounding(qcomms.forward_precision, *layout)
+        backward[name] = sharding.bound_backward_rounding(qcomms.backward_precision, *layout, factor)
     return forward, backward
 
 
