@@ -262,7 +262,7 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
             or k is missing, less than 1, or not supported.
     """
     (name, separator, places), where = reference.partition("@"), f"{WHERE}: {reference}"
-    cls: Any = METRICS.find(name, WHERE, folder)
+    cls = METRICS.find(name, WHERE, folder)
     # The class itself must be registered; a registered base class is not enough.
     if not (isinstance(cls, type) and issubclass(cls, Metric) and vars(cls).get("name")):
         raise ConfigError(
@@ -284,7 +284,7 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
             where=where,
             expected=f"an integer of at least 1 after @, such as {name}@10",
         )
-    return specialize_at_k(cls, int(places))
+    return specialize_at_k(cls, int(places))  # type: ignore[arg-type]
 
 
 @cache
