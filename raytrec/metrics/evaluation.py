@@ -222,10 +222,7 @@ def _measure_slices(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
     """Return the metrics of S slices, in host memory, from the ties of all their rows (`_merge_slice_ties`).
 
-    Args:
-        ties: Ties of the slices.
-        binary: True if all labels are 0 or 1.
-        binned: True if nearly equal predictions count as tied.
+    `binary` is True if all labels are 0 or 1. `binned` is True if nearly equal predictions count as tied.
 
     Returns:
         (keys, rows, metrics, goodness): the keys of the slices, int64 [S]; their numbers of rows, float64 [S];

@@ -79,9 +79,8 @@ class FullRanking:
         """Return the queries of a batch, i.e. the rows for which items are ranked, in host memory.
 
         Returns:
-            [rows, right, lengths, items, seen], all int64: the indices of the rows that are queries [Q], the numbers
-            of right items of each query [Q], the numbers of seen items of each query [Q], and the concatenated keys
-            of the right items [P] and of the seen items [S] of all queries.
+            [rows, right, lengths, items, seen], all int64: the rows that are queries [Q], the numbers of right items
+            and of seen items of each query [Q], and the keys of all right items [P] and of all seen items [S].
         """
         has_weight = batch.weights > 0
         weights = batch.weights if batch.task_weights is None else batch.task_weights[:, 0]
