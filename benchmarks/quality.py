@@ -248,8 +248,7 @@ def parameters(config: RunConfig, schema: Schema) -> int:
     from raytrec.tasks.task import count_logits, needs_vectors, resolve_tasks
 
     tasks = resolve_tasks(config.tasks, schema)
-    columns = count_logits(tasks)
-    model = build_model(schema, config.model, sum(columns.values()), needs_vectors(tasks), columns)
+    model = build_model(schema, config.model, count_logits(tasks), needs_vectors(tasks))
     tables = sum(table.rows * table.dim for table in schema.tables.values())
     return tables + sum(parameter.numel() for parameter in model.parameters())
 

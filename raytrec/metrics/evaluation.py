@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import torch
 from raytrec.common.collectives import Peers
 from raytrec.common.formatting import null_nonfinite
 from raytrec.metrics.groups import GroupRows, assign_ranks, compute_group_auc
-from raytrec.metrics.ranked import BoundedRows, Scores, WeightedRows, assign_bins, compute_midpoints, sum_equal_rows
+from raytrec.metrics.ranked import BoundedRows, Scores, assign_bins, compute_midpoints, sum_equal_rows
 from raytrec.metrics.registry import BOUND_SUFFIX, GroupMetric, Metric, RankedMetric
 from raytrec.metrics.selection import Selection
 
@@ -42,27 +41,29 @@ class TaskRows:
     def __init__(self, selection: Selection, task: str):
         spec, settings, metrics = selection.tasks[task], selection.settings, selection.of[task]
         self._selection, self._task, self._metrics = selection, task, metrics
+        self._ranked = [metric for metric in metrics if issubclass(metric, RankedMetric)]
+        self._grouped = [metric for metric in metrics if issubclass(metric, GroupMetric)]
         self._scores = self._groups = None
         self._slices: dict[str, Slices] = {}
         columns: list[str] = []
         if spec.outputs == 1:
             row_args = spec.loss.predict, settings.max_exact_rows
             # These metrics or their curves need rows sorted by prediction.
-            if any(issubclass(m, RankedMetric) or m.ranked_curve is not Metric.ranked_curve for m in metrics):
+            if self._ranked or any(metric.ranked_curve is not Metric.ranked_curve for metric in metrics):
                 self._scores = Scores(*row_args)
-            if grouped := _select_subclasses(metrics, GroupMetric):
-                columns = [spec.group, *[spec.item] * any(metric.needs_item for metric in grouped)]
+            if self._grouped:
+                columns = [spec.group, *[spec.item] * any(metric.needs_item for metric in self._grouped)]
                 self._groups = GroupRows(*row_args, columns)
             self._slices = {name: Slices(*row_args, [name]) for name in settings.slices}
         self.columns = list(dict.fromkeys([*columns, *self._slices]))
-        stores: list[Any] = [self._scores, self._groups, *self._slices.values()]
-        self._stores = [each for each in stores if each]
+        stores: list[BoundedRows | None] = [self._scores, self._groups, *self._slices.values()]
+        self._stores = [store for store in stores if store is not None]
         self.needed = bool(self._stores)
 
-    def add(self, rows: WeightedRows) -> None:
-        """Store rows for the metrics and slices."""
+    def add(self, *rows: Any) -> None:
+        """Store rows for the metrics and slices. For arguments, see BoundedRows.add."""
         for store in self._stores:
-            store.add(rows)
+            store.add(*rows)
 
     def figures(self, peers: Peers, device: torch.device) -> tuple[dict[str, float | None], dict]:
         """Return metric values and counts by key (None if undefined), and curves; both are equal on all ranks.
@@ -89,21 +90,19 @@ class TaskRows:
     def _add_ranked_metrics(self, peers: Peers, device: torch.device, figures: dict, curves: dict) -> None:
         """Compute metrics and curves over rows sorted by prediction; add them to `figures` and `curves`."""
         ranked, binned = self._scores.ranked(peers, device)
-        metrics = _select_subclasses(self._metrics, RankedMetric)
-        totals = _sum_over_ranks([metric.sums(ranked) for metric in metrics], peers)
-        for metric, sums in zip(metrics, totals, strict=True):
+        totals = _sum_over_ranks([metric.sums(ranked) for metric in self._ranked], peers)
+        for metric, sums in zip(self._ranked, totals, strict=True):
             defined = ranked.both_classes
             figures[metric.name] = float(metric.figure(sums)) if defined else None
             if binned and defined:
                 figures[metric.name + BOUND_SUFFIX] = float(metric.bound(sums))
-        for metric in self._metrics:
-            if (points := metric.ranked_curve(ranked)) is not None:
-                curve = self._key(metric.ranked_curve.__name__)
-                curves[curve] = {**points, "metric": self._key(metric.name)}
+        for each in self._metrics:
+            if (points := each.ranked_curve(ranked)) is not None:
+                curves[self._key(each.ranked_curve.__name__)] = {**points, "metric": self._key(each.name)}
 
     def _add_group_metrics(self, peers: Peers, device: torch.device, figures: dict) -> None:
         """Compute group metrics and add them to `figures`. One part of the groups is in memory at a time."""
-        metrics = _select_subclasses(self._metrics, GroupMetric)
+        metrics = self._grouped
         sums: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
         distinct: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
         for groups in self._groups.groups(peers, device):
@@ -132,10 +131,6 @@ def choose_ranking_device(rows: int, device: torch.device, row_bytes: int = AUC_
     return device
 
 
-def _select_subclasses(metrics: list[type[Metric]], kind: type) -> list:
-    return [metric for metric in metrics if issubclass(metric, kind)]
-
-
 def _sum_over_ranks(sums: list[dict[str, torch.Tensor]], peers: Peers) -> list[dict[str, torch.Tensor]]:
     """Return the sums of several metrics over all ranks, using one collective."""
     values = [value for each in sums for value in each.values()]
@@ -157,7 +152,7 @@ def _count_distinct(keys: torch.Tensor, peers: Peers) -> torch.Tensor:
 class Slices(BoundedRows):
     """Rows of one task with the slice of each row, at 20 bytes per row.
 
-    Once rows are binned, memory grows with the number of slices instead of the number of rows.
+    Once rows are binned (ranked.Scores), memory grows with the number of slices instead of the number of rows.
     """
 
     _bins: list[torch.Tensor] | None = None  # binned rows in the form returned by `_merge_slice_ties`
@@ -165,7 +160,7 @@ class Slices(BoundedRows):
     def figures(self, peers: Peers, device: torch.device, names: Mapping[int, str]) -> dict[str, Any]:
         """Return the largest and the worst slices of all ranks; the result is the same on every rank.
 
-        This is a collective operation: every rank must call it. It discards the stored rows.
+        This is a collective operation: every rank must call it once, after all rows have been added.
 
         Args:
             peers: Ranks of the evaluation.
@@ -178,12 +173,14 @@ class Slices(BoundedRows):
             0 or 1 and rows are binned, auc_bound.
         """
         if binned := peers.max_number(self._bins is not None) > 0:
-            self._bin_rows()
+            self._compact()
         ties = [x.to(device) for x in self._bins or self._to_ties()]
-        self._bins = None
         ties = _merge_slice_ties(*peers.send(ties, assign_ranks(ties[0], peers.world)))
-        slices = SliceMetrics.of(ties, peers.max_number(not self._binary) == 0, binned)
-        lists = {"largest": slices.first(-slices.rows, peers), "worst": slices.first(slices.goodness, peers)}
+        keys, rows, metrics, goodness = _measure_slices(ties, peers.max_number(not self._binary) == 0, binned)
+        lists = {
+            "largest": _list_lowest(-rows, keys, rows, metrics, peers),
+            "worst": _list_lowest(goodness, keys, rows, metrics, peers),
+        }
         records = [record for listed in lists.values() for record in listed]
         texts: dict[int, str] = {}
         listed_keys = {record["key"] for record in records}
@@ -192,9 +189,9 @@ class Slices(BoundedRows):
         for record in records:
             key = record.pop("key")
             record["slice"] = texts.get(key, f"key {key}")
-        return {"slices": int(peers.sum(torch.tensor(len(slices.keys)))), **lists}
+        return {"slices": int(peers.sum(torch.tensor(len(keys)))), **lists}
 
-    def _bin_rows(self) -> None:
+    def _compact(self) -> None:
         keys, predictions, *sums = self._to_ties()
         new = [keys, compute_midpoints(assign_bins(predictions)), *sums]
         pairs = zip(self._bins or [x[:0] for x in new], new, strict=True)
@@ -220,59 +217,52 @@ def _merge_slice_ties(keys: torch.Tensor, predictions: torch.Tensor, *sums: torc
     return sum_equal_rows(order, [keys, predictions], sums)
 
 
-@dataclass(frozen=True)
-class SliceMetrics:
-    """Metrics of S slices, float64 [S] each, in host memory.
+def _measure_slices(
+    ties: list[torch.Tensor], binary: bool, binned: bool
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+    """Return the metrics of S slices, in host memory, from the ties of all their rows (`_merge_slice_ties`).
 
-    Attributes:
-        keys: Keys of the slices, int64 [S].
-        rows: Number of rows of each slice.
-        figures: auc (NaN unless all labels are 0 or 1 and the slice contains both), calibration, and, if all
-            labels are 0 or 1 and rows are binned, auc_bound.
-        goodness: Value that is lowest for the worst slices: the AUC or, if any label is neither 0 nor 1,
-            −|ln calibration|. NaN for slices with too few rows.
+    `binary` is True if all labels are 0 or 1. `binned` is True if nearly equal predictions count as tied.
+
+    Returns:
+        (keys, rows, metrics, goodness): the keys of the slices, int64 [S]; their numbers of rows, float64 [S];
+        metrics by name, float64 [S] each; and a value that is lowest for the worst slices, float64 [S]. The metrics
+        are auc (NaN unless `binary` is True and the slice contains both labels), calibration and, with `binary`
+        and `binned`, auc_bound. The last value is the AUC or, unless `binary` is True, −|ln calibration|; NaN for
+        slices with too few rows.
     """
+    keys, predictions, positive, negative, predicted, rows = (x.cpu() for x in ties)
+    keys, slice_of = keys.unique_consecutive(return_inverse=True)
+    auc, has_both = compute_group_auc(slice_of, len(keys), predictions, positive, negative)
+    auc = auc.masked_fill(~has_both if binary else torch.ones_like(has_both), float("nan"))
+    positives, negatives, rows, predicted, tied = (
+        x.new_zeros(len(keys)).index_add_(0, slice_of, x)
+        for x in (positive, negative, rows, predicted, positive * negative / 2)
+    )
+    calibration = predicted / positives
+    has_enough = (
+        torch.minimum(positives, negatives) >= MIN_SLICE_LABEL_ROWS if binary else rows >= 2 * MIN_SLICE_LABEL_ROWS
+    )
+    goodness = (auc if binary else -calibration.log().abs()).masked_fill(~has_enough, float("nan"))
+    bound = {"auc_bound": tied / (positives * negatives)} if binary and binned else {}
+    return keys, rows, {"auc": auc, "calibration": calibration, **bound}, goodness
 
-    keys: torch.Tensor
-    rows: torch.Tensor
-    figures: dict[str, torch.Tensor]
-    goodness: torch.Tensor
 
-    @classmethod
-    def of(cls, ties: list[torch.Tensor], binary: bool, binned: bool) -> SliceMetrics:
-        """Return the metrics of slices from the ties of all their rows (`_merge_slice_ties`).
+def _list_lowest(
+    values: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, metrics: dict[str, torch.Tensor], peers: Peers
+) -> list[dict[str, Any]]:
+    """Return the MAX_LISTED_SLICES slices of all ranks with the lowest finite values [S], in ascending order.
 
-        `binary` is True if all labels are 0 or 1. `binned` is True if nearly equal predictions count as tied.
-        """
-        keys, predictions, positive, negative, predicted, rows = (x.cpu() for x in ties)
-        keys, slice_of = keys.unique_consecutive(return_inverse=True)
-        auc, has_both = compute_group_auc(slice_of, len(keys), predictions, positive, negative)
-        auc = auc.masked_fill(~has_both if binary else torch.ones_like(has_both), float("nan"))
-        positives, negatives, rows, predicted, tied = (
-            x.new_zeros(len(keys)).index_add_(0, slice_of, x)
-            for x in (positive, negative, rows, predicted, positive * negative / 2)
-        )
-        calibration = predicted / positives
-        has_enough = (
-            torch.minimum(positives, negatives) >= MIN_SLICE_LABEL_ROWS if binary else rows >= 2 * MIN_SLICE_LABEL_ROWS
-        )
-        goodness = (auc if binary else -calibration.log().abs()).masked_fill(~has_enough, float("nan"))
-        bound = {"auc_bound": tied / (positives * negatives)} if binary and binned else {}
-        return cls(keys, rows, {"auc": auc, "calibration": calibration, **bound}, goodness)
-
-    def first(self, values: torch.Tensor, peers: Peers) -> list[dict[str, Any]]:
-        """Return the MAX_LISTED_SLICES slices of all ranks with the lowest finite values [S], in ascending order.
-
-        This is a collective operation: every rank must call it.
-        """
-        order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:MAX_LISTED_SLICES]
-        columns = torch.stack([values, self.rows, *self.figures.values()], 1)
-        entries = zip(*(x.tolist() for x in peers.gather([columns[order], self.keys[order]])), strict=True)
-        return [
-            {"key": key, "rows": int(rows)} | null_nonfinite(dict(zip(self.figures, figures, strict=True)))
-            for (value, rows, *figures), key in sorted(entries, key=lambda row: (row[0][0], row[1]))
-            if isfinite(value)
-        ][:MAX_LISTED_SLICES]
+    This is a collective operation: every rank must call it.
+    """
+    order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:MAX_LISTED_SLICES]
+    columns = torch.stack([values, rows, *metrics.values()], 1)
+    entries = zip(*(x.tolist() for x in peers.gather([columns[order], keys[order]])), strict=True)
+    return [
+        {"key": key, "rows": int(count)} | null_nonfinite(dict(zip(metrics, figures, strict=True)))
+        for (value, count, *figures), key in sorted(entries, key=lambda row: (row[0][0], row[1]))
+        if isfinite(value)
+    ][:MAX_LISTED_SLICES]
 
 
 class SliceNames:

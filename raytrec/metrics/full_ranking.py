@@ -40,7 +40,7 @@ class FullRanking:
         self._selection, self._settings = selection, selection.settings.retrieval
         self._task = next(iter(selection.tasks.values()))
         self._peers, self._device, self._cells = Peers(device), device, cells or choose_block_cells(device)
-        self._pending: deque[Queries] = deque()
+        self._pending: deque[list[torch.Tensor]] = deque()
         self._items: Items | None = None
         self._sums = torch.zeros(len(selection.retrieval_metrics), dtype=torch.float64, device=device)
         self._rows, self._unknown = 0, torch.zeros((), dtype=torch.int64, device=device)
@@ -75,7 +75,13 @@ class FullRanking:
             self._pending.append(self._extract_queries(batch))
             yield batch
 
-    def _extract_queries(self, batch: Batch) -> Queries:
+    def _extract_queries(self, batch: Batch) -> list[torch.Tensor]:
+        """Return the queries of a batch, i.e. the rows for which items are ranked, in host memory.
+
+        Returns:
+            [rows, right, lengths, items, seen], all int64: the rows that are queries [Q], the numbers of right items
+            and of seen items of each query [Q], and the keys of all right items [P] and of all seen items [S].
+        """
         has_weight = batch.weights > 0
         weights = batch.weights if batch.task_weights is None else batch.task_weights[:, 0]
         counted = has_weight & (weights > 0) & (batch.labels[:, self._task.column] > RELEVANCE_THRESHOLD)
@@ -89,9 +95,9 @@ class FullRanking:
         right, items = np.bincount(query_of[is_first], minlength=len(right)), items[is_first]
         lengths, seen = compute_row_keys([reserved[column] for column in self._settings.seen], len(right))
         is_kept = np.repeat(right > 0, lengths)
-        arrays = right[right > 0], items, lengths[right > 0], seen[is_kept]
+        arrays = right[right > 0], lengths[right > 0], items, seen[is_kept]
         rows = counted.nonzero().squeeze(1)[torch.from_numpy(right > 0)]
-        return Queries(rows, *map(torch.from_numpy, arrays))
+        return [rows, *map(torch.from_numpy, arrays)]
 
     def add(self, vectors_BD: torch.Tensor) -> None:
         """Rank the right items of the next stored batch, and add the results to the metrics.
@@ -99,17 +105,14 @@ class FullRanking:
         This is a collective operation: every rank must call it. `vectors_BD` contains the query vectors of all rows
         of the batch.
         """
-        queries = self._pending.popleft()
-        query_vectors = vectors_BD[queries.rows.to(vectors_BD.device)]
-        counts = torch.tensor([len(queries.rows), len(queries.items), len(queries.seen)])
-        rows, items, seen = self._peers.stack(counts).T.tolist()
+        own_rows, *arrays = self._pending.popleft()
+        query_vectors = vectors_BD[own_rows.to(vectors_BD.device)]
+        sizes = self._peers.stack(torch.tensor([len(array) for array in arrays])).tolist()  # of each rank
+        rows, _, items, seen = zip(*sizes, strict=True)
         if not sum(rows):
             return
-        sizes = [size for n, i, s in zip(rows, items, seen, strict=True) for size in (n, n, i, s)]  # of each rank
-        concat = self._peers.concatenate  # on GPUs, the host waits for each exchange of host tensors
-        arrays = torch.cat([queries.right, queries.lengths, queries.items, queries.seen])
-        pieces = concat(arrays, [sum(sizes[k : k + 4]) for k in range(0, len(sizes), 4)]).split(sizes)
-        right, lengths, item_keys, seen_keys = (torch.cat(pieces[k::4]) for k in range(4))
+        # On GPUs, the host waits for each exchange of host tensors, so all arrays are exchanged together.
+        right, lengths, item_keys, seen_keys = self._peers.join(torch.cat(arrays), sizes)
         order = right.argsort(descending=True, stable=True)  # queries with the most right items come first
         slots = torch.empty_like(order)
         slots[order] = torch.arange(len(order))
@@ -123,7 +126,7 @@ class FullRanking:
         sizes = [len(part) for part in host_parts]
         order, right_Q, right_3P, seen_2S = torch.cat(host_parts).to(self._items.keys.device).split(sizes)
         active = (right.unsqueeze(1) > torch.arange(int(right.max()))).sum(0).tolist()
-        queries_QD = concat(query_vectors, rows)[order.to(query_vectors.device)]
+        queries_QD = self._peers.concatenate(query_vectors, rows)[order.to(query_vectors.device)]
         ranks_QR = self._compute_ranks(queries_QD, active, right_3P.view(3, -1), seen_2S.view(2, -1))
         right_Q = right_Q.to(ranks_QR.device)
         for number, metric in enumerate(self._selection.retrieval_metrics):
@@ -172,25 +175,6 @@ class FullRanking:
         items, seen = self._peers.sum(torch.tensor([len(self._items.keys), int(self._own_seen)])).tolist()
         counts = self._rows, items, int(self._unknown), self._seen - seen
         return values | dict(zip(RANKING_COUNT_KEYS, counts, strict=True))
-
-
-@dataclass(frozen=True)
-class Queries:
-    """Queries of a batch, i.e. the rows for which items are ranked, in host memory.
-
-    Attributes:
-        rows: Indices of the batch's rows that are queries, int64 [Q].
-        right: Number of right items of each query, int64 [Q].
-        items: Keys of the right items of all queries, concatenated, int64 [P].
-        lengths: Number of seen items of each query, int64 [Q].
-        seen: Keys of the seen items of all queries, concatenated, int64 [S].
-    """
-
-    rows: torch.Tensor
-    right: torch.Tensor
-    items: torch.Tensor
-    lengths: torch.Tensor
-    seen: torch.Tensor
 
 
 DEFAULT_BLOCK_CELLS = 1 << 22  # scores (queries × items) per block, which take 56 MiB while a block is processed

@@ -14,7 +14,7 @@ import torch
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import convert_os_errors
 from raytrec.embeddings.hashing import hash_bits
-from raytrec.metrics.ranked import WeightedRows, mark_run_starts
+from raytrec.metrics.ranked import BoundedRows, mark_run_starts
 
 RELEVANCE_THRESHOLD = 0.5  # labels above this value are positive
 DISK_PARTS = 64  # number of parts into which rows on disk are divided by the hash of their group key
@@ -130,11 +130,11 @@ def compute_group_auc(
     return pairs / (all_positive * all_negative).masked_fill(~both, 1), both
 
 
-class GroupRows:
+class GroupRows(BoundedRows):
     """Rows of one task on this rank, stored until the ranks exchange rows to complete all groups.
 
-    A row takes 20 bytes, or 28 with its item. If more than `exact_rows` rows are in memory, they are appended to
-    unnamed temporary files, one per column, which the system deletes when the process ends.
+    A row takes 20 bytes, or 28 with its item. If there are too many rows in memory, they are appended to unnamed
+    temporary files, one per column, which the system deletes when the process ends.
 
     Args:
         predict: Function of the task that converts logits to predictions.
@@ -143,35 +143,20 @@ class GroupRows:
     """
 
     def __init__(self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int, columns: Sequence[str]):
-        self._predict, self._columns, self._exact_rows = predict, columns, exact_rows
-        key, value = torch.empty(0, dtype=torch.int64), torch.empty(0)
-        self._empty_rows = [key, value, value, value, *[key] * (len(columns) - 1)]
-        self._begin()
-
-    def _begin(self) -> None:
-        """Discard all rows."""
-        self._pieces: list[Sequence[torch.Tensor]] = [self._empty_rows]
+        super().__init__(predict, exact_rows, columns)
         self._files: list[IO[bytes]] = []
         # Ranges of each part in the files, as (first row, number of rows).
         self._ranges: list[list[tuple[int, int]]] = [[] for _ in range(DISK_PARTS)]
-        self._rows = self._written = 0
-
-    def add(self, rows: WeightedRows) -> None:
-        """Add rows in host memory."""
-        group, *item = (rows.keys[name] for name in self._columns)
-        self._pieces.append([group, rows.logits, rows.labels, rows.weights, *item])
-        self._rows += len(group)
-        if self._rows > self._exact_rows:
-            self._write()
+        self._written = 0
 
     def groups(self, peers: Peers, device: torch.device) -> Iterator[Groups]:
         """Yield this rank's share of the groups, in parts. A group contains the rows of all ranks.
 
         Every part requires collective operations, so all ranks must consume the iterator; they yield the same number
-        of parts. Rows are sorted on `device`.
+        of parts. Rows are sorted on `device`. The rows are discarded.
         """
         for rows in self._parts(peers):
-            keys, logits, labels, weights, *item = peers.send(rows, assign_ranks(rows[0], peers.world))
+            logits, labels, weights, keys, *item = peers.send(rows, assign_ranks(rows[3], peers.world))
             predictions = self._predict(logits.to(device).double())
             yield Groups.make(keys.to(device), predictions, *(x.to(device) for x in (labels, weights, *item)))
 
@@ -179,25 +164,20 @@ class GroupRows:
         """Yield this rank's rows in one part, or in DISK_PARTS parts if any rank has rows on disk.
 
         A group's rows are in the same part on all ranks. This is a collective operation: every rank must call it.
-        It discards the rows.
         """
-        if peers.max_number(bool(self._files)) > 0:
-            self._write()
-            for part in range(DISK_PARTS):
-                yield self._read(part)
-            for file in self._files:
-                file.close()
-        else:
+        if peers.max_number(bool(self._files)) == 0:
             yield self._concatenate_rows()
-        self._begin()
+            return
+        self._compact()
+        for part in range(DISK_PARTS):
+            yield self._read(part)
+        for file in self._files:
+            file.close()
 
-    def _concatenate_rows(self) -> list[torch.Tensor]:
-        return [torch.cat(pieces) for pieces in zip(*self._pieces, strict=True)]
-
-    def _write(self) -> None:
+    def _compact(self) -> None:
         """Append the rows in memory to the files, sorted by part."""
         columns = self._concatenate_rows()
-        parts = hash_bits(columns[0]) % DISK_PARTS
+        parts = hash_bits(columns[3]) % DISK_PARTS
         order, counts = parts.argsort(stable=True), parts.bincount(minlength=DISK_PARTS).tolist()
         with convert_os_errors(
             "cannot write the rows of the evaluation",
@@ -211,7 +191,6 @@ class GroupRows:
         for ranges, count in zip(self._ranges, counts, strict=True):
             ranges.append((self._written, count))
             self._written += count
-        self._pieces, self._rows = [self._empty_rows], 0
 
     def _read(self, part: int) -> list[torch.Tensor]:
         columns = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,23 +15,6 @@ BIN_BITS = 20  # leading bits that determine the bin: sign, exponent and 11 bits
 BIN_COUNT = 1 << BIN_BITS
 DROPPED_BITS = 32 - BIN_BITS
 MAGNITUDE_MASK = 0x7FFFFFFF
-
-
-@dataclass(frozen=True)
-class WeightedRows:
-    """Rows of a task with nonzero weight, in host memory.
-
-    Attributes:
-        logits: Logits, float32 [n], or [n, C] for C classes.
-        labels: Labels, float32 [n].
-        weights: Weights above 0, float32 [n].
-        keys: Column → key of each row's value, int64 [n].
-    """
-
-    logits: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
-    keys: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def mark_run_starts(*columns_N: torch.Tensor) -> torch.Tensor:
@@ -165,14 +148,11 @@ def _estimate_borders(rising_D: torch.Tensor, peers: Peers) -> torch.Tensor:
 
 
 class BoundedRows:
-    """Rows of one task on this rank in bounded memory.
-
-    If there are more than `exact_rows` rows, all rows are binned. Rows whose predictions agree in sign, exponent
-    and 11 bits of fraction (to within 1/2,048 of their value) then count as tied.
+    """Rows of one task on this rank, of which a limited number is kept in memory one by one.
 
     Args:
         predict: Function of the task that converts logits to predictions.
-        exact_rows: Maximum number of rows that are not binned (eval.max_exact_rows).
+        exact_rows: Maximum number of rows kept in memory one by one (eval.max_exact_rows).
         columns: Columns whose keys are also stored.
     """
 
@@ -180,51 +160,63 @@ class BoundedRows:
         self._predict, self._exact_rows, self._columns = predict, exact_rows, columns
         empty = torch.empty(0)
         self._empty_rows = [empty, empty, empty, *[empty.long() for _ in columns]]
-        self._parts, self._rows, self._binary = [self._empty_rows], 0, True
+        self._pieces, self._rows = [self._empty_rows], 0
+        self._binary = True  # False if any label is neither 0 nor 1
 
-    def add(self, rows: WeightedRows) -> None:
-        """Add rows, and bin all rows if there are more than `exact_rows`."""
-        keys = [rows.keys[name] for name in self._columns]
-        self._parts.append([rows.logits, rows.labels, rows.weights, *keys])
-        self._rows += len(rows.labels)
-        self._binary = self._binary and is_binary(rows.labels)
+    def add(
+        self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, keys: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Add rows in host memory with weights above 0; if there are too many rows, compact all of them.
+
+        Args:
+            logits: Logits, float32 [n].
+            labels: Labels, float32 [n].
+            weights: Weights, float32 [n].
+            keys: Column → key of each row's value, int64 [n].
+        """
+        self._pieces.append([logits, labels, weights, *(keys[name] for name in self._columns)])
+        self._rows += len(labels)
         if self._rows > self._exact_rows:
-            self._bin_rows()
+            self._compact()
 
-    def _bin_rows(self) -> None:
-        """Add the stored rows (`_concatenate_rows`) to the bins, and discard them."""
+    def _compact(self) -> None:
+        """Store the rows (`_concatenate_rows`) in a form that needs less memory."""
         raise NotImplementedError
 
     def _concatenate_rows(self) -> list[torch.Tensor]:
-        """Return the logits, labels, weights and keys of the stored rows, and discard the rows."""
-        joined = [torch.cat(pieces) for pieces in zip(*self._parts, strict=True)]
-        self._parts, self._rows = [self._empty_rows], 0
+        """Return the logits, labels, weights and keys of the rows in memory, and discard the rows."""
+        joined = [torch.cat(pieces) for pieces in zip(*self._pieces, strict=True)]
+        self._pieces, self._rows = [self._empty_rows], 0
+        self._binary = self._binary and is_binary(joined[1])
         return joined
 
 
 class Scores(BoundedRows):
-    """Rows of one task to be sorted into `RankedRows`, which take 12 bytes per row, or 24 MiB once they are binned."""
+    """Rows of one task to be sorted into `RankedRows`, which take 12 bytes per row, or 24 MiB once they are binned.
+
+    Rows whose predictions agree in sign, exponent and 11 bits of fraction (to within 1/2,048 of their value) are in
+    the same bin, and count as tied.
+    """
 
     _bins: torch.Tensor | None = None  # float64 [3, BIN_COUNT]: positive, negative, rows
 
     def ranked(self, peers: Peers, device: torch.device) -> tuple[RankedRows, bool]:
         """Return this rank's part of the sorted rows, and True if rows are binned.
 
-        This is a collective operation: every rank must call it. If any rank has binned its rows, all ranks do so.
-        Exact rows are sorted on `device`. The stored rows are discarded.
+        This is a collective operation: every rank must call it once, after all rows have been added. If any rank has
+        binned its rows, all ranks do so. Exact rows are sorted on `device`.
         """
         binned = peers.max_number(self._bins is not None) > 0
         if binned:
-            self._bin_rows()
+            self._compact()
             filled = (self._bins[2] > 0).nonzero().squeeze(1)
             ties = Ties(compute_midpoints(filled), *self._bins[:, filled])
         else:
             logits, labels, weights = (column.to(device) for column in self._concatenate_rows())
             ties = Ties.of(self._predict(logits.double()), labels, weights)
-        self._bins = None
         return RankedRows.sort(ties, peers, self._binary), binned
 
-    def _bin_rows(self) -> None:
+    def _compact(self) -> None:
         if self._bins is None:
             self._bins = torch.zeros(3, BIN_COUNT, dtype=torch.float64)
         logits, labels, weights = self._concatenate_rows()

@@ -284,15 +284,11 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
             where=where,
             expected=f"an integer of at least 1 after @, such as {name}@10",
         )
-    return specialize_at_k(cls, int(places))
-
-
-def specialize_at_k(metric: Any, k: int) -> Any:
-    """Return a subclass of the metric with the cutoff k. Equal arguments return the same class."""
-    return _at(metric, k)
+    return specialize_at_k(cls, int(places))  # type: ignore[arg-type]
 
 
 @cache
-def _at(metric: Any, k: int) -> Any:
+def specialize_at_k(metric: Any, k: int) -> Any:
+    """Return a subclass of the metric with the cutoff k. Equal arguments return the same class."""
     texts = {name: getattr(metric, name).replace("{k}", str(k)) for name in ("title", "label")}
     return type(metric.__name__, (metric,), {**texts, "name": f"{metric.name}@{k}", "k": k})

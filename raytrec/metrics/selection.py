@@ -138,21 +138,16 @@ class Selection:
     @property
     def figures(self) -> list[MetricDisplay]:
         """Return the display properties of all metrics: metrics of tasks, followed by metrics of full rankings."""
-        task_figures = [
-            _make_figure(self.key(task, metric.name), metric, "" if len(self.of) == 1 else f"{task}: ")
-            for task, metrics in self.of.items()
-            for metric in metrics
-        ]
-        return task_figures + [
-            _make_figure(f"{RETRIEVAL_PREFIX}.{m.name}", m, f"{RETRIEVAL_PREFIX}: ") for m in self.retrieval_metrics
-        ]
+        parts: list[Any] = [("" if len(self.of) == 1 else task, metrics) for task, metrics in self.of.items()]
+        parts.append((RETRIEVAL_PREFIX, self.retrieval_metrics))
+        return [_make_figure(metric, prefix) for prefix, metrics in parts for metric in metrics]
 
     def describe_metrics(self, training: bool = False) -> list[dict[str, Any]]:
         """Return `figures` as JSON values for result.json. `read_metric_displays` is the inverse.
 
         With `training`, the training losses are appended, for the start message of a run.
         """
-        losses = [*(_make_loss_figure(f"{task}.{LOSS}", f"{task}: ") for task in self.tasks), _make_loss_figure(LOSS)]
+        losses = [_make_loss_figure(prefix) for prefix in (*self.tasks, "")]
         return [asdict(figure) for figure in [*self.figures, *(losses if training else [])]]
 
     def result(self, figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +195,7 @@ def select_ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
     Args:
         places: Cutoffs k for metrics with a cutoff, such as recall@k.
     """
-    rankable = [m for m in METRICS.parts.values() if issubclass(m, GroupMetric) and "of_ranks" in vars(m)]
+    rankable: list[Any] = [m for m in METRICS.parts.values() if issubclass(m, GroupMetric) and "of_ranks" in vars(m)]
     at_places = [specialize_at_k(m, k) for m in rankable if m.at_k for k in dict.fromkeys(places)]
     return [*at_places, *(m for m in rankable if not m.at_k)]
 
@@ -237,17 +232,20 @@ def read_metric_displays(*records: Any) -> list[MetricDisplay]:
         described = record.get("metrics") if isinstance(record, Mapping) else None
         if isinstance(described, list) and (found := [f for each in described if (f := _read_figure(each))]):
             return found
-    return [_make_figure(name, metric, "") for name, metric in METRICS.parts.items()]
+    return [_make_figure(metric) for metric in METRICS.parts.values()]
 
 
-def _make_loss_figure(key: str, of_task: str = "") -> MetricDisplay:
-    return MetricDisplay(key, f"{of_task}training loss", f"{of_task}{LOSS}", "lower", "{:.4f}", sums=True)
+def _make_loss_figure(prefix: str) -> MetricDisplay:
+    return MetricDisplay(*_add_prefix(prefix, LOSS, "training loss", LOSS), "lower", "{:.4f}", sums=True)
 
 
-def _make_figure(key: str, metric: type[Metric], of_task: str) -> MetricDisplay:
-    return MetricDisplay(
-        key, of_task + metric.title, of_task + metric.label, metric.better, metric.format, issubclass(metric, SumMetric)
-    )
+def _make_figure(metric: type[Metric], prefix: str = "") -> MetricDisplay:
+    texts = _add_prefix(prefix, metric.name, metric.title, metric.label)
+    return MetricDisplay(*texts, metric.better, metric.format, issubclass(metric, SumMetric))
+
+
+def _add_prefix(prefix: str, key: str, title: str, label: str) -> tuple[str, str, str]:
+    return (f"{prefix}.{key}", f"{prefix}: {title}", f"{prefix}: {label}") if prefix else (key, title, label)
 
 
 def _read_figure(values: Any) -> MetricDisplay | None:

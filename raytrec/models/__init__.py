@@ -30,6 +30,8 @@ A model is independent of tables and ranks: `embeddings.pooling.PooledEmbeddings
 embeddings (recommender.py). A row's logits depend only on that row (no batch norm), so the distribution of
 rows over ranks does not change them.
 
+`build_model` checks that a model can be built for the schema and tasks (ModelSection.check), so constructors do not.
+
 A user-defined class (`model.name: "my.module:MyModel"`) follows the same contract, with its settings under
 `model.options`. Its __init__ receives `outputs`, `vectors` and `tasks` only if it has parameters with these
 names. `tasks` maps each task to its number of logit columns, in order, e.g. to build task-specific layers.
@@ -51,34 +53,30 @@ from raytrec.config.schema import Schema
 
 
 def build_model(
-    schema: Schema,
-    config: ModelSection,
-    outputs: int = 1,
-    vectors: bool = False,
-    tasks: Mapping[str, int] | None = None,
+    schema: Schema, config: ModelSection, tasks: Mapping[str, int] | None = None, vectors: bool = False
 ) -> nn.Module:
     """Return the model named by `model.name`.
 
     Args:
         schema: Schema of the data.
         config: The configuration's section for the model.
-        outputs: Number of logit columns; 0 is allowed only with `vectors`.
+        tasks: Task → number of its logit columns, in the order of the columns; empty only with `vectors`.
+            Default: one task with one column.
         vectors: True if the model must also return query and item vectors.
-        tasks: Task → number of its logit columns (`outputs` in total), in the order of the columns; default:
-            one task per column, named task_0, task_1, ….
 
     Raises:
         ConfigError: The model rejects its configuration, the module or class does not exist, or the class is
             not a valid model.
     """
-    tasks = dict(tasks or {f"task_{place}": 1 for place in range(outputs)})
+    tasks = {"task": 1} if tasks is None else dict(tasks)
     check_model(schema, config, vectors, tasks)
     cls = find_code(config.path, "model", "model.name", os.getcwd())
     is_custom = isinstance(config, PythonSection)
     if is_custom and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise _contract_error(config.name, "the class is not a torch.nn.Module", "a subclass of torch.nn.Module")
-    optional = {"outputs": outputs, "vectors": vectors, "tasks": tasks}
-    kwargs = {name: value for name, value in optional.items() if _accepts_argument(cls, name)}
+    parameters = [each.name for each in inspect.signature(cls).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    optional = {"outputs": sum(tasks.values()), "vectors": vectors, "tasks": tasks}
+    kwargs = {name: value for name, value in optional.items() if name in parameters[2:]}
     if vectors and "vectors" not in kwargs:
         raise _contract_error(
             config.name,
@@ -113,12 +111,6 @@ def _build_checked_model(cls: type, schema: Schema, config: ModelSection, kwargs
             config.name, f"its forward does not accept (dense, pooled): {error}", "def forward(self, dense, pooled)"
         ) from None
     return model
-
-
-def _accepts_argument(cls: type, name: str) -> bool:
-    """Return True if a class's constructor has a parameter of this name after (schema, config)."""
-    parameters = list(inspect.signature(cls).parameters.values())
-    return any(each.name == name and each.kind is not each.VAR_KEYWORD for each in parameters[2:])
 
 
 def _contract_error(path: str, what: str, expected: str) -> ConfigError:

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, softplus
 from raytrec.config.models.sequences import DienSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
-from raytrec.models.parts.layers import SequenceModules, get_embedding_dim, mlp_and_linear
+from raytrec.models.parts.layers import ConcatInputs, SequenceModules, mlp_and_linear
 from raytrec.models.parts.packed_sequences import reverse_sequences
 
 
@@ -41,26 +41,15 @@ class DIEN(nn.Module):
             sequence.
         config: Target, negatives, α, layer sizes and dropout.
         outputs: Number of logits per row; all layers except the last are shared.
-
-    Raises:
-        ConfigError: There is no sequence, the target does not exist or is ambiguous, or no sequence uses the
-            table of the negatives.
     """
 
     def __init__(self, schema: Schema, config: DienSection, outputs: int = 1):
         super().__init__()
-        config.check(schema)
-        self.config, target_of = config, config.targets(schema)
-        self.supervised_sequences = config.get_supervised_sequences(schema)
-        self.features = [feature for feature in schema.sparse if feature != config.negatives]
-        self.interests = SequenceModules(
-            target_of,
-            lambda feature: InterestEvolution(
-                get_embedding_dim(schema, feature), get_embedding_dim(schema, target_of[feature])
-            ),
-        )
-        sizes = [len(schema.dense) + sum(get_embedding_dim(schema, f) for f in self.features), *config.top_mlp]
-        self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
+        self.config, self.supervised_sequences = config, config.get_supervised_sequences(schema)
+        self.interests = SequenceModules(schema, config.targets(schema), InterestEvolution)
+        self.concat_inputs = ConcatInputs(schema, {*schema.dense, *schema.sparse} - {config.negatives})
+        width = self.concat_inputs.width
+        self.top, self.logit = mlp_and_linear(width, config.top_mlp, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs.
@@ -76,8 +65,7 @@ class DIEN(nn.Module):
                 own_B = own_B + self.config.auxiliary_weight * compute_auxiliary_loss(
                     states_BLD, inputs[feature], negatives
                 )
-        vectors = [encoded[feature] for feature in self.features]
-        logits_BT = self.logit(self.top(torch.cat([dense, *vectors], dim=1)))
+        logits_BT = self.logit(self.top(self.concat_inputs(dense, encoded)))
         if self.config.own_loss:
             return torch.cat([logits_BT, own_B.unsqueeze(1)], dim=1)
         return logits_BT.squeeze(1)

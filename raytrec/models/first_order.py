@@ -45,8 +45,7 @@ class WideDeep(nn.Module):
         self.slope_rate, self.shrinks = config.slope_rate, config.deep_dropout > 0
         self.concat_inputs = ConcatInputs(schema, parts["deep"], dict.fromkeys(self.wide, outputs))
         self.cross = Cross(self.concat_inputs.width, config.cross_layers) if config.cross_layers else nn.Identity()
-        sizes = [self.concat_inputs.width, *config.top_mlp]
-        self.deep, self.logit = mlp_and_linear(sizes, outputs, config.dropout)
+        self.deep, self.logit = mlp_and_linear(self.concat_inputs.width, config.top_mlp, outputs, config.dropout)
         self.row_dropout = nn.Dropout(config.deep_dropout)  # drops whole rows
         if self.shrinks:
             nn.init.uniform_(self.logit.weight, -0.01, 0.01)
@@ -93,9 +92,8 @@ class DeepFM(nn.Module):
     def __init__(self, schema: Schema, config: DeepFMSection, outputs: int = 1):
         super().__init__()
         self.fields = FieldVectors(schema, config.name, outputs)
-        width = self.fields.count * self.fields.dim
         self.factors = nn.Parameter(torch.ones(self.fields.dim, outputs)) if outputs > 1 else None
-        self.deep, self.logit = mlp_and_linear([width, *config.top_mlp], outputs, config.dropout)
+        self.deep, self.logit = mlp_and_linear(self.fields.width, config.top_mlp, outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, T] if there are several outputs."""
@@ -128,7 +126,7 @@ class XDeepFM(nn.Module):
     def __init__(self, schema: Schema, config: XDeepFMSection, outputs: int = 1):
         super().__init__()
         self.fields = FieldVectors(schema, config.name, outputs)
-        width = self.fields.count * self.fields.dim
+        width = self.fields.width
         self.cin = CIN(self.fields.count, config.cin)
         self.deep = mlp([width, *config.top_mlp], config.dropout)
         self.logit = nn.Linear(sum(config.cin) + (config.top_mlp or [width])[-1], outputs)

@@ -72,7 +72,7 @@ class Gate(nn.Module):
         self.context = ConcatInputs(schema, members) if members else None
         inputs = self.context.width if self.context is not None else (sizes or [width])[0]
         self.vector = nn.Parameter(torch.zeros(1, inputs)) if self.context is None else None
-        self.hidden, self.last = mlp_and_linear([inputs + more, *sizes], width)
+        self.hidden, self.last = mlp_and_linear(inputs + more, sizes, width)
 
     def forward(
         self, dense: torch.Tensor, pooled: dict[str, torch.Tensor], more_BM: torch.Tensor | None = None
@@ -109,7 +109,7 @@ class MaskNet(nn.Module):
     def __init__(self, schema: Schema, config: MaskNetSection, outputs: int = 1):
         super().__init__()
         self.fields = FieldVectors(schema, config.name)
-        width = self.fields.count * self.fields.dim
+        width = self.fields.width
         self.gain = nn.Parameter(torch.ones(self.fields.count, self.fields.dim))
         self.bias = nn.Parameter(torch.zeros(self.fields.count, self.fields.dim))
         self.serial = config.arrangement == "serial"
@@ -119,7 +119,7 @@ class MaskNet(nn.Module):
             for input_size, size in zip(inputs, config.blocks, strict=True)
         )
         top_inputs = config.blocks[-1] if self.serial else sum(config.blocks)
-        self.top, self.logit = mlp_and_linear([top_inputs, *config.top_mlp], outputs, config.dropout)
+        self.top, self.logit = mlp_and_linear(top_inputs, config.top_mlp, outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""

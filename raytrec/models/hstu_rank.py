@@ -14,9 +14,8 @@ from raytrec.config.schema import Schema
 from raytrec.models.inputs import REQUESTS
 from raytrec.models.multitask import TaskTowers
 from raytrec.models.next_item import NUM_TIME_BUCKETS, choose_time_bucket
-from raytrec.models.parts.layers import ConcatInputs, Dropout, get_embedding_dim, mlp
-from raytrec.models.parts.packed_sequences import PackedSequences, pack_ids
-from raytrec.models.parts.token_layout import TokenLayout, make_layout
+from raytrec.models.parts.layers import ConcatInputs, Dropout, mlp
+from raytrec.models.parts.packed_sequences import PackedSequences, TokenLayout, make_layout, pack_ids
 
 PERIODS_S = (86_400.0, 604_800.0)  # day and week
 NORM_EPS = 1e-6
@@ -47,23 +46,18 @@ class HstuRank(nn.Module):
         schema: Schema with at least one sequence; each sequence has the dim of its target.
         config: Names of the columns, layer sizes and dropout.
         tasks: Task → number of its logit columns.
-
-    Raises:
-        ConfigError: There is no sequence, a target or a column does not exist, or the width is not divisible by
-            the number of heads.
     """
 
     def __init__(self, schema: Schema, config: HstuRankSection, tasks: Mapping[str, int]):
         super().__init__()
-        config.check(schema)
         self.targets, self.history, self.tasks = config.targets(schema), config.history(schema), len(tasks)
         members, dim = config.request_members(schema), config.dim
         columns = [i for i, name in enumerate(schema.dense) if name in members and name != config.request_time]
         self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
         self.context = [f for f in schema.sparse if f in members and f not in self.targets]
-        widths = [get_embedding_dim(schema, f) for f in self.context] + [len(columns)] * bool(columns)
+        widths = [schema.get_feature_dim(f) for f in self.context] + [len(columns)] * bool(columns)
         self.context_layers = nn.ModuleList(nn.Linear(width, dim) for width in widths)
-        self.item_encoder = make_encoder(sum(get_embedding_dim(schema, f) for f in self.targets), config)
+        self.item_encoder = make_encoder(sum(schema.get_feature_dim(f) for f in self.targets), config)
         self.actions = Actions(schema, config) if config.actions else None
         self.interleave = config.interleave and self.actions is not None
         self.positions = nn.Parameter(torch.randn(config.max_length, (1 + self.interleave) * dim) * 0.02)
@@ -203,6 +197,7 @@ class TransducerLayer(nn.Module):
     def __init__(self, config: HstuRankSection, tokens: int, last: bool):
         super().__init__()
         self.heads, self.width, self.tokens, self.last = config.heads, config.width or config.dim, tokens, last
+        self.scale = (self.width / self.heads) ** -0.5  # factor of the dot products of queries and keys
         self.norm, self.read_norm = nn.LayerNorm(config.dim, NORM_EPS), nn.LayerNorm(self.width, NORM_EPS)
         self.inputs = nn.Linear(config.dim, 4 * self.width)
         self.output = nn.Linear(3 * self.width, config.dim, bias=False)
@@ -245,11 +240,6 @@ class TransducerLayer(nn.Module):
     def _split_heads(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return n concatenated projections by head: [..., n · width] → n × [..., heads, width ÷ heads]."""
         return values.unflatten(-1, (-1, self.heads, self.width // self.heads)).unbind(-3)
-
-    @property
-    def scale(self) -> float:
-        """Return 1 ÷ √width of a head, by which the dot products of queries and keys are multiplied."""
-        return (self.width / self.heads) ** -0.5
 
     def _read(
         self, query_bQHd: torch.Tensor, key_bTHd: torch.Tensor, value_bTHd: torch.Tensor, is_causal: bool = False

@@ -65,9 +65,11 @@ class SequenceLookup:
             place = self._keys.index(feature)
             lengths_B, host_B = lengths_FB[place], None if host_FB is None else host_FB[place]
             present_BL = places_L < lengths_B.unsqueeze(1)
-            side = None
-            if feature in side_features:
-                side = pad_bags(side_features[feature], lengths_B, length)
+            side = side_features.get(feature)
+            if side is not None:
+                # FBGEMM's jagged_to_padded_dense does not support float64 on CPU (1.8.0).
+                mask_BLn = present_BL.unsqueeze(2).expand(-1, -1, side.shape[1])
+                side = side.new_zeros(mask_BLn.shape).masked_scatter_(mask_BLn, side)
             inputs[feature] = Sequence(embeddings[feature], present_BL, side, host_B)
         if self._with_ids:
             inputs[IDS] = {feature: self._ids(feature, batch.sparse) for feature in self._with_ids}
@@ -85,19 +87,6 @@ class SequenceLookup:
         absent_BL = back_L >= lengths_FB[place].unsqueeze(1)
         ids = torch.cat([sparse.values(), sparse.values().new_full((1,), -1)])
         return ids[places_BL.masked_fill(absent_BL, -1)]
-
-
-def pad_bags(values_Nn: torch.Tensor, lengths_B: torch.Tensor, length: int) -> torch.Tensor:
-    """Pad bags of at most `length` ids with 0: [N, n] → [B, length, n], where N is the total number of ids.
-
-    FBGEMM's jagged_to_padded_dense does not support float64 on CPU (1.8.0).
-    """
-    rows = torch.arange(len(lengths_B), device=lengths_B.device)
-    row_N = rows.repeat_interleave(lengths_B, output_size=len(values_Nn))
-    starts_B = lengths_B.cumsum(0) - lengths_B
-    place_N = torch.arange(len(row_N), device=row_N.device) - starts_B[row_N]
-    padded = values_Nn.new_zeros(len(lengths_B), length, values_Nn.shape[1])
-    return padded.index_put_((row_N, place_N), values_Nn)
 
 
 REQUESTS = "requests of examples"  # key of the RequestInputs in the inputs of models that encode each request once

@@ -9,7 +9,7 @@ from raytrec.config.models.base import get_common_dim
 from raytrec.config.models.ranking import DcnSection, DlrmSection, WukongSection
 from raytrec.config.models.sequences import SequenceSection
 from raytrec.config.schema import Schema
-from raytrec.models.parts.layers import Constant, get_embedding_dim, mlp, mlp_and_linear
+from raytrec.models.parts.layers import Constant, mlp, mlp_and_linear
 
 
 class DLRM(nn.Module):
@@ -32,13 +32,9 @@ class DLRM(nn.Module):
         super().__init__()
         dim = get_common_dim(schema, config.name)
         self.features = list(schema.sparse)
-        if schema.dense:
-            self.bottom = mlp([len(schema.dense), *config.bottom_mlp, dim])
-        else:
-            self.bottom = Constant(dim)
+        self.bottom = mlp([len(schema.dense), *config.bottom_mlp, dim]) if schema.dense else Constant(dim)
         self.interact = DotInteraction(1 + len(self.features))
-        sizes = [dim + self.interact.size, *config.top_mlp]
-        self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout)
+        self.top, self.logit = mlp_and_linear(dim + self.interact.size, config.top_mlp, outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
@@ -75,18 +71,14 @@ class DCN(nn.Module):
         schema: Schema with any dense columns and sparse features of any dims.
         config: Layer sizes, arrangement and dropout.
         outputs: Number of logits per row; all layers except the last are shared.
-
-    Raises:
-        ConfigError: bottom_mlp is set without dense columns.
     """
 
     def __init__(self, schema: Schema, config: DcnSection, outputs: int = 1):
         super().__init__()
-        config.check(schema)
         self.features = list(schema.sparse)
         self.bottom = mlp([len(schema.dense), *config.bottom_mlp]) if schema.dense else None
         dense = (config.bottom_mlp or [len(schema.dense)])[-1] if schema.dense else 0
-        width = dense + sum(get_embedding_dim(schema, feature) for feature in self.features)
+        width = dense + sum(schema.get_feature_dim(feature) for feature in self.features)
         self.cross = Cross(width, config.cross_layers, config.cross_rank)
         self.deep = mlp([width, *config.top_mlp], config.dropout)
         self.parallel = config.deep == "parallel"
@@ -153,7 +145,7 @@ class Wukong(nn.Module):
         vectors = config.fmb_vectors + config.lcb_vectors
         counts = [len(self.features) + bool(schema.dense), *[vectors] * (config.layers - 1)]
         self.layers = nn.Sequential(*(InteractionLayer(count, dim, config) for count in counts))
-        self.top, self.logit = mlp_and_linear([vectors * dim, *config.top_mlp], outputs, config.dropout)
+        self.top, self.logit = mlp_and_linear(vectors * dim, config.top_mlp, outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
@@ -182,8 +174,8 @@ class InteractionLayer(nn.Module):
         self.sizes = [config.rank, config.lcb_vectors, vectors if count != vectors else 0]
         self.linear = nn.Linear(count, sum(self.sizes), bias=False)
         self.interaction_norm, self.norm = nn.LayerNorm(count * config.rank), nn.LayerNorm(dim)
-        sizes = [count * config.rank, *config.fmb_mlp]
-        self.hidden, self.last = mlp_and_linear(sizes, config.fmb_vectors * dim, config.dropout)
+        outputs = config.fmb_vectors * dim
+        self.hidden, self.last = mlp_and_linear(count * config.rank, config.fmb_mlp, outputs, config.dropout)
 
     def forward(self, vectors_BFD: torch.Tensor) -> torch.Tensor:
         """Return the vectors of the layer, float [B, n_F + n_L, D]."""

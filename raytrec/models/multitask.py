@@ -203,8 +203,8 @@ class ESMM(nn.Module):
     def __init__(self, schema: Schema, config: ESMMSection, tasks: Mapping[str, int]):
         super().__init__()
         self.concat_inputs = ConcatInputs(schema)
-        sizes = [self.concat_inputs.width, *config.tower_mlp]
-        self.click, self.conversion = (nn.Sequential(*mlp_and_linear(sizes, 1, config.dropout)) for _ in range(2))
+        layers = self.concat_inputs.width, config.tower_mlp, 1, config.dropout
+        self.click, self.conversion = (nn.Sequential(*mlp_and_linear(*layers)) for _ in range(2))
         self.click_first = next(iter(tasks)) == config.click
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -13,10 +13,10 @@ from torch.nn.functional import embedding, layer_norm, scaled_dot_product_attent
 from raytrec.config.models.sequences import HstuSection, NextItemSection, SasrecSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import IDS, Sequence, encode_requests_once
-from raytrec.models.parts.layers import Dropout, get_embedding_dim
+from raytrec.models.parts.layers import Dropout
 from raytrec.models.parts.packed_sequences import PackedSequences, pack_ids
-from raytrec.models.parts.sampled_loss import Queries, SampledLoss, combine_outputs
-from raytrec.models.parts.shared_negatives import ItemBatch, SharedNegatives
+from raytrec.models.parts.sampled_loss import Queries, combine_outputs
+from raytrec.models.parts.shared_negatives import ItemBatch, build_losses
 
 NUM_TIME_BUCKETS = 128  # number of buckets for times between items; the last bucket is unbounded
 LOG_BUCKET_RATIO = log(1.35)  # the upper bound of a bucket is 1.35 × its lower bound
@@ -38,22 +38,16 @@ class NextItem(nn.Module, ABC):
         config: Names of the features, layer sizes and loss settings.
         outputs: Number of logits per row; with several outputs, each has its own query (sampled_loss.Queries).
         vectors: True to also return query and item vectors; the query is divided by the temperature.
-
-    Raises:
-        ConfigError: A feature is missing, the history is not a sequence, or history, item and negatives do not
-            share one table.
     """
 
     def __init__(self, schema: Schema, config: NextItemSection, outputs: int = 1, vectors: bool = False):
         super().__init__()
-        config.check(schema)
         self.config, self.outputs, self.vectors = config, outputs, vectors
-        self.dim = get_embedding_dim(schema, config.item)
+        self.dim = schema.get_feature_dim(config.item)
         self.queries = Queries(outputs, vectors, self.dim)
         self.positions = nn.Parameter(torch.randn(config.max_length, self.dim) * 0.02)
         self.dropout = Dropout(config.dropout)
-        self.loss = SampledLoss.from_section(schema, config, config.item)
-        self.shared = SharedNegatives.from_section(schema, config, self.loss)
+        self.loss, self.shared = build_losses(schema, config, config.item)
 
     @abstractmethod
     def states(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
@@ -147,8 +141,8 @@ class SASRec(NextItem):
         x ← x + d(attention(N x))         multi-head, causal
         x ← x + d(W₂ · d(relu(W₁ N x)))
 
-    The state is N of the last block's x. For arguments and errors, see NextItem. ConfigError is also raised
-    if D is not divisible by the number of heads.
+    The state is N of the last block's x. For arguments, see NextItem. D must be divisible by the
+    number of heads.
     """
 
     def __init__(self, schema: Schema, config: SasrecSection, outputs: int = 1, vectors: bool = False):
@@ -218,9 +212,8 @@ class HSTU(NextItem):
 
     r contains a learned bias for each distance. With model.time, s contains a learned bias for each of 128
     logarithmic buckets of the time between two items. Weights do not add up to 1, so the number of relevant
-    items matters as well. The state is the last layer's x. For arguments and errors, see NextItem.
-    ConfigError is also raised if the width is not divisible by the number of heads or the column of times is
-    missing.
+    items matters as well. The state is the last layer's x. For arguments, see NextItem. The width
+    must be divisible by the number of heads.
     """
 
     def __init__(self, schema: Schema, config: HstuSection, outputs: int = 1, vectors: bool = False):

@@ -8,9 +8,9 @@ from torch import nn
 from raytrec.config.models.retrieval import MfSection, NcfSection, TwoTowerSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence, encode_requests_once
-from raytrec.models.parts.layers import ConcatInputs, get_embedding_dim, mlp, mlp_and_linear
-from raytrec.models.parts.sampled_loss import Queries, SampledLoss, combine_outputs, mask_absent
-from raytrec.models.parts.shared_negatives import SharedNegatives, compute_pair_losses
+from raytrec.models.parts.layers import ConcatInputs, mlp, mlp_and_linear
+from raytrec.models.parts.sampled_loss import Queries, combine_outputs, mask_absent
+from raytrec.models.parts.shared_negatives import build_losses, compute_pair_losses
 
 
 class TwoTower(nn.Module):
@@ -34,18 +34,14 @@ class TwoTower(nn.Module):
         config: Features and sizes of the towers.
         outputs: Number of logits per row.
         vectors: True to also return query and item vectors.
-
-    Raises:
-        ConfigError: A feature is in no tower or in both, a pattern matches no feature, or negatives are set
-            although the item tower reads more than ids.
     """
 
     def __init__(self, schema: Schema, config: TwoTowerSection, outputs: int = 1, vectors: bool = False):
         super().__init__()
-        config.check(schema)
         members = config.members(schema)
         self.config = config
-        self.queries, self.vectors, self.width = outputs + vectors, vectors, config.tower_mlp[-1]
+        self.queries, self.outputs, self.vectors = outputs + vectors, outputs, vectors
+        self.width = config.tower_mlp[-1]
         widths = {"query": self.queries * self.width, "item": self.width}
         self.towers = nn.ModuleDict({name: Tower(schema, members[name], config, widths[name]) for name in members})
         self.normalize = config.normalize
@@ -61,8 +57,7 @@ class TwoTower(nn.Module):
         self.loss, self.shared = None, None
         if config.own_loss:
             (item,) = members["item"]
-            self.loss = SampledLoss.from_section(schema, config, item)
-            self.shared = SharedNegatives.from_section(schema, config, self.loss)
+            self.loss, self.shared = build_losses(schema, config, item)
 
     def query(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return query vectors from the query tower's features, float32 [B, tower_mlp[-1]].
@@ -87,8 +82,7 @@ class TwoTower(nn.Module):
             return self.scale * (query * item_BD).sum(1) + self.bias
         query_BQD = self.scale.view(-1, 1) * query.view(-1, self.queries, self.width)
         own_B = self._own_loss(query_BQD, item_BD, dense, pooled) if self.config.own_loss else None
-        outputs = self.queries - self.vectors
-        return combine_outputs(query_BQD, item_BD, outputs, self.vectors, own_B, self.bias)
+        return combine_outputs(query_BQD, item_BD, self.outputs, self.vectors, own_B, self.bias)
 
     def _own_loss(
         self, query_BQD: torch.Tensor, item_BD: torch.Tensor, dense: torch.Tensor, pooled: dict
@@ -98,11 +92,9 @@ class TwoTower(nn.Module):
             return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
         drawn, (feature,) = pooled[self.config.negatives], self.towers["item"].concat_inputs.skipped_columns
         drawn_vectors = self._vectors("item", dense, {feature: drawn.vectors.flatten(0, 1)})
-        # The query of the last output; without outputs, the only query.
-        query_index = self.queries - 1 - (self.vectors and self.bias is not None)
         bias_11 = None if self.bias is None else self.bias.view(1, -1)[:, -1:]
         drawn = Sequence(drawn_vectors.view(*drawn.present.shape, self.width), drawn.present)
-        query_BD = query_BQD[:, query_index]
+        query_BD = query_BQD[:, max(self.outputs, 1) - 1]  # of the last output; without outputs, the only query
         return compute_pair_losses(self.loss, self.shared, query_BD, item_BD, feature, drawn, pooled, bias_11)
 
     def _vectors(self, tower: str, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -125,8 +117,8 @@ class Tower(nn.Module):
     def __init__(self, schema: Schema, members: set[str], config: TwoTowerSection, outputs: int):
         super().__init__()
         self.concat_inputs = ConcatInputs(schema, members)
-        sizes = [self.concat_inputs.width, *config.tower_mlp[:-1]]
-        self.hidden, self.last = mlp_and_linear(sizes, outputs, config.dropout)
+        width, hidden = self.concat_inputs.width, config.tower_mlp[:-1]
+        self.hidden, self.last = mlp_and_linear(width, hidden, outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the tower's output, float32 [B, outputs]."""
@@ -147,19 +139,14 @@ class MatrixFactorization(nn.Module):
         outputs: Number of logits per row; each of several outputs has its own query (sampled_loss.Queries) and
             its own b.
         vectors: True to also return query and item vectors.
-
-    Raises:
-        ConfigError: A feature is missing, or the tables have different dims.
     """
 
     def __init__(self, schema: Schema, config: MfSection, outputs: int = 1, vectors: bool = False):
         super().__init__()
-        config.check(schema)
         self.config, self.outputs, self.vectors = config, outputs, vectors
-        self.queries = Queries(outputs, vectors, get_embedding_dim(schema, config.item))
+        self.queries = Queries(outputs, vectors, schema.get_feature_dim(config.item))
         self.bias = nn.Parameter(torch.zeros(outputs)) if config.bias and outputs else None
-        self.loss = SampledLoss.from_section(schema, config, config.item)
-        self.shared = SharedNegatives.from_section(schema, config, self.loss)
+        self.loss, self.shared = build_losses(schema, config, config.item)
 
     def query(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the query vectors of the users, float32 [B, D]; [B, outputs, D] for several outputs."""
@@ -208,14 +195,10 @@ class NeuMF(nn.Module):
         config: Names of the features, layer sizes, negatives and loss settings.
         outputs: Number of logits per row; all outputs share everything except w and b. The own loss uses the
             last output.
-
-    Raises:
-        ConfigError: A feature is missing, or the embeddings are too narrow.
     """
 
     def __init__(self, schema: Schema, config: NcfSection, outputs: int = 1):
         super().__init__()
-        config.check(schema)
         self.config = config
         self.products, users, items = config.widths(schema)
         self.users, self.items, self.hidden = users, items, config.mlp[0]
@@ -224,7 +207,7 @@ class NeuMF(nn.Module):
         self.mlp = nn.Sequential(nn.ReLU(), nn.Dropout(config.dropout), *layers) if self.first else None
         self.logit = nn.Linear(self.products + (config.mlp[-1] if self.first else 0), outputs, bias=False)
         self.bias = nn.Parameter(torch.zeros(outputs))
-        self.loss = SampledLoss.from_section(schema, config, config.item)
+        self.loss, _ = build_losses(schema, config, config.item)
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
         """Return float32 [B], or [B, outputs | own loss] (see models/__init__.py)."""

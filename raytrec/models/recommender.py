@@ -60,9 +60,7 @@ class ModelCall:
 
     graph_rows: int | None = None
 
-    def __init__(
-        self, sequences: SequenceLookup | None = None, bf16: bool = False, examples: RequestExpander | None = None
-    ):
+    def __init__(self, sequences: SequenceLookup | None, bf16: bool, examples: RequestExpander | None):
         self._sequences, self._bf16, self._examples = sequences, bf16, examples
 
     def __call__(
@@ -113,9 +111,8 @@ def build_recommender(
     config: RunConfig,
     schema: Schema,
     device: torch.device,
-    outputs: int = 1,
-    vectors: bool = False,
     tasks: Mapping[str, int] | None = None,
+    vectors: bool = False,
 ) -> Recommender:
     """Return the configured model, unsharded. Dense layers are initialized from run.seed; tables are on device meta.
 
@@ -123,12 +120,11 @@ def build_recommender(
         config: Configuration of the run.
         schema: Schema of the data.
         device: Device of the dense layers.
-        outputs: Number of logit columns; see build_model.
-        vectors: True if the model must also return query and item vectors; see build_model.
-        tasks: Task → number of its columns; see build_model.
+        tasks: Task → number of its logit columns; see build_model.
+        vectors: True if the model must also return query and item vectors.
     """
     torch.manual_seed(config.run.seed)
-    model = build_model(schema, config.model, outputs, vectors, tasks).to(device)
+    model = build_model(schema, config.model, tasks, vectors).to(device)
     constraints, features = resolve_constraints(config, schema), resolve_features(schema, config.model)
     sequences = SequenceLookup(features, config.model.reads_ids(schema)) if features.sequences else None
     examples = RequestExpander(schema, _find_request_features(config.model, schema)) if schema.candidates else None

@@ -12,7 +12,7 @@ from raytrec.config.models.sequences import BstSection, DinSection, SequenceSect
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
 from raytrec.models.interactions import DLRM
-from raytrec.models.parts.layers import SequenceModules, get_embedding_dim, mlp, mlp_and_linear
+from raytrec.models.parts.layers import ConcatInputs, SequenceModules, mlp, mlp_and_linear
 
 
 class SequenceModel(nn.Module):
@@ -34,9 +34,8 @@ class SequenceModel(nn.Module):
         super().__init__()
         self.dlrm = DLRM(schema, config, outputs)
         length, sizes = config.max_length, config.attention_mlp
-        self.attention = SequenceModules(
-            config.targets(schema), lambda feature: TargetAttention(get_embedding_dim(schema, feature), length, sizes)
-        )
+        targets = config.targets(schema)
+        self.attention = SequenceModules(schema, targets, lambda dim, _: TargetAttention(dim, length, sizes))
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
@@ -57,27 +56,20 @@ class DIN(nn.Module):
             sequence; each sequence has the dim of its target.
         config: Target, layer sizes and dropout.
         outputs: Number of logits per row; all layers except the last are shared.
-
-    Raises:
-        ConfigError: There is no sequence, or the target does not exist, is ambiguous or has another dim.
     """
 
     def __init__(self, schema: Schema, config: DinSection, outputs: int = 1):
         super().__init__()
-        config.check(schema)
-        self.features = list(schema.sparse)
-        self.attention = SequenceModules(
-            config.targets(schema),
-            lambda feature: ActivationUnit(get_embedding_dim(schema, feature), config.attention_mlp),
-        )
-        sizes = [len(schema.dense) + sum(get_embedding_dim(schema, f) for f in self.features), *config.top_mlp]
-        self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
+        sizes, targets = config.attention_mlp, config.targets(schema)
+        self.attention = SequenceModules(schema, targets, lambda dim, _: ActivationUnit(dim, sizes))
+        self.concat_inputs = ConcatInputs(schema)
+        width = self.concat_inputs.width
+        self.top, self.logit = mlp_and_linear(width, config.top_mlp, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""
         encoded = {**inputs, **self.attention(inputs)}
-        vectors = [encoded[feature] for feature in self.features]
-        return self.logit(self.top(torch.cat([dense, *vectors], dim=1))).squeeze(1)
+        return self.logit(self.top(self.concat_inputs(dense, encoded))).squeeze(1)
 
 
 class TargetAttention(nn.Module):
@@ -180,22 +172,17 @@ class BST(nn.Module):
             sequence; each sequence has the dim of its target.
         config: Target, layer sizes, heads and dropout.
         outputs: Number of logits per row; all layers except the last are shared.
-
-    Raises:
-        ConfigError: There is no sequence, the target does not exist, is ambiguous or has another dim, or a
-            dim is not divisible by the number of heads.
     """
 
     def __init__(self, schema: Schema, config: BstSection, outputs: int = 1):
         super().__init__()
-        config.check(schema)
         target_of = config.targets(schema)
         self.others = [feature for feature in schema.sparse if feature not in target_of]
-        self.transformers = SequenceModules(target_of, lambda f: Transformer(get_embedding_dim(schema, f), config))
-        width = len(schema.dense) + sum(get_embedding_dim(schema, f) for f in self.others)
-        width += (config.max_length + 1) * sum(get_embedding_dim(schema, f) for f in target_of)
-        sizes = [width, *config.top_mlp]
-        self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, lambda _: nn.LeakyReLU())
+        self.transformers = SequenceModules(schema, target_of, lambda dim, _: Transformer(dim, config))
+        width = len(schema.dense) + sum(schema.get_feature_dim(f) for f in self.others)
+        width += (config.max_length + 1) * sum(schema.get_feature_dim(f) for f in target_of)
+        options = config.dropout, lambda _: nn.LeakyReLU()
+        self.top, self.logit = mlp_and_linear(width, config.top_mlp, outputs, *options)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""

@@ -98,8 +98,7 @@ def load_model(saved: Checkpoint, used: UsedRows, as_stored: Rounding | None = N
     config, schema = saved.config.model_copy(deep=True), saved.schema
     config.train.matmul = "fp32"
     tasks, cpu = resolve_tasks(config.tasks, schema), torch.device("cpu")
-    columns = count_logits(tasks)
-    model = build_recommender(config, schema, cpu, sum(columns.values()), needs_vectors(tasks), columns)
+    model = build_recommender(config, schema, cpu, count_logits(tasks), needs_vectors(tasks))
     for name, parameter in list(model.embeddings.named_parameters()):  # on device meta
         *path, table, _ = name.split(".")
         weight = torch.zeros(1, parameter.shape[1])

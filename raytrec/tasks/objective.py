@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import nn
@@ -160,8 +162,12 @@ class Objective:
             name = MODEL_LOSS_KEY if self._own_task is None else self.tasks[self._own_task].name
             add(name, self._model_loss(logits, batch, weights))
         if looked_up is not None and self.l2_factors:
-            lengths_B = self._half_squared_norms(looked_up)
-            add(MODEL_LOSS_KEY, rank_loss(lengths_B, batch.weights, batch.global_rows, self.world))
+            # Σ factor ÷ 2 · ‖vector‖² over the penalized vectors of each row.
+            squares = [
+                factor / 2 * looked_up[f].float().square().flatten(1).sum(1) for f, factor in self.l2_factors.items()
+            ]
+            norms_B = torch.stack(squares).sum(0)
+            add(MODEL_LOSS_KEY, rank_loss(norms_B, batch.weights, batch.global_rows, self.world))
         return parts
 
     def _count_examples(self, labels: torch.Tensor) -> torch.Tensor:
@@ -171,14 +177,6 @@ class Objective:
         """
         count = labels.new_full((), len(labels))
         return Peers(count.device, alone=self.world == 1).sum(count).clamp(min=1)
-
-    def _half_squared_norms(self, looked_up: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return Σ factor ÷ 2 · ‖vector‖² over the penalized vectors of each row, float32 [B]."""
-        of_features = (
-            factor / 2 * looked_up[feature].float().square().flatten(1).sum(1)
-            for feature, factor in self.l2_factors.items()
-        )
-        return torch.stack(list(of_features)).sum(0)
 
     def _model_loss(self, logits: torch.Tensor, batch: Batch, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return this rank's part of the model's own loss.
@@ -264,22 +262,13 @@ class Objective:
 
 def total(losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the sum of the losses returned by `Objective.losses`, on which a rank calls backward."""
-    first, *others = losses.values()
-    for part in others:
-        first = first + part
-    return first
+    return reduce(torch.add, losses.values())
 
 
 class ScoringObjective(Objective):
     """Objective for predictions without labels and losses. No method is a collective operation."""
 
-    def losses(
-        self,
-        logits: torch.Tensor,
-        batch: Batch,
-        looked_up: Mapping[str, torch.Tensor] | None = None,
-        log_temperatures: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor]:
+    def losses(self, logits: torch.Tensor, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
         """Return a loss of 0 for the first task, because there are no labels."""
         return {self.tasks[0].name: logits.new_zeros(())}
 

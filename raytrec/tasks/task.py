@@ -115,7 +115,9 @@ def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task
 
 def _resolve(section: TaskSection, schema: Schema, place: int, several: bool) -> Task:
     where = f"tasks[{place}]"
-    label = _label(section.label, schema, where)
+    label = schema.labels[0] if section.label is None else section.label
+    if label not in schema.labels:
+        raise make_unknown_word_error(f"the schema has no label '{label}'", label, schema.labels, f"{where}.label")
     task_loss = _loss(section, f"{where}.loss")
     check_options(section, task_loss, where)
     settings = section.model_dump(include={field.name for field in fields(Task)})
@@ -149,12 +151,6 @@ def _check_mask(task: Task, by_name: Mapping[str, Task], where: str) -> None:
                 do="set mask to a column without a task's name, or remove mask from one of the tasks",
             )
         chain.append(current.name)
-
-
-def _label(label: str | None, schema: Schema, where: str) -> str:
-    if label is not None and label not in schema.labels:
-        raise make_unknown_word_error(f"the schema has no label '{label}'", label, schema.labels, f"{where}.label")
-    return label or schema.labels[0]
 
 
 def _loss(section: TaskSection, where: str) -> Loss:

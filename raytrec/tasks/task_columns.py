@@ -43,21 +43,20 @@ def build_read_plan(
         slices: Columns whose values divide the rows of an evaluation into slices (eval.slices).
         retrieval: Section eval.retrieval, for a dataset whose rows contain right items; None: no items are ranked.
     """
-    ranked = (retrieval.right_column, *retrieval.seen) if retrieval else ()
-    key = "right_items" if retrieval and retrieval.right_items else "item"
-    named_by = {retrieval.right_column: f"eval.retrieval.{key}"} if retrieval else {}
-    seen_columns, keys = tuple(retrieval.seen) if retrieval else (), key_columns(tasks, slices)
+    right, seen = ((retrieval.right_column,), tuple(retrieval.seen)) if retrieval else ((), ())
+    right_key = "right_items" if retrieval and retrieval.right_items else "item"
+    keys = key_columns(tasks, slices)
     return ReadPlan(
         schema,
         tuple(transforms),
         task_rows(tasks),
         ReservedColumnSet(
-            columns=tuple(dict.fromkeys([*slices, *ranked])),
+            columns=tuple(dict.fromkeys([*slices, *right, *seen])),
             keys=keys,
-            groups=tuple(dict.fromkeys([*key_columns(tasks), *ranked])),
-            lists=seen_columns,
-            optional_lists=(retrieval.right_column,) if retrieval and retrieval.right_column not in keys else (),
-            named_by=named_by | dict.fromkeys(seen_columns, "eval.retrieval.seen"),
+            groups=tuple(dict.fromkeys([*key_columns(tasks), *right, *seen])),
+            lists=seen,
+            optional_lists=tuple(column for column in right if column not in keys),
+            named_by=dict.fromkeys(right, f"eval.retrieval.{right_key}") | dict.fromkeys(seen, "eval.retrieval.seen"),
         ),
         label_ranges(tasks, schema),
         whole_labels(tasks),

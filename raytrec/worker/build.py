@@ -152,9 +152,9 @@ def build_unsharded(
 ) -> LossModel:
     """Return the unsharded model and objective of a rank, with dense layers on `device` and tables on device meta."""
     task_objective = objective.of(config, schema, world)
-    columns, vectors = count_logits(task_objective.tasks), needs_vectors(task_objective.tasks)
-    recommender = build_recommender(config, schema, device, sum(columns.values()), vectors, columns)
-    add_temperatures(recommender.model, task_objective.tasks)
+    tasks = task_objective.tasks
+    recommender = build_recommender(config, schema, device, count_logits(tasks), needs_vectors(tasks))
+    add_temperatures(recommender.model, tasks)
     if world > 1:
         share_negatives_across_ranks(recommender.model, Peers(device))
     ranks_items = config.eval.retrieval is not None and objective is Objective

@@ -16,7 +16,6 @@ from raytrec.data.stream import Stream
 from raytrec.embeddings.optim import find_dense_average
 from raytrec.metrics.evaluation import SliceNames, TaskRows, choose_ranking_device
 from raytrec.metrics.full_ranking import FullRanking
-from raytrec.metrics.ranked import WeightedRows
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import ROWS, MetricSums
 from raytrec.tasks.outputs import StepOutputs
@@ -136,7 +135,7 @@ class HostRowCollector:
         *logits, labels, weights = (column.contiguous() for column in values[weighted].unbind(1))
         joined = logits[0] if len(logits) == 1 else torch.stack(logits, 1)
         column_keys = {} if keys is None else dict(zip(self._columns, keys.wait()[:, weighted], strict=True))
-        self._into.add(WeightedRows(joined, labels, weights, column_keys))
+        self._into.add(joined, labels, weights, column_keys)
 
 
 def can_shrink(step: Step) -> bool:

@@ -12,9 +12,9 @@ from time import time
 
 from torch.profiler import ProfilerAction, profile
 
+from raytrec.checks.live.agreement import NETWORK
 from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, CheckedRun, Outcome, Position
 from raytrec.checks.live.registry import LiveChecks, make_stop_error, select_enabled_checks
-from raytrec.checks.live.same_environment import NETWORK
 from raytrec.common import messages
 from raytrec.common.file_hashes import compute_code_hash
 from raytrec.common.machine import get_installed_versions

@@ -60,7 +60,7 @@ def train_with_checks(
 
     from raytrec.checkpoint.state import LogicalState
     from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, CheckedRun, Position
-    from raytrec.checks.live.registry import LiveChecks
+    from raytrec.checks.live.registry import LiveChecks, select_enabled_checks
     from raytrec.config.features import resolve_features
     from raytrec.config.tables import QCommsSection
     from raytrec.config.tasks import TaskSection
@@ -108,7 +108,7 @@ def train_with_checks(
             if fault and done == after:
                 undo = fault(scene)
             if (done + 1) % every == 0 and done < steps:
-                scene.taps.is_probing = scene.checks.probes
+                scene.taps.is_probing = "parity" in select_enabled_checks(settings)
                 scene.checks.prepare(scene.local[done])
         outcomes += scene.checks.evaluate(CHECKPOINT, Position(steps, None, rows))
         return [outcome.line() for outcome in outcomes]

@@ -1,7 +1,7 @@
 """Rows sorted by prediction, in one process."""
 
 from raytrec.common.collectives import Peers
-from raytrec.metrics.builtin.auc import AUC
+from raytrec.metrics.builtin.ranking import AUC
 from raytrec.metrics.ranked import RankedRows, Ties, is_binary
 
 

@@ -35,7 +35,8 @@ def schema(*features, dense=("age", "price"), dims=(DIM, DIM, DIM), **sparse):
 def make(name, of, outputs=1, *, vectors=False, tasks=None, **keys):
     """Return a model in training mode with random parameters, including those initialized to 0 or 1."""
     section = SECTIONS[name].model_validate({"name": name} | keys)
-    model = build_model(of, section, outputs, vectors, tasks)
+    tasks = {f"task_{place}": 1 for place in range(outputs)} if tasks is None else tasks
+    model = build_model(of, section, tasks, vectors)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
 from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, Outcome, Position, find_deviating_ranks, format_ranks
 from raytrec.checks.live.registry import check
-from raytrec.embeddings.tables import ShardedValues
 
 MAX_SHOWN_RANKS = 8  # maximum number of ranks whose counts are listed
 
@@ -54,13 +54,16 @@ class Conservation(Check):
         """
         counts, peers = self._counts(position), self.run.peers
         features = list(self.run.schema.sparse)
-        received = [counts.looked_up.get(feature, 0) for feature in features]
+        received = [counts.looked_up[feature] for feature in features]
         mismatches = counts.is_behind + sum(self._has_copy_mismatch(feature, counts) for feature in features)
         numbers = [*(counts.sent[feature] for feature in features), *received, counts.rows, mismatches]
         totals = peers.sum(torch.tensor(numbers)).tolist()
         sent, received, (rows, mismatches) = totals[: len(features)], totals[len(features) : -2], totals[-2:]
-        pairs = zip(features, sent, received, strict=True)
-        lost = [feature for feature, *ids in pairs if self._has_lost_ids(feature, *ids)]
+        lost = [
+            feature
+            for feature, ids_sent, ids_received in zip(features, sent, received, strict=True)
+            if (parts := self._count_lookups(feature)) and ids_received != ids_sent * parts
+        ]
         is_consistent = not mismatches and not lost and position.expected_rows in (None, rows)
         problems: list[str] = []
         if not (peers.is_same_on_all((position.step, position.expected_rows)) and is_consistent):
@@ -70,41 +73,39 @@ class Conservation(Check):
 
     def _counts(self, position: Position) -> IdCounts:
         taps = self.run.taps
-        looked_up: dict[str, int] = {}
+        looked_up = Counter()
         for lookup in taps.lookups:
             for feature, count in zip(lookup.features, lookup.received.tolist(), strict=True):
-                looked_up[feature] = looked_up.get(feature, 0) + count
+                looked_up[feature] += count
         sent = dict(zip(taps.features, taps.sent.tolist(), strict=True))
         return IdCounts(position.step, position.batch_step, sent, looked_up, int(taps.rows))
 
     def _has_copy_mismatch(self, feature: str, counts: IdCounts) -> bool:
         """Return True if a rank looked up too many or too few ids in its copy of a replicated table."""
-        return self._collect_weight(feature).replicated and counts.looked_up.get(feature, 0) != counts.sent[feature]
+        return not self._count_lookups(feature) and counts.looked_up[feature] != counts.sent[feature]
 
-    def _has_lost_ids(self, feature: str, sent: int, received: int) -> bool:
-        """Return True if the ids of a sharded table were not each looked up exactly once per column shard."""
-        weight = self._collect_weight(feature)
-        return not weight.replicated and received != sent * self._count_row_parts(feature)
-
-    def _count_row_parts(self, feature: str) -> int:
-        return len({shard.columns.start for shard in self._collect_weight(feature).shards if len(shard.rows)})
-
-    def _collect_weight(self, feature: str) -> ShardedValues:
-        return self.run.tables[self.run.schema.sparse[feature].table].weight
+    def _count_lookups(self, feature: str) -> int:
+        """Return the number of column shards, in each of which an id is looked up once; 0 for replicated tables."""
+        weight = self.run.tables[self.run.schema.sparse[feature].table].weight
+        return 0 if weight.replicated else len({shard.columns.start for shard in weight.shards if len(shard.rows)})
 
     def _problems(self, of_ranks: list[IdCounts], lost: list[str], expected_rows: int | None) -> list[str]:
-        problems = [*_describe_step_mismatches(of_ranks), *_describe_row_mismatches(of_ranks, expected_rows)]
+        problems, rows = _describe_step_mismatches(of_ranks), [counts.rows for counts in of_ranks]
+        if expected_rows not in (None, sum(rows)):
+            listed = ", ".join(f"{part:,}" for part in rows[:MAX_SHOWN_RANKS])
+            expected = f"the batches have {expected_rows:,} rows"
+            problems.append(f"{expected}, but {sum(rows):,} were trained (by rank: {listed})")
         for feature, spec in self.run.schema.sparse.items():
             where = f"table {spec.table}, feature {feature}"
             problems += [
-                f"{where}: rank {rank} looked up {counts.looked_up.get(feature, 0):,} ids, but its batches "
+                f"{where}: rank {rank} looked up {counts.looked_up[feature]:,} ids, but its batches "
                 f"contain {counts.sent[feature]:,}"
                 for rank, counts in enumerate(of_ranks)
                 if self._has_copy_mismatch(feature, counts)
             ]
             if feature in lost:
-                received = [counts.looked_up.get(feature, 0) for counts in of_ranks]
-                sent = sum(counts.sent[feature] for counts in of_ranks) * self._count_row_parts(feature)
+                received = [counts.looked_up[feature] for counts in of_ranks]
+                sent = sum(counts.sent[feature] for counts in of_ranks) * self._count_lookups(feature)
                 listed = ", ".join(f"{ids:,}" for ids in received[:MAX_SHOWN_RANKS])
                 problems.append(f"{where}: {sent:,} ids were sent, but {sum(received):,} received (by rank: {listed})")
         return problems
@@ -120,11 +121,3 @@ def _describe_step_mismatches(of_ranks: list[IdCounts]) -> list[str]:
         if counts.is_behind:
             problems.append(f"rank {rank} trained the batch of step {counts.batch_step} at step {counts.step - 1}")
     return problems
-
-
-def _describe_row_mismatches(of_ranks: list[IdCounts], expected: int | None) -> list[str]:
-    rows = [counts.rows for counts in of_ranks]
-    if expected in (None, sum(rows)):
-        return []
-    listed = ", ".join(f"{part:,}" for part in rows[:MAX_SHOWN_RANKS])
-    return [f"the batches have {expected:,} rows, but {sum(rows):,} were trained (by rank: {listed})"]

@@ -64,25 +64,19 @@ def flatten_vectors(values: torch.Tensor) -> torch.Tensor:
 
 
 def select_bags(
-    key: KeyLookups,
-    first: torch.Tensor,
-    mean: bool,
-    device: torch.device,
-    longest: bool = True,
-    sequence: int | None = None,
+    key: KeyLookups, first: torch.Tensor, mean: bool, device: torch.device, sequence: int | None = None
 ) -> Bags:
-    """Select the bags numbered `first` and the longest bag; bags of more than `LONGEST_BAG` ids are ignored.
+    """Select bags and the longest bag; bags of more than `LONGEST_BAG` ids are ignored.
 
     Args:
         key: Ids and bags of the feature.
-        first: Row numbers of the bags to select, int64 [n].
+        first: Row numbers of the bags to select, int64 [n]; if there are none, no bag is selected.
         mean: True if the feature is mean-pooled.
         device: Device of the result.
-        longest: True to add the longest bag.
         sequence: Maximum number of ids if the feature is read id by id; None if bags are pooled.
     """
     short = key.lengths.masked_fill(key.lengths > LONGEST_BAG, 0)
-    at = torch.cat([first, short.argmax().view(1)]) if longest else first
+    at = torch.cat([first, short.argmax().view(1)]) if len(first) else first
     at = at[key.lengths[at] <= LONGEST_BAG]
     lengths = key.lengths[at]
     starts = (key.lengths.cumsum(0) - key.lengths)[at] - (lengths.cumsum(0) - lengths)

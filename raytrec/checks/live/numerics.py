@@ -1,4 +1,4 @@
-"""numerics: gradients are finite, no magnitude explodes, and predicted rates match actual rates."""
+"""finite and numerics: weights, state and gradients are finite, and no magnitude or predicted rate is unusual."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from statistics import median
 
 import torch
 
-from raytrec.checks.live.finite import compute_max_magnitudes, sample_weights
 from raytrec.checks.live.outcome import Check, Outcome, Position, group_by_rarity, read_flat_values
 from raytrec.checks.live.registry import check
+from raytrec.embeddings.tables import Shard
+from raytrec.embeddings.taps import Lookup
 
+SAMPLED_ROWS_PER_SHARD = 4096  # maximum number of rows checked per shard, and per feature of a probed step
 MAX_GROWTH = 100.0  # largest accepted ratio of a magnitude to its median over earlier evaluations
 WARMUP_EVALUATIONS = 3  # evaluations before growth is judged
 HISTORY = 100  # evaluations over which the median is taken
@@ -23,6 +25,51 @@ RATIO_BOUNDS = 0.75, 1.33  # predicted ÷ actual
 MAX_SIGMAS = 6.0  # standard deviations of a ratio of rates, each about 1 ÷ √n for n positives
 MIN_RATIO_STEP = 200  # first step at which rates are compared
 DENSE = "dense layers'"
+
+
+@check("finite")
+class Finite(Check):
+    """Check that no weight or optimizer state is NaN or infinite.
+
+    Every evaluation reads all dense layers, and a different part of each shard of a table. Every value is
+    checked before a checkpoint is saved (`checkpoint.save`).
+    """
+
+    do = (
+        "lower optim.dense.lr or optim.embeddings.lr, set train.max_grad_norm, or check the data of the last "
+        "steps; restart with the weights of the last checkpoint: "
+        "raytrec train --warm-start RUN optim.embeddings.lr=LOWER"
+    )
+
+    _turn = 0  # number of earlier evaluations
+
+    def evaluate(self, position: Position, probed: bool) -> Outcome:
+        """Return the outcome, which names the tensors with values that are not finite.
+
+        This is a collective operation: every rank must call it.
+        """
+        peers = self.run.peers
+        nonfinite = [name for name, size in self.sizes(probed).items() if not isfinite(size)]
+        on_ranks = group_by_rarity(peers.objects(nonfinite)) if peers.max_number(bool(nonfinite)) else []
+        problems = [f"{name}: a value is NaN or infinite on {where}" for name, where in on_ranks]
+        return self.outcome(position.step, problems, "all weights and optimizer state are finite", len(problems), 0)
+
+    @torch.no_grad()
+    def sizes(self, probed: bool) -> dict[str, float]:
+        """Return max |value| by name for this rank's dense layers and a sample of the rows of its table shards.
+
+        Optimizer state is included. The maximum is NaN if a value is not finite.
+        """
+        weights = sample_weights(self.run, self._turn, probed)
+        state = [
+            (f"table {table.name}'s {kind}", sample(shard, self._turn))
+            for table in self.run.tables.values()
+            for kind, parts in table.state.items()
+            for shard in parts.local
+        ]
+        state += [(name, value) for name, value in self.run.dense.items() if not name.endswith("/value")]
+        self._turn += 1
+        return compute_max_magnitudes([*weights, *state])
 
 
 @dataclass(frozen=True)
@@ -52,9 +99,10 @@ class Numerics(Check):
         "steps; resume from the last checkpoint: raytrec train --resume RUN"
     )
 
+    _turn = 0  # number of earlier evaluations
+
     def __init__(self, run):
         super().__init__(run)
-        self._turn = 0
         self._earlier: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
@@ -91,8 +139,9 @@ class Numerics(Check):
             )
         for name in exploded:
             size, rank = max((sizes.values[name], rank) for rank, sizes in enumerate(by_rank))
-            ratio = f"{growths[name]:,.0f} × its usual value"
-            problems.append(f"{name}: max |value| is {size:.3g} (on rank {rank}), {ratio}")
+            problems.append(
+                f"{name}: max |value| is {size:.3g} (on rank {rank}), {growths[name]:,.0f} × its usual value"
+            )
         problems += _describe_drift(local_sizes.ratios) if step >= MIN_RATIO_STEP else ()
         summary = "all gradients are finite, and no magnitude is unusually large"
         return self.outcome(step, problems, summary, max([growth, *growths.values()]), MAX_GROWTH)
@@ -149,9 +198,8 @@ class Numerics(Check):
         for lookup in self.run.taps.lookups:
             terms += [(f"table {t.name}", part.square().sum()) for t, _, part in lookup.gradients()]
         totals: dict[str, float] = defaultdict(float)
-        if terms:
-            for (name, _), (value,) in zip(terms, read_flat_values([v for _, v in terms]), strict=True):
-                totals[name] += value
+        for (name, _), (value,) in zip(terms, read_flat_values([v for _, v in terms]), strict=True):
+            totals[name] += value
         return dict(totals)
 
 
@@ -168,3 +216,52 @@ def _describe_drift(ratios: dict[str, tuple[float | None, float | None]]) -> Ite
             task = key.rpartition(".")[0]
             of_task = f" of {task}" if task else ""
             yield f"predicted ÷ actual rate{of_task} is {ratio:.3g} over {positives:,.0f} positives"
+
+
+def sample_weights(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor]]:
+    """Return pairs (name, values) of the dense layers, and of some rows of this rank's shards.
+
+    The rows differ from turn to turn. After a probed step, some of the rows that the step looked up are added.
+    Buffers that contain infinity by design are omitted.
+    """
+    looked_up = _sample_looked_up_rows(run.taps.lookups) if probed else {}
+    named = []
+    for table in run.tables.values():
+        for shard in (s for s in table.weight.local if len(s.rows)):
+            parts = [sample(shard, turn), *map(shard.read, looked_up.get(table.name, ()))]
+            named += [(f"table {table.name}", part) for part in parts]
+    values = {n: value for n, value in run.dense.items() if n.endswith("/value") and n not in run.unbounded}
+    return [*named, *values.items()]
+
+
+def sample(shard: Shard, turn: int) -> torch.Tensor:
+    """Return at most `SAMPLED_ROWS_PER_SHARD` rows of a shard; successive turns cover all rows."""
+    stride = max(1, -(-len(shard.rows) // SAMPLED_ROWS_PER_SHARD))
+    return shard.read(slice(turn % stride, None, stride))
+
+
+def compute_max_magnitudes(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
+    """Return max |value| by name; NaN if a value is NaN or infinite.
+
+    Tensors with the same name are combined. Tensors that are empty or not floating-point are omitted.
+    """
+    floats = [(name, t) for name, t in tensors if t.numel() and t.is_floating_point()]
+    # On a CPU, aminmax is many times faster than torch.linalg.vector_norm(t, inf), and also propagates NaN.
+    sizes = read_flat_values([torch.stack(t.aminmax()).float().abs().amax() for _, t in floats])
+    magnitudes: dict[str, float] = {}
+    for (name, _), (size,) in zip(floats, sizes, strict=True):
+        previous = magnitudes.get(name, 0.0)
+        magnitudes[name] = max(size, previous) if isfinite(size + previous) else float("nan")
+    return magnitudes
+
+
+def _sample_looked_up_rows(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
+    """Return a sample, for each feature, of the rows of this rank's shards that the probed step looked up, by table."""
+    rows: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for lookup in lookups:
+        if lookup.ids is None:
+            continue
+        sizes = lookup.ids.lengths().view(len(lookup.tables), -1).sum(1).tolist()
+        for table, ids_of_key in zip(lookup.tables, lookup.ids.values().split(sizes), strict=True):
+            rows[table].append(ids_of_key[:: max(1, -(-len(ids_of_key) // SAMPLED_ROWS_PER_SHARD))])
+    return rows

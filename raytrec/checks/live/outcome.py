@@ -91,13 +91,11 @@ class Check:
         name: Name in the configuration (`checks.NAME`: off, warn or stop) and in records.
         moments: Moments of evaluation: START, STEP (after a probed step) and CHECKPOINT (before a checkpoint
             is written).
-        probes: True if the check requires probed steps (embeddings.taps).
         do: Advice for the user after a failure.
     """
 
     name: ClassVar[str] = ""
     moments: ClassVar[frozenset[str]] = frozenset({START, STEP, CHECKPOINT})
-    probes: ClassVar[bool] = False
     do: ClassVar[str] = "see the failed outcome in checks.jsonl of the run folder"
 
     def __init__(self, run: CheckedRun):

@@ -18,15 +18,9 @@ from raytrec.checks.live.keys import Bags, compute_bag_factors, compute_slots, f
 from raytrec.checks.live.outcome import STEP, Check, CheckedRun, Outcome, Position
 from raytrec.checks.live.registry import check
 from raytrec.compat.torchrec_ import get_shard_origin
-from raytrec.config.tables import QCommsSection
 from raytrec.data.batch import Batch
+from raytrec.embeddings import sharding
 from raytrec.embeddings.hashing import compute_initial_values
-from raytrec.embeddings.sharding import (
-    Rounding,
-    bound_backward_rounding,
-    bound_forward_rounding,
-    choose_gradient_factor,
-)
 from raytrec.embeddings.taps import KeyLookups, add_row_gradients, iterate_keys, match_ids, split_bags
 
 COMPARED_BAGS = 4  # compared bags per feature and rank, in addition to the longest bag
@@ -47,7 +41,6 @@ class Parity(Check):
     """
 
     moments = frozenset({STEP})
-    probes = True
     do = (
         "resume from the last checkpoint: raytrec train --resume RUN; run raytrec check CONFIG to see "
         "whether this plan is wrong from the start, for example with another version of torchrec or fbgemm"
@@ -125,12 +118,11 @@ class Parity(Check):
     def _reset_new_rows(self, values: dict[str, torch.Tensor], batch: Batch) -> None:
         """Set the values of rows that the batch assigns to new ids to the initial values of these ids."""
         for name, (rows, ids, _) in (batch.new_rows or {}).items():
-            compared, table = self._rows[name], self.run.tables[name]
-            positions = torch.searchsorted(compared, rows)
-            matches = compared[positions.clamp(max=len(compared) - 1)] == rows if len(compared) else rows < 0
-            columns = range(table.shape[1])
-            initial = compute_initial_values(self.run.config.run.seed, name, ids[matches], columns, table.shape[0])
-            values[name][positions[matches]] = initial.to(table.dtype).float()
+            compared, table, seed = self._rows[name], self.run.tables[name], self.run.config.run.seed
+            if len(compared):
+                hits, places = match_ids(compared, rows)
+                initial = compute_initial_values(seed, name, ids[hits], range(table.shape[1]), table.shape[0])
+                values[name][places] = initial.to(table.dtype).float()
 
     def _bags(self, batch: Batch) -> dict[str, Bags]:
         """Return a few bags of each feature: the bags of the first rows with a weight above 0, and the longest bag.
@@ -147,7 +139,6 @@ class Parity(Check):
                 first[first < len(key.lengths)],
                 self.run.features.is_mean(feature),
                 self.run.device,
-                is_turn and len(key.lengths) > 0,
                 self.run.features.sequences.get(feature),
             )
             for feature, key in self._keys(batch)
@@ -244,20 +235,16 @@ class Parity(Check):
                 add_row_gradients(part, rows[shard.name] - row, key, grad_BC)
 
 
-def _bound_roundings(run: CheckedRun) -> tuple[dict[str, Rounding], dict[str, Rounding]]:
+def _bound_roundings(run: CheckedRun) -> tuple[dict[str, sharding.Rounding], ...]:
     """Return two mappings from table to the bound on the rounding by plan.qcomms: for embeddings, and for gradients."""
-    qcomms = run.config.plan.qcomms
-    forward = dict.fromkeys(run.tables, Rounding(0.0, 0.0))
-    backward = dict(forward)
-    if qcomms == QCommsSection():
-        return forward, backward
-    world = dist.get_world_size()
-    factor = choose_gradient_factor(run.config, world)
+    qcomms, world = run.config.plan.qcomms, dist.get_world_size()
+    factor = sharding.choose_gradient_factor(run.config, world)
+    forward, backward = {}, {}
     for name, table in run.tables.items():
         row_parts = sum(shard.columns.start == 0 for shard in table.weight.shards)
         layout = table.sharding, world, row_parts, name in run.features.tables_by_id
-        forward[name] = bound_forward_rounding(qcomms.forward_precision, *layout)
-        backward[name] = bound_backward_rounding(qcomms.backward_precision, *layout, factor)
+        forward[name] = sharding.bound_forward_rounding(qcomms.forward_precision, *layout)
+        backward[name] = sharding.bound_backward_rounding(qcomms.backward_precision, *layout, factor)
     return forward, backward
 
 

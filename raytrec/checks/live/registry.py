@@ -14,7 +14,7 @@ checks as follows:
 
     checks = LiveChecks(CheckedRun(config, schema, state.tables, state.dense, taps, device))
     outcomes = checks.evaluate(START, Position(0, about={"config": …, "versions": …}))
-    taps.probing = checks.probes
+    taps.is_probing = True
     checks.prepare(next_batch)
     …                                         # the step
     outcomes = checks.evaluate(STEP, Position(step, batch_step, expected_rows, figures))
@@ -114,15 +114,11 @@ class LiveChecks:
 
     Args:
         run: Run to check.
-
-    Attributes:
-        probes: True if any of the checks requires probed steps.
     """
 
     def __init__(self, run: CheckedRun):
         self._peers = run.peers
         self._checks = [c.check(run) for c in select_enabled_checks(run.config).values() if c.check.applies(run)]
-        self.probes = any(check.probes for check in self._checks)
 
     def __len__(self) -> int:
         return len(self._checks)

@@ -1,4 +1,4 @@
-"""shards: every value of a table and its optimizer state is on exactly one rank, or on every rank."""
+"""shards and managed_ids: every value of a table is on exactly one rank, or on all, and every id has its own row."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import hashlib
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
-from raytrec.checks.live.outcome import Check, Outcome, Position, find_deviating_ranks, format_ranks
+from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, Outcome, Position, find_deviating_ranks, format_ranks
 from raytrec.checks.live.registry import check
+from raytrec.embeddings.managed.row_map import describe_audit_errors, is_one_to_one
 from raytrec.embeddings.tables import Shard, ShardedValues
 
 
@@ -42,6 +44,47 @@ class Shards(Check):
         problems = [] if is_consistent else _find_problems(peers.objects(local_maps))
         summary = f"all rows of {len(self.run.tables)} tables and their state exist exactly once"
         return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)
+
+
+@check("managed_ids")
+class ManagedIdsCheck(Check):
+    """Check that ids and rows are mapped one to one.
+
+    The number of ids over all ranks, and the sum of their rows' hashes, are compared with the expected values.
+    """
+
+    moments = frozenset({STEP, CHECKPOINT})
+    do = (
+        "resume from the last checkpoint: raytrec train --resume RUN; if the check fails again, report it "
+        "with checks.jsonl of the run folder"
+    )
+
+    @classmethod
+    def applies(cls, run) -> bool:
+        """Return True if the run has tables with managed ids."""
+        return bool(run.maps)
+
+    def evaluate(self, position: Position, probed: bool) -> Outcome:
+        """Return the outcome, which names the problems of each table's map.
+
+        This is a collective operation: every rank must call it.
+        """
+        peers, maps = self.run.peers, self.run.maps
+        local_audits = {table: part.audit() for table, part in maps.items()}
+        totals = peers.sum(torch.tensor([audit.numbers for audit in local_audits.values()])).tolist()
+        parts = zip(local_audits.values(), totals, maps.values(), strict=True)
+        is_consistent = all(is_one_to_one(audit, total, part.capacity) for audit, total, part in parts)
+        violations: list[str] = []
+        if not (peers.is_same_on_all([audit.free for audit in local_audits.values()]) and is_consistent):
+            audits = peers.objects(local_audits)
+            violations = [
+                f"table {table}: {problem}"
+                for table, part in maps.items()
+                for problem in describe_audit_errors([rank_audits[table] for rank_audits in audits], part.capacity)
+            ]
+        ids = sum(ids for _, ids, _ in totals)
+        summary = f"each of {ids:,} managed ids has its own row"
+        return self.outcome(position.step, violations, summary, float(len(violations)), 0.0)
 
 
 def _find_problems(maps_by_rank: list[dict[str, tuple[str, list[str]]]]) -> list[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from types import MappingProxyType
+from itertools import pairwise
 
 import torch
 from torch.nn.functional import pad
@@ -55,24 +54,6 @@ class GlobalBatch:
         weights, keys = (None if x is None else x[rows] for x in (self.weights, self.keys))
         return GlobalBatch(self.dense[rows], self.labels[rows], bags, weights, keys, side_features)
 
-    @classmethod
-    def join(cls, batches: list[GlobalBatch]) -> GlobalBatch:
-        """Concatenate the rows of batches in order."""
-        starts = list(accumulate(map(len, batches), initial=0))
-        bags = {}
-        for feature in batches[0].bags:
-            ids, bag, weights = zip(*(batch.bags[feature] for batch in batches), strict=True)
-            shifted = [rows + start for rows, start in zip(bag, starts, strict=False)]
-            bags[feature] = torch.cat(ids), torch.cat(shifted), torch.cat(weights)
-        dense, labels, weights, keys = (
-            None if parts[0] is None else torch.cat(parts)
-            for parts in zip(*((b.dense, b.labels, b.weights, b.keys) for b in batches), strict=True)
-        )
-        side_features = {
-            feature: torch.cat([b.side_features[feature] for b in batches]) for feature in batches[0].side_features
-        }
-        return cls(dense, labels, bags, weights, keys, side_features)
-
 
 def make_random_batches(
     schema: Schema,
@@ -80,7 +61,7 @@ def make_random_batches(
     count: int,
     seed: int,
     tasks: Sequence[Task] = (),
-    lengths: Mapping[str, int] = MappingProxyType({}),
+    lengths: Mapping[str, int] | None = None,
 ) -> list[GlobalBatch]:
     """Return `count` random batches of `rows` rows each.
 
@@ -98,6 +79,7 @@ def make_random_batches(
             group has a few rows.
         lengths: Feature → number of ids in each of its bags, for features whose bags have a fixed length.
     """
+    lengths = lengths or {}
     ranges, classes = label_ranges(tasks, schema), whole_labels(tasks)
     bounds_L = [ranges[label] or (0.0, 1.0) for label in schema.labels]
     low_L, high_L = torch.tensor(bounds_L).T.nan_to_num(posinf=MAX_UNBOUNDED_LABEL, neginf=-MAX_UNBOUNDED_LABEL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import isnan
 from typing import Any
 
@@ -67,8 +68,7 @@ class Finding:
 
     def record(self) -> dict:
         """Return the finding, and whether it passed, as JSON values; NaN and infinity become None."""
-        values = asdict(self) | {"passed": self.error <= self.limit}
-        return null_nonfinite(values)
+        return null_nonfinite(asdict(self) | {"passed": self.error <= self.limit})
 
 
 def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunConfig, Schema]:
@@ -131,10 +131,7 @@ def compare(
     bounds = compute_row_bounds(rows, dist.get_world_size(), balance)
     tasks = resolve_tasks(config.tasks, schema)
     choices = [make_random_batches(schema, rows, CANDIDATES, seed * steps + step, tasks) for step in range(steps)]
-
-    def shard(config: RunConfig) -> ShardedRun:
-        return ShardedRun(build, config, schema, device, bounds)
-
+    shard = partial(ShardedRun, build, schema=schema, device=device, bounds=bounds)
     return _compare_gradient(shard, config, choices[0]) + _compare_steps(shard, config, choices)
 
 
@@ -145,7 +142,7 @@ def _choose_smooth_batch(single: Reference | None, choices: list[GlobalBatch]) -
     """
     best = [0]
     if single:
-        margins = reference.measure_kink_margins(single, choices)
+        margins = [reference.measure_kink_margin(single, batch) for batch in choices]
         best[0] = margins.index(max(margins))
     dist.broadcast_object_list(best)
     return choices[best[0]]

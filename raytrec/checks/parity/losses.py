@@ -45,54 +45,35 @@ def compute_loss(
         if task.loss.learns_temperature:
             scores = outputs.shape[1] // 2 if task.loss.reads_vectors else outputs.shape[1]
             outputs = torch.cat([outputs[:, :scores] / next(temperatures), outputs[:, scores:]], 1)
-        labels, weights = batch.labels[:, task.column], _select_weights(batch, index)
-        group_column = getattr(task.loss, "by", None)
-        keys = _select_keys(batch, tasks, getattr(task, group_column) if group_column else None)
-        counts = _select_keys(batch, tasks, task.item_frequency)
-        losses = _compute_row_losses(task.loss, outputs, labels, weights, keys, counts)
+        labels = batch.labels[:, task.column]
+        weights = labels.new_ones(len(batch)) if batch.weights is None else batch.weights[:, index]
+        if task.loss.from_model:
+            losses = columns[:, task_columns] * labels
+        else:
+            group_column = getattr(task.loss, "by", None)
+            keys = _select_keys(batch, tasks, getattr(task, group_column) if group_column else None)
+            counts = _select_keys(batch, tasks, task.item_frequency)
+            losses = _compute_row_losses(task.loss, Rows(outputs, labels, weights, keys, counts))
         losses = losses * weights * torch.where(labels == 1, task.positive_weight, 1.0)
         total = total + task.weight * losses.sum() / len(batch)
-    return total + _compute_model_loss(tasks, columns[:, first], batch) if own_loss else total
+    if own_loss and not any(task.loss.from_model for task in tasks):
+        total = total + columns[:, task_columns].sum() / len(batch)
+    return total
 
 
-def _compute_model_loss(tasks: Sequence[Task], losses: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
-    """Return the contribution of the model's own loss to the global loss.
-
-    Args:
-        tasks: Tasks of the run.
-        losses: Column of the model's output that contains its loss, [B].
-        batch: The global batch.
-    """
-    model_tasks = [(index, task) for index, task in enumerate(tasks) if task.loss.from_model]
-    if not model_tasks:
-        return losses.sum() / len(batch)
-    ((index, task),) = model_tasks
-    labels, weights = batch.labels[:, task.column], _select_weights(batch, index)
-    losses = losses * labels * weights * torch.where(labels == 1, task.positive_weight, 1.0)
-    return task.weight * losses.sum() / len(batch)
-
-
-def _select_weights(rows: GlobalBatch, place: int) -> torch.Tensor:
-    return rows.labels.new_ones(len(rows)) if rows.weights is None else rows.weights[:, place]
-
-
-def _select_keys(rows: GlobalBatch, tasks: Sequence[Task], column: str | None) -> torch.Tensor | None:
-    if column is None or rows.keys is None:
+def _select_keys(batch: GlobalBatch, tasks: Sequence[Task], column: str | None) -> torch.Tensor | None:
+    if column is None or batch.keys is None:
         return None
-    return rows.keys[:, key_columns(tasks).index(column)]
+    return batch.keys[:, key_columns(tasks).index(column)]
 
 
-def _compute_row_losses(
-    loss_fn: Loss, logits: torch.Tensor, labels: torch.Tensor, weights, keys, counts
-) -> torch.Tensor:
-    """Return the loss of each row, [n], from logits [n, columns of the task]."""
+def _compute_row_losses(loss_fn: Loss, rows: Rows) -> torch.Tensor:
+    """Return the loss of each row, [n]; logits are [n, columns of the task]."""
     key = next((key for key, kind in loss.parts.items() if kind is type(loss_fn)), None)
     if key in ROW_LOSSES:
-        return ROW_LOSSES[key](loss_fn, logits if key == "cross_entropy" else logits.squeeze(1), labels)
+        return ROW_LOSSES[key](loss_fn, rows.logits if key == "cross_entropy" else rows.logits.squeeze(1), rows.labels)
     if key in BATCH_LOSSES:
-        return torch.stack(
-            [BATCH_LOSSES[key](loss_fn, logits, labels, weights, keys, counts, i) for i in range(len(labels))]
-        )
+        return torch.stack([BATCH_LOSSES[key](loss_fn, rows, i) for i in range(len(rows.labels))])
     if key:
         raise RunError(
             f"loss {key} has no reference definition for the parity check",
@@ -100,10 +81,10 @@ def _compute_row_losses(
             expected="a function in plain torch for each loss of raytrec/tasks/losses",
             do=f"add '{key}' to BATCH_LOSSES if the loss compares rows, otherwise to ROW_LOSSES",
         )
-    logits = logits.squeeze(1)
+    rows = rows._replace(logits=rows.logits.squeeze(1))
     if isinstance(loss_fn, BatchLoss):
-        return loss_fn.of_batch(Rows(logits, labels, weights, keys, counts), slice(0, len(labels)))
-    return loss_fn.of_rows(logits, labels)
+        return loss_fn.of_batch(rows, slice(0, len(rows.labels)))
+    return loss_fn.of_rows(rows.logits, rows.labels)
 
 
 def _focal(loss_fn: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -114,34 +95,36 @@ def _focal(loss_fn: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     return -terms.to(logits.dtype)
 
 
-def _bpr(_: Any, logits: torch.Tensor, labels: torch.Tensor, weights, keys, counts, i: int) -> torch.Tensor:
-    lower = (labels < labels[i]) & (weights > 0)
-    if keys is not None:
-        lower &= keys == keys[i]
+def _bpr(_: Any, rows: Rows, i: int) -> torch.Tensor:
+    lower = (rows.labels < rows.labels[i]) & (rows.weights > 0)
+    if rows.keys is not None:
+        lower &= rows.keys == rows.keys[i]
     if not lower.any():
-        return logits.sum() * 0
-    differences = logits[i, 0] - logits[lower, 0]
+        return rows.logits.sum() * 0
+    differences = rows.logits[i, 0] - rows.logits[lower, 0]
     pair_losses = nn.BCEWithLogitsLoss(reduction="none")(differences, torch.ones_like(differences))
-    return (pair_losses * weights[lower]).sum() / weights[lower].sum()
+    return (pair_losses * rows.weights[lower]).sum() / rows.weights[lower].sum()
 
 
-def _in_batch_softmax(loss_fn: Any, pairs: torch.Tensor, labels: torch.Tensor, weights, keys, counts, i: int):
-    query, item = pairs[i, : pairs.shape[1] // 2], pairs[:, pairs.shape[1] // 2 :]
-    scores = item @ query / loss_fn.temperature
-    if counts is not None:
-        scores = scores - torch.tensor([max(int(n), 1) for n in counts]).log()
-    return _cross_entropy(scores, labels, weights > 0 if keys is None else (weights > 0) & (keys != keys[i]), i)
+def _in_batch_softmax(loss_fn: Any, rows: Rows, i: int) -> torch.Tensor:
+    queries, items = rows.logits.chunk(2, dim=1)
+    scores = items @ queries[i] / loss_fn.temperature
+    if rows.counts is not None:
+        scores = scores - torch.tensor([max(int(n), 1) for n in rows.counts]).log()
+    return _cross_entropy(scores, rows, True if rows.keys is None else rows.keys != rows.keys[i], i)
 
 
-def _listwise_softmax(loss_fn: Any, logits: torch.Tensor, labels: torch.Tensor, weights, keys, counts, i: int):
-    scores = logits[:, 0] / loss_fn.temperature
-    return _cross_entropy(scores, labels, weights > 0 if keys is None else (weights > 0) & (keys == keys[i]), i)
+def _listwise_softmax(loss_fn: Any, rows: Rows, i: int) -> torch.Tensor:
+    scores = rows.logits[:, 0] / loss_fn.temperature
+    return _cross_entropy(scores, rows, True if rows.keys is None else rows.keys == rows.keys[i], i)
 
 
-def _cross_entropy(scores: torch.Tensor, labels: torch.Tensor, is_candidate: torch.Tensor, i: int) -> torch.Tensor:
+def _cross_entropy(scores: torch.Tensor, rows: Rows, is_compared: torch.Tensor | bool, i: int) -> torch.Tensor:
+    """Return the loss of row i, whose score is compared with those of rows with a weight > 0."""
+    is_candidate = (rows.weights > 0) & is_compared
     is_candidate[i] = True
-    candidates = is_candidate.nonzero().squeeze(1)
-    return labels[i] * nn.CrossEntropyLoss()(scores[candidates].unsqueeze(0), (candidates == i).nonzero().squeeze(1))
+    candidates, label = is_candidate.nonzero().squeeze(1), rows.labels[i]
+    return label * nn.CrossEntropyLoss()(scores[candidates].unsqueeze(0), (candidates == i).nonzero().squeeze(1))
 
 
 ROW_LOSSES: dict[str, Callable] = {
@@ -151,7 +134,6 @@ ROW_LOSSES: dict[str, Callable] = {
     "poisson": lambda _, x, y: nn.PoissonNLLLoss(reduction="none")(x, y),
     "cross_entropy": lambda _, x, y: nn.CrossEntropyLoss(reduction="none")(x, y.long()),
     "focal": _focal,
-    "from_model": lambda _, x, y: torch.zeros_like(x),  # _compute_model_loss adds the model's own loss
 }
 BATCH_LOSSES: dict[str, Callable] = {
     "bpr": _bpr,

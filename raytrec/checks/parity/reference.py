@@ -29,7 +29,7 @@ class Reference(nn.Module):
     """Tables and a dense model in one process.
 
     fp16 tables are stored and updated in fp32. After every step, `train` rounds the tables to the nearest values of
-    their dtypes (`round_tables`).
+    their dtypes.
 
     Args:
         schema: Schema, which defines features, their pooling and their tables.
@@ -67,8 +67,9 @@ class Reference(nn.Module):
             ids, bag, weights = batch.bags[feature]
             vectors = self.tables[spec.table][ids].float() * weights.unsqueeze(1)
             if feature in self.sequences:
-                side_features, length = batch.side_features.get(feature), self.sequences[feature]
-                embeddings[feature] = self._sequence(vectors, bag, len(batch), length, side_features)
+                sides = batch.side_features.get(feature)
+                parts = vectors, torch.ones_like(ids, dtype=torch.bool), sides
+                embeddings[feature] = Sequence(*(None if x is None else self._pad(feature, batch, x) for x in parts))
                 continue
             sums = vectors.new_zeros(len(batch), vectors.shape[1]).index_add(0, bag, vectors)
             if spec.pooling != "sum":
@@ -77,43 +78,25 @@ class Reference(nn.Module):
             embeddings[feature] = sums
         return embeddings
 
-    def _sequence(
-        self, vectors: torch.Tensor, bag: torch.Tensor, rows: int, length: int, sides: torch.Tensor | None
-    ) -> Sequence:
-        ages = count_later_ids(bag)
-        is_recent = ages < length
-        places = bag[is_recent], ages[is_recent]
+    def _pad(self, feature: str, batch: GlobalBatch, values: torch.Tensor, padding: int = 0) -> torch.Tensor:
+        """Return the values [N, …] of a feature's ids in each row, [B, L, …], padded.
 
-        def placed(values: torch.Tensor) -> torch.Tensor:
-            return values.new_zeros(rows, length, *values.shape[1:]).index_put(places, values[is_recent])
-
-        return Sequence(placed(vectors), placed(is_recent), None if sides is None else placed(sides))
-
-    @torch.no_grad()
-    def round_tables(self) -> None:
-        """Round each table to the nearest values of the dtype with which it was passed to the constructor."""
-        for name, weight in self.tables.items():
-            weight.copy_(weight.to(self.dtypes[name]))
+        Sequences start with their last id. Only the first id of a pooled bag is included.
+        """
+        _, bag, _ = batch.bags[feature]
+        places, length = count_later_ids(bag), self.sequences.get(feature, 1)
+        if feature not in self.sequences:
+            places = torch.bincount(bag)[bag] - 1 - places
+        is_included = places < length
+        padded = values.new_full((len(batch), length, *values.shape[1:]), padding)
+        return padded.index_put((bag[is_included], places[is_included]), values[is_included])
 
     def forward(self, batch: GlobalBatch) -> torch.Tensor:
         """Return the logits of a global batch."""
         inputs = self.pooled(batch)
         if self.with_ids:
-            inputs[IDS] = {feature: self._ids(feature, batch) for feature in self.with_ids}
+            inputs[IDS] = {feature: self._pad(feature, batch, batch.bags[feature][0], -1) for feature in self.with_ids}
         return self.model(batch.dense, inputs)
-
-    def _ids(self, feature: str, batch: GlobalBatch) -> torch.Tensor:
-        """Return a feature's ids in each row, int64 [B, L], padded with −1.
-
-        Sequences start with their last id. Only the first id of a pooled bag is included.
-        """
-        ids, bag, _ = batch.bags[feature]
-        places, length = count_later_ids(bag), self.sequences.get(feature, 1)
-        if feature not in self.sequences:
-            places = torch.bincount(bag)[bag] - 1 - places
-        is_recent = places < length
-        padded = torch.full((len(batch), length), -1, device=ids.device)
-        return padded.index_put((bag[is_recent], places[is_recent]), ids[is_recent])
 
     def loss(self, logits: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
         """Return the loss of a global batch, including the L2 regularization of looked-up rows."""
@@ -162,9 +145,7 @@ class TableReference(torch.optim.Optimizer):
         for group in self.param_groups:
             (table,) = group["params"]
             gradient = table.grad + group["weight_decay"] * table
-            rows = torch.ones(len(table), dtype=torch.bool, device=table.device)
-            if self._touched_rows:
-                rows = table.grad.abs().sum(1) > 0
+            rows = table.grad.abs().sum(1) > 0 if self._touched_rows else torch.ones_like(table[:, 0], dtype=torch.bool)
             parts = {kind: values[rows] for kind, values in self.state[table].items()}
             weight = table[rows]
             self._optimizer.update(weight, gradient[rows], parts, self._steps, group["lr"], group["eps"])
@@ -179,8 +160,8 @@ def train(
     optimizers: list[torch.optim.Optimizer],
     max_grad_norm: float | None = None,
     clip_tables: bool = True,
-) -> list[torch.Tensor]:
-    """Train on global batches in a plain loop, and return the logits of each batch.
+) -> None:
+    """Train on global batches in a plain loop.
 
     Args:
         reference: Model and tables.
@@ -189,46 +170,38 @@ def train(
         max_grad_norm: Limit for torch.nn.utils.clip_grad_norm_ over all parameters; None: no clipping.
         clip_tables: False to clip only the parameters of the dense model.
     """
-    logits_of_batches = []
     for batch in batches:
         reference.zero_grad()
-        logits = reference(batch)
-        reference.loss(logits, batch).backward()
+        reference.loss(reference(batch), batch).backward()
         for p in reference.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if max_grad_norm:
             nn.utils.clip_grad_norm_((reference if clip_tables else reference.model).parameters(), max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
-        reference.round_tables()
-        logits_of_batches.append(logits.detach())
-    return logits_of_batches
+        with torch.no_grad():
+            for name, weight in reference.tables.items():
+                weight.copy_(weight.to(reference.dtypes[name]))
 
 
 @torch.no_grad()
-def measure_kink_margins(reference: Reference, batches: list[GlobalBatch]) -> list[float]:
-    """Return each batch's distance from the nearest kink of an activation; inf if no activation has a kink.
+def measure_kink_margin(reference: Reference, batch: GlobalBatch) -> float:
+    """Return a batch's distance from the nearest kink of an activation; inf if no activation has a kink.
 
     The distance is the smallest |input| of an activation with a kink at 0, relative to its largest |input|. At
     0, the gradient is ambiguous, and rounding selects one of two values.
-
-    Args:
-        reference: Model and tables.
-        batches: Batches of equal size. The model computes all of them at once, because rows are independent.
     """
-    joined, margins = GlobalBatch.join(batches), torch.full((len(batches),), float("inf"))
+    margins = [float("inf")]
 
     def look(_, inputs: tuple) -> None:
         sizes = inputs[0].abs()
-        is_per_row = sizes.dim() and len(sizes) % len(joined) == 0
-        sizes_NM = sizes.reshape(len(batches) if is_per_row else 1, -1)
-        margins.copy_(margins.minimum(sizes_NM.amin(1) / sizes_NM.amax(1).clamp(min=1e-30)))
+        margins.append(float(sizes.amin() / sizes.amax().clamp(min=1e-30)))
 
     hooks = [m.register_forward_pre_hook(look) for m in reference.modules() if isinstance(m, KINKED_ACTIVATIONS)]
-    reference(joined)
+    reference(batch)
     for hook in hooks:
         hook.remove()
-    return margins.tolist()
+    return min(margins)
 
 
 def measure_max_row_gradients(reference: Reference, batch: GlobalBatch, parameters: list[nn.Parameter]) -> list[float]:

@@ -123,9 +123,8 @@ class ShardedRun:
         if dist.get_rank():
             return None
         objective = Objective.of(self.config, self.schema)
-        columns, vectors = count_logits(objective.tasks), needs_vectors(objective.tasks)
         section = copy.deepcopy(self.config.model)
-        model = build_model(self.schema, section, sum(columns.values()), vectors, columns)
+        model = build_model(self.schema, section, count_logits(objective.tasks), needs_vectors(objective.tasks))
         add_temperatures(model, objective.tasks)
         _disable_dropout(model)
         tables = {t: self._read[t] for t in self.schema.tables}

@@ -89,8 +89,18 @@ NUMBERS: tuple[Kind, ...] = ("probability", "number")
 HALF = 0.5
 
 
+class _Mean(SumMetric):
+    """Base class of metrics whose value is the first of two sums ÷ the second."""
+
+    @staticmethod
+    def figure(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the first sum ÷ the second."""
+        total, weight = sums.values()
+        return total / weight
+
+
 @metric("mae", title="MAE (mean absolute error)", label="MAE", better="lower", format="{:.4g}", takes=NUMBERS)
-class MAE(SumMetric):
+class MAE(_Mean):
     """Mean absolute error Σ w |p - y| ÷ Σ w, in units of the label; NaN without rows.
 
     Source: torchrec.metrics.mae, which sums in the same way.
@@ -102,14 +112,9 @@ class MAE(SumMetric):
         errors_B = outputs.predictions.double() - outputs.labels
         return {"errors": (outputs.weights * errors_B.abs()).sum(), "weight": outputs.weights.sum()}
 
-    @staticmethod
-    def figure(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the mean absolute error."""
-        return sums["errors"] / sums["weight"]
-
 
 @metric("mse", title="MSE (mean squared error)", label="MSE", better="lower", format="{:.4g}", takes=NUMBERS)
-class MSE(SumMetric):
+class MSE(_Mean):
     """Mean squared error Σ w (p - y)² ÷ Σ w, in squared units of the label; NaN without rows.
 
     Source: torchrec.metrics.mse, which sums in the same way.
@@ -120,11 +125,6 @@ class MSE(SumMetric):
         """Return the weighted sum of squared errors and the sum of weights."""
         errors_B = outputs.predictions.double() - outputs.labels
         return {"squares": (outputs.weights * errors_B.square()).sum(), "weight": outputs.weights.sum()}
-
-    @staticmethod
-    def figure(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the mean squared error."""
-        return sums["squares"] / sums["weight"]
 
 
 @metric(
@@ -142,7 +142,7 @@ class RMSE(SumMetric):
 
 
 @metric("accuracy", better="higher", takes=("probability", "classes"))
-class Accuracy(SumMetric):
+class Accuracy(_Mean):
     """Share of correct predictions, Σ w [correct] ÷ Σ w; NaN without rows.
 
     A probability is correct if prediction and label are both above 0.5, or neither is. A class prediction is
@@ -157,11 +157,6 @@ class Accuracy(SumMetric):
         else:
             right_B = (outputs.predictions > HALF) == (outputs.labels > HALF)
         return {"right": (right_B * outputs.weights).double().sum(), "weight": outputs.weights.double().sum()}
-
-    @staticmethod
-    def figure(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the share of correctly predicted rows."""
-        return sums["right"] / sums["weight"]
 
 
 NUM_ECE_BINS = 15  # bins of equal width in the ECE

@@ -44,15 +44,15 @@ def mlp(
 
 
 def mlp_and_linear(
-    sizes: list[int], outputs: int, dropout: float = 0.0, activation: Callable[[int], nn.Module] = lambda _: nn.ReLU()
+    inputs: int,
+    hidden: list[int],
+    outputs: int,
+    dropout: float = 0.0,
+    activation: Callable[[int], nn.Module] = lambda _: nn.ReLU(),
 ) -> tuple[nn.Sequential, nn.Linear]:
-    """Return the layers built by `mlp`, and a linear layer from the last size to `outputs`."""
+    """Return the layers built by `mlp` for an input and hidden sizes, and a linear layer from the last size."""
+    sizes = [inputs, *hidden]
     return mlp(sizes, dropout, activation), nn.Linear(sizes[-1], outputs)
-
-
-def get_embedding_dim(schema: Schema, feature: str) -> int:
-    """Return the width of a feature's embeddings."""
-    return schema.tables[schema.sparse[feature].table].dim
 
 
 class Dropout(nn.Dropout):
@@ -80,12 +80,13 @@ class SequenceModules(nn.ModuleList):
     A list is used because feature names may contain dots, which module names must not.
 
     Args:
+        schema: Schema of the data.
         target_of: Feature → its target.
-        make: Function from a feature to its module.
+        make: Function from the dims of a feature and of its target to the feature's module.
     """
 
-    def __init__(self, target_of: dict[str, str], make: Callable[[str], nn.Module]):
-        super().__init__(make(feature) for feature in target_of)
+    def __init__(self, schema: Schema, target_of: dict[str, str], make: Callable[[int, int], nn.Module]):
+        super().__init__(make(*map(schema.get_feature_dim, pair)) for pair in target_of.items())
         self.target_of = target_of
 
     def forward(self, inputs: dict) -> dict[str, Any]:
@@ -113,13 +114,12 @@ class ConcatInputs(nn.Module):
         self.skipped_columns = {f: skip.get(f, 0) for f in schema.sparse if f in included}
         columns = [place for place, name in enumerate(schema.dense) if name in included]
         self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
-        self.width = len(columns) + sum(
-            get_embedding_dim(schema, f) - first for f, first in self.skipped_columns.items()
-        )
+        self.width = len(columns) + sum(schema.get_feature_dim(f) - first for f, first in self.skipped_columns.items())
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the concatenated values of all members, float32 [B, width]."""
-        parts = [dense.index_select(1, self.columns)] if len(self.columns) else []
+        columns = len(self.columns)
+        parts = [dense if columns == dense.shape[1] else dense.index_select(1, self.columns)] if columns else []
         parts += [pooled[f][:, first:] if first else pooled[f] for f, first in self.skipped_columns.items()]
         return torch.cat(parts, dim=1)
 
@@ -141,6 +141,7 @@ class FieldVectors(nn.Module):
     Attributes:
         count: F, the number of fields.
         dim: D, the tables' dim − T.
+        width: F · D.
     """
 
     def __init__(self, schema: Schema, model: str, first_order: int = 0):
@@ -148,6 +149,7 @@ class FieldVectors(nn.Module):
         dim, self.first_order = get_common_dim(schema, model), first_order
         self.features, self.count = list(schema.sparse), len(schema.dense) + len(schema.sparse)
         self.dim = dim - first_order
+        self.width = self.count * self.dim
         self.columns = nn.Parameter(torch.randn(len(schema.dense), dim) * 0.1) if schema.dense else None
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

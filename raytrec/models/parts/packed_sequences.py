@@ -1,4 +1,4 @@
-"""Packed sequences, which store the values of all ids without padding.
+"""Packed sequences, which store the values of all ids without padding, and layouts of the tokens of HstuRank.
 
 Operations on groups of rows are excluded from train.compile (torch.compiler.disable). The lengths of groups
 change with every step, and each change would recompile these operations.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from raytrec.models.inputs import RequestInputs
 
 # Approximate number of groups of rows with similar lengths. More groups have less padding, but need more kernels.
 CPU_GROUPS, GPU_GROUPS = 8, 2
@@ -65,7 +67,8 @@ class PackedSequences:
         padded_B[self._by_length] = widths_B.cumsum(0) - widths_B
         self._by_time = padded_B[rows_N] + self.order
         groups = zip(group_lengths, parts, strict=True)
-        self.group_masks = [_make_mask(lengths_b.unsqueeze(1), length) for length, lengths_b in groups]
+        places_L = torch.arange(present.shape[1], device=present.device)
+        self.group_masks = [places_L[:length] < lengths_b.unsqueeze(1) for length, lengths_b in groups]
         self._rows = self._by_length[:rows]
         self._newest = starts_B[self._rows]
 
@@ -143,6 +146,77 @@ class PaddedSequences(PackedSequences):
         return groups[0]
 
 
+@torch.compiler.disable
+def make_layout(*args: Any) -> TokenLayout:
+    """Return a TokenLayout outside compiled code, because its sizes change in every step.
+
+    For arguments, see TokenLayout.
+    """
+    return TokenLayout(*args)
+
+
+class TokenLayout:
+    """Positions of the tokens of a batch, and conversions between layouts.
+
+    Tokens of users are packed: tokens of the context, [R · C, …], precede tokens of the history, [N · k, …],
+    where N is the number of events.
+
+    Args:
+        packed: Positions of the events in the history.
+        rows: R, the number of requests.
+        context: C, the number of context tokens of a request.
+        per_event: k, the number of tokens of an event.
+        requests: Requests of the candidates; None: each row is a request with one candidate.
+    """
+
+    def __init__(
+        self, packed: PackedSequences, rows: int, context: int, per_event: int, requests: RequestInputs | None
+    ):
+        self._packed, self._shape, self._per_event = packed, (rows, context), per_event
+        self._is_padded, self._places_N, self._most = isinstance(packed, PaddedSequences), None, 1
+        if requests is not None:
+            requests_N, self._most = requests.example_requests, requests.max_examples
+            places_N, places_R = (torch.arange(n, device=requests_N.device) for n in (len(requests_N), rows))
+            starts_R = torch.searchsorted(requests_N, places_R)
+            self._places_N = requests_N * self._most + places_N - starts_R[requests_N]
+
+    def group_users(self, users_NE: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tokens of each group of rows in chronological order, [b, C + kT, E]; padding is 0."""
+        count = self._shape[0] * self._shape[1]
+        context_NE, events_NE = users_NE.split([count, users_NE.shape[0] - count])
+        groups = self._packed.to_chronological(events_NE.unflatten(0, (-1, self._per_event)).flatten(1))
+        if self._is_padded:
+            masks = self._packed.group_masks
+            groups = [group_bTE * mask_bT.unsqueeze(2) for group_bTE, mask_bT in zip(groups, masks, strict=True)]
+        events = [group_bTE.unflatten(2, (self._per_event, -1)).flatten(1, 2) for group_bTE in groups]
+        if not self._shape[1]:
+            return events
+        context = self._packed.to_groups(context_NE.unflatten(0, self._shape))
+        return [torch.cat(pair, dim=1) for pair in zip(context, events, strict=True)]
+
+    def ungroup_users(self, groups: list[torch.Tensor]) -> torch.Tensor:
+        """Return packed tokens of users, [R · C + N · k, E], the inverse of `group_users`."""
+        _, count = self._shape
+        events = [group_bTE[:, count:].unflatten(1, (-1, self._per_event)).flatten(2) for group_bTE in groups]
+        events_NE = self._packed.from_chronological(events).unflatten(1, (self._per_event, -1)).flatten(0, 1)
+        if not count:
+            return events_NE
+        context_RCE = self._packed.from_groups([group_bTE[:, :count] for group_bTE in groups])
+        return torch.cat([context_RCE.flatten(0, 1), events_NE])
+
+    def group_candidates(self, candidates_NE: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the candidates by group of rows, [b, M, E], padded with 0 to the maximum number M per request."""
+        if self._places_N is not None:
+            padded_NE = candidates_NE.new_zeros(self._shape[0] * self._most, candidates_NE.shape[1])
+            candidates_NE = padded_NE.index_copy(0, self._places_N, candidates_NE)
+        return self._packed.to_groups(candidates_NE.unflatten(0, (-1, self._most)))
+
+    def ungroup_candidates(self, groups: list[torch.Tensor]) -> torch.Tensor:
+        """Return the candidates without padding, [candidates, E], the inverse of `group_candidates`."""
+        candidates_NE = self._packed.from_groups(groups).flatten(0, 1)
+        return candidates_NE if self._places_N is None else candidates_NE.index_select(0, self._places_N)
+
+
 def reverse_sequences(values_BLx: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     """Reverse the first `length` entries of each row, [B, L, …]; later entries stay in place.
 
@@ -172,11 +246,6 @@ def _choose_group_sizes(sorted_B: torch.Tensor, is_cuda: bool) -> list[int]:
         sizes.append(min(stop, count) - first)
         first += sizes[-1]
     return sizes
-
-
-def _make_mask(lengths_b1: torch.Tensor, length: int) -> torch.Tensor:
-    """Return a mask, bool [b, T], that is True for the first entries of each row; T is `length`."""
-    return torch.arange(length, device=lengths_b1.device) < lengths_b1
 
 
 class _Take(torch.autograd.Function):

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.nn.functional import softplus
 
-from raytrec.config.models.retrieval import SampledSection
-from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
 
 ABSENT = -1e30  # score of a missing negative, which contributes neither to losses nor to gradients
@@ -34,11 +32,6 @@ class SampledLoss:
     kind: str
     gbce: float = 0.0
     items: int = 2
-
-    @classmethod
-    def from_section(cls, schema: Schema, config: SampledSection, item: str) -> SampledLoss:
-        """Return the loss of a model's configuration; `item` is the feature that contains the items."""
-        return cls(config.loss, config.gbce, schema.tables[schema.sparse[item].table].rows)
 
     def reduce(self, own: torch.Tensor, scores_K: torch.Tensor) -> torch.Tensor:
         """Reduce the scores of negatives to their contribution to the loss, float32 [...].
@@ -124,19 +117,17 @@ class Queries(nn.Module):
         width: Width of a vector.
 
     Attributes:
-        count: Number of query vectors.
         own_loss_index: Index of the query vector for the model's own loss. This is the vector of the last
             output or, without outputs, the vector for losses that compare rows.
     """
 
     def __init__(self, outputs: int, vectors: bool, width: int):
         super().__init__()
-        self.outputs, self.vectors, self.count = outputs, vectors, outputs + vectors
         self.own_loss_index = max(outputs, 1) - 1
-        self.weights = nn.Parameter(torch.ones(self.count, width)) if self.count > 1 else None
+        self.weights = nn.Parameter(torch.ones(outputs + vectors, width)) if outputs + vectors > 1 else None
 
     def forward(self, query: torch.Tensor) -> torch.Tensor:
-        """Return the query vectors: float [B, D] → [B, D], or [B, count, D] if there are several."""
+        """Return the query vectors: float [B, D] → [B, D], or [B, outputs + vectors, D] if there are several."""
         return query if self.weights is None else query.unsqueeze(-2) * self.weights
 
     def own_loss_query(self, query: torch.Tensor) -> torch.Tensor:

@@ -66,13 +66,6 @@ class SharedNegatives(nn.Module):
         self.negatives, self.log_share = negatives, log_share
         self._max_scores: int | None = None  # chosen in the first step, when the tables are in memory
 
-    @classmethod
-    def from_section(cls, schema: Schema, config: SampledSection, loss: SampledLoss) -> SharedNegatives | None:
-        """Return the shared loss of a model's section, or None if the section does not set share_negatives."""
-        if not config.share_negatives:
-            return None
-        return cls(loss, config.negatives, config.find_log_share_index(schema))
-
     def collect_negatives(self, vectors: torch.Tensor, inputs: dict[str, Any]) -> ItemBatch:
         """Return the negatives of this rank's rows.
 
@@ -173,6 +166,20 @@ class SharedNegatives(nn.Module):
             scores_nK = scores_nK - log_share_K
         added_n = self.loss.reduce(own_n, scores_nK.masked_fill(absent_nK, ABSENT))
         return torch.stack([added_n, (~absent_nK).sum(1).float()], 1)
+
+
+def build_losses(schema: Schema, config: SampledSection, item: str) -> tuple[SampledLoss, SharedNegatives | None]:
+    """Return the own loss of a model, and the loss against shared negatives if the section sets share_negatives.
+
+    Args:
+        schema: Schema of the data.
+        config: Section of the model.
+        item: Feature that contains the items.
+    """
+    loss = SampledLoss(config.loss, config.gbce, schema.tables[schema.sparse[item].table].rows)
+    if not config.share_negatives:
+        return loss, None
+    return loss, SharedNegatives(loss, config.negatives, config.find_log_share_index(schema))
 
 
 def compute_pair_losses(

@@ -9,12 +9,10 @@ from rank_threads import run_in_threads
 from ranks import run_on_ranks
 
 from raytrec.checks.live import probe
+from raytrec.checks.live.agreement import NETWORK, Replicas, SameEnvironment
 from raytrec.checks.live.conservation import Conservation, IdCounts
-from raytrec.checks.live.finite import Finite
-from raytrec.checks.live.numerics import Numerics, Sizes
+from raytrec.checks.live.numerics import Finite, Numerics, Sizes
 from raytrec.checks.live.outcome import Position
-from raytrec.checks.live.replicas import Replicas
-from raytrec.checks.live.same_environment import NETWORK, SameEnvironment
 
 WORLD, TABLES = 48, 6
 NAMES = [f"t{i}" for i in range(TABLES)]

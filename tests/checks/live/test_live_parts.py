@@ -15,9 +15,17 @@ from small import make_small_config
 from standin import use_stand_in_gpu
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checks.live.finite import SAMPLED_ROWS_PER_SHARD, Finite, compute_max_magnitudes, sample
+from raytrec.checks.live.agreement import CHUNK, Replicas, _make_multipliers, fingerprint
 from raytrec.checks.live.keys import LONGEST_BAG, select_bags
-from raytrec.checks.live.numerics import MAX_GROWTH, Numerics, Sizes
+from raytrec.checks.live.numerics import (
+    MAX_GROWTH,
+    SAMPLED_ROWS_PER_SHARD,
+    Finite,
+    Numerics,
+    Sizes,
+    compute_max_magnitudes,
+    sample,
+)
 from raytrec.checks.live.outcome import (
     Check,
     CheckedRun,
@@ -29,7 +37,6 @@ from raytrec.checks.live.outcome import (
 )
 from raytrec.checks.live.probe import find_largest_error
 from raytrec.checks.live.registry import list_builtin_checks, make_stop_error
-from raytrec.checks.live.replicas import CHUNK, Replicas, _make_multipliers, fingerprint
 from raytrec.checks.live.shards import _find_gaps
 from raytrec.common.collectives import Peers
 from raytrec.embeddings.tables import Shard, ShardedValues, Table

@@ -54,7 +54,7 @@ def _checks_pass(here: BlockContext, step, state) -> None:
 
 
 def _hashes_agree(state) -> None:
-    from raytrec.checks.live.replicas import fingerprint
+    from raytrec.checks.live.agreement import fingerprint
 
     for name, value in state.dense.items():
         here, host = int(fingerprint(value)), int(fingerprint(value.cpu()))
