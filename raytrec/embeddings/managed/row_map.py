@@ -37,11 +37,6 @@ class RowMap:
         return self._maps.rows.counts[self._table]
 
     @property
-    def waiting(self) -> int:
-        """Number of this rank's ids that have not yet been seen often enough to get a row."""
-        return self._maps.waiting.counts[self._table]
-
-    @property
     def counted(self) -> Mapping[str, int | torch.Tensor]:
         """Counts of this rank since the start.
 
@@ -78,14 +73,10 @@ class RowMap:
             owners, _ = find_key_owners(entries.keys, maps.peers.world)
             local_entries = entries[owners == maps.peers.rank].in_order()
             earlier = key_map.find_occupied_slots(table)
-            key_map.remove(torch.full_like(earlier, table), self._count_only_here(len(earlier)), earlier)
-            sizes = self._count_only_here(len(local_entries))
+            key_map.remove(torch.full_like(earlier, table), maps.spread_over_tables([table], [len(earlier)]), earlier)
+            sizes = maps.spread_over_tables([table], [len(local_entries)])
             key_map.insert(torch.full_like(local_entries.keys, table), sizes, local_entries)
         maps.free[table] = state.free
-
-    def _count_only_here(self, count: int) -> list[int]:
-        """Return `count` for this table and 0 for all other tables, as a list with one number per table."""
-        return [count * (number == self._table) for number in range(len(self._maps.free))]
 
     def sample_ages(self, step: int) -> torch.Tensor:
         """Return the number of steps since the last sighting for a sample of this rank's ids, int64 [n]."""

@@ -171,7 +171,7 @@ class RowMaps:
             nothing_T = torch.zeros_like(self._counted_T)
             which, slots = self._select_lowest(self.waiting, counts, nothing_T, step)
             sizes = count_tables(which, len(counts)).tolist()
-            self.waiting.remove(self._to_table_numbers(counts)[which], self._spread_over_tables(counts, sizes), slots)
+            self.waiting.remove(self._to_table_numbers(counts)[which], self.spread_over_tables(counts, sizes), slots)
 
     def _evict(self, requested: Sequence[int], step: int) -> None:
         """Free rows of tables that evict ids and have too few free rows, including some for later steps."""
@@ -221,7 +221,7 @@ class RowMaps:
         rows = entries.fields["row"][sort_within_tables(which, entries.keys)[1]].long()
         sizes_WP = self.peers.stack(count_tables(which, len(tables))).tolist()
         mine = sizes_WP[self.peers.rank]
-        self.rows.remove(self._to_table_numbers(tables)[which], self._spread_over_tables(tables, mine), slots)
+        self.rows.remove(self._to_table_numbers(tables)[which], self.spread_over_tables(tables, mine), slots)
         for table, freed, count in zip(tables, self.peers.join(rows, sizes_WP), mine, strict=True):
             free = self.free[table]
             self.free[table] = replace(free, left=torch.cat([free.left, freed]))
@@ -284,7 +284,7 @@ class RowMaps:
     def _to_table_numbers(self, tables: Sequence[int] | Mapping[int, int]) -> torch.Tensor:
         return to_device_tensor(list(tables), self.device)
 
-    def _spread_over_tables(self, tables: Sequence[int] | Mapping[int, int], values: Sequence[int]) -> list[int]:
+    def spread_over_tables(self, tables: Sequence[int] | Mapping[int, int], values: Sequence[int]) -> list[int]:
         """Return a value for each table: the given values, and 0 for other tables."""
         by_table = dict(zip(tables, values, strict=True))
         return [by_table.get(table, 0) for table in range(len(self.policies))]
