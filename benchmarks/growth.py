@@ -201,15 +201,17 @@ class Loop:
         state = LogicalState(self.step.model, self.step.optimizer)
         run = RankRun(context, self.step, plan, state, self.progress, self.batches, NEVER)
         self.observers = make_observers(run)
-        self.checkpoints = CheckpointManager(run, self.observers.before_save)
-        self.observers.begin()
+        self.checkpoints = CheckpointManager(run, self.observers)
+        for observer in self.observers:
+            observer.begin()
 
     def train(self, steps: int) -> float:
         """Train, and return this rank's CPU milliseconds per step."""
         began = process_time()
         for outputs in self.step.train(self.batches, steps):
             self.progress.count(self.rows, outputs)
-            self.observers.after_step(self.rows)
+            for observer in self.observers:
+                observer.after_step(self.rows)
             self.checkpoints.after_step(outputs)
         return (process_time() - began) / steps * 1e3
 

@@ -1,4 +1,4 @@
-"""Detect NaN or infinite losses; skip such steps, or record their batches."""
+"""Detect NaN or infinite losses; skip such steps, or record their batches and advise the user."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
+from raytrec.checkpoint.files import get_step_folder
+from raytrec.checkpoint.save import NonfiniteStateError
+from raytrec.common.errors import RunError, get_first_line
+from raytrec.common.storage import quote_for_shell
+from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 
@@ -180,6 +185,49 @@ class RecentBatches:
     def at(self, step: int) -> Batch | None:
         """Return the batch of a step, or None if the batch is no longer kept."""
         return dict(self._recent).get(step)
+
+
+def make_loss_error(
+    batch: Batch | None, schema: Schema, folder: str, step: int, rank: int, sequences: Collection[str]
+) -> RunError:
+    """Write the batch of a step whose loss is not finite (see `dump`), and return the error that names its file.
+
+    If `batch` is None, the batch is no longer in memory and nothing is written.
+    """
+    batch_text = f"its batch is in {folder}/{NAN_FOLDER}" if batch else "its batch is no longer in memory"
+    try:
+        if batch is not None:
+            dump(batch, schema, folder, step, rank, sequences)
+    except Exception as error:  # must not hide that the loss is not finite
+        reason = getattr(error, "strerror", None) or get_first_line(error)
+        batch_text = f"its batch could not be written to {folder}/{NAN_FOLDER}: {reason}"
+    return RunError(
+        "the loss is not a finite number",
+        where=f"step {step}; {batch_text}",
+        expected="a finite loss",
+        do="inspect the batch; lower optim.dense.lr or optim.embeddings.lr; scale dense columns to about "
+        "±10; or set train.on_nan=skip",
+    )
+
+
+def add_advice(error: NonfiniteStateError, config: RunConfig, root: str, newest: int | None) -> NonfiniteStateError:
+    """Return the error with advice on training on from the newest checkpoint, which is finite.
+
+    Args:
+        error: Error of the save.
+        config: Configuration of the run.
+        root: Folder of all checkpoints.
+        newest: Step of the newest checkpoint; None if there is none.
+    """
+    lower = f"optim.embeddings.lr={config.optim.embeddings.lr / 10:g} optim.dense.lr={config.optim.dense.lr / 10:g}"
+    if newest is None:
+        do = f"restart with lower learning rates ({lower}), or set train.max_grad_norm"
+    else:
+        do = (
+            "start a new run from the last checkpoint, whose values are finite, with lower learning rates or a lower "
+            f"train.max_grad_norm: raytrec train --warm-start {quote_for_shell(get_step_folder(root, newest))} {lower}"
+        )
+    return NonfiniteStateError(**error.parts | {"do": do})
 
 
 def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int, sequences: Collection[str] = ()) -> str:

@@ -45,33 +45,6 @@ class Observer:
         """Release resources at the end of training, even after an error."""
 
 
-class ObserverList(Observer):
-    """Observer that calls several observers in order."""
-
-    def __init__(self, observers: list[Observer]):
-        self._observers = observers
-
-    def begin(self) -> None:
-        """Call `begin` of each observer."""
-        for observer in self._observers:
-            observer.begin()
-
-    def after_step(self, rows: int) -> None:
-        """Call `after_step` of each observer."""
-        for observer in self._observers:
-            observer.after_step(rows)
-
-    def before_save(self) -> None:
-        """Call `before_save` of each observer."""
-        for observer in self._observers:
-            observer.before_save()
-
-    def close(self) -> None:
-        """Call `close` of each observer."""
-        for observer in self._observers:
-            observer.close()
-
-
 class RankRecorder(Observer):
     """Observer that reports a line for this rank every tracking.every_steps steps, and when training may end.
 
@@ -269,7 +242,7 @@ class StepProfiler(Observer):
         self._profile.start()
 
 
-def make_observers(run: RankRun) -> ObserverList:
+def make_observers(run: RankRun) -> list[Observer]:
     """Return the configured observers, in the order of their calls. This is a collective operation."""
     config, schema, step = run.context.task.config, run.context.task.schema, run.step
     observers: list[Observer] = []
@@ -277,7 +250,7 @@ def make_observers(run: RankRun) -> ObserverList:
         observers.append(StepProfiler(run))
     recorded, checked = config.tracking.every_steps, bool(select_enabled_checks(config))
     if not (recorded or checked):
-        return ObserverList(observers)
+        return observers
     taps = Taps(step.model, step.head, list(schema.sparse))
     probing: list[RankRecorder | CheckRunner] = []
     if recorded:
@@ -297,4 +270,4 @@ def make_observers(run: RankRun) -> ObserverList:
         )
         if len(checks := LiveChecks(checked_run)):
             probing.append(CheckRunner(run, checks))
-    return ObserverList([*observers, *probing, ProbeScheduler(run, taps, probing)])
+    return [*observers, *probing, ProbeScheduler(run, taps, probing)]

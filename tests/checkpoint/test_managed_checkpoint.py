@@ -16,13 +16,13 @@ from raytrec.checkpoint.managed import allocate_ids, find_stored_rows, gather_id
 from raytrec.checkpoint.restore import restore
 from raytrec.checkpoint.rows import resolve_warm_starts
 from raytrec.checkpoint.save import CheckpointWriter
+from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import LogicalState
 from raytrec.checks.parity.batches import compute_row_bounds, make_local_batch
 from raytrec.common.errors import SchemaError
 from raytrec.compat.torch_ import list_local_parts
 from raytrec.config.training import CheckpointSection
 from raytrec.worker.build import begin
-from raytrec.worker.checkpoint_entries import make_row_snapshot
 
 MIDDLE_STEP = 3
 
@@ -155,7 +155,8 @@ def save_alone_and_concurrently(rank, world, root):
     made = managed_config(world, {"sharding_type": "row_wise"}, "adagrad")
     step = build_step_on_rank(made, managed_schema())
     state, go = LogicalState(step.model, step.optimizer), Event()
-    rows = make_row_snapshot(step, state, lambda: None)
+    rows = RowSnapshot(step.model, state.tables)
+    step.managed.on_write = rows.preserve_rows
     plain = rows.pieces
     rows.pieces = lambda *a, **k: go.wait(20) and plain(*a, **k)
     alone = CheckpointWriter(f"{root}/alone", CheckpointSection(async_save=False))
