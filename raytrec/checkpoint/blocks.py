@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -22,16 +22,25 @@ from raytrec.common.memory import prefetch_pages
 DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
-def to_metadata(index: dict) -> Metadata:
-    """Convert a valid index to torch's metadata, with a StoredChunk for every chunk."""
+def to_metadata(index: dict, first_rows: Mapping[str, int]) -> Metadata:
+    """Convert a valid index to torch's metadata, with a StoredChunk for every chunk.
+
+    `first_rows` maps tables to the number of leading rows to include. Other tables are included as a whole.
+    """
     tensors, chunks = {}, {}
     for fqn, entry in index["tensors"].items():
-        boxes = []
+        boxes, shape = [], entry["shape"]
+        rows = first_rows.get(fqn.split("/")[1]) if fqn.startswith("tables/") and shape else None
         for number, chunk in enumerate(parse_chunks(fqn, entry)):
-            boxes.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
-            chunks[MetadataIndex(fqn, boxes[-1].offsets, number)] = chunk
+            sizes = chunk.sizes
+            if rows is not None:
+                sizes = [min(sizes[0], rows - chunk.offsets[0]), *sizes[1:]]
+            if rows is None or chunk.offsets[0] < rows:
+                boxes.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(sizes)))
+                chunks[MetadataIndex(fqn, boxes[-1].offsets, number)] = chunk
         properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
-        tensors[fqn] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), boxes)
+        shape = shape if rows is None else [rows, *shape[1:]]
+        tensors[fqn] = TensorStorageMetadata(properties, torch.Size(shape), boxes)
     return Metadata(tensors, storage_data=chunks)
 
 

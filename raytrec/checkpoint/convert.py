@@ -238,7 +238,7 @@ class _TensorWriter:
         for chunk, part in zip(parse_chunks(name, entry), entry["chunks"], strict=True):
             start = self._sink.align()
             for number in range(len(chunk.crc32)):
-                self._sink.write(chunk.read(sources[chunk.file], folder, number, self._block_bytes))
+                self._sink.write(chunk.read_block(sources[chunk.file], folder, number, self._block_bytes))
             chunks.append({**part, "file": self._file, "start": start})
         return {**entry, "chunks": chunks}
 

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from raytrec.checkpoint.files import iterate_indexes
 from raytrec.checkpoint.index import CheckpointError
@@ -101,7 +99,7 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations within torch, on which users cannot act
-            dcp.load(tensors, storage_reader=_FirstRowsReader(folder, rows or {}))
+            dcp.load(tensors, storage_reader=ShardReader(folder, rows))
     except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
         cause = get_root_cause(error)
         if isinstance(cause, CheckpointError):
@@ -121,30 +119,6 @@ def _find_planning_error(error: BaseException) -> str | None:
     errors = [f[0] for f in getattr(error, "failures", {}).values()] or [error]
     first_lines = [(str(failure).splitlines() or [""])[0] for failure in errors]
     return next((w for w in first_lines if "Missing key in checkpoint" in w or "ize mismatch" in w), None)
-
-
-class _FirstRowsReader(ShardReader):
-    """Reader that presents only the first rows of some tables in a checkpoint."""
-
-    def __init__(self, folder: str, rows: dict[str, int]):
-        super().__init__(folder)
-        self._rows = rows
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the checkpoint's metadata, with the tables in `rows` truncated to their first rows."""
-        metadata = super().read_metadata(*args, **kwargs)
-        for name, entry in metadata.state_dict_metadata.items():
-            rows = self._rows.get(name.split("/")[1]) if name.startswith("tables/") else None
-            if rows is not None and len(entry.size):
-                chunks = [
-                    ChunkStorageMetadata(c.offsets, torch.Size((min(c.sizes[0], rows - c.offsets[0]), *c.sizes[1:])))
-                    for c in entry.chunks
-                    if c.offsets[0] < rows
-                ]
-                metadata.state_dict_metadata[name] = TensorStorageMetadata(
-                    entry.properties, torch.Size((rows, *entry.size[1:])), chunks
-                )
-        return metadata
 
 
 def _broadcast_checkpoints(root: str, why_not: Callable) -> list[tuple[str, dict, str | None]]:

@@ -70,19 +70,15 @@ def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
     Incomplete checkpoints older than the newest complete checkpoint are also removed. Pinned checkpoints are kept.
     A checkpoint whose index cannot be read is kept, because the index may be readable later.
     """
-    abouts = _read_all_abouts(root)
-    complete = [step for step, about in abouts.items() if about is not None]
-    retained = {*complete[:last], *_select_best(abouts, best, by)}
-    for step, about in abouts.items():
-        if step not in retained and complete and step < complete[0] and not is_pinned(get_step_folder(root, step)):
-            _remove(root, step, complete=about is not None)
+    for step, is_complete in _find_removable(root, last, best, by).items():
+        _remove(root, step, is_complete)
 
 
 def remove_incomplete(root: str) -> None:
     """Remove incomplete checkpoints; call only when no process is writing to this folder."""
     for step, about in _read_all_abouts(root).items():
         if about is None:
-            _remove(root, step, complete=False)
+            _remove(root, step, is_complete=False)
 
 
 def remove_oldest(root: str, best: int, by: MetricDisplay | None) -> str | None:
@@ -91,14 +87,23 @@ def remove_oldest(root: str, best: int, by: MetricDisplay | None) -> str | None:
     The newest complete checkpoint, from which a run resumes, the `best` best by the metric `by`, and pinned
     checkpoints are kept.
     """
-    abouts = _read_all_abouts(root)
-    complete = [step for step, about in abouts.items() if about is not None]
-    best_steps = _select_best(abouts, best, by)
-    removable = [step for step in complete[1:] if step not in best_steps and not is_pinned(get_step_folder(root, step))]
+    removable = [step for step, is_complete in _find_removable(root, 1, best, by).items() if is_complete]
     if not removable:
         return None
-    _remove(root, removable[-1], complete=True)
+    _remove(root, removable[-1], is_complete=True)
     return get_step_folder(root, removable[-1])
+
+
+def _find_removable(root: str, last: int, best: int, by: MetricDisplay | None) -> dict[int, bool]:
+    """Return step → True if complete, newest first, for the checkpoints that `keep` removes."""
+    abouts = _read_all_abouts(root)
+    complete = [step for step, about in abouts.items() if about is not None]
+    retained = {*complete[:last], *_select_best(abouts, best, by)}
+    return {
+        step: about is not None
+        for step, about in abouts.items()
+        if step not in retained and complete and step < complete[0] and not is_pinned(get_step_folder(root, step))
+    }
 
 
 def _read_all_abouts(root: str) -> dict[int, dict | None]:
@@ -109,21 +114,16 @@ def _read_all_abouts(root: str) -> dict[int, dict | None]:
     abouts: dict[int, dict | None] = {}
     for step in steps(root):
         folder = get_step_folder(root, step)
+        info = query_file_info(join_uri(folder, INDEX))
+        version = info.size, info.mtime_ns
         try:
-            abouts[step] = _about(folder)
+            if None in version or _ABOUT_CACHE.get(folder, (None,))[0] != version:
+                _ABOUT_CACHE[folder] = version, read_index(folder)["about"]
+            abouts[step] = _ABOUT_CACHE[folder][1]
         except CheckpointError:
             if not query_file_info(join_uri(folder, INDEX)).is_file:
                 abouts[step] = None
     return abouts
-
-
-def _about(folder: str) -> dict:
-    """Return the entry `about` of a checkpoint's index, from a cache unless the index has changed."""
-    info = query_file_info(join_uri(folder, INDEX))
-    version = info.size, info.mtime_ns
-    if None in version or _ABOUT_CACHE.get(folder, (None,))[0] != version:
-        _ABOUT_CACHE[folder] = version, read_index(folder)["about"]
-    return _ABOUT_CACHE[folder][1]
 
 
 def _select_best(abouts: dict[int, dict | None], best: int, by: MetricDisplay | None) -> set[int]:
@@ -138,10 +138,11 @@ def _select_best(abouts: dict[int, dict | None], best: int, by: MetricDisplay | 
     return set(sorted(rated, key=lambda step: by.loss(values[step]))[:best])
 
 
-def _remove(root: str, step: int, *, complete: bool) -> None:
-    filesystem, path = open_filesystem(get_step_folder(root, step))
-    _ABOUT_CACHE.pop(get_step_folder(root, step), None)
-    if complete:  # the index first, so that a partly removed checkpoint is incomplete
+def _remove(root: str, step: int, is_complete: bool) -> None:
+    folder = get_step_folder(root, step)
+    filesystem, path = open_filesystem(folder)
+    _ABOUT_CACHE.pop(folder, None)
+    if is_complete:  # the index first, so that a partly removed checkpoint is incomplete
         filesystem.delete_file(f"{path}/{INDEX}")
     filesystem.delete_dir(path)
 

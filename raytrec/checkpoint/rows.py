@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from raytrec.checkpoint.index import CheckpointError
-from raytrec.checkpoint.rawfile import Source, StoredChunk, open_data_file, parse_chunks, read_block
+from raytrec.checkpoint.rawfile import Source, StoredChunk, open_data_file, parse_chunks
 from raytrec.common.errors import RunError, SchemaError, format_suggestion
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
@@ -135,13 +135,12 @@ class _ChunkReader:
         raw, place = bytearray((high - low) * width), low * width
         filled = 0
         if self._block_bytes is None:
-            where = self._chunk.where(self._folder, place, place + len(raw))
-            read_block(self._source, self._chunk.start + place, memoryview(raw), None, where)
+            self._chunk.read(self._source, self._folder, place, memoryview(raw))
             filled = len(raw)
         while filled < len(raw):
             number, within = divmod(place + filled, self._block_bytes)
             if number != self._number:
-                block = self._chunk.read(self._source, self._folder, number, self._block_bytes)
+                block = self._chunk.read_block(self._source, self._folder, number, self._block_bytes)
                 self._number, self._block = number, block
             piece = self._block[within : within + len(raw) - filled]
             raw[filled : filled + len(piece)] = piece

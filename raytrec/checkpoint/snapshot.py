@@ -207,7 +207,7 @@ class HostStateBuffer:
     """
 
     def __init__(self) -> None:
-        self._memory: _HostMemory | None = None
+        self._unlock: weakref.finalize | None = None  # unlocks page-locked memory
         self._layout: list[tuple[str, torch.Size, torch.dtype, bool]] = []
         self._places: dict[str, torch.Tensor] = {}
         self.note: str | None = None
@@ -234,9 +234,9 @@ class HostStateBuffer:
     def close(self) -> None:
         """Release the memory; the last copy must no longer be used."""
         self._places, self._layout = {}, []
-        if self._memory is not None:
-            self._memory.release()
-        self._memory = None
+        if self._unlock is not None:
+            self._unlock()
+        self._unlock = None
 
     def _make_room(self, tensors: State) -> None:
         layout = [(name, value.shape, value.dtype, value.is_cuda) for name, value in _iterate_local_tensors(tensors)]
@@ -247,50 +247,35 @@ class HostStateBuffer:
         for _, shape, dtype, _ in layout:
             starts.append(total)
             total += -(-prod(shape) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._memory = _HostMemory(total, locked=any(on_gpu for *_, on_gpu in layout))
-        if self._memory.error:
-            self.note = (
-                f"{total / 2**30:.1f} GiB for copies of checkpoints could not be page-locked "
-                f"({self._memory.error}); steps wait longer for these copies"
-            )
+        memory = self._allocate(total, locked=any(on_gpu for *_, on_gpu in layout))
         for (name, shape, dtype, _), start in zip(layout, starts, strict=True):
-            values = self._memory.bytes[start : start + prod(shape) * dtype.itemsize]
+            values = memory[start : start + prod(shape) * dtype.itemsize]
             self._places[name] = values.view(dtype).view(shape)
         self._layout = layout
 
+    def _allocate(self, size: int, locked: bool) -> torch.Tensor:
+        """Return host memory as a uint8 tensor [size], in dedicated pages that no other allocation shares.
 
-class _HostMemory:
-    """Host memory in dedicated pages that no other allocation shares.
-
-    Args:
-        size: Size in bytes.
-        locked: True to page-lock the memory, which lets a GPU copy from it asynchronously.
-
-    Attributes:
-        bytes: Memory as a uint8 tensor [size].
-        error: Reason why page-locking failed; None if it succeeded or was not requested.
-    """
-
-    def __init__(self, size: int, locked: bool):
+        Args:
+            size: Size in bytes.
+            locked: True to page-lock the memory, which lets a GPU copy from it asynchronously.
+        """
         pages = mmap(-1, max(1, size), flags=MAP_PRIVATE | MAP_ANONYMOUS)
-        self.bytes = torch.frombuffer(pages, dtype=torch.uint8)[:size]
-        self.error: str | None = None
-        self._unlock: weakref.finalize | None = None
+        memory = torch.frombuffer(pages, dtype=torch.uint8)[:size]
         if not locked:
-            return
+            return memory
         pages.madvise(MADV_HUGEPAGE)  # pages are locked one by one
-        address, runtime = self.bytes.data_ptr(), torch.cuda.cudart()
+        address, runtime = memory.data_ptr(), torch.cuda.cudart()
         if code := int(runtime.cudaHostRegister(address, len(pages), CUDA_HOST_REGISTER_PORTABLE)):
-            self.error = f"cudaHostRegister failed with error {code}"
-            return
+            self.note = (
+                f"{size / 2**30:.1f} GiB for copies of checkpoints could not be page-locked "
+                f"(cudaHostRegister failed with error {code}); steps wait longer for these copies"
+            )
+            return memory
         # Registered memory must be unregistered before it is unmapped; at exit, the CUDA driver unregisters it.
         self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
         self._unlock.atexit = False
-
-    def release(self) -> None:
-        """Unlock the memory; its pages are freed when no tensor uses them any longer."""
-        if self._unlock is not None:
-            self._unlock()
+        return memory
 
 
 def _iterate_local_tensors(tensors: State) -> Iterator[tuple[str, torch.Tensor]]:

@@ -71,8 +71,8 @@ class LogicalState:
         if average := find_dense_average(optimizer):
             self.dense |= {f"dense/{fqn}/ema": value for fqn, value in average.values.items()}
             self.dense[EMA_COUNT] = average.count
-        buffers = {name: self.dense.get(f"dense/{name}/value") for name, _ in model.named_buffers()}
-        built = {f"dense/{name}/value": value for name, value in buffers.items() if value is not None}
+        buffers = {f"dense/{name}/value" for name, _ in model.named_buffers()}
+        built = {name: value for name, value in self.dense.items() if name in buffers}
         self.unbounded = frozenset(find_nonfinite(built))
         self._fused_steps: list[tuple[nn.Module, torch.Tensor]] = []
         if with_optimizer:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -22,16 +22,8 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -43,7 +35,19 @@ from raytrec.common.storage import join_uri
 BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of every dtype's size
 
 
-class ShardWriter(StorageWriter):
+class _FixedFolder:
+    """Storage whose folder is set by the constructor, unlike that of torch's storages."""
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Do nothing, because raytrec uses a storage for one checkpoint."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        """Return True, because raytrec does not let torch choose the storage."""
+        return True
+
+
+class ShardWriter(_FixedFolder, StorageWriter):
     """Writer of the tensors and ShardedTensors of a state dict, for `torch.distributed.checkpoint.save`.
 
     The checkpoint exists as soon as rank 0 has written the index:
@@ -84,11 +88,6 @@ class ShardWriter(StorageWriter):
                 expected="dicts, lists, strings, finite numbers, booleans and None",
             ) from None
         self._block_bytes, self._read = BLOCK_BYTES, read
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Set the folder of the checkpoint to `checkpoint_id` unless it is None."""
-        if checkpoint_id is not None:
-            self._folder = str(checkpoint_id).rstrip("/")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
         """Create the checkpoint's folder."""
@@ -146,15 +145,6 @@ class ShardWriter(StorageWriter):
         content = {"attempt": self._attempt, "block_bytes": self._block_bytes}
         write_index(self._folder, {**content, "tensors": tensors, "about": self._about})
 
-    def storage_meta(self) -> StorageMeta | None:
-        """Return torch's storage metadata, which contains the folder."""
-        return StorageMeta(checkpoint_id=self._folder)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Return True if an identifier of a checkpoint is a path."""
-        return isinstance(checkpoint_id, str | os.PathLike)
-
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         results = []
         with ExitStack() as stack:
@@ -164,7 +154,7 @@ class ShardWriter(StorageWriter):
             for item in plan.items:
                 tensor = planner.resolve_data(item).detach().as_subclass(torch.Tensor)
                 start, crc32 = file.align(), []
-                for block in self._read(_check_shard(tensor, item), self._block_bytes):
+                for block in self._read(tensor, self._block_bytes):
                     crc = checks.submit(zlib.crc32, block)  # in parallel with the write
                     file.write(block)
                     crc32.append(crc.result())
@@ -176,7 +166,7 @@ class ShardWriter(StorageWriter):
         return results
 
 
-class ShardReader(StorageReader):
+class ShardReader(_FixedFolder, StorageReader):
     """Reader of a checkpoint into the tensors of a state dict, for `torch.distributed.checkpoint.load`.
 
     Shards may differ from the saved shards. Values are cast if a tensor's dtype differs from the saved dtype.
@@ -187,15 +177,11 @@ class ShardReader(StorageReader):
 
     Args:
         folder: Local path or URI.
+        rows: Table → number of leading rows to present. Other tables are presented as a whole.
     """
 
-    def __init__(self, folder: str):
-        self.reset(folder)
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Discard the index that has been read, and set the folder to `checkpoint_id` unless it is None."""
-        if checkpoint_id is not None:
-            self._folder = str(checkpoint_id).rstrip("/")
+    def __init__(self, folder: str, rows: Mapping[str, int] | None = None):
+        self._folder, self._rows = folder.rstrip("/"), rows or {}
         self._error: CheckpointError | None = None
         self._chunks: dict[MetadataIndex, StoredChunk] = {}
         self._block_bytes = BLOCK_BYTES
@@ -210,7 +196,7 @@ class ShardReader(StorageReader):
         try:
             index = read_index(self._folder)
             self._block_bytes = index["block_bytes"]
-            return to_metadata(index)
+            return to_metadata(index, self._rows)
         except CheckpointError as error:
             self._error = error
             return Metadata({}, storage_data={})
@@ -241,11 +227,6 @@ class ShardReader(StorageReader):
         done.set_result(None)
         return done
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Return True if an identifier of a checkpoint is a path."""
-        return isinstance(checkpoint_id, str | os.PathLike)
-
     def _read_file(self, chunks: list[StoredChunk], items_by_chunk: dict, planner: LoadPlanner) -> None:
         source = open_data_file(self._folder, chunks[0].file, chunks[0].where(self._folder))
         buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
@@ -272,24 +253,13 @@ class ShardReader(StorageReader):
         end = min(begin + self._block_bytes, chunk.nbytes)
         overlapping = [target for target in targets if target.begin < end and begin < target.end]
         if len(overlapping) == 1 and (into := overlapping[0].memory(begin, end)) is not None:
-            chunk.read(source, self._folder, number, self._block_bytes, into)
+            chunk.read_block(source, self._folder, number, self._block_bytes, into)
             return
         buffer = buffers.get()
         try:
             into = memoryview(buffer.numpy())[: end - begin]
-            chunk.read(source, self._folder, number, self._block_bytes, into)
+            chunk.read_block(source, self._folder, number, self._block_bytes, into)
             for target in overlapping:
                 target.take(buffer[: end - begin].view(DTYPES[chunk.dtype]), begin)
         finally:
             buffers.put(buffer)
-
-
-def _check_shard(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor:
-    expected = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
-    if (tensor.dtype, tensor.shape) != expected:
-        raise CheckpointError(
-            f"a shard of {item.index.fqn!r} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}",
-            where=f"offset {tuple(item.tensor_data.chunk.offsets)}",
-            expected=f"dtype {expected[0]} and shape {tuple(expected[1])}, as in the metadata of the shard",
-        )
-    return tensor
