@@ -26,9 +26,7 @@ Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
 
 def make_embedding_bags(
-    schema: Schema,
-    constraints: Mapping[str, TableConstraint] | None = None,
-    excluded_tables: Mapping[str, object] | None = None,
+    features: Features, constraints: Mapping[str, TableConstraint] | None = None
 ) -> EmbeddingBagCollection | None:
     """Return an unsharded collection, on the meta device, of tables that produce sums of bags; None if empty.
 
@@ -36,24 +34,17 @@ def make_embedding_bags(
     `pooling.DenseInputBuilder` computes the means.
 
     Args:
-        schema: Schema of the run.
+        features: Features of the run.
         constraints: Constraint of every table, which contains the dtype; default: fp32 for all tables.
-        excluded_tables: Tables to exclude.
     """
-    features_of: dict[str, list[str]] = {table: [] for table in schema.tables if table not in (excluded_tables or {})}
-    for feature, spec in schema.sparse.items():
-        if spec.table in features_of:
-            features_of[spec.table].append(feature)
-    if not features_of:
+    schema, tables = features.schema, []
+    for table in schema.tables:
+        if table not in features.tables_by_id:
+            names = [feature for feature, spec in schema.sparse.items() if spec.table == table]
+            tables.append(EmbeddingBagConfig(pooling=PoolingType.SUM, **_make_args(schema, table, names, constraints)))
+    if not tables:
         return None
-    return EmbeddingBagCollection(
-        device=torch.device("meta"),
-        is_weighted=schema.has_weights,
-        tables=[
-            EmbeddingBagConfig(pooling=PoolingType.SUM, **_make_args(schema, name, names, constraints))
-            for name, names in features_of.items()
-        ],
-    )
+    return EmbeddingBagCollection(device=torch.device("meta"), is_weighted=schema.has_weights, tables=tables)
 
 
 def make_by_id_collections(
@@ -140,7 +131,7 @@ class PooledEmbeddings(FixedDtype):
     ):
         super().__init__()
         features = Features(schema, sequences or {})
-        self.bags = make_embedding_bags(schema, constraints, features.tables_by_id)
+        self.bags = make_embedding_bags(features, constraints)
         self.by_id = make_by_id_collections(features, constraints)
         self._dtypes = {table.dtype for table in self.parameters()}
         self.inputs = DenseInputBuilder(features)
@@ -164,7 +155,15 @@ class PooledEmbeddings(FixedDtype):
 
     def before_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Raise RunError if `fn` would change the dtype of a table."""
-        refuse_cast(fn, self._dtypes)
+        for dtype in self._dtypes:
+            cast_dtype = fn(torch.empty(0, dtype=dtype)).dtype
+            if cast_dtype != dtype:
+                raise RunError(
+                    f"embedding tables cannot be cast from {dtype} to {cast_dtype}",
+                    where="model.to(dtype), .float(), .half(), .bfloat16(), .double() or .type(dtype)",
+                    expected="a dtype set before sharding; after a cast, lookups would not read the trained weights",
+                    do="set plan.tables.TABLE.dtype to fp32 or fp16, and cast dense layers separately",
+                )
 
 
 def copy_sparse(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -178,19 +177,6 @@ def copy_sparse(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
         stride=sparse.stride(),
         length_per_key=sparse.length_per_key_or_none(),  # otherwise TorchRec reads it from the device
     )
-
-
-def refuse_cast(fn: Callable, dtypes: set[torch.dtype]) -> None:
-    """Raise RunError if a function that nn.Module applies to its tensors changes one of these dtypes."""
-    for dtype in dtypes:
-        cast_dtype = fn(torch.empty(0, dtype=dtype)).dtype
-        if cast_dtype != dtype:
-            raise RunError(
-                f"embedding tables cannot be cast from {dtype} to {cast_dtype}",
-                where="model.to(dtype), .float(), .half(), .bfloat16(), .double() or .type(dtype)",
-                expected="a dtype set before sharding; after a cast, lookups would not read the trained weights",
-                do="set plan.tables.TABLE.dtype to fp32 or fp16, and cast dense layers separately",
-            )
 
 
 class BagMeans(nn.Module):

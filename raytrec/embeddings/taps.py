@@ -277,8 +277,7 @@ class Taps:
 
     def _count_distinct(self, ids: KeyedJaggedTensor) -> None:
         keys, lengths = tuple(ids.keys()), ids.lengths()
-        if keys not in self._distinct:
+        places, _ = self._distinct.get(keys, (None, None))
+        if places is None:
             places = torch.tensor([self.features.index(key) for key in keys], device=lengths.device)
-            self._distinct[keys] = places, places
-        distinct = lengths.view(len(keys), -1).sum(1, dtype=torch.int32)
-        self._distinct[keys] = self._distinct[keys][0], distinct
+        self._distinct[keys] = places, lengths.view(len(keys), -1).sum(1, dtype=torch.int32)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torchrec.distributed import comm_ops
-from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
 
 from raytrec.checkpoint.index import find_progress_problem, read_index
 from raytrec.checkpoint.managed import allocate_ids, load_ids, load_with_ids
@@ -110,7 +110,7 @@ def build_step(
             device=device,
             plan=plan,
             sharders=make_sharders(cache, codecs, device.type, deduplicate),
-            data_parallel_wrapper=_SingleRankWrapper() if world == 1 else None,
+            init_data_parallel=world > 1,  # a single rank has no gradients to average
         )
     pad_empty_shards(sharded)
     if fill:
@@ -128,13 +128,6 @@ def build_step(
         managed = ManagedBatches(sharded, sharded_tables, schema, config.run.seed, device)
     counts_flops = bool(resolve_features(schema, config.model).sequences) and not config.train.compile
     return Step(sharded, optimizer, device, config, steps, cache is not None, managed, counts_flops), plan
-
-
-class _SingleRankWrapper(DataParallelWrapper):
-    """Wrapper that leaves a single rank's dense layers unchanged, because there are no gradients to average."""
-
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Leave the model unchanged."""
 
 
 def compute_run_plan(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:

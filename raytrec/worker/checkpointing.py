@@ -72,7 +72,7 @@ class CheckpointManager:
         self._saved_at, self._requested, self._pending = monotonic(), False, Command.GO
         self._is_due = self._deltas is not None and self._deltas.lacks_export()  # services wait for an export
         run.step.drain_every = section.every_steps
-        heartbeat.watch_device(self._find_unfinished_step)
+        heartbeat.find_unfinished = self._find_unfinished_step
 
     def after_step(self, outputs: StepOutputs) -> None:
         """Start the ranks' joint decision for this step, and act on the decision of an earlier step.

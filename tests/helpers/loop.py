@@ -26,16 +26,13 @@ class FakeHeartbeat:
     def __init__(self):
         from raytrec.common.messages import Command
 
-        self.command, self.unfinished, self.phase = Command.GO, lambda: None, "start"
+        self.command, self.find_unfinished, self.phase = Command.GO, lambda: None, "start"
 
     def tick(self, phase=None, step=None):
         self.phase = phase or self.phase
 
     def confirm(self):
         pass
-
-    def watch_device(self, unfinished):
-        self.unfinished = unfinished
 
 
 @dataclass
