@@ -17,8 +17,8 @@ import torch
 
 from raytrec.checkpoint.blocks import DTYPES, blocks
 from raytrec.checkpoint.index import convert_write_errors, write_index
-from raytrec.checkpoint.managed import read_stored_ids
 from raytrec.checkpoint.rawfile import RawFileWriter, Source, make_folder, open_data_file, parse_chunks
+from raytrec.checkpoint.restore import read_stored_ids
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.errors import SchemaError
 from raytrec.config.schema import Table

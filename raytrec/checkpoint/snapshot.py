@@ -17,7 +17,6 @@ from threading import Condition
 import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checkpoint.blocks import blocks, is_host_contiguous, iterate_row_pieces, memory
 from raytrec.checkpoint.state import State
@@ -26,6 +25,7 @@ from raytrec.compat.fbgemm import find_fused_lookup
 from raytrec.compat.torch_ import ShardedTensor, list_local_parts, replace_local_shards
 from raytrec.compat.torchrec_ import iterate_sharded_kernels, list_kernel_tables
 from raytrec.embeddings.tables import Table
+from raytrec.embeddings.taps import collect_table_ids
 
 MAX_ASIDE_SHARE = 0.1  # largest share of a table's bytes for the slots and values of rows set aside
 MIN_ASIDE_BYTES = 8 << 20  # lower bound of that limit, for small tables
@@ -144,13 +144,8 @@ class RowSnapshot:
     def _before_lookup(self, kernel: nn.Module, inputs: tuple) -> None:
         if not (self._begun and kernel.training and torch.is_grad_enabled()):
             return
-        features: KeyedJaggedTensor = inputs[0]
-        names = [table.name for table in list_kernel_tables(kernel) for _ in table.feature_names]
-        offsets = features.offsets()
-        ends = offsets[:: (len(offsets) - 1) // len(names)].tolist()
-        for name in dict.fromkeys(names):
-            ids = [features.values()[ends[k] : ends[k + 1]] for k, n in enumerate(names) if n == name]
-            self.preserve_rows(name, torch.cat(ids).long())
+        for name, ids in collect_table_ids(kernel, inputs[0]).items():
+            self.preserve_rows(name, ids.long())
 
 
 class _ShardSnapshot:

@@ -199,20 +199,14 @@ def find_nonfinite(
         pieces_of: Function that yields the values of a tensor in pieces of a given number of bytes; by default,
             the tensor's current values.
     """
-    named = [
-        (name, part)
-        for name, value in tensors.items()
-        if name not in unchecked_names
-        for part in list_local_parts(value)
-    ]
-    named = [(name, part) for name, part in named if part.numel() and part.is_floating_point()]
-    flags = read_flat_values(
-        [
-            torch.stack([_are_finite(values) for values in pieces_of(part.detach(), PIECE_BYTES)]).all()
-            for _, part in named
-        ]
-    )
-    return list(dict.fromkeys(name for (name, _), (ok,) in zip(named, flags, strict=True) if not ok))
+    names, flags = [], []
+    for name, value in tensors.items():
+        for part in list_local_parts(value) if name not in unchecked_names else ():
+            if part.numel() and part.is_floating_point():
+                names.append(name)
+                pieces = pieces_of(part.detach(), PIECE_BYTES)
+                flags.append(torch.stack([_are_finite(values) for values in pieces]).all())
+    return list(dict.fromkeys(name for name, (ok,) in zip(names, read_flat_values(flags), strict=True) if not ok))
 
 
 def summarize_over_ranks(local_names: list[str], group: dist.ProcessGroup | None = None) -> str | None:

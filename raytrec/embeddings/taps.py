@@ -63,6 +63,15 @@ def iterate_keys(features: KeyedJaggedTensor, count: int) -> Iterator[KeyLookups
         yield KeyLookups(ids, bags.repeat_interleave(lengths, output_size=len(ids)), id_weights, lengths)
 
 
+def collect_table_ids(kernel: nn.Module, features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+    """Return the looked-up ids of each table of a kernel, int [n], as rows of this rank's shards."""
+    names = [table.name for table in list_kernel_tables(kernel) for _ in table.feature_names]
+    ids: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    for name, part in zip(names, features.values().split(features.length_per_key()), strict=True):
+        ids[name].append(part)
+    return {name: torch.cat(parts) for name, parts in ids.items()}
+
+
 def add_row_gradients(out_RD: torch.Tensor, rows_R: torch.Tensor, key: KeyLookups, grad_BD: torch.Tensor) -> None:
     """Add the contributions of a key's bags to the gradients of rows.
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from raytrec.checkpoint.managed import read_stored_ids
+from raytrec.checkpoint.restore import read_stored_ids
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import format_bytes, format_percent, parse_number
 from raytrec.common.output_folder import ClaimedFolder, compute_binding

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checkpoint.managed import find_stored_rows
-from raytrec.checkpoint.restore import load
+from raytrec.checkpoint.restore import find_stored_rows
 from raytrec.checkpoint.rows import StoredTable
+from raytrec.checkpoint.storage import load
 from raytrec.compat.torch_ import silence_tracing
 from raytrec.config.features import resolve_features
 from raytrec.config.tasks import TowerName

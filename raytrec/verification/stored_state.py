@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from raytrec.checkpoint.blocks import DTYPES
-from raytrec.checkpoint.managed import read_stored_ids
-from raytrec.checkpoint.restore import load
+from raytrec.checkpoint.restore import read_stored_ids
 from raytrec.checkpoint.rows import TENSOR_KEY, StoredTable
+from raytrec.checkpoint.storage import load
 from raytrec.embeddings.hashing import ids_to_keys
 from raytrec.prediction.one_process import HEAD
 from raytrec.scoring.lookups import IdRows

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from raytrec.checkpoint.files import get_step_folder, steps
 from raytrec.checkpoint.index import read_index
-from raytrec.checkpoint.managed import gather_ids, load_with_ids
+from raytrec.checkpoint.restore import gather_ids, load_with_ids
 from raytrec.checkpoint.save import CheckpointWriter, NonfiniteStateError, Saved
 from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.common import messages

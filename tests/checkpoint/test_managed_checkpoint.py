@@ -12,8 +12,7 @@ from small import build_step_on_rank
 
 from raytrec.checkpoint.files import get_step_folder
 from raytrec.checkpoint.index import read_index
-from raytrec.checkpoint.managed import allocate_ids, find_stored_rows, gather_ids, load_ids, load_with_ids
-from raytrec.checkpoint.restore import restore
+from raytrec.checkpoint.restore import find_stored_rows, gather_ids, load_with_ids, restore
 from raytrec.checkpoint.rows import resolve_warm_starts
 from raytrec.checkpoint.save import CheckpointWriter
 from raytrec.checkpoint.snapshot import RowSnapshot
@@ -43,10 +42,9 @@ def run(rank, world, sharding, root, first, last, drained=()):
     made = managed_config(world, {"sharding_type": sharding}, "adagrad")
     step = build_step_on_rank(made, managed_schema())
     state, saver = LogicalState(step.model, step.optimizer), CheckpointWriter(root, made.checkpoint)
-    found = restore(root, state, make_extra_tensors=lambda about: allocate_ids(about, step.maps))
+    found = restore(root, state, step.maps)
     assert bool(found.folder) == bool(first)
     if found.folder:
-        load_ids(step.maps, found.extra_tensors, found.about)
         step.trained = first
     local = make_own_batches(rank, world)
     # The pipeline prefetches all batches it can; it is drained before the middle is saved.

@@ -22,11 +22,6 @@ MAX_FREED_ROWS = 2**20  # maximum number of rows freed in advance; every rank ke
 HISTOGRAM_BITS = 12  # bits of a score per histogram, which all ranks sum: 32 KiB
 
 
-def get_max_counted_sightings(eviction: Eviction) -> int:
-    """Return the maximum number of sightings that an id's score counts; 0 with lru."""
-    return 0 if eviction == "lru" else MAX_SIGHTINGS
-
-
 def compute_eviction_scores(counted: torch.Tensor, sightings: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Return the scores of ids with rows, int64 [n], ≥ 0; ids with the lowest scores are evicted first.
 
@@ -34,7 +29,7 @@ def compute_eviction_scores(counted: torch.Tensor, sightings: torch.Tensor, last
     last step breaks ties.
 
     Args:
-        counted: Result of `get_max_counted_sightings` for each id's table, int64 [n].
+        counted: Maximum number of sightings that count, for each id's table, int64 [n]; 0 with lru.
         sightings: Number of sightings of each id, int64 [n].
         last: Step of the last sighting of each id, integers [n], -1 or more.
     """

@@ -19,13 +19,13 @@ from raytrec.embeddings.hashing import (
 )
 from raytrec.embeddings.managed.key_map import FreeRows, KeyEntries, KeyMap
 from raytrec.embeddings.managed.policy import (
+    MAX_SIGHTINGS,
     choose_row_stride,
     compute_admission_scores,
     compute_eviction_scores,
     count_rows_to_free,
     find_expiry_step,
     find_lowest_keys,
-    get_max_counted_sightings,
 )
 
 TRIM_DIVISOR = 8  # if too many ids wait for a row, the excess and 1/8 of the capacity are removed
@@ -78,7 +78,7 @@ class RowMaps:
         self.admitted, self.evicted = ([0] * len(rows) for _ in range(2))
         self.lookups_T, self.fallback_T = torch.zeros(2, len(rows), dtype=torch.int64, device=device)
         numbers = [
-            (capacity, policy.fallback_rows, policy.admit_after, get_max_counted_sightings(policy.eviction))
+            (capacity, policy.fallback_rows, policy.admit_after, 0 if policy.eviction == "lru" else MAX_SIGHTINGS)
             for capacity, policy in zip(self.capacities, policies, strict=True)
         ]
         columns = to_device_tensor(numbers, device).T.contiguous()
