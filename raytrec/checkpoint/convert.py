@@ -265,9 +265,5 @@ def _read_new_rows(stored: StoredTable, name: str, change: TableConversion, seed
         if seed is not None and len(new):
             ids = torch.from_numpy(new + first)
             band[new] = compute_initial_values(seed, name, ids, range(stored.dim), change.table.rows).numpy()
-        # Rows that are consecutive in both tables are read together.
-        ends = np.flatnonzero(np.diff(source) != 1) + 1
-        for begin, end in zip([0, *ends], [*ends, len(source)], strict=True):
-            if source[begin] >= 0:
-                band[begin:end] = stored.read(int(source[begin]), int(source[end - 1]) + 1)
+        band[source >= 0] = stored.gather(source[source >= 0])
         yield torch.from_numpy(band)

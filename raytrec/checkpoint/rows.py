@@ -91,12 +91,16 @@ class StoredTable:
             if not 0 <= row < self.rows:
                 raise RunError(f"the table has no row {row}", expected=f"0 to {self.rows - 1}")
         unique, positions = np.unique(np.asarray(rows, np.int64), return_inverse=True)
-        values = np.empty((len(unique), self.dim), np.float32)
-        ends = [*(np.flatnonzero(np.diff(unique) != 1) + 1).tolist(), len(unique)]  # ends of consecutive rows
-        for first, end in pairwise([0, *ends]):
+        return self.gather(unique)[positions]
+
+    def gather(self, rows: np.ndarray) -> np.ndarray:
+        """Return existing rows, int64 [n], in their order: float32 [n, dim]. Consecutive rows are read together."""
+        values = np.empty((len(rows), self.dim), np.float32)
+        ends = np.flatnonzero(np.diff(rows) != 1) + 1
+        for first, end in pairwise([0, *ends.tolist(), len(rows)]):
             if first < end:
-                values[first:end] = self.read(int(unique[first]), int(unique[end - 1]) + 1)
-        return values[positions]
+                values[first:end] = self.read(int(rows[first]), int(rows[end - 1]) + 1)
+        return values
 
 
 def list_table_names(index: dict[str, Any]) -> list[str]:

@@ -243,7 +243,9 @@ class DenseInputBuilder(nn.Module):
             if feature in weights:
                 vectors_ND = vectors_ND * weights[feature].unsqueeze(1)
             if feature in self._sequences:
-                sequences[feature] = pad_sequences(vectors_ND, jagged.offsets(), self._sequences[feature])
+                sequences[feature] = torch.ops.fbgemm.jagged_to_padded_dense(
+                    vectors_ND, [jagged.offsets()], [self._sequences[feature]], 0.0
+                )
             elif feature in self._candidates:
                 bags[feature] = vectors_ND
             else:
@@ -266,11 +268,6 @@ def sum_bags(vectors_ND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         lengths_B, output_size=len(vectors_ND)
     )
     return vectors_ND.new_zeros(len(lengths_B), vectors_ND.shape[1]).index_add(0, bag_N, vectors_ND)
-
-
-def pad_sequences(vectors_ND: torch.Tensor, offsets: torch.Tensor, length: int) -> torch.Tensor:
-    """Return bags of at most `length` vectors as a dense tensor, float32 [B, length, D], padded with 0."""
-    return torch.ops.fbgemm.jagged_to_padded_dense(vectors_ND, [offsets], [length], 0.0)
 
 
 def sum_bag_weights(sparse: KeyedJaggedTensor) -> torch.Tensor:

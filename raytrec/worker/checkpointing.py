@@ -150,7 +150,7 @@ class CheckpointManager:
         decision = self._consensus.finish()
         if decision is not None:  # None: the decision has already been read
             if decision.through < step:  # GPUs are still computing; the copy would wait for them anyway
-                decision = self._consensus.agree(self._losses.wait())
+                decision = self._consensus.agree(self._losses.poll_status(wait=True))
             self._raise_if_nonfinite(decision)
         if again or self._saver.last_step != step:
             heartbeat.tick("save")
@@ -282,7 +282,7 @@ class CheckpointManager:
         if decision.bad is None:
             return
         if decision.through < decision.bad:  # another rank may find an earlier step
-            decision = self._consensus.agree(self._losses.wait())
+            decision = self._consensus.agree(self._losses.poll_status(wait=True))
         batch, schema = self._run.batches.at(decision.bad - 1), self._context.task.schema  # batches count from 0
         sequences = resolve_features(schema, self._config.model).sequences
         raise make_loss_error(batch, schema, self._config.run.dir, decision.bad, self._context.index, sequences)

@@ -14,7 +14,6 @@ from raytrec.common import messages
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import parse_number
-from raytrec.common.messages import ENDED_EARLY
 from raytrec.config.training import EarlyStoppingSection
 from raytrec.data.batch import Batch
 from raytrec.data.stream import Stream
@@ -266,7 +265,7 @@ class EarlyStopping:
             self._progress.end_window()
             self._progress.report(context, wait=True)
         details = {"step": step, "reason": self._describe_end()}
-        context.report(messages.Event(event=ENDED_EARLY, details=details))
+        context.report(messages.Event(event=messages.ENDED_EARLY, details=details))
 
     def result(self) -> dict[str, Any]:
         """Return train.ended, the reason why training ended, for result.json; empty without early stopping."""

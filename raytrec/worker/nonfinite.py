@@ -91,15 +91,13 @@ class LossMonitor:
             self._status = self._status._replace(through=step - 1)
         self._pending.append((step, AsyncHostCopy(~torch.isfinite(loss))))
 
-    def poll_status(self) -> LossStatus:
-        """Return the current status, which includes at least all steps except the last two."""
-        while self._pending and (len(self._pending) > MAX_STEPS_IN_FLIGHT or self._pending[0][1].arrived):
-            self._read()
-        return self._status
+    def poll_status(self, wait: bool = False) -> LossStatus:
+        """Return the current status, which includes at least all steps except the last two.
 
-    def wait(self) -> LossStatus:
-        """Wait for the device, and return the status of all steps."""
-        while self._pending:
+        If `wait` is True, the status includes all steps.
+        """
+        pending = self._pending
+        while pending and (wait or len(pending) > MAX_STEPS_IN_FLIGHT or pending[0][1].arrived):
             self._read()
         return self._status
 

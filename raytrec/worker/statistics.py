@@ -85,8 +85,7 @@ class Statistics:
     def collect(self) -> dict[str, dict[str, Any]]:
         """Return each table's statistics since the last call (docs/monitoring.md), and discard the probed rows."""
         (lookups, hits), ids = self._count_lookups(), self._of_ids()
-        probed = {id(p.lookup): p.lookup for p in self._probed.values()}
-        self._parts = {i: lookup.gradients() for i, lookup in probed.items()}
+        self._parts = {id(lookup): lookup.gradients() for lookup in self._taps.lookups}
         figures = {
             name: self._collect_table(table, lookups.get(name, 0)) | hits.get(name, {}) | ids.get(name, {})
             for name, table in self._tables.items()
