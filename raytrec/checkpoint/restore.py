@@ -219,8 +219,8 @@ def load_with_ids(
     _load_ids(maps, ids, about, new_run=new_run)
 
 
-def find_stored_rows(folder: str, index: Mapping[str, Any], name: str, table: Table, ids: torch.Tensor) -> torch.Tensor:
-    """Return the rows of ids in a checkpoint, int64 [n]; fallback rows for ids without a row.
+def read_id_rows(folder: str, index: Mapping[str, Any], name: str, table: Table | None) -> IdRows:
+    """Return the mapping from managed ids to rows of a table in a checkpoint.
 
     No process group is needed.
 
@@ -228,11 +228,10 @@ def find_stored_rows(folder: str, index: Mapping[str, Any], name: str, table: Ta
         folder: Folder of the checkpoint.
         index: Index of the checkpoint.
         name: Name of the table.
-        table: Settings of the table, with managed ids.
-        ids: Ids to look up, int64 [n].
+        table: Settings of the table; None if only ids with their own row are needed.
     """
     saved = read_stored_ids(folder, index, name, ("id", "row"))
-    return IdRows(table, ids_to_keys(saved["id"]), saved["row"])(ids)
+    return IdRows(table, ids_to_keys(saved["id"]), saved["row"])
 
 
 def read_stored_ids(

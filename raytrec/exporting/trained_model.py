@@ -9,19 +9,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from raytrec import __version__
-from raytrec.checkpoint.restore import read_stored_ids
+from raytrec.checkpoint.restore import read_id_rows
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.storage import split_query
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TowerName
 from raytrec.driver.evaluation import Checkpoint
-from raytrec.embeddings.hashing import ids_to_keys
 from raytrec.exporting.programs import Program, make_program
 from raytrec.models.recommender import Recommender
 from raytrec.prediction.one_process import load_model
 from raytrec.prediction.predict import list_score_columns
-from raytrec.scoring.lookups import IdRows, Lookups
+from raytrec.scoring.lookups import Lookups
 from raytrec.scoring.manifest import ExportSource, PrecisionName, ProgramName, StackEntry, TaskEntry, list_inputs
 from raytrec.scoring.stored_tables import PRECISIONS, StackedTable, TablePrecision, choose_block_rows, make_header
 from raytrec.tasks.objective import Objective
@@ -60,10 +59,8 @@ class TrainedModel:
             precision: Precision to which rows are rounded, as in an export with this precision.
             checked: True to verify the checksums of the rows that are read; see StoredTable.
         """
-        ids = {}
-        for name in self.schema.managed:
-            stored_ids = read_stored_ids(self.saved.folder, self.saved.index, name, ("id", "row"))
-            ids[name] = IdRows(self.schema.tables[name], ids_to_keys(stored_ids["id"]), stored_ids["row"])
+        saved, specs = self.saved, self.schema.tables
+        ids = {name: read_id_rows(saved.folder, saved.index, name, specs[name]) for name in self.schema.managed}
         with ExitStack() as files:
             tables = {}
             for name in self.schema.tables:

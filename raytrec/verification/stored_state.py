@@ -9,12 +9,10 @@ import numpy as np
 import torch
 
 from raytrec.checkpoint.blocks import DTYPES
-from raytrec.checkpoint.restore import read_stored_ids
+from raytrec.checkpoint.restore import read_id_rows
 from raytrec.checkpoint.rows import TENSOR_KEY, StoredTable
 from raytrec.checkpoint.storage import load
-from raytrec.embeddings.hashing import ids_to_keys
 from raytrec.prediction.one_process import HEAD
-from raytrec.scoring.lookups import IdRows
 from raytrec.scoring.stored_tables import PRECISIONS
 from raytrec.serving.served_state import MAX_BLOCK_BYTES, NUM_KEYS, PAIR_BYTES, StatePart, describe_tensors, to_bytes
 
@@ -60,8 +58,7 @@ class StoredState:
             for first, end in _split(len(values), values.itemsize):
                 yield first, end, values[first:end]
         elif part == "ids":
-            stored_ids = read_stored_ids(self._folder, self._index, name, ("id", "row"))
-            ids = IdRows(None, ids_to_keys(stored_ids["id"]), stored_ids["row"])
+            ids = read_id_rows(self._folder, self._index, name, None)
             # Keys are distributed evenly; blocks have half the maximum size on average.
             count = 2 * max(1, len(ids), self._served["ids"][name]["shape"][0])
             for first, end in _split(NUM_KEYS, count * PAIR_BYTES / NUM_KEYS):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import parse_number
 from raytrec.config.training import EarlyStoppingSection
-from raytrec.data.batch import Batch
 from raytrec.data.stream import Stream
 from raytrec.embeddings.optim import find_dense_average
 from raytrec.metrics.evaluation import SliceNames, TaskRows, choose_ranking_device
@@ -35,16 +34,8 @@ SLICES = "slices"  # key of the slice metrics
 SHRINK_FACTORS = (1.0, 0.75, 0.5, 0.25, 0.0)  # candidate factors for the deep part
 
 
-class Model(Protocol):
-    """Interface of models that can be evaluated, such as Step."""
-
-    def evaluate(self, batches: Iterator[Batch]) -> Iterator[StepOutputs]:
-        """Yield the outputs of a forward pass over all batches."""
-        ...
-
-
 def evaluate(
-    step: Model, stream: Stream, device: torch.device, selection: Selection, items: Stream | None = None
+    step: Any, stream: Stream, device: torch.device, selection: Selection, items: Stream | None = None
 ) -> tuple[dict[str, Any], Curves | None]:
     """Return metrics and curves for all rows of the stream's dataset.
 
@@ -53,7 +44,7 @@ def evaluate(
     (metrics/evaluation.py).
 
     Args:
-        step: Model to evaluate.
+        step: Step of the model to evaluate, or an object with its method `evaluate`.
         stream: Stream of the dataset.
         device: Device of the rank.
         selection: Metrics of the run.

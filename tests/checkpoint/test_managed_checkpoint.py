@@ -12,7 +12,7 @@ from small import build_step_on_rank
 
 from raytrec.checkpoint.files import get_step_folder
 from raytrec.checkpoint.index import read_index
-from raytrec.checkpoint.restore import find_stored_rows, gather_ids, load_with_ids, restore
+from raytrec.checkpoint.restore import gather_ids, load_with_ids, read_id_rows, restore
 from raytrec.checkpoint.rows import resolve_warm_starts
 from raytrec.checkpoint.save import CheckpointWriter
 from raytrec.checkpoint.snapshot import RowSnapshot
@@ -143,7 +143,7 @@ def test_stored_rows_are_found_without_ranks(uninterrupted_run):
     stored, index = read_stored_ids(folder), read_index(folder)
     for name in managed_schema().managed:
         ids, table = stored[f"ids/{name}/id"], managed_schema().tables[name]
-        found = find_stored_rows(folder, index, name, table, torch.tensor([*ids, 5, 6])).tolist()
+        found = read_id_rows(folder, index, name, table)(torch.tensor([*ids, 5, 6])).tolist()
         assert found[:-2] == stored[f"ids/{name}/row"] and min(found[-2:]) >= table.own_rows
 
 
