@@ -75,15 +75,21 @@ def restore(
     Raises:
         CheckpointError: At least one checkpoint has a usable index, but no checkpoint can be loaded.
     """
+    checkpoints: list[Any] = [None]
+    if dist.get_rank() == 0:
+        checkpoints[0] = [
+            (folder, index.get("about", {}), error and f"{error.what} ({error.where})")
+            for folder, index, error in iterate_indexes(root, find_obstacle)
+        ]
+    dist.broadcast_object_list(checkpoints)
     result, unreadable = RestoreResult(), 0
-    for folder, about, reason in _broadcast_checkpoints(root, find_obstacle):
+    for folder, about, reason in checkpoints[0]:
         if reason:
             result.skip_reasons.append(reason)
             continue
         try:
             on_load()
-            ids = _allocate_ids(about, maps or {})
-            load(folder, state.tensors() | ids)
+            load_with_ids(folder, state.tensors(), maps or {}, about)
             # Training cannot recover from NaN or infinity in its state.
             if nonfinite := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
                 raise CheckpointError(f"the checkpoint contains NaN or infinity: {nonfinite}", where=folder)
@@ -92,7 +98,6 @@ def restore(
             unreadable += 1
             continue
         state.refresh_kernels()
-        _load_ids(maps or {}, ids, about)
         result.folder, result.about = folder, about
         return result
     if unreadable:
@@ -102,21 +107,6 @@ def restore(
             do="restore one of them from a backup, or remove them to start over",
         )
     return result
-
-
-def _broadcast_checkpoints(root: str, why_not: Callable) -> list[tuple[str, dict, str | None]]:
-    """Return (folder, about, None or the reason why it is unusable) for each checkpoint, newest first.
-
-    Rank 0 reads the list, and all ranks receive it.
-    """
-    checkpoints: list[Any] = [None]
-    if dist.get_rank() == 0:
-        checkpoints[0] = [
-            (folder, index.get("about", {}), error and f"{error.what} ({error.where})")
-            for folder, index, error in iterate_indexes(root, why_not)
-        ]
-    dist.broadcast_object_list(checkpoints)
-    return checkpoints[0]
 
 
 def gather_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
@@ -150,49 +140,6 @@ def gather_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
     return tensors, {"ids": about} if about else {}
 
 
-def _allocate_ids(about: Mapping[str, Any], tables: Mapping[str, object]) -> State:
-    """Allocate tensors for the ids saved by `gather_ids`; each rank reads a part of them.
-
-    Args:
-        about: Entry "about" of the index.
-        tables: Names of the tables whose ids are read.
-    """
-    peers, tensors = Peers(), {}
-    for table in tables:
-        sizes = about["ids"][table]
-        for names, count in _list_tensor_names(table, sizes):
-            starts = [count * rank // peers.world for rank in range(peers.world + 1)]
-            parts = [end - start for start, end in pairwise(starts)]
-            for name in names if count else ():
-                tensors[name] = _to_sharded(torch.empty(parts[peers.rank], dtype=torch.int64), parts, peers)
-        if sizes["left"]:
-            tensors[f"ids/{table}/left"] = torch.empty(sizes["left"], dtype=torch.int64)
-    return tensors
-
-
-def _load_ids(maps: Mapping[str, RowMap], tensors: State, about: Mapping[str, Any], *, new_run: bool = False) -> None:
-    """Replace the content of maps with the ids in the tensors of `_allocate_ids`.
-
-    This is a collective operation: every rank must call it.
-
-    Args:
-        maps: Table → this rank's part of its map.
-        tensors: Tensors of `_allocate_ids`, filled by `load`.
-        about: Entry "about" of the index.
-        new_run: True if a new run starts from the checkpoint; all ids then count as last seen before its first step.
-    """
-    for table, part in maps.items():
-        sizes, device = about["ids"][table], part.device
-        rows, waiting = (_send_to_owners(names, tensors, device) for names, _ in _list_tensor_names(table, sizes))
-        free_rows = tensors.get(f"ids/{table}/left", torch.empty(0, dtype=torch.int64)).to(device)
-        if new_run:
-            for entries in (rows, waiting):
-                entries.fields["last"].fill_(-1)
-        part.load(MapState(rows, waiting, FreeRows(sizes["handed"], free_rows)))
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # the pipeline reads the map on another stream
-
-
 def load_with_ids(
     folder: str,
     tensors: State,
@@ -209,14 +156,41 @@ def load_with_ids(
     Args:
         folder: Folder of the checkpoint.
         tensors: As in `load`.
-        maps: As in `_load_ids`.
+        maps: Table → this rank's part of its map, whose content is replaced.
         about: Entry "about" of the checkpoint's index.
         rows: As in `load`.
-        new_run: As in `_load_ids`.
+        new_run: True if a new run starts from the checkpoint; all ids then count as last seen before its first step.
     """
-    ids = _allocate_ids(about, maps)
+    sizes_of, ids = about.get("ids", {}), {}
+    for table in maps:
+        ids |= _allocate_ids(table, sizes_of[table])
     load(folder, tensors | ids, rows)
-    _load_ids(maps, ids, about, new_run=new_run)
+    for table, part in maps.items():
+        sizes, device = sizes_of[table], part.device
+        own_ids, waiting = (_send_to_owners(names, ids, device) for names, _ in _list_tensor_names(table, sizes))
+        free_rows = ids.get(f"ids/{table}/left", torch.empty(0, dtype=torch.int64)).to(device)
+        if new_run:
+            for entries in (own_ids, waiting):
+                entries.fields["last"].fill_(-1)
+        part.load(MapState(own_ids, waiting, FreeRows(sizes["handed"], free_rows)))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # the pipeline reads the map on another stream
+
+
+def _allocate_ids(table: str, sizes: Mapping[str, int]) -> State:
+    """Allocate tensors for a table's ids saved by `gather_ids`, of which each rank reads a part.
+
+    `sizes` is the table's entry for managed ids in the index.
+    """
+    peers, tensors = Peers(), {}
+    for names, count in _list_tensor_names(table, sizes):
+        starts = [count * rank // peers.world for rank in range(peers.world + 1)]
+        parts = [end - start for start, end in pairwise(starts)]
+        for name in names if count else ():
+            tensors[name] = _to_sharded(torch.empty(parts[peers.rank], dtype=torch.int64), parts, peers)
+    if sizes["left"]:
+        tensors[f"ids/{table}/left"] = torch.empty(sizes["left"], dtype=torch.int64)
+    return tensors
 
 
 def read_id_rows(folder: str, index: Mapping[str, Any], name: str, table: Table | None) -> IdRows:
