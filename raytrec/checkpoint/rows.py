@@ -24,7 +24,7 @@ NUMPY_DTYPES = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16"
 TENSOR_KEY = "tables/{}/{}"
 
 
-class StoredTable:
+class StoredTable(ExitStack):
     """Table in a checkpoint that was saved under any sharding plan.
 
     An instance is a context manager, because it keeps files open.
@@ -47,6 +47,7 @@ class StoredTable:
     """
 
     def __init__(self, folder: str, index: dict[str, Any], name: str, kind: str = "weight", checked: bool = True):
+        super().__init__()
         entry = index["tensors"].get(TENSOR_KEY.format(name, kind))
         if entry is None:
             names = list_table_names(index)
@@ -59,20 +60,11 @@ class StoredTable:
                 f"table {name} has the unsupported dtype {entry['dtype']}", expected=", ".join(NUMPY_DTYPES)
             )
         self.rows, self.dim = _to_rows_and_columns(entry["shape"], 1)
-        self._files = ExitStack()
-        sources: dict[str, Source] = {}
-        self._chunks = []
-        for chunk in parse_chunks(TENSOR_KEY.format(name, kind), entry):
-            if chunk.file not in sources:
-                sources[chunk.file] = self._files.enter_context(open_data_file(folder, chunk.file))
-            block_bytes = index["block_bytes"] if checked else None
-            self._chunks.append(_ChunkReader(sources[chunk.file], chunk, block_bytes, folder))
-
-    def __enter__(self) -> StoredTable:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
+        chunks = parse_chunks(TENSOR_KEY.format(name, kind), entry)
+        files = {chunk.file for chunk in chunks}
+        sources = {file: self.enter_context(open_data_file(folder, file)) for file in files}
+        block_bytes = index["block_bytes"] if checked else None
+        self._chunks = [_ChunkReader(sources[chunk.file], chunk, block_bytes, folder) for chunk in chunks]
 
     def read(self, first: int, end: int) -> np.ndarray:
         """Return the rows [first, end): float32 [end - first, dim]."""
@@ -105,9 +97,8 @@ class StoredTable:
 
 def list_table_names(index: dict[str, Any]) -> list[str]:
     """Return the sorted names of the tables in a checkpoint."""
-    head, tail = TENSOR_KEY.format("\0", "weight").split("\0")
-    names = [n for n in index["tensors"] if n.startswith(head) and n.endswith(tail)]
-    return sorted(name.removeprefix(head).removesuffix(tail) for name in names)
+    names = [name for name in index["tensors"] if name.startswith("tables/") and name.endswith("/weight")]
+    return sorted(name.removeprefix("tables/").removesuffix("/weight") for name in names)
 
 
 class _ChunkReader:

@@ -96,9 +96,8 @@ class RowMaps:
 
     def find_fallback_rows(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return the fallback row of each key [n], which is used while the key has no row."""
-        return assign_fallback_rows(
-            keys, select_by_table(self._capacity_T, tables), select_by_table(self._fallback_T, tables)
-        )
+        first, rows = (select_by_table(each_T, tables) for each_T in (self._capacity_T, self._fallback_T))
+        return assign_fallback_rows(keys, first, rows)
 
     def train(self, step: int, ids: DistinctKeys) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
         """Count a global batch's ids, and assign rows to newly admitted ids. This is a collective operation.
@@ -275,8 +274,7 @@ class RowMaps:
             first, end = sum(counts[:rank]), sum(counts[: rank + 1])
             numbers = range(free.handed + min(first, fresh), free.handed + min(end, fresh))
             if numbers:
-                numbers_F = torch.arange(numbers.start, numbers.stop, device=self.device)
-                parts.append(self.compute_nth_row(table, numbers_F))
+                parts.append(self.compute_nth_row(table, torch.arange(numbers.start, numbers.stop, device=self.device)))
             parts.append(free.left[max(first - fresh, 0) : max(end - fresh, 0)])
             self.free[table] = FreeRows(free.handed + fresh, free.left[count - fresh :])
         return torch.cat(parts)
