@@ -8,7 +8,7 @@ import math
 import os
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
@@ -51,7 +51,7 @@ def make_folder(folder: str) -> None:
             sync_to_disk(directory.parent)
 
 
-class RawFileWriter:
+class RawFileWriter(AbstractContextManager):
     """Sequential writer of a new file. After an error, a local file is removed, and an object is not created.
 
     Attributes:
@@ -72,9 +72,6 @@ class RawFileWriter:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         else:
             self._file = filesystem.open_output_stream(path)
-
-    def __enter__(self) -> RawFileWriter:
-        return self
 
     def __exit__(self, kind, *_) -> None:
         # After an error, an object's stream is not closed, because closing it would create the object.
@@ -110,7 +107,7 @@ class RawFileWriter:
             sync_to_disk(self._path.parent)
 
 
-class Source:
+class Source(AbstractContextManager):
     """Open file that several threads can read at any offset.
 
     Attributes:
@@ -127,9 +124,6 @@ class Source:
         self.reads = MAX_LOCAL_READS if self._local else MAX_REMOTE_READS
         opening = partial(filesystem.open_input_file, path)
         self._file: Any = open_regular(path) if self._local else retry_read(self._uri, opening)
-
-    def __enter__(self) -> Source:
-        return self
 
     def __exit__(self, *_) -> None:
         self._file.close()

@@ -159,7 +159,7 @@ class SkipNonfiniteOptimizer(OptimizerWrapper):
         return loss, outputs.masked(self._bad, self._bad_copy.wait)
 
 
-class RecentBatches:
+class RecentBatches(Iterator[Batch]):
     """Iterator over batches that keeps the most recent batches with their steps.
 
     Args:
@@ -170,9 +170,6 @@ class RecentBatches:
     def __init__(self, batches: Iterator[Batch], first_step: int):
         self._batches, self._step = batches, first_step
         self._recent: deque[tuple[int, Batch]] = deque(maxlen=MAX_RECENT_BATCHES)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         batch = next(self._batches)

@@ -186,8 +186,14 @@ class Statistics:
         return _estimate_norm(gradients, probed)
 
     def _before_update(self, lookup: Lookup) -> Any:
-        """Return a forward hook that marks looked-up rows as used, and records their values in a probed step."""
+        """Return a forward hook that records the values of looked-up rows in a probed step.
+
+        The hook also marks the rows of tables whose optimizer state does not show which rows have been used.
+        """
         without_state = {name for name in lookup.tables if _find_second_moment(self._tables[name]) is None}
+        for name in without_state:
+            values = _get_local_shard(self._tables[name].weight).values
+            self._used[name] = torch.zeros(len(values), dtype=torch.bool, device=values.device)
 
         def after(kernel: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
             is_probing = self._taps.is_probing
@@ -195,19 +201,11 @@ class Statistics:
                 return
             for name, ids in collect_table_ids(kernel, inputs[0]).items():
                 if name in without_state:
-                    self._mark_rows(name, ids)
+                    self._used[name][ids] = True
                 if is_probing:
                     self._probe(name, lookup, ids)
 
         return after
-
-    def _mark_rows(self, name: str, ids: torch.Tensor) -> None:
-        """Mark the looked-up rows of a table whose optimizer state does not show which rows have been used."""
-        values = _get_local_shard(self._tables[name].weight).values
-        used = self._used.get(name)
-        if used is None:
-            used = self._used[name] = torch.zeros(len(values), dtype=torch.bool, device=values.device)
-        used[ids] = True
 
     def _probe(self, name: str, lookup: Lookup, ids: torch.Tensor) -> None:
         shard, rows = _get_local_shard(self._tables[name].weight), ids.unique()
