@@ -188,12 +188,12 @@ def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy
     is_same_kind = len(managed) != 1 and (not managed or old.own_rows == new.own_rows)
     if old and new and is_same_kind and (old.rows, old.dim) == (new.rows, new.dim):
         return TableWarmStart("exact", new.rows, None)
-    if old and new and not managed and old.dim == new.dim and policy == "resize":
+    is_resizable = old and new and not managed and old.dim == new.dim
+    if is_resizable and policy == "resize":
         added = new.rows - old.rows
         dropped = f"the checkpoint's last {-added:,} rows are dropped"
         change = f"{added:,} rows get their initial values" if added > 0 else dropped
         return TableWarmStart("resize", min(old.rows, new.rows), f"table {table}: {change}")
-    is_resizable = old and new and not managed and old.dim == new.dim
     suggestion = "drop" if new is None else "resize" if is_resizable else "new"
     raise SchemaError(
         f"table {table} is {new_text} in the schema, but {old_text} in the checkpoint",

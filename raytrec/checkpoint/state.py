@@ -144,10 +144,9 @@ def make_logical_tensor(parts: ShardedValues, rows: int | None = None) -> torch.
         count = max(0, min(shard.rows.stop, rows) - shard.rows.start)
         if not count:
             continue
-        is_flat = len(parts.shape) == 1
         metadata = ShardMetadata(
-            shard_offsets=[shard.rows.start] if is_flat else [shard.rows.start, shard.columns.start],
-            shard_sizes=[count] if is_flat else [count, len(shard.columns)],
+            shard_offsets=[shard.rows.start, shard.columns.start][: len(parts.shape)],
+            shard_sizes=[count, len(shard.columns)][: len(parts.shape)],
             # For remote shards, only the rank matters; a local shard's device must match its placement.
             placement=f"rank:{shard.rank}/{parts.device if shard.values is None else shard.values.device}",
         )

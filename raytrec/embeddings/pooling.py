@@ -169,10 +169,15 @@ class PooledEmbeddings(FixedDtype):
 def copy_sparse(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return a copy of the ids for FBGEMM and TorchRec, which clamp ids in place and replace weights."""
     weights = sparse.weights_or_none()
+    return replace_ids(sparse, sparse.values().clone(), None if weights is None else weights.clone())
+
+
+def replace_ids(sparse: KeyedJaggedTensor, ids: torch.Tensor, weights: torch.Tensor | None) -> KeyedJaggedTensor:
+    """Return a KeyedJaggedTensor with the same bags, and other ids and weights."""
     return KeyedJaggedTensor(
         sparse.keys(),
-        sparse.values().clone(),
-        None if weights is None else weights.clone(),
+        ids,
+        weights,
         lengths=sparse.lengths(),
         stride=sparse.stride(),
         length_per_key=sparse.length_per_key_or_none(),  # otherwise TorchRec reads it from the device
@@ -237,10 +242,12 @@ class DenseInputBuilder(nn.Module):
         if not by_id:
             return self.means(sums, sparse)
         bags, sequences = {} if sums is None else sums.to_dict(), {}
-        weights = self._weights(sparse)
+        all_weights, weights = sparse.weights_or_none(), {}
+        if all_weights is not None:
+            weights = dict(zip(sparse.keys(), all_weights.split(sparse.length_per_key()), strict=True))
         for feature, jagged in (pair for collection in by_id for pair in collection.items()):
             vectors_ND = jagged.values()
-            if feature in weights:
+            if feature in self._weighted and weights:
                 vectors_ND = vectors_ND * weights[feature].unsqueeze(1)
             if feature in self._sequences:
                 sequences[feature] = torch.ops.fbgemm.jagged_to_padded_dense(
@@ -252,14 +259,6 @@ class DenseInputBuilder(nn.Module):
                 bags[feature] = sum_bags(vectors_ND, jagged.lengths())
         outputs = self.means(bags, sparse) | sequences
         return {feature: outputs[feature] for feature in sparse.keys()}  # noqa: SIM118
-
-    def _weights(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        """Return the weights of the ids, float32 [N], by feature; unweighted features are omitted."""
-        weights = sparse.weights_or_none()
-        if weights is None:
-            return {}
-        by_key = zip(sparse.keys(), weights.split(sparse.length_per_key()), strict=True)
-        return {feature: values for feature, values in by_key if feature in self._weighted}
 
 
 def sum_bags(vectors_ND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Counts of a run, and their description of the run in checkpoints."""
+"""Counts of a run, and the entry that describes the run in its checkpoints."""
 
 from __future__ import annotations
 

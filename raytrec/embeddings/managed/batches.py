@@ -29,6 +29,7 @@ from raytrec.embeddings.hashing import (
 )
 from raytrec.embeddings.managed.row_map import RowMap
 from raytrec.embeddings.managed.row_maps import RowMaps
+from raytrec.embeddings.pooling import replace_ids
 from raytrec.embeddings.tables import Table
 
 
@@ -264,14 +265,7 @@ class ManagedBatches:
         for place, part in zip(places, all_rows.split([sizes[place] for place in places]), strict=True):
             values_by_key[place] = part
         joined = torch.empty_like(values, pin_memory=values.is_pinned())
-        return KeyedJaggedTensor(
-            sparse.keys(),
-            torch.cat(values_by_key, out=joined),
-            sparse.weights_or_none(),
-            lengths=sparse.lengths(),
-            stride=sparse.stride(),
-            length_per_key=sizes,
-        )
+        return replace_ids(sparse, torch.cat(values_by_key, out=joined), sparse.weights_or_none())
 
     def _synchronize(self) -> None:
         """Wait for the GPU: the pipeline changes the maps on one stream, and saving reads them on another."""
