@@ -203,8 +203,8 @@ class HostStateBuffer:
 
     def __init__(self) -> None:
         self._unlock: weakref.finalize | None = None  # unlocks page-locked memory
-        self._layout: list[tuple[str, torch.Size, torch.dtype, bool]] = []
-        self._places: dict[str, torch.Tensor] = {}
+        self._layout: list[tuple[torch.Size, torch.dtype, bool]] = []  # shape, dtype, True on a GPU
+        self._places: list[torch.Tensor] = []
         self.note: str | None = None
 
     def copy(self, tensors: State) -> State:
@@ -214,38 +214,34 @@ class HostStateBuffer:
         all tensors are in host memory, CUDA is not used.
         """
         self.note = None
-        self._make_room(tensors)
+        parts = {name: list_local_parts(value) for name, value in tensors.items()}
+        flat_parts = [part for parts_of_value in parts.values() for part in parts_of_value]
+        self._make_room([(part.shape, part.dtype, part.is_cuda) for part in flat_parts])
         copies: State = {}
+        places = iter(self._places)
         for name, value in tensors.items():
-            parts = [
-                self._places[f"{name}/{i}"].copy_(part.detach(), non_blocking=True)
-                for i, part in enumerate(list_local_parts(value))
-            ]
-            copies[name] = replace_local_shards(value, parts) if isinstance(value, ShardedTensor) else parts[0]
-        for device in {value.device for _, value in _iterate_local_tensors(tensors) if value.is_cuda}:
+            copied = [next(places).copy_(part.detach(), non_blocking=True) for part in parts[name]]
+            copies[name] = replace_local_shards(value, copied) if isinstance(value, ShardedTensor) else copied[0]
+        for device in {part.device for part in flat_parts if part.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return copies
 
     def close(self) -> None:
         """Release the memory; the last copy must no longer be used."""
-        self._places, self._layout = {}, []
+        self._places, self._layout = [], []
         if self._unlock is not None:
             self._unlock()
         self._unlock = None
 
-    def _make_room(self, tensors: State) -> None:
-        layout = [(name, value.shape, value.dtype, value.is_cuda) for name, value in _iterate_local_tensors(tensors)]
+    def _make_room(self, layout: list[tuple[torch.Size, torch.dtype, bool]]) -> None:
         if layout == self._layout:
             return
         self.close()
-        starts, total = [], 0
-        for _, shape, dtype, _ in layout:
-            starts.append(total)
-            total += -(-prod(shape) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        memory = self._allocate(total, locked=any(on_gpu for *_, on_gpu in layout))
-        for (name, shape, dtype, _), start in zip(layout, starts, strict=True):
-            values = memory[start : start + prod(shape) * dtype.itemsize]
-            self._places[name] = values.view(dtype).view(shape)
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype, _ in layout]
+        aligned_sizes = [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
+        memory = self._allocate(sum(aligned_sizes), locked=any(on_gpu for *_, on_gpu in layout))
+        for (shape, dtype, _), size, block in zip(layout, sizes, memory.split(aligned_sizes), strict=True):
+            self._places.append(block[:size].view(dtype).view(shape))
         self._layout = layout
 
     def _allocate(self, size: int, locked: bool) -> torch.Tensor:
@@ -271,9 +267,3 @@ class HostStateBuffer:
         self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
         self._unlock.atexit = False
         return memory
-
-
-def _iterate_local_tensors(tensors: State) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for each of this rank's plain tensors and shards."""
-    for name, value in tensors.items():
-        yield from ((f"{name}/{i}", part) for i, part in enumerate(list_local_parts(value)))
