@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from raytrec.checkpoint.index import ITEM_BYTES, CheckpointError
+from raytrec.checkpoint.index import ITEM_BYTES
 from raytrec.checkpoint.rawfile import StoredChunk, parse_chunks
 from raytrec.common.memory import prefetch_pages
 
@@ -50,22 +50,16 @@ class Target:
     Args:
         chunk: Chunk that contains the box.
         item: Planned read, which defines the box.
-        tensor: Destination, whose shape must be the box's shape.
+        tensor: Destination, which torch's planner has narrowed to the box.
 
     Attributes:
         tensor: Destination as a plain tensor without gradient.
         begin: First byte of the box in the chunk.
         end: Byte after the last byte of the box in the chunk.
-
-    Raises:
-        CheckpointError: The shape of the tensor differs from that of the box.
     """
 
     def __init__(self, chunk: StoredChunk, item: ReadItem, tensor: torch.Tensor):
         self.tensor = tensor.detach().as_subclass(torch.Tensor)
-        if self.tensor.shape != item.lengths:
-            shapes = f"shape {tuple(item.lengths)} into a tensor of shape {tuple(self.tensor.shape)}"
-            raise CheckpointError(f"cannot read {chunk.fqn} of {shapes}")
         self._sizes, self._offsets = chunk.sizes, tuple(item.storage_offsets)
         strides = [math.prod(chunk.sizes[d + 1 :]) for d in range(len(chunk.sizes))]
         first = sum(o * s for o, s in zip(self._offsets, strides, strict=True))
