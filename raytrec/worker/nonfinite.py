@@ -98,19 +98,16 @@ class LossMonitor:
         """
         pending = self._pending
         while pending and (wait or len(pending) > MAX_STEPS_IN_FLIGHT or pending[0][1].arrived):
-            self._read()
+            step, is_bad = pending[0]
+            bad = self._status.bad
+            self._status = LossStatus(step, step if is_bad.wait() and bad is None else bad)
+            pending.popleft()  # only after the wait, so that `unfinished` returns this step during the wait
         return self._status
 
     @property
     def unfinished(self) -> int | None:
         """Return the first step that the device has not finished, or None; can be called from any thread."""
         return next((step for step, bad in list(self._pending) if not bad.arrived), None)
-
-    def _read(self) -> None:
-        (step, pending), first = self._pending[0], self._status.bad
-        is_bad = bool(pending.wait())
-        self._status = LossStatus(step, step if is_bad and first is None else first)
-        self._pending.popleft()  # only after the wait, so that `unfinished` returns this step during the wait
 
 
 class SkipNonfiniteOptimizer(OptimizerWrapper):
