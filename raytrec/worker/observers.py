@@ -170,16 +170,13 @@ class ProbeScheduler(Observer):
 
     def begin(self) -> None:
         """Enable recording for the first step if an observer requests it."""
-        self._schedule_probe()
+        self.after_step(0)
 
     def after_step(self, rows: int) -> None:
         """Discard the recorded step, and enable recording for the next step if an observer requests it."""
         self._taps.forget()
-        self._schedule_probe()
-
-    def _schedule_probe(self) -> None:
         requests = [observer.wants_probe(self._run.progress.step + 1) for observer in self._observers]
-        self._taps.is_probing |= any(requests)
+        self._taps.is_probing = any(requests)
 
 
 class StepProfiler(Observer):
