@@ -72,7 +72,7 @@ def timed_train_worker(task: Any) -> None:
     WorkerContext.enter = enter  # type: ignore[method-assign]
     after(build, "build_step", "built")
     after(checkpointing.CheckpointManager, "__init__", "restored", once=True)
-    after(observers.ObserverList, "begin", "checked")
+    after(observers.ProbeScheduler, "begin", "checked")  # the last observer
     after(PrefetchIterator, "__next__", "first batch", once=True)
     after(checkpointing.CheckpointManager, "after_step", FIRST, once=True)
     loop.train_worker(task)

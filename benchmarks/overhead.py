@@ -28,6 +28,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from raytrec.config.features import Features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
@@ -90,7 +91,7 @@ class Uncorrected(nn.Module):
 
     def __init__(self, config: RunConfig, schema: Schema, device: torch.device):
         super().__init__()
-        self.bags = make_embedding_bags(schema)
+        self.bags = make_embedding_bags(Features(schema, {}))
         means = {spec.table for spec in schema.sparse.values() if spec.pooling == "mean"}
         for table in self.bags.embedding_bag_configs():
             table.pooling = PoolingType.MEAN if table.name in means else PoolingType.SUM

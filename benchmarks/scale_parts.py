@@ -275,7 +275,7 @@ def checkpoint(world: int, tables: int, folder: Path) -> dict:
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from raytrec.checkpoint import retention
+    from raytrec.checkpoint import files
     from raytrec.checkpoint.index import INDEX, read_index
     from raytrec.checkpoint.storage import ShardWriter
 
@@ -322,10 +322,10 @@ def checkpoint(world: int, tables: int, folder: Path) -> dict:
         other = root / f"step-{step:010d}"
         other.mkdir()
         (other / INDEX).write_bytes((target / INDEX).read_bytes())
-    retention.keep(str(root), 3, 0, None)
+    files.keep(str(root), 3, 0, None)
     (root / f"step-{300:010d}" / INDEX).write_bytes((target / INDEX).read_bytes())  # as a save does
     with Cpu() as keeping:
-        retention.keep(str(root), 3, 0, None)
+        files.keep(str(root), 3, 0, None)
     return {
         "chunks": sum(map(len, items.values())),
         "kb_a_rank_sends": sum(sent) / world / 1e3,

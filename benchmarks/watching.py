@@ -97,7 +97,8 @@ class Side:
         self._observers = make_observers(
             RankRun(context, self._step, plan, state, self._progress, self._batches, 10**9)
         )
-        self._observers.begin()
+        for observer in self._observers:
+            observer.begin()
 
     def turn(self) -> float:
         """Train STEPS steps, and return the seconds."""
@@ -106,7 +107,8 @@ class Side:
     def _train(self) -> None:
         for outputs in self._step.train(self._batches, STEPS):
             self._progress.count(self._rows, outputs)
-            self._observers.after_step(self._rows)
+            for observer in self._observers:
+                observer.after_step(self._rows)
 
 
 def _endless(batches: list[Batch]) -> Iterator[Batch]:

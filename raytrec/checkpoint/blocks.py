@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -15,23 +15,32 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from raytrec.checkpoint.index import ITEM_BYTES, CheckpointError
+from raytrec.checkpoint.index import ITEM_BYTES
 from raytrec.checkpoint.rawfile import StoredChunk, parse_chunks
 from raytrec.common.memory import prefetch_pages
 
 DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
-def to_metadata(index: dict) -> Metadata:
-    """Convert a valid index to torch's metadata, with a StoredChunk for every chunk."""
+def to_metadata(index: dict, first_rows: Mapping[str, int]) -> Metadata:
+    """Convert a valid index to torch's metadata, with a StoredChunk for every chunk.
+
+    `first_rows` maps tables to the number of leading rows to include. Other tables are included as a whole.
+    """
     tensors, chunks = {}, {}
     for fqn, entry in index["tensors"].items():
-        boxes = []
+        boxes, shape = [], entry["shape"]
+        rows = first_rows.get(fqn.split("/")[1]) if fqn.startswith("tables/") and shape else None
         for number, chunk in enumerate(parse_chunks(fqn, entry)):
-            boxes.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
-            chunks[MetadataIndex(fqn, boxes[-1].offsets, number)] = chunk
+            sizes = chunk.sizes
+            if rows is not None:
+                sizes = [min(sizes[0], rows - chunk.offsets[0]), *sizes[1:]]
+            if rows is None or chunk.offsets[0] < rows:
+                boxes.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(sizes)))
+                chunks[MetadataIndex(fqn, boxes[-1].offsets, number)] = chunk
         properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
-        tensors[fqn] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), boxes)
+        shape = shape if rows is None else [rows, *shape[1:]]
+        tensors[fqn] = TensorStorageMetadata(properties, torch.Size(shape), boxes)
     return Metadata(tensors, storage_data=chunks)
 
 
@@ -41,22 +50,16 @@ class Target:
     Args:
         chunk: Chunk that contains the box.
         item: Planned read, which defines the box.
-        tensor: Destination, whose shape must be the box's shape.
+        tensor: Destination, which torch's planner has narrowed to the box.
 
     Attributes:
         tensor: Destination as a plain tensor without gradient.
         begin: First byte of the box in the chunk.
         end: Byte after the last byte of the box in the chunk.
-
-    Raises:
-        CheckpointError: The shape of the tensor differs from that of the box.
     """
 
     def __init__(self, chunk: StoredChunk, item: ReadItem, tensor: torch.Tensor):
         self.tensor = tensor.detach().as_subclass(torch.Tensor)
-        if self.tensor.shape != item.lengths:
-            shapes = f"shape {tuple(item.lengths)} into a tensor of shape {tuple(self.tensor.shape)}"
-            raise CheckpointError(f"cannot read {chunk.fqn} of {shapes}")
         self._sizes, self._offsets = chunk.sizes, tuple(item.storage_offsets)
         strides = [math.prod(chunk.sizes[d + 1 :]) for d in range(len(chunk.sizes))]
         first = sum(o * s for o, s in zip(self._offsets, strides, strict=True))

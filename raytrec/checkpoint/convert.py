@@ -17,8 +17,8 @@ import torch
 
 from raytrec.checkpoint.blocks import DTYPES, blocks
 from raytrec.checkpoint.index import convert_write_errors, write_index
-from raytrec.checkpoint.managed import read_stored_ids
 from raytrec.checkpoint.rawfile import RawFileWriter, Source, make_folder, open_data_file, parse_chunks
+from raytrec.checkpoint.restore import read_stored_ids
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.errors import SchemaError
 from raytrec.config.schema import Table
@@ -238,7 +238,7 @@ class _TensorWriter:
         for chunk, part in zip(parse_chunks(name, entry), entry["chunks"], strict=True):
             start = self._sink.align()
             for number in range(len(chunk.crc32)):
-                self._sink.write(chunk.read(sources[chunk.file], folder, number, self._block_bytes))
+                self._sink.write(chunk.read_block(sources[chunk.file], folder, number, self._block_bytes))
             chunks.append({**part, "file": self._file, "start": start})
         return {**entry, "chunks": chunks}
 
@@ -265,9 +265,5 @@ def _read_new_rows(stored: StoredTable, name: str, change: TableConversion, seed
         if seed is not None and len(new):
             ids = torch.from_numpy(new + first)
             band[new] = compute_initial_values(seed, name, ids, range(stored.dim), change.table.rows).numpy()
-        # Rows that are consecutive in both tables are read together.
-        ends = np.flatnonzero(np.diff(source) != 1) + 1
-        for begin, end in zip([0, *ends], [*ends, len(source)], strict=True):
-            if source[begin] >= 0:
-                band[begin:end] = stored.read(int(source[begin]), int(source[end - 1]) + 1)
+        band[source >= 0] = stored.gather(source[source >= 0])
         yield torch.from_numpy(band)

@@ -1,24 +1,18 @@
-"""Find the checkpoints of a run without importing torch.
+"""Find, pin and remove the checkpoints of a run without importing torch.
 
 Each step has a folder, which is a complete checkpoint if it contains an index.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
+from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from raytrec.checkpoint.index import (
-    INDEX,
-    CheckpointError,
-    find_run_problem,
-    is_local,
-    make_unreadable_error,
-    read_index,
-)
+from raytrec.checkpoint.index import INDEX, CheckpointError, find_run_problem, make_unreadable_error, read_index
 from raytrec.common.errors import RunError
+from raytrec.common.formatting import parse_number
 from raytrec.common.reading import MAX_YAML_BYTES, UnreadableError, parse_yaml, read_bytes
 from raytrec.common.storage import (
     chooses_server,
@@ -30,8 +24,15 @@ from raytrec.common.storage import (
 )
 from raytrec.config.trust import describe_foreign_file, is_own_file
 
+if TYPE_CHECKING:
+    from raytrec.metrics.selection import MetricDisplay
+
 STEP_PREFIX = "step-"
 FOLDER = "checkpoints"  # in the run folder, unless checkpoint.dir is set
+PIN = "pinned"  # file in the folder of a pinned checkpoint
+# Cache: folder → (size and modification time of its index, the index's `about`). Reading the index of a
+# checkpoint with many shards takes seconds.
+_ABOUT_CACHE: dict[str, tuple[tuple[int, int], dict]] = {}
 
 
 def get_step_folder(root: str, step: int) -> str:
@@ -127,15 +128,6 @@ def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
     )
 
 
-def measure_free_bytes(root: str) -> int | None:
-    """Return the bytes available to this user on the checkpoints' disk; None for object stores."""
-    filesystem, path = open_filesystem(root)
-    if not is_local(filesystem):
-        return None
-    place = next(p for p in (Path(path), *Path(path).parents) if p.exists())
-    return shutil.disk_usage(place).free
-
-
 def _check_run_index(folder: str, index: dict[str, Any]) -> dict[str, Any]:
     """Return an index unchanged if it describes a training run's checkpoint.
 
@@ -177,3 +169,130 @@ def list_roots(place: str) -> list[str]:
                 )
             roots.insert(0, checkpoint_dir)
     return roots
+
+
+def pin(folder: str) -> None:
+    """Protect a checkpoint from removal.
+
+    Raises:
+        OSError: The folder of the checkpoint does not exist or cannot be written.
+    """
+    filesystem, path = open_filesystem(join_uri(folder, PIN))
+    filesystem.open_output_stream(path).close()
+
+
+def unpin(folder: str) -> None:
+    """End the protection of a checkpoint; do nothing if it is not pinned.
+
+    Raises:
+        OSError: The folder of the checkpoint cannot be written.
+    """
+    if is_pinned(folder):
+        filesystem, path = open_filesystem(join_uri(folder, PIN))
+        filesystem.delete_file(path)
+
+
+def is_pinned(folder: str) -> bool:
+    """Return True if a checkpoint is protected from removal."""
+    return query_file_info(join_uri(folder, PIN)).is_file
+
+
+def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]]:
+    """Return (folder, index) of the run's checkpoint with the best value of a metric.
+
+    Raises:
+        RunError: No checkpoint has the metric, or the run's configuration names a server and belongs to
+            another user.
+    """
+    for root in list_roots(make_absolute(str(place))):
+        if best := _select_best(_read_all_abouts(root), 1, by):
+            return find_step(place, best.pop())
+    raise RunError(
+        f"no checkpoint of this run has been evaluated with {by.key}",
+        where=make_absolute(str(place)),
+        expected="a run that was evaluated during training (train.eval_every_steps)",
+        do="pass a step, or omit --checkpoint to use the newest checkpoint",
+    )
+
+
+def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
+    """Remove complete checkpoints except the `last` newest and the `best` best by the metric `by`.
+
+    Incomplete checkpoints older than the newest complete checkpoint are also removed. Pinned checkpoints are kept.
+    A checkpoint whose index cannot be read is kept, because the index may be readable later.
+    """
+    for step, is_complete in _find_removable(root, last, best, by).items():
+        _remove(root, step, is_complete)
+
+
+def remove_incomplete(root: str) -> None:
+    """Remove incomplete checkpoints; call only when no process is writing to this folder."""
+    for step, about in _read_all_abouts(root).items():
+        if about is None:
+            _remove(root, step, is_complete=False)
+
+
+def remove_oldest(root: str, best: int, by: MetricDisplay | None) -> str | None:
+    """Remove the oldest removable checkpoint; return its folder, or None if all must be kept.
+
+    The newest complete checkpoint, from which a run resumes, the `best` best by the metric `by`, and pinned
+    checkpoints are kept.
+    """
+    removable = [step for step, is_complete in _find_removable(root, 1, best, by).items() if is_complete]
+    if not removable:
+        return None
+    _remove(root, removable[-1], is_complete=True)
+    return get_step_folder(root, removable[-1])
+
+
+def _find_removable(root: str, last: int, best: int, by: MetricDisplay | None) -> dict[int, bool]:
+    """Return step → True if complete, newest first, for the checkpoints that `keep` removes."""
+    abouts = _read_all_abouts(root)
+    complete = [step for step, about in abouts.items() if about is not None]
+    retained = {*complete[:last], *_select_best(abouts, best, by)}
+    return {
+        step: about is not None
+        for step, about in abouts.items()
+        if step not in retained and complete and step < complete[0] and not is_pinned(get_step_folder(root, step))
+    }
+
+
+def _read_all_abouts(root: str) -> dict[int, dict | None]:
+    """Return step → `about` of the checkpoint's index, newest step first; None for checkpoints without an index.
+
+    Checkpoints whose index exists but cannot be read are omitted.
+    """
+    abouts: dict[int, dict | None] = {}
+    for step in steps(root):
+        folder = get_step_folder(root, step)
+        info = query_file_info(join_uri(folder, INDEX))
+        version = info.size, info.mtime_ns
+        try:
+            if None in version or _ABOUT_CACHE.get(folder, (None,))[0] != version:
+                _ABOUT_CACHE[folder] = version, read_index(folder)["about"]
+            abouts[step] = _ABOUT_CACHE[folder][1]
+        except CheckpointError:
+            if not query_file_info(join_uri(folder, INDEX)).is_file:
+                abouts[step] = None
+    return abouts
+
+
+def _select_best(abouts: dict[int, dict | None], best: int, by: MetricDisplay | None) -> set[int]:
+    if not best or by is None:
+        return set()
+    values = {
+        step: parse_number((about.get("evaluation") or {}).get(by.key))
+        for step, about in abouts.items()
+        if about is not None
+    }
+    rated = [step for step, value in values.items() if not isnan(value)]
+    return set(sorted(rated, key=lambda step: by.loss(values[step]))[:best])
+
+
+def _remove(root: str, step: int, is_complete: bool) -> None:
+    folder = get_step_folder(root, step)
+    filesystem, path = open_filesystem(folder)
+    _ABOUT_CACHE.pop(folder, None)
+    if is_complete:  # the index first, so that a partly removed checkpoint is incomplete
+        filesystem.delete_file(f"{path}/{INDEX}")
+    filesystem.delete_dir(path)

@@ -140,7 +140,7 @@ def read_index(folder: str) -> dict:
         )
     if not is_intact:
         raise make_unreadable_error("its index is damaged (the hash does not match)", where)
-    if problem := find_index_problem(index):
+    if problem := _find_type_problem(_Index, index) or _find_tensors_problem(index):
         raise make_unreadable_error(f"its index is damaged ({problem})", where)
     return index
 
@@ -241,16 +241,6 @@ def _hash_index(index: dict) -> str:
     ).hexdigest()
 
 
-def find_index_problem(index: dict[str, Any]) -> str | None:
-    """Return a short reason why an index is invalid, or None if it is valid."""
-    if problem := _find_type_problem(_Index, index):
-        return problem
-    for name, tensor in index["tensors"].items():
-        if problem := _find_tensor_problem(name[:80], tensor, index["block_bytes"]):
-            return problem
-    return None
-
-
 def find_run_problem(about: dict[str, Any]) -> str | None:
     """Return the reason why an index's `about` does not describe a run's checkpoint, or None if it does."""
     return _find_type_problem(_About, about)
@@ -261,6 +251,13 @@ def find_progress_problem(about: dict[str, Any]) -> str | None:
     return _find_type_problem(_Progress, about.get("progress")) or _find_type_problem(
         _Ids, {"ids": about.get("ids", {})}
     )
+
+
+def _find_tensors_problem(index: dict[str, Any]) -> str | None:
+    for name, tensor in index["tensors"].items():
+        if problem := _find_tensor_problem(name[:80], tensor, index["block_bytes"]):
+            return problem
+    return None
 
 
 def _find_tensor_problem(name: str, tensor: dict[str, Any], block_bytes: int) -> str | None:

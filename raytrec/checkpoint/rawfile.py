@@ -8,7 +8,7 @@ import math
 import os
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
@@ -51,7 +51,7 @@ def make_folder(folder: str) -> None:
             sync_to_disk(directory.parent)
 
 
-class RawFileWriter:
+class RawFileWriter(AbstractContextManager):
     """Sequential writer of a new file. After an error, a local file is removed, and an object is not created.
 
     Attributes:
@@ -72,9 +72,6 @@ class RawFileWriter:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         else:
             self._file = filesystem.open_output_stream(path)
-
-    def __enter__(self) -> RawFileWriter:
-        return self
 
     def __exit__(self, kind, *_) -> None:
         # After an error, an object's stream is not closed, because closing it would create the object.
@@ -110,7 +107,7 @@ class RawFileWriter:
             sync_to_disk(self._path.parent)
 
 
-class Source:
+class Source(AbstractContextManager):
     """Open file that several threads can read at any offset.
 
     Attributes:
@@ -127,9 +124,6 @@ class Source:
         self.reads = MAX_LOCAL_READS if self._local else MAX_REMOTE_READS
         opening = partial(filesystem.open_input_file, path)
         self._file: Any = open_regular(path) if self._local else retry_read(self._uri, opening)
-
-    def __enter__(self) -> Source:
-        return self
 
     def __exit__(self, *_) -> None:
         self._file.close()
@@ -182,7 +176,30 @@ class StoredChunk:
         place = f"bytes {self.start + begin} to {self.start + end - 1}"
         return f"{join_uri(folder, self.file)}, tensor {self.fqn}, {place}"
 
-    def read(
+    def read(self, source: Source, folder: str, begin: int, into: memoryview, crc32: int | None = None) -> None:
+        """Fill memory with the chunk's bytes from `begin` on.
+
+        Args:
+            source: Open file of the chunk.
+            folder: Folder of the checkpoint, for errors.
+            begin: Offset of the first byte in the chunk.
+            into: Memory of the number of bytes to read.
+            crc32: CRC-32 of these bytes, which is verified; None for part of a block, which has no checksum.
+
+        Raises:
+            CheckpointError: The bytes cannot be read, or their checksum does not match.
+        """
+        where = self.where(folder, begin, begin + len(into))
+        try:
+            count = source.read(self.start + begin, into)
+        except OSError as error:
+            raise make_unreadable_error(reason(error), where) from None
+        if count < len(into):
+            raise make_unreadable_error(f"the file ends {len(into) - count:,} bytes too early", where)
+        if crc32 is not None and zlib.crc32(into) != crc32:
+            raise make_unreadable_error("its data is damaged (the checksum does not match)", where)
+
+    def read_block(
         self, source: Source, folder: str, number: int, block_bytes: int, into: memoryview | None = None
     ) -> memoryview:
         """Read a block of the chunk, and verify its checksum.
@@ -200,8 +217,7 @@ class StoredChunk:
         begin = number * block_bytes
         if into is None:
             into = memoryview(bytearray(min(block_bytes, self.nbytes - begin)))
-        where = self.where(folder, begin, begin + len(into))
-        read_block(source, self.start + begin, into, self.crc32[number], where)
+        self.read(source, folder, begin, into, self.crc32[number])
         return into
 
 
@@ -219,41 +235,16 @@ def open_data_file(folder: str, name: str, where: str | None = None) -> Source:
 
     Args:
         folder: Folder of the checkpoint.
-        name: Name of the file.
+        name: Name of the file, from an index that `read_index` has checked.
         where: Location of the data, for errors; default: the path of the file.
 
     Raises:
-        CheckpointError: The file cannot be opened, or its name points to another folder.
+        CheckpointError: The file cannot be opened.
     """
-    if "/" in name:
-        raise make_unreadable_error(f"its index is damaged (it names a file in another folder: {name})", folder)
     try:
         return Source(folder, name)
     except OSError as error:
         raise make_unreadable_error(reason(error), where or join_uri(folder, name)) from None
-
-
-def read_block(source: Source, start: int, into: memoryview, crc32: int | None, where: str) -> None:
-    """Fill memory with a block of a chunk, and verify its checksum.
-
-    Args:
-        source: Open file of the chunk.
-        start: Offset of the block's first byte in the file.
-        into: Memory of the block's size.
-        crc32: CRC-32 of the block; None for part of a block, which has no checksum.
-        where: Location of the block, for errors.
-
-    Raises:
-        CheckpointError: The block cannot be read, or its checksum does not match.
-    """
-    try:
-        count = source.read(start, into)
-    except OSError as error:
-        raise make_unreadable_error(reason(error), where) from None
-    if count < len(into):
-        raise make_unreadable_error(f"the file ends {len(into) - count:,} bytes too early", where)
-    if crc32 is not None and zlib.crc32(into) != crc32:
-        raise make_unreadable_error("its data is damaged (the checksum does not match)", where)
 
 
 def check_files(folder: str, sizes: dict[str, int]) -> None:

@@ -1,23 +1,41 @@
-"""Load checkpoints into live models under any sharding plan."""
+"""Load checkpoints into live models under any sharding plan, and gather and load managed ids.
+
+Managed ids are saved as tensors that depend neither on the sharding plan nor on the number of ranks:
+
+    ids/TABLE/id            int64 [n], ids that have a row
+    ids/TABLE/row, sightings, last
+                            int64 [n], for each id: row, number of sightings, step of the last sighting
+    ids/TABLE/waiting_id, waiting_sightings, waiting_last
+                            int64 [m], the same for ids that have not been seen often enough to get a row
+    ids/TABLE/left          int64 [l], rows of removed ids, in the order in which the rows will be reassigned
+
+Ids are sorted by their keys (embeddings/hashing.py). Empty tensors are not saved. The index stores the
+lengths of the tensors and other values of each map under `ids`.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from raytrec.checkpoint.files import iterate_indexes
 from raytrec.checkpoint.index import CheckpointError
 from raytrec.checkpoint.state import LogicalState, State, find_nonfinite, summarize_over_ranks
-from raytrec.checkpoint.storage import ShardReader
-from raytrec.common.errors import get_root_cause
+from raytrec.checkpoint.storage import load
+from raytrec.common.collectives import Peers, RoundTrip
+from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, make_sharded_tensor
+from raytrec.config.schema import Table
+from raytrec.embeddings.hashing import count_by_owner, ids_to_keys, unhash_bits
+from raytrec.embeddings.managed.key_map import FreeRows, KeyEntries, MapState
+from raytrec.embeddings.managed.row_map import RowMap
+from raytrec.scoring.lookups import IdRows
+
+ROWS, WAITING = ("row", "sightings", "last"), ("sightings", "last")
 
 
 @dataclass
@@ -28,22 +46,21 @@ class RestoreResult:
         folder: Folder of the restored checkpoint; None if there is no usable checkpoint.
         about: Entry "about" of the checkpoint's index.
         skip_reasons: Reasons why newer checkpoints were skipped.
-        extra_tensors: Tensors that were read in addition to the model's.
     """
 
     folder: str | None = None
     about: dict[str, Any] = field(default_factory=dict)
     skip_reasons: list[str] = field(default_factory=list)
-    extra_tensors: State = field(default_factory=dict)
 
 
 def restore(
     root: str,
     state: LogicalState,
+    maps: Mapping[str, RowMap] | None = None,
     find_obstacle: Callable[[dict[str, Any]], str | None] = lambda about: None,
-    make_extra_tensors: Callable[[dict[str, Any]], State] = lambda about: {},
+    on_load: Callable[[], None] = lambda: None,
 ) -> RestoreResult:
-    """Load the newest valid checkpoint into a model.
+    """Load the newest valid checkpoint into a model and its maps of managed ids.
 
     This is a collective operation: every rank must call it. Checkpoints that are incomplete or damaged, contain NaN or
     infinity, or cannot be resumed are skipped.
@@ -51,20 +68,28 @@ def restore(
     Args:
         root: Folder of all checkpoints.
         state: State of the model, which is overwritten.
+        maps: Table → this rank's part of its map; None if no table has managed ids.
         find_obstacle: Function that returns why a run cannot resume from an index's `about`, or None.
-        make_extra_tensors: Function that returns further tensors to read, given an index's `about`.
+        on_load: Function called before a checkpoint is loaded.
 
     Raises:
         CheckpointError: At least one checkpoint has a usable index, but no checkpoint can be loaded.
     """
+    checkpoints: list[Any] = [None]
+    if dist.get_rank() == 0:
+        checkpoints[0] = [
+            (folder, index.get("about", {}), error and f"{error.what} ({error.where})")
+            for folder, index, error in iterate_indexes(root, find_obstacle)
+        ]
+    dist.broadcast_object_list(checkpoints)
     result, unreadable = RestoreResult(), 0
-    for folder, about, reason in _broadcast_checkpoints(root, find_obstacle):
+    for folder, about, reason in checkpoints[0]:
         if reason:
             result.skip_reasons.append(reason)
             continue
         try:
-            result.extra_tensors = make_extra_tensors(about)
-            load(folder, state.tensors() | result.extra_tensors)
+            on_load()
+            load_with_ids(folder, state.tensors(), maps or {}, about)
             # Training cannot recover from NaN or infinity in its state.
             if nonfinite := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
                 raise CheckpointError(f"the checkpoint contains NaN or infinity: {nonfinite}", where=folder)
@@ -84,79 +109,162 @@ def restore(
     return result
 
 
-def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> None:
-    """Fill tensors in place with values from a checkpoint.
+def gather_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
+    """Return the managed ids of all tables, and the index entry that describes them.
+
+    This is a collective operation: every rank must call it.
+
+    Args:
+        maps: Table → this rank's part of its map. No pipeline may have mapped ids of batches that the
+            model has not been trained on.
+
+    Returns:
+        Tensors in host memory, which do not change when training continues, and entries for the index's `about`.
+    """
+    peers, tensors, about = Peers(), {}, {}
+    for table, part in maps.items():
+        state = part.state()
+        rows, waiting = state.rows.in_order(), state.waiting.in_order()
+        device = rows.keys.device
+        sizes = peers.stack(torch.tensor([len(rows), len(waiting)], device=device)).T.tolist()
+        tensors |= _to_columns(f"ids/{table}/", rows, ROWS, sizes[0], peers)
+        tensors |= _to_columns(f"ids/{table}/waiting_", waiting, WAITING, sizes[1], peers)
+        if len(state.free.left):
+            tensors[f"ids/{table}/left"] = state.free.left.cpu().clone()
+        about[table] = {
+            "rows": sum(sizes[0]),
+            "waiting": sum(sizes[1]),
+            "left": len(state.free.left),
+            "handed": state.free.handed,
+        }
+    return tensors, {"ids": about} if about else {}
+
+
+def load_with_ids(
+    folder: str,
+    tensors: State,
+    maps: Mapping[str, RowMap],
+    about: Mapping[str, Any],
+    rows: dict[str, int] | None = None,
+    *,
+    new_run: bool = False,
+) -> None:
+    """Read tensors, and the managed ids of the tables in `maps`, from a checkpoint.
 
     This is a collective operation: every rank must call it.
 
     Args:
         folder: Folder of the checkpoint.
-        tensors: Name → destination; the checkpoint must contain every name, with the same shape.
-        rows: Table → number of leading rows to read, which is also the destination's number of rows. Other
-            tables are read as a whole.
-
-    Raises:
-        CheckpointError: Data is damaged or missing, or a tensor has another shape; raised on every rank.
+        tensors: As in `load`.
+        maps: Table → this rank's part of its map, whose content is replaced.
+        about: Entry "about" of the checkpoint's index.
+        rows: As in `load`.
+        new_run: True if a new run starts from the checkpoint; all ids then count as last seen before its first step.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecations within torch, on which users cannot act
-            dcp.load(tensors, storage_reader=_FirstRowsReader(folder, rows or {}))
-    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
-        cause = get_root_cause(error)
-        if isinstance(cause, CheckpointError):
-            raise cause from None
-        if mismatch := _find_planning_error(error):
-            raise CheckpointError(
-                f"the checkpoint does not match the model: {mismatch}",
-                where=folder,
-                expected="all tensors that the configuration and schema require, in the same shapes",
-                do="load another checkpoint, or use the configuration and schema of its run",
-            ) from None
-        raise
+    sizes_of, ids = about.get("ids", {}), {}
+    for table in maps:
+        ids |= _allocate_ids(table, sizes_of[table])
+    load(folder, tensors | ids, rows)
+    for table, part in maps.items():
+        sizes, device = sizes_of[table], part.device
+        own_ids, waiting = (_send_to_owners(names, ids, device) for names, _ in _list_tensor_names(table, sizes))
+        free_rows = ids.get(f"ids/{table}/left", torch.empty(0, dtype=torch.int64)).to(device)
+        if new_run:
+            for entries in (own_ids, waiting):
+                entries.fields["last"].fill_(-1)
+        part.load(MapState(own_ids, waiting, FreeRows(sizes["handed"], free_rows)))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # the pipeline reads the map on another stream
 
 
-def _find_planning_error(error: BaseException) -> str | None:
-    """Return torch's message for a tensor that is missing or has another shape; None for other errors."""
-    errors = [f[0] for f in getattr(error, "failures", {}).values()] or [error]
-    first_lines = [(str(failure).splitlines() or [""])[0] for failure in errors]
-    return next((w for w in first_lines if "Missing key in checkpoint" in w or "ize mismatch" in w), None)
+def _allocate_ids(table: str, sizes: Mapping[str, int]) -> State:
+    """Allocate tensors for a table's ids saved by `gather_ids`, of which each rank reads a part.
 
-
-class _FirstRowsReader(ShardReader):
-    """Reader that presents only the first rows of some tables in a checkpoint."""
-
-    def __init__(self, folder: str, rows: dict[str, int]):
-        super().__init__(folder)
-        self._rows = rows
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the checkpoint's metadata, with the tables in `rows` truncated to their first rows."""
-        metadata = super().read_metadata(*args, **kwargs)
-        for name, entry in metadata.state_dict_metadata.items():
-            rows = self._rows.get(name.split("/")[1]) if name.startswith("tables/") else None
-            if rows is not None and len(entry.size):
-                chunks = [
-                    ChunkStorageMetadata(c.offsets, torch.Size((min(c.sizes[0], rows - c.offsets[0]), *c.sizes[1:])))
-                    for c in entry.chunks
-                    if c.offsets[0] < rows
-                ]
-                metadata.state_dict_metadata[name] = TensorStorageMetadata(
-                    entry.properties, torch.Size((rows, *entry.size[1:])), chunks
-                )
-        return metadata
-
-
-def _broadcast_checkpoints(root: str, why_not: Callable) -> list[tuple[str, dict, str | None]]:
-    """Return (folder, about, None or the reason why it is unusable) for each checkpoint, newest first.
-
-    Rank 0 reads the list, and all ranks receive it.
+    `sizes` is the table's entry for managed ids in the index.
     """
-    checkpoints: list[Any] = [None]
-    if dist.get_rank() == 0:
-        checkpoints[0] = [
-            (folder, index.get("about", {}), error and f"{error.what} ({error.where})")
-            for folder, index, error in iterate_indexes(root, why_not)
-        ]
-    dist.broadcast_object_list(checkpoints)
-    return checkpoints[0]
+    peers, tensors = Peers(), {}
+    for names, count in _list_tensor_names(table, sizes):
+        starts = [count * rank // peers.world for rank in range(peers.world + 1)]
+        parts = [end - start for start, end in pairwise(starts)]
+        for name in names if count else ():
+            tensors[name] = _to_sharded(torch.empty(parts[peers.rank], dtype=torch.int64), parts, peers)
+    if sizes["left"]:
+        tensors[f"ids/{table}/left"] = torch.empty(sizes["left"], dtype=torch.int64)
+    return tensors
+
+
+def read_id_rows(folder: str, index: Mapping[str, Any], name: str, table: Table | None) -> IdRows:
+    """Return the mapping from managed ids to rows of a table in a checkpoint.
+
+    No process group is needed.
+
+    Args:
+        folder: Folder of the checkpoint.
+        index: Index of the checkpoint.
+        name: Name of the table.
+        table: Settings of the table; None if only ids with their own row are needed.
+    """
+    saved = read_stored_ids(folder, index, name, ("id", "row"))
+    return IdRows(table, ids_to_keys(saved["id"]), saved["row"])
+
+
+def read_stored_ids(
+    folder: str, index: Mapping[str, Any], table: str, kinds: tuple[str, ...] = ("id", *ROWS)
+) -> dict[str, torch.Tensor]:
+    """Return columns of the ids that have a row in a checkpoint: kind → int64 [n].
+
+    The values are sorted by the ids' keys. No process group is needed.
+
+    Args:
+        folder: Folder of the checkpoint.
+        index: Index of the checkpoint.
+        table: Name of the table.
+        kinds: Columns to read: "id", "row", "sightings" or "last".
+    """
+    count = index["about"]["ids"][table]["rows"]
+    columns = {kind: torch.empty(count, dtype=torch.int64) for kind in kinds}
+    if count:
+        load(folder, {f"ids/{table}/{kind}": values for kind, values in columns.items()})
+    return columns
+
+
+def _list_tensor_names(table: str, sizes: Mapping[str, int]) -> list[tuple[list[str], int]]:
+    """Return (tensor names, length of each tensor) for ids with a row, and then for waiting ids."""
+    of_rows = [f"ids/{table}/{name}" for name in ("id", *ROWS)]
+    of_waiting = [f"ids/{table}/waiting_{name}" for name in ("id", *WAITING)]
+    return [(of_rows, sizes["rows"]), (of_waiting, sizes["waiting"])]
+
+
+def _to_columns(prefix: str, entries: KeyEntries, names: tuple[str, ...], sizes: list[int], peers: Peers) -> State:
+    """Return the entries of all ranks in rank order: name → int64 [Σ sizes]; {} if there are none."""
+    if not sum(sizes):
+        return {}
+    columns = {"id": unhash_bits(entries.keys)} | {name: entries.fields[name].long() for name in names}
+    return {f"{prefix}{name}": _to_sharded(values.cpu(), sizes, peers) for name, values in columns.items()}
+
+
+def _to_sharded(values: torch.Tensor, sizes: list[int], peers: Peers) -> ShardedTensor:
+    """Return a sharded tensor [Σ sizes], in which rank r holds sizes[r] consecutive values."""
+    metadata, start, local_shards = [], 0, []
+    for rank, size in enumerate(sizes):
+        if size:
+            metadata.append(ShardMetadata([start], [size], f"rank:{rank}/cpu"))
+            local_shards += [Shard(values, metadata[-1])] if rank == peers.rank else []
+        start += size
+    return make_sharded_tensor(local_shards, metadata, (start,), values.dtype)
+
+
+def _send_to_owners(names: list[str], tensors: State, device: torch.device) -> KeyEntries:
+    """Send the entries that this rank has read to their owners, and return the entries that this rank owns.
+
+    This is a collective operation: every rank must call it.
+    """
+    peers = Peers()
+    local = [tensors[name].local_shards() if name in tensors else [] for name in names]
+    empty = torch.empty(0, dtype=torch.int64)
+    columns = torch.stack([shards[0].tensor if shards else empty for shards in local], 1).to(device)
+    keys = ids_to_keys(columns[:, 0])
+    sizes = count_by_owner(torch.zeros_like(keys), keys, 1, peers.world)
+    ids, *fields = RoundTrip(columns, sizes, peers).received.unbind(1)
+    kinds = [name.rpartition("/")[2].removeprefix("waiting_") for name in names[1:]]
+    return KeyEntries(ids_to_keys(ids), dict(zip(kinds, fields, strict=True)))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from raytrec.checkpoint.index import CheckpointError
-from raytrec.checkpoint.rawfile import Source, StoredChunk, open_data_file, parse_chunks, read_block
+from raytrec.checkpoint.rawfile import Source, StoredChunk, open_data_file, parse_chunks
 from raytrec.common.errors import RunError, SchemaError, format_suggestion
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
@@ -24,7 +24,7 @@ NUMPY_DTYPES = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16"
 TENSOR_KEY = "tables/{}/{}"
 
 
-class StoredTable:
+class StoredTable(ExitStack):
     """Table in a checkpoint that was saved under any sharding plan.
 
     An instance is a context manager, because it keeps files open.
@@ -47,6 +47,7 @@ class StoredTable:
     """
 
     def __init__(self, folder: str, index: dict[str, Any], name: str, kind: str = "weight", checked: bool = True):
+        super().__init__()
         entry = index["tensors"].get(TENSOR_KEY.format(name, kind))
         if entry is None:
             names = list_table_names(index)
@@ -59,20 +60,11 @@ class StoredTable:
                 f"table {name} has the unsupported dtype {entry['dtype']}", expected=", ".join(NUMPY_DTYPES)
             )
         self.rows, self.dim = _to_rows_and_columns(entry["shape"], 1)
-        self._files = ExitStack()
-        sources: dict[str, Source] = {}
-        self._chunks = []
-        for chunk in parse_chunks(TENSOR_KEY.format(name, kind), entry):
-            if chunk.file not in sources:
-                sources[chunk.file] = self._files.enter_context(open_data_file(folder, chunk.file))
-            block_bytes = index["block_bytes"] if checked else None
-            self._chunks.append(_ChunkReader(sources[chunk.file], chunk, block_bytes, folder))
-
-    def __enter__(self) -> StoredTable:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
+        chunks = parse_chunks(TENSOR_KEY.format(name, kind), entry)
+        files = {chunk.file for chunk in chunks}
+        sources = {file: self.enter_context(open_data_file(folder, file)) for file in files}
+        block_bytes = index["block_bytes"] if checked else None
+        self._chunks = [_ChunkReader(sources[chunk.file], chunk, block_bytes, folder) for chunk in chunks]
 
     def read(self, first: int, end: int) -> np.ndarray:
         """Return the rows [first, end): float32 [end - first, dim]."""
@@ -91,19 +83,22 @@ class StoredTable:
             if not 0 <= row < self.rows:
                 raise RunError(f"the table has no row {row}", expected=f"0 to {self.rows - 1}")
         unique, positions = np.unique(np.asarray(rows, np.int64), return_inverse=True)
-        values = np.empty((len(unique), self.dim), np.float32)
-        ends = [*(np.flatnonzero(np.diff(unique) != 1) + 1).tolist(), len(unique)]  # ends of consecutive rows
-        for first, end in pairwise([0, *ends]):
+        return self.gather(unique)[positions]
+
+    def gather(self, rows: np.ndarray) -> np.ndarray:
+        """Return existing rows, int64 [n], in their order: float32 [n, dim]. Consecutive rows are read together."""
+        values = np.empty((len(rows), self.dim), np.float32)
+        ends = np.flatnonzero(np.diff(rows) != 1) + 1
+        for first, end in pairwise([0, *ends.tolist(), len(rows)]):
             if first < end:
-                values[first:end] = self.read(int(unique[first]), int(unique[end - 1]) + 1)
-        return values[positions]
+                values[first:end] = self.read(int(rows[first]), int(rows[end - 1]) + 1)
+        return values
 
 
 def list_table_names(index: dict[str, Any]) -> list[str]:
     """Return the sorted names of the tables in a checkpoint."""
-    head, tail = TENSOR_KEY.format("\0", "weight").split("\0")
-    names = [n for n in index["tensors"] if n.startswith(head) and n.endswith(tail)]
-    return sorted(name.removeprefix(head).removesuffix(tail) for name in names)
+    names = [name for name in index["tensors"] if name.startswith("tables/") and name.endswith("/weight")]
+    return sorted(name.removeprefix("tables/").removesuffix("/weight") for name in names)
 
 
 class _ChunkReader:
@@ -135,13 +130,12 @@ class _ChunkReader:
         raw, place = bytearray((high - low) * width), low * width
         filled = 0
         if self._block_bytes is None:
-            where = self._chunk.where(self._folder, place, place + len(raw))
-            read_block(self._source, self._chunk.start + place, memoryview(raw), None, where)
+            self._chunk.read(self._source, self._folder, place, memoryview(raw))
             filled = len(raw)
         while filled < len(raw):
             number, within = divmod(place + filled, self._block_bytes)
             if number != self._number:
-                block = self._chunk.read(self._source, self._folder, number, self._block_bytes)
+                block = self._chunk.read_block(self._source, self._folder, number, self._block_bytes)
                 self._number, self._block = number, block
             piece = self._block[within : within + len(raw) - filled]
             raw[filled : filled + len(piece)] = piece
@@ -194,12 +188,12 @@ def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy
     is_same_kind = len(managed) != 1 and (not managed or old.own_rows == new.own_rows)
     if old and new and is_same_kind and (old.rows, old.dim) == (new.rows, new.dim):
         return TableWarmStart("exact", new.rows, None)
-    if old and new and not managed and old.dim == new.dim and policy == "resize":
+    is_resizable = old and new and not managed and old.dim == new.dim
+    if is_resizable and policy == "resize":
         added = new.rows - old.rows
         dropped = f"the checkpoint's last {-added:,} rows are dropped"
         change = f"{added:,} rows get their initial values" if added > 0 else dropped
         return TableWarmStart("resize", min(old.rows, new.rows), f"table {table}: {change}")
-    is_resizable = old and new and not managed and old.dim == new.dim
     suggestion = "drop" if new is None else "resize" if is_resizable else "new"
     raise SchemaError(
         f"table {table} is {new_text} in the schema, but {old_text} in the checkpoint",

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pyarrow import fs
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from raytrec.checkpoint.blocks import blocks, iterate_row_pieces
-from raytrec.checkpoint.files import get_step_folder, measure_free_bytes
-from raytrec.checkpoint.index import CheckpointError, InsufficientSpaceError, read_index
-from raytrec.checkpoint.retention import discard, keep, remove_incomplete, remove_oldest, remove_other_attempts
+from raytrec.checkpoint.files import get_step_folder, keep, remove_incomplete, remove_oldest
+from raytrec.checkpoint.index import CheckpointError, InsufficientSpaceError, is_local, read_index
 from raytrec.checkpoint.snapshot import HostStateBuffer, RowSnapshot
 from raytrec.checkpoint.state import State, find_nonfinite, summarize_over_ranks
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError, get_root_cause
+from raytrec.common.storage import open_filesystem
 from raytrec.compat.torch_ import ShardedTensor, list_local_parts
 from raytrec.config.training import CheckpointSection
 from raytrec.metrics.selection import MetricDisplay
@@ -263,3 +266,33 @@ class CheckpointWriter:
             keep(self._root, self._config.keep_last, self._config.keep_best, self._best_metric)
         except (OSError, RunError) as failure:
             notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")
+
+
+def measure_free_bytes(root: str) -> int | None:
+    """Return the bytes available to this user on the checkpoints' disk; None for object stores."""
+    filesystem, path = open_filesystem(root)
+    if not is_local(filesystem):
+        return None
+    place = next(p for p in (Path(path), *Path(path).parents) if p.exists())
+    return shutil.disk_usage(place).free
+
+
+def remove_other_attempts(folder: str, attempt: str) -> None:
+    """Remove the files of all attempts except `attempt` from the folder of a complete checkpoint."""
+    filesystem, path = open_filesystem(folder)
+    for info in filesystem.get_file_info(fs.FileSelector(path)):
+        is_data_file = info.base_name.endswith(".bin") or ".partial-" in info.base_name
+        if is_data_file and attempt not in info.base_name:
+            filesystem.delete_file(info.path)
+
+
+def discard(folder: str, attempt: str) -> None:
+    """Remove the files of a failed attempt, and the folder if it is then empty; errors are ignored."""
+    filesystem, path = open_filesystem(folder)
+    with suppress(OSError):
+        files = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+        for info in files:
+            if attempt in info.base_name:
+                filesystem.delete_file(info.path)
+        if all(attempt in info.base_name for info in files):
+            filesystem.delete_dir(path)

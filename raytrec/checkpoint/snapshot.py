@@ -17,7 +17,6 @@ from threading import Condition
 import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checkpoint.blocks import blocks, is_host_contiguous, iterate_row_pieces, memory
 from raytrec.checkpoint.state import State
@@ -26,6 +25,7 @@ from raytrec.compat.fbgemm import find_fused_lookup
 from raytrec.compat.torch_ import ShardedTensor, list_local_parts, replace_local_shards
 from raytrec.compat.torchrec_ import iterate_sharded_kernels, list_kernel_tables
 from raytrec.embeddings.tables import Table
+from raytrec.embeddings.taps import collect_table_ids
 
 MAX_ASIDE_SHARE = 0.1  # largest share of a table's bytes for the slots and values of rows set aside
 MIN_ASIDE_BYTES = 8 << 20  # lower bound of that limit, for small tables
@@ -144,13 +144,8 @@ class RowSnapshot:
     def _before_lookup(self, kernel: nn.Module, inputs: tuple) -> None:
         if not (self._begun and kernel.training and torch.is_grad_enabled()):
             return
-        features: KeyedJaggedTensor = inputs[0]
-        names = [table.name for table in list_kernel_tables(kernel) for _ in table.feature_names]
-        offsets = features.offsets()
-        ends = offsets[:: (len(offsets) - 1) // len(names)].tolist()
-        for name in dict.fromkeys(names):
-            ids = [features.values()[ends[k] : ends[k + 1]] for k, n in enumerate(names) if n == name]
-            self.preserve_rows(name, torch.cat(ids).long())
+        for name, ids in collect_table_ids(kernel, inputs[0]).items():
+            self.preserve_rows(name, ids.long())
 
 
 class _ShardSnapshot:
@@ -207,9 +202,9 @@ class HostStateBuffer:
     """
 
     def __init__(self) -> None:
-        self._memory: _HostMemory | None = None
-        self._layout: list[tuple[str, torch.Size, torch.dtype, bool]] = []
-        self._places: dict[str, torch.Tensor] = {}
+        self._unlock: weakref.finalize | None = None  # unlocks page-locked memory
+        self._layout: list[tuple[torch.Size, torch.dtype, bool]] = []  # shape, dtype, True on a GPU
+        self._places: list[torch.Tensor] = []
         self.note: str | None = None
 
     def copy(self, tensors: State) -> State:
@@ -219,81 +214,56 @@ class HostStateBuffer:
         all tensors are in host memory, CUDA is not used.
         """
         self.note = None
-        self._make_room(tensors)
+        parts = {name: list_local_parts(value) for name, value in tensors.items()}
+        flat_parts = [part for parts_of_value in parts.values() for part in parts_of_value]
+        self._make_room([(part.shape, part.dtype, part.is_cuda) for part in flat_parts])
         copies: State = {}
+        places = iter(self._places)
         for name, value in tensors.items():
-            parts = [
-                self._places[f"{name}/{i}"].copy_(part.detach(), non_blocking=True)
-                for i, part in enumerate(list_local_parts(value))
-            ]
-            copies[name] = replace_local_shards(value, parts) if isinstance(value, ShardedTensor) else parts[0]
-        for device in {value.device for _, value in _iterate_local_tensors(tensors) if value.is_cuda}:
+            copied = [next(places).copy_(part.detach(), non_blocking=True) for part in parts[name]]
+            copies[name] = replace_local_shards(value, copied) if isinstance(value, ShardedTensor) else copied[0]
+        for device in {part.device for part in flat_parts if part.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return copies
 
     def close(self) -> None:
         """Release the memory; the last copy must no longer be used."""
-        self._places, self._layout = {}, []
-        if self._memory is not None:
-            self._memory.release()
-        self._memory = None
+        self._places, self._layout = [], []
+        if self._unlock is not None:
+            self._unlock()
+        self._unlock = None
 
-    def _make_room(self, tensors: State) -> None:
-        layout = [(name, value.shape, value.dtype, value.is_cuda) for name, value in _iterate_local_tensors(tensors)]
+    def _make_room(self, layout: list[tuple[torch.Size, torch.dtype, bool]]) -> None:
         if layout == self._layout:
             return
         self.close()
-        starts, total = [], 0
-        for _, shape, dtype, _ in layout:
-            starts.append(total)
-            total += -(-prod(shape) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._memory = _HostMemory(total, locked=any(on_gpu for *_, on_gpu in layout))
-        if self._memory.error:
-            self.note = (
-                f"{total / 2**30:.1f} GiB for copies of checkpoints could not be page-locked "
-                f"({self._memory.error}); steps wait longer for these copies"
-            )
-        for (name, shape, dtype, _), start in zip(layout, starts, strict=True):
-            values = self._memory.bytes[start : start + prod(shape) * dtype.itemsize]
-            self._places[name] = values.view(dtype).view(shape)
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype, _ in layout]
+        aligned_sizes = [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
+        memory = self._allocate(sum(aligned_sizes), locked=any(on_gpu for *_, on_gpu in layout))
+        for (shape, dtype, _), size, block in zip(layout, sizes, memory.split(aligned_sizes), strict=True):
+            self._places.append(block[:size].view(dtype).view(shape))
         self._layout = layout
 
+    def _allocate(self, size: int, locked: bool) -> torch.Tensor:
+        """Return host memory as a uint8 tensor [size], in dedicated pages that no other allocation shares.
 
-class _HostMemory:
-    """Host memory in dedicated pages that no other allocation shares.
-
-    Args:
-        size: Size in bytes.
-        locked: True to page-lock the memory, which lets a GPU copy from it asynchronously.
-
-    Attributes:
-        bytes: Memory as a uint8 tensor [size].
-        error: Reason why page-locking failed; None if it succeeded or was not requested.
-    """
-
-    def __init__(self, size: int, locked: bool):
+        Args:
+            size: Size in bytes.
+            locked: True to page-lock the memory, which lets a GPU copy from it asynchronously.
+        """
         pages = mmap(-1, max(1, size), flags=MAP_PRIVATE | MAP_ANONYMOUS)
-        self.bytes = torch.frombuffer(pages, dtype=torch.uint8)[:size]
-        self.error: str | None = None
-        self._unlock: weakref.finalize | None = None
+        memory = torch.frombuffer(pages, dtype=torch.uint8)[:size]
         if not locked:
-            return
+            return memory
         pages.madvise(MADV_HUGEPAGE)  # pages are locked one by one
-        address, runtime = self.bytes.data_ptr(), torch.cuda.cudart()
+        address, runtime = memory.data_ptr(), torch.cuda.cudart()
         if code := int(runtime.cudaHostRegister(address, len(pages), CUDA_HOST_REGISTER_PORTABLE)):
-            self.error = f"cudaHostRegister failed with error {code}"
-            return
+            self.note = (
+                f"{size / 2**30:.1f} GiB for copies of checkpoints could not be page-locked "
+                f"(cudaHostRegister failed with error {code}); steps wait longer for these copies"
+            )
+            return memory
         # Registered memory must be unregistered before it is unmapped; at exit, the CUDA driver unregisters it.
         self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
         self._unlock.atexit = False
-
-    def release(self) -> None:
-        """Unlock the memory; its pages are freed when no tensor uses them any longer."""
-        if self._unlock is not None:
-            self._unlock()
-
-
-def _iterate_local_tensors(tensors: State) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for each of this rank's plain tensors and shards."""
-    for name, value in tensors.items():
-        yield from ((f"{name}/{i}", part) for i, part in enumerate(list_local_parts(value)))
+        return memory

@@ -71,8 +71,8 @@ class LogicalState:
         if average := find_dense_average(optimizer):
             self.dense |= {f"dense/{fqn}/ema": value for fqn, value in average.values.items()}
             self.dense[EMA_COUNT] = average.count
-        buffers = {name: self.dense.get(f"dense/{name}/value") for name, _ in model.named_buffers()}
-        built = {f"dense/{name}/value": value for name, value in buffers.items() if value is not None}
+        buffers = {f"dense/{name}/value" for name, _ in model.named_buffers()}
+        built = {name: value for name, value in self.dense.items() if name in buffers}
         self.unbounded = frozenset(find_nonfinite(built))
         self._fused_steps: list[tuple[nn.Module, torch.Tensor]] = []
         if with_optimizer:
@@ -144,10 +144,9 @@ def make_logical_tensor(parts: ShardedValues, rows: int | None = None) -> torch.
         count = max(0, min(shard.rows.stop, rows) - shard.rows.start)
         if not count:
             continue
-        is_flat = len(parts.shape) == 1
         metadata = ShardMetadata(
-            shard_offsets=[shard.rows.start] if is_flat else [shard.rows.start, shard.columns.start],
-            shard_sizes=[count] if is_flat else [count, len(shard.columns)],
+            shard_offsets=[shard.rows.start, shard.columns.start][: len(parts.shape)],
+            shard_sizes=[count, len(shard.columns)][: len(parts.shape)],
             # For remote shards, only the rank matters; a local shard's device must match its placement.
             placement=f"rank:{shard.rank}/{parts.device if shard.values is None else shard.values.device}",
         )
@@ -168,7 +167,7 @@ def _make_lazy_state(optimizer: KeyedOptimizer) -> None:
     As in torch, the step count is in host memory, except for fused and capturable groups, whose kernels require
     all tensors on one device.
     """
-    definitions = {part.torch_class(): part for part in OPTIMIZERS.parts.values()}
+    definitions = {part.torch_class(): part for part in OPTIMIZERS.values()}
     for inner in iterate_torch_optimizers(optimizer):
         definition = definitions[type(inner)]
         if not definition.state:
@@ -199,20 +198,14 @@ def find_nonfinite(
         pieces_of: Function that yields the values of a tensor in pieces of a given number of bytes; by default,
             the tensor's current values.
     """
-    named = [
-        (name, part)
-        for name, value in tensors.items()
-        if name not in unchecked_names
-        for part in list_local_parts(value)
-    ]
-    named = [(name, part) for name, part in named if part.numel() and part.is_floating_point()]
-    flags = read_flat_values(
-        [
-            torch.stack([_are_finite(values) for values in pieces_of(part.detach(), PIECE_BYTES)]).all()
-            for _, part in named
-        ]
-    )
-    return list(dict.fromkeys(name for (name, _), (ok,) in zip(named, flags, strict=True) if not ok))
+    names, flags = [], []
+    for name, value in tensors.items():
+        for part in list_local_parts(value) if name not in unchecked_names else ():
+            if part.numel() and part.is_floating_point():
+                names.append(name)
+                pieces = pieces_of(part.detach(), PIECE_BYTES)
+                flags.append(torch.stack([_are_finite(values) for values in pieces]).all())
+    return list(dict.fromkeys(name for name, (ok,) in zip(names, read_flat_values(flags), strict=True) if not ok))
 
 
 def summarize_over_ranks(local_names: list[str], group: dist.ProcessGroup | None = None) -> str | None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
+import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -22,28 +22,36 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from raytrec.checkpoint.blocks import DTYPES, Target, blocks, to_metadata
 from raytrec.checkpoint.index import INDEX, CheckpointError, convert_write_errors, read_index, write_index
 from raytrec.checkpoint.rawfile import RawFileWriter, Source, StoredChunk, check_files, make_folder, open_data_file
+from raytrec.checkpoint.state import State
+from raytrec.common.errors import get_root_cause
 from raytrec.common.storage import join_uri
 
 BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of every dtype's size
 
 
-class ShardWriter(StorageWriter):
+class _OneCheckpoint:
+    """Storage of one checkpoint, whose folder only the constructor sets."""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing: the folder does not change."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Return True; torch does not choose this storage by the folder."""
+        return True
+
+
+class ShardWriter(_OneCheckpoint, StorageWriter):
     """Writer of the tensors and ShardedTensors of a state dict, for `torch.distributed.checkpoint.save`.
 
     The checkpoint exists as soon as rank 0 has written the index:
@@ -85,11 +93,6 @@ class ShardWriter(StorageWriter):
             ) from None
         self._block_bytes, self._read = BLOCK_BYTES, read
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Set the folder of the checkpoint to `checkpoint_id` unless it is None."""
-        if checkpoint_id is not None:
-            self._folder = str(checkpoint_id).rstrip("/")
-
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
         """Create the checkpoint's folder."""
         make_folder(self._folder)
@@ -100,17 +103,15 @@ class ShardWriter(StorageWriter):
         An empty shard may start at the same offset as another rank's shard. torch's planner would take both for
         copies of the same shard, and write only one of them.
         """
+        items = []
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 raise CheckpointError(f"only tensors can be saved, but {item.index.fqn!r} is not a tensor")
             dtype = item.tensor_data.properties.dtype
             if dtype not in DTYPES.values():
                 raise CheckpointError(f"cannot save {item.index.fqn!r} with dtype {dtype}", expected=", ".join(DTYPES))
-        items = [  # tensors without any values remain in the plan
-            item
-            for item in plan.items
-            if math.prod(item.tensor_data.chunk.sizes) or not math.prod(item.tensor_data.size)
-        ]
+            if math.prod(item.tensor_data.chunk.sizes) or not math.prod(item.tensor_data.size):
+                items.append(item)  # tensors without any values remain in the plan
         return dataclasses.replace(plan, items=items)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -131,29 +132,21 @@ class ShardWriter(StorageWriter):
         Raises:
             CheckpointError: The index cannot be written, or other ranks' files are not visible to this rank.
         """
-        chunks = {result.index: result.storage_data for rank_results in results for result in rank_results}
+        written = [result for rank_results in results for result in rank_results]
+        chunks = {result.index: result.storage_data for result in written}
         tensors = {}
         for fqn, saved in metadata.state_dict_metadata.items():
             parts = [chunks[MetadataIndex(fqn, chunk.offsets)] for chunk in saved.chunks]
             name = str(saved.properties.dtype).removeprefix("torch.")
             tensors[fqn] = {"dtype": name, "shape": list(saved.size), "chunks": parts}
         sizes: dict[str, int] = {}
-        for result in (result for rank_results in results for result in rank_results):
+        for result in written:
             file, end = result.storage_data["file"], result.storage_data["start"] + result.size_in_bytes
             sizes[file] = max(sizes.get(file, 0), end)
         check_files(self._folder, sizes)
         self._confirm()
         content = {"attempt": self._attempt, "block_bytes": self._block_bytes}
         write_index(self._folder, {**content, "tensors": tensors, "about": self._about})
-
-    def storage_meta(self) -> StorageMeta | None:
-        """Return torch's storage metadata, which contains the folder."""
-        return StorageMeta(checkpoint_id=self._folder)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Return True if an identifier of a checkpoint is a path."""
-        return isinstance(checkpoint_id, str | os.PathLike)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         results = []
@@ -164,7 +157,7 @@ class ShardWriter(StorageWriter):
             for item in plan.items:
                 tensor = planner.resolve_data(item).detach().as_subclass(torch.Tensor)
                 start, crc32 = file.align(), []
-                for block in self._read(_check_shard(tensor, item), self._block_bytes):
+                for block in self._read(tensor, self._block_bytes):
                     crc = checks.submit(zlib.crc32, block)  # in parallel with the write
                     file.write(block)
                     crc32.append(crc.result())
@@ -176,26 +169,19 @@ class ShardWriter(StorageWriter):
         return results
 
 
-class ShardReader(StorageReader):
+class ShardReader(_OneCheckpoint, StorageReader):
     """Reader of a checkpoint into the tensors of a state dict, for `torch.distributed.checkpoint.load`.
 
     Shards may differ from the saved shards. Values are cast if a tensor's dtype differs from the saved dtype.
     Tensors are written in place while blocks are checked, so their content is undefined after an error.
 
-    In addition to the tensors, reading requires memory for `MAX_LOCAL_READS` blocks (`MAX_REMOTE_READS` for
-    object stores), regardless of the tensors' size.
-
     Args:
         folder: Local path or URI.
+        rows: Table → number of leading rows to present. Other tables are presented as a whole.
     """
 
-    def __init__(self, folder: str):
-        self.reset(folder)
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Discard the index that has been read, and set the folder to `checkpoint_id` unless it is None."""
-        if checkpoint_id is not None:
-            self._folder = str(checkpoint_id).rstrip("/")
+    def __init__(self, folder: str, rows: Mapping[str, int] | None = None):
+        self._folder, self._rows = folder.rstrip("/"), rows or {}
         self._error: CheckpointError | None = None
         self._chunks: dict[MetadataIndex, StoredChunk] = {}
         self._block_bytes = BLOCK_BYTES
@@ -204,13 +190,12 @@ class ShardReader(StorageReader):
         """Return the metadata of the tensors in the checkpoint; it is empty if the index cannot be read.
 
         torch's loader would replace an error raised here with an error without location and advice. The error
-        is therefore raised later, in `set_up_storage_reader`. Code that does not use the loader must call
-        `read_index`.
+        is therefore raised later, in `set_up_storage_reader`.
         """
         try:
             index = read_index(self._folder)
             self._block_bytes = index["block_bytes"]
-            return to_metadata(index)
+            return to_metadata(index, self._rows)
         except CheckpointError as error:
             self._error = error
             return Metadata({}, storage_data={})
@@ -241,11 +226,6 @@ class ShardReader(StorageReader):
         done.set_result(None)
         return done
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Return True if an identifier of a checkpoint is a path."""
-        return isinstance(checkpoint_id, str | os.PathLike)
-
     def _read_file(self, chunks: list[StoredChunk], items_by_chunk: dict, planner: LoadPlanner) -> None:
         source = open_data_file(self._folder, chunks[0].file, chunks[0].where(self._folder))
         buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
@@ -272,24 +252,49 @@ class ShardReader(StorageReader):
         end = min(begin + self._block_bytes, chunk.nbytes)
         overlapping = [target for target in targets if target.begin < end and begin < target.end]
         if len(overlapping) == 1 and (into := overlapping[0].memory(begin, end)) is not None:
-            chunk.read(source, self._folder, number, self._block_bytes, into)
+            chunk.read_block(source, self._folder, number, self._block_bytes, into)
             return
         buffer = buffers.get()
         try:
             into = memoryview(buffer.numpy())[: end - begin]
-            chunk.read(source, self._folder, number, self._block_bytes, into)
+            chunk.read_block(source, self._folder, number, self._block_bytes, into)
             for target in overlapping:
                 target.take(buffer[: end - begin].view(DTYPES[chunk.dtype]), begin)
         finally:
             buffers.put(buffer)
 
 
-def _check_shard(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor:
-    expected = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
-    if (tensor.dtype, tensor.shape) != expected:
+def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> None:
+    """Fill tensors in place with values from a checkpoint.
+
+    This is a collective operation: every rank must call it.
+
+    Args:
+        folder: Folder of the checkpoint.
+        tensors: Name → destination; the checkpoint must contain every name, with the same shape.
+        rows: Table → number of leading rows to read, which is also the destination's number of rows. Other
+            tables are read as a whole.
+
+    Raises:
+        CheckpointError: Data is damaged or missing, or a tensor has another shape; raised on every rank.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecations within torch, on which users cannot act
+            dcp.load(tensors, storage_reader=ShardReader(folder, rows))
+    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+        cause = get_root_cause(error)
+        if isinstance(cause, CheckpointError):
+            raise cause from None
+        # torch's message for a tensor that is missing or has another shape
+        errors = [failure[0] for failure in getattr(error, "failures", {}).values()] or [error]
+        first_lines = [(str(each).splitlines() or [""])[0] for each in errors]
+        mismatches = [line for line in first_lines if "Missing key in checkpoint" in line or "ize mismatch" in line]
+        if not mismatches:
+            raise
         raise CheckpointError(
-            f"a shard of {item.index.fqn!r} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}",
-            where=f"offset {tuple(item.tensor_data.chunk.offsets)}",
-            expected=f"dtype {expected[0]} and shape {tuple(expected[1])}, as in the metadata of the shard",
-        )
-    return tensor
+            f"the checkpoint does not match the model: {mismatches[0]}",
+            where=folder,
+            expected="all tensors that the configuration and schema require, in the same shapes",
+            do="load another checkpoint, or use the configuration and schema of its run",
+        ) from None

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from math import cos, pi
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from raytrec.common.registry import list_modules
 from raytrec.config.base import Mark, NonNegativeFloat, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
 
-if TYPE_CHECKING:
-    Optimizer = str
-else:  # each optimizer has its own file
-    Optimizer = Literal[tuple(list_modules("raytrec.embeddings.optimizers"))]
+Optimizer = Literal["adagrad", "adam", "rowwise_adagrad", "sgd"]  # defined in embeddings/optimizers.py
 
 
 class EmbeddingOptim(Section):

@@ -10,8 +10,7 @@ from contextlib import suppress
 from tempfile import TemporaryFile
 from time import sleep
 
-from raytrec.checkpoint.files import get_step_folder, steps
-from raytrec.checkpoint.retention import pin, unpin
+from raytrec.checkpoint.files import get_step_folder, pin, steps, unpin
 from raytrec.common.errors import get_last_line
 from raytrec.common.messages import Saved
 from raytrec.config.run_config import RunConfig

@@ -9,9 +9,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from raytrec.checkpoint.files import find, find_step
+from raytrec.checkpoint.files import find, find_best, find_step
 from raytrec.checkpoint.index import INDEX
-from raytrec.checkpoint.retention import find_best
 from raytrec.checkpoint.rows import parse_stored_schema
 from raytrec.common.errors import ConfigError, RunError, SchemaError, make_unknown_word_error
 from raytrec.common.messages import RANKS

@@ -5,12 +5,13 @@ This module does not import torch, because the driver uses it before any worker 
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+
+import psutil
 
 from raytrec.common.errors import ConfigError, format_suggestion
 from raytrec.common.storage import make_relative, quote_for_shell
@@ -236,17 +237,8 @@ def advise_disk_space(config: RunConfig) -> str:
 
 
 def find_memory_filesystem(folder: Path) -> str | None:
-    """Return the type of a folder's file system if it keeps files in memory, else None.
-
-    Detection requires Linux; the result is None on other systems.
-    """
-    device = os.stat(folder).st_dev
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    device_id = f"{os.major(device)}:{os.minor(device)}"
-    for line in lines:  # ID PARENT MAJOR:MINOR ROOT PLACE OPTIONS … - TYPE SOURCE OPTIONS
-        if line.split()[2] == device_id and (kind := line.partition(" - ")[2].split()[0]) in MEMORY_FILESYSTEMS:
-            return kind
-    return None
+    """Return the type of a folder's file system if it keeps files in memory, else None."""
+    kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    place = folder.resolve()
+    kind = next((kinds[str(each)] for each in (place, *place.parents) if str(each) in kinds), None)
+    return kind if kind in MEMORY_FILESYSTEMS else None

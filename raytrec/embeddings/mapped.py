@@ -150,16 +150,14 @@ class HotRowCache:
         """
         slots = self._slots[rows]
         cold = rows[slots < 0].long().unique()
+        self._prefetch_pages(cold)
         if trains:
             hot = slots[slots >= 0].long()
             self._used[hot] = self._changed[hot] = True
             self._hits += len(hot)
             self._lookups += len(rows)
-            self._prefetch_pages(cold)
             if self._admit(cold):
                 slots = self._slots[rows]
-        else:
-            self._prefetch_pages(cold)
         return torch.where(slots >= 0, slots.to(rows.dtype) + self._rows, rows)
 
     def take_hit_share(self) -> float | None:

@@ -26,9 +26,7 @@ Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
 
 def make_embedding_bags(
-    schema: Schema,
-    constraints: Mapping[str, TableConstraint] | None = None,
-    excluded_tables: Mapping[str, object] | None = None,
+    features: Features, constraints: Mapping[str, TableConstraint] | None = None
 ) -> EmbeddingBagCollection | None:
     """Return an unsharded collection, on the meta device, of tables that produce sums of bags; None if empty.
 
@@ -36,24 +34,17 @@ def make_embedding_bags(
     `pooling.DenseInputBuilder` computes the means.
 
     Args:
-        schema: Schema of the run.
+        features: Features of the run.
         constraints: Constraint of every table, which contains the dtype; default: fp32 for all tables.
-        excluded_tables: Tables to exclude.
     """
-    features_of: dict[str, list[str]] = {table: [] for table in schema.tables if table not in (excluded_tables or {})}
-    for feature, spec in schema.sparse.items():
-        if spec.table in features_of:
-            features_of[spec.table].append(feature)
-    if not features_of:
+    schema, tables = features.schema, []
+    for table in schema.tables:
+        if table not in features.tables_by_id:
+            names = [feature for feature, spec in schema.sparse.items() if spec.table == table]
+            tables.append(EmbeddingBagConfig(pooling=PoolingType.SUM, **_make_args(schema, table, names, constraints)))
+    if not tables:
         return None
-    return EmbeddingBagCollection(
-        device=torch.device("meta"),
-        is_weighted=schema.has_weights,
-        tables=[
-            EmbeddingBagConfig(pooling=PoolingType.SUM, **_make_args(schema, name, names, constraints))
-            for name, names in features_of.items()
-        ],
-    )
+    return EmbeddingBagCollection(device=torch.device("meta"), is_weighted=schema.has_weights, tables=tables)
 
 
 def make_by_id_collections(
@@ -140,7 +131,7 @@ class PooledEmbeddings(FixedDtype):
     ):
         super().__init__()
         features = Features(schema, sequences or {})
-        self.bags = make_embedding_bags(schema, constraints, features.tables_by_id)
+        self.bags = make_embedding_bags(features, constraints)
         self.by_id = make_by_id_collections(features, constraints)
         self._dtypes = {table.dtype for table in self.parameters()}
         self.inputs = DenseInputBuilder(features)
@@ -164,33 +155,33 @@ class PooledEmbeddings(FixedDtype):
 
     def before_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Raise RunError if `fn` would change the dtype of a table."""
-        refuse_cast(fn, self._dtypes)
+        for dtype in self._dtypes:
+            cast_dtype = fn(torch.empty(0, dtype=dtype)).dtype
+            if cast_dtype != dtype:
+                raise RunError(
+                    f"embedding tables cannot be cast from {dtype} to {cast_dtype}",
+                    where="model.to(dtype), .float(), .half(), .bfloat16(), .double() or .type(dtype)",
+                    expected="a dtype set before sharding; after a cast, lookups would not read the trained weights",
+                    do="set plan.tables.TABLE.dtype to fp32 or fp16, and cast dense layers separately",
+                )
 
 
 def copy_sparse(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return a copy of the ids for FBGEMM and TorchRec, which clamp ids in place and replace weights."""
     weights = sparse.weights_or_none()
+    return replace_ids(sparse, sparse.values().clone(), None if weights is None else weights.clone())
+
+
+def replace_ids(sparse: KeyedJaggedTensor, ids: torch.Tensor, weights: torch.Tensor | None) -> KeyedJaggedTensor:
+    """Return a KeyedJaggedTensor with the same bags, and other ids and weights."""
     return KeyedJaggedTensor(
         sparse.keys(),
-        sparse.values().clone(),
-        None if weights is None else weights.clone(),
+        ids,
+        weights,
         lengths=sparse.lengths(),
         stride=sparse.stride(),
         length_per_key=sparse.length_per_key_or_none(),  # otherwise TorchRec reads it from the device
     )
-
-
-def refuse_cast(fn: Callable, dtypes: set[torch.dtype]) -> None:
-    """Raise RunError if a function that nn.Module applies to its tensors changes one of these dtypes."""
-    for dtype in dtypes:
-        cast_dtype = fn(torch.empty(0, dtype=dtype)).dtype
-        if cast_dtype != dtype:
-            raise RunError(
-                f"embedding tables cannot be cast from {dtype} to {cast_dtype}",
-                where="model.to(dtype), .float(), .half(), .bfloat16(), .double() or .type(dtype)",
-                expected="a dtype set before sharding; after a cast, lookups would not read the trained weights",
-                do="set plan.tables.TABLE.dtype to fp32 or fp16, and cast dense layers separately",
-            )
 
 
 class BagMeans(nn.Module):
@@ -251,27 +242,23 @@ class DenseInputBuilder(nn.Module):
         if not by_id:
             return self.means(sums, sparse)
         bags, sequences = {} if sums is None else sums.to_dict(), {}
-        weights = self._weights(sparse)
+        all_weights, weights = sparse.weights_or_none(), {}
+        if all_weights is not None:
+            weights = dict(zip(sparse.keys(), all_weights.split(sparse.length_per_key()), strict=True))
         for feature, jagged in (pair for collection in by_id for pair in collection.items()):
             vectors_ND = jagged.values()
-            if feature in weights:
+            if feature in self._weighted and weights:
                 vectors_ND = vectors_ND * weights[feature].unsqueeze(1)
             if feature in self._sequences:
-                sequences[feature] = pad_sequences(vectors_ND, jagged.offsets(), self._sequences[feature])
+                sequences[feature] = torch.ops.fbgemm.jagged_to_padded_dense(
+                    vectors_ND, [jagged.offsets()], [self._sequences[feature]], 0.0
+                )
             elif feature in self._candidates:
                 bags[feature] = vectors_ND
             else:
                 bags[feature] = sum_bags(vectors_ND, jagged.lengths())
         outputs = self.means(bags, sparse) | sequences
         return {feature: outputs[feature] for feature in sparse.keys()}  # noqa: SIM118
-
-    def _weights(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        """Return the weights of the ids, float32 [N], by feature; unweighted features are omitted."""
-        weights = sparse.weights_or_none()
-        if weights is None:
-            return {}
-        by_key = zip(sparse.keys(), weights.split(sparse.length_per_key()), strict=True)
-        return {feature: values for feature, values in by_key if feature in self._weighted}
 
 
 def sum_bags(vectors_ND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
@@ -280,11 +267,6 @@ def sum_bags(vectors_ND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         lengths_B, output_size=len(vectors_ND)
     )
     return vectors_ND.new_zeros(len(lengths_B), vectors_ND.shape[1]).index_add(0, bag_N, vectors_ND)
-
-
-def pad_sequences(vectors_ND: torch.Tensor, offsets: torch.Tensor, length: int) -> torch.Tensor:
-    """Return bags of at most `length` vectors as a dense tensor, float32 [B, length, D], padded with 0."""
-    return torch.ops.fbgemm.jagged_to_padded_dense(vectors_ND, [offsets], [length], 0.0)
 
 
 def sum_bag_weights(sparse: KeyedJaggedTensor) -> torch.Tensor:

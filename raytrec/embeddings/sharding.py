@@ -20,7 +20,6 @@ from raytrec.config.schema import Schema
 from raytrec.config.tables import Precision, Sharding
 from raytrec.embeddings.constraints import BY_ID_TYPES, REDUCE_SCATTER_TYPES
 
-TYPES = {"fp32": SparseType.FP32, "fp16": SparseType.FP16, "bf16": SparseType.BF16, "int8": SparseType.INT8}
 Codecs = dict[str, QuantizedCommCodecs]
 
 
@@ -37,7 +36,7 @@ class ScaledCodec(QuantizedCommCodec):
     """
 
     def __init__(self, precision: str, group: int, factor: float = 1.0):
-        super().__init__(TYPES[precision])
+        super().__init__(SparseType(precision))
         self.group, self.factor = group, factor if precision != "fp32" else 1.0
 
     def encode(self, input_tensor: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Provide a uniform view of sharded tables, independent of sharding type and kernel.
 
 for table in tables(model, optimizer).values():
-    start = table.weight.dense(rows=range(1000), first_only=True)    # rank 0: float [1000, dim]
+    values = table.weight.dense(first_only=True)    # rank 0: float [rows, dim]
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.common.collectives import get_collective_device
-from raytrec.common.errors import RunError
 from raytrec.compat.fbgemm import Cache, ResidentRows, find_row_caches
 from raytrec.compat.torch_ import ShardedTensor, list_local_parts
 from raytrec.compat.torchrec_ import iterate_sharded_collections, unwrap_optimizer
@@ -84,75 +83,33 @@ class ShardedValues:
         """Shards that this rank holds."""
         return [shard for shard in self.shards if shard.values is not None]
 
-    def dense(self, rows: range | None = None, *, first_only: bool = False) -> torch.Tensor | None:
-        """Return rows as one contiguous leaf tensor. This is a collective operation.
+    def dense(self, *, first_only: bool = False) -> torch.Tensor | None:
+        """Return all rows as one contiguous leaf tensor. This is a collective operation.
 
         Args:
-            rows: Rows to return; default: all. Memory use and traffic are proportional to these rows.
             first_only: If True, rank 0 gets the rows and the other ranks get None.
-
-        Raises:
-            RunError: The rows are not a range within the table with step 1.
         """
-        rows = self._check_rows(range(self.shape[0]) if rows is None else rows)
         receives = dist.get_rank() == 0 or not first_only
-        self._flush()
-        size = (len(rows), *self.shape[1:])
-        out = torch.empty(size, dtype=self.dtype, device=self.device) if receives else None
-        for shard in self.shards:
-            if overlap := _intersect_ranges(rows, shard.rows):
-                piece = self._exchange(shard, overlap, first_only)
-                if receives:
-                    _slice_part(out, overlap, rows.start, shard.columns).copy_(piece)
-        return out
-
-    @torch.no_grad()
-    def load(self, values: torch.Tensor, first_row: int = 0) -> None:
-        """Write rows into the live shards of this rank, without communication.
-
-        Args:
-            values: New values, the same on every rank: [n, dim], or [n] for state with one value per row.
-                They are cast to the table's dtype.
-            first_row: Table row of the first value.
-
-        Raises:
-            RunError: The width of the values differs from the table's, or rows are outside the table.
-        """
-        if tuple(values.shape[1:]) != self.shape[1:]:
-            raise RunError(
-                f"values of shape {tuple(values.shape)} do not match a table of shape {self.shape}",
-                where="load",
-                expected=f"values of shape [rows{''.join(f', {n}' for n in self.shape[1:])}]",
-            )
-        rows = self._check_rows(range(first_row, first_row + len(values)))
-        self._flush()
-        for shard in self.local:
-            if overlap := _intersect_ranges(rows, shard.rows):
-                target = shard.values[overlap.start - shard.rows.start : overlap.stop - shard.rows.start]
-                target.copy_(_slice_part(values, overlap, first_row, shard.columns))
-            if shard.cache is not None:
-                shard.cache.purge()
-
-    def _flush(self) -> None:
-        """Write cached rows back into `values`."""
         for shard in self.local:
             if shard.cache is not None:
                 shard.cache.flush()
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device) if receives else None
+        for shard in (each for each in self.shards if each.rows):
+            piece = self._exchange(shard, first_only)
+            if receives:
+                part = out[shard.rows.start : shard.rows.stop]
+                if part.dim() > 1:
+                    part = part[:, shard.columns.start : shard.columns.stop]
+                part.copy_(piece)
+        return out
 
-    def _check_rows(self, rows: range) -> range:
-        if rows.step != 1 or rows.start < 0 or rows.stop > self.shape[0]:
-            what = f"{rows} is not a valid range of a table of {self.shape[0]:,} rows"
-            raise RunError(what, expected="a range within the table, with step 1")
-        return rows
-
-    def _exchange(self, shard: Shard, rows: range, first_only: bool) -> torch.Tensor | None:
-        """Send rows of a shard from the rank that holds them to the ranks that request them."""
+    def _exchange(self, shard: Shard, first_only: bool) -> torch.Tensor | None:
+        """Send a shard from the rank that holds it to the ranks that request it."""
         rank, piece = dist.get_rank(), None
         if shard.values is not None:
-            piece = shard.values[rows.start - shard.rows.start : rows.stop - shard.rows.start]
-            piece = piece.detach().contiguous()
+            piece = shard.values.detach().contiguous()
         elif rank == 0 or not first_only:
-            size = (len(rows), len(shard.columns))[: len(self.shape)]
+            size = (len(shard.rows), len(shard.columns))[: len(self.shape)]
             piece = torch.empty(size, dtype=self.dtype, device=self.device)
         if self.replicated:
             return piece
@@ -276,15 +233,6 @@ def _collect_live_state(
                     part.squeeze(1) if part.shape[1:] == (1,) else part for part in parts
                 ]
     return live
-
-
-def _intersect_ranges(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
-
-
-def _slice_part(values: torch.Tensor, rows: range, first_row: int, columns: range) -> torch.Tensor:
-    part = values[rows.start - first_row : rows.stop - first_row]
-    return part if part.dim() == 1 else part[:, columns.start : columns.stop]
 
 
 def fill_tables(model: nn.Module, seed: int) -> None:

@@ -48,7 +48,7 @@ class KeyLookups:
     lengths: torch.Tensor
 
 
-Part = tuple[ShardedEmbeddingTable, KeyLookups, torch.Tensor]  # one key of a lookup; see `split_lookup`
+Part = tuple[ShardedEmbeddingTable, KeyLookups, torch.Tensor]  # one key of a lookup; see `Lookup.gradients`
 
 
 def iterate_keys(features: KeyedJaggedTensor, count: int) -> Iterator[KeyLookups]:
@@ -61,6 +61,15 @@ def iterate_keys(features: KeyedJaggedTensor, count: int) -> Iterator[KeyLookups
     bags = torch.arange(lengths_KB.shape[1], device=lengths_KB.device)
     for lengths, ids, id_weights in zip(lengths_KB, features.values().split(sizes), weights.split(sizes), strict=True):
         yield KeyLookups(ids, bags.repeat_interleave(lengths, output_size=len(ids)), id_weights, lengths)
+
+
+def collect_table_ids(kernel: nn.Module, features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+    """Return the looked-up ids of each table of a kernel, int [n], as rows of this rank's shards."""
+    names = [table.name for table in list_kernel_tables(kernel) for _ in table.feature_names]
+    ids: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    for name, part in zip(names, features.values().split(features.length_per_key()), strict=True):
+        ids[name].append(part)
+    return {name: torch.cat(parts) for name, parts in ids.items()}
 
 
 def add_row_gradients(out_RD: torch.Tensor, rows_R: torch.Tensor, key: KeyLookups, grad_BD: torch.Tensor) -> None:
@@ -77,25 +86,6 @@ def add_row_gradients(out_RD: torch.Tensor, rows_R: torch.Tensor, key: KeyLookup
         out_RD.index_add_(0, places, grad_BD[key.bag[hits]].float() * key.weights[hits].unsqueeze(1))
 
 
-def split_lookup(kernel: nn.Module, features: KeyedJaggedTensor, lookup_values: torch.Tensor) -> Iterator[Part]:
-    """Yield the shard, the ids, and the part of the output (or its gradient) for each key of a lookup.
-
-    Args:
-        kernel: A module of `iterate_sharded_kernels` or `iterate_replicated_kernels`.
-        features: Looked-up ids, as rows of this rank's shards.
-        lookup_values: Output of the lookup or its gradient, float: sums of bags [B, Σ columns], or one vector
-            per id [N, columns]. In the latter case every id is a bag.
-    """
-    shards = [table for table in list_kernel_tables(kernel) for _ in table.feature_names]
-    keys = list(iterate_keys(features, len(shards)))
-    if returns_per_id_vectors(kernel):
-        keys = [split_bags(key) for key in keys]
-        parts = lookup_values.split([len(key.ids) for key in keys])
-    else:
-        parts = lookup_values.split([shard.local_cols for shard in shards], dim=1)
-    yield from zip(shards, keys, parts, strict=True)
-
-
 def split_bags(key: KeyLookups) -> KeyLookups:
     """Return the key with a separate bag for each id, without weights."""
     ones = torch.ones_like(key.ids)
@@ -106,9 +96,9 @@ def sum_squared_row_gradients(kernel: nn.Module, features: KeyedJaggedTensor, gr
     """Return the sum of squared gradients over all table rows that a lookup touched, a float64 scalar.
 
     Args:
-        kernel: Lookup, as in `split_lookup`.
-        features: Looked-up ids, as in `split_lookup`.
-        gradient: Gradient of the lookup's output.
+        kernel: A module of `iterate_sharded_kernels`.
+        features: Looked-up ids, as rows of this rank's shards.
+        gradient: Gradient of the lookup's output, as in `Lookup`.
     """
     if returns_per_id_vectors(kernel):
         return _sum_squared_gradients(offset_ids(kernel, features), gradient)
@@ -186,10 +176,20 @@ class Lookup:
     gradient: torch.Tensor | None = None
 
     def gradients(self) -> list[Part]:
-        """Return (shard, ids, bags' gradients) for each key of the probed step; [] without a probed step."""
+        """Return (shard, ids, bags' gradients) for each key of the probed step; [] without a probed step.
+
+        If the lookup returns one vector per id, every id is a bag.
+        """
         if self.gradient is None or self.ids is None:
             return []
-        return list(split_lookup(self.kernel, self.ids, self.gradient))
+        shards = [table for table in list_kernel_tables(self.kernel) for _ in table.feature_names]
+        keys = list(iterate_keys(self.ids, len(shards)))
+        if returns_per_id_vectors(self.kernel):
+            keys = [split_bags(key) for key in keys]
+            parts = self.gradient.split([len(key.ids) for key in keys])
+        else:
+            parts = self.gradient.split([shard.local_cols for shard in shards], dim=1)
+        return list(zip(shards, keys, parts, strict=True))
 
 
 @dataclass
@@ -277,8 +277,7 @@ class Taps:
 
     def _count_distinct(self, ids: KeyedJaggedTensor) -> None:
         keys, lengths = tuple(ids.keys()), ids.lengths()
-        if keys not in self._distinct:
+        places, _ = self._distinct.get(keys, (None, None))
+        if places is None:
             places = torch.tensor([self.features.index(key) for key in keys], device=lengths.device)
-            self._distinct[keys] = places, places
-        distinct = lengths.view(len(keys), -1).sum(1, dtype=torch.int32)
-        self._distinct[keys] = self._distinct[keys][0], distinct
+        self._distinct[keys] = places, lengths.view(len(keys), -1).sum(1, dtype=torch.int32)

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.checkpoint.managed import read_id_rows
+from raytrec.checkpoint.restore import read_id_rows
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import format_bytes, format_percent, parse_number
 from raytrec.common.output_folder import compute_binding

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from raytrec import __version__
-from raytrec.checkpoint.managed import read_id_rows
+from raytrec.checkpoint.restore import read_id_rows
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.storage import split_query
 from raytrec.config.features import Features, resolve_features

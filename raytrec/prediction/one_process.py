@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checkpoint.managed import read_id_rows
-from raytrec.checkpoint.restore import load
+from raytrec.checkpoint.restore import read_id_rows
 from raytrec.checkpoint.rows import StoredTable
+from raytrec.checkpoint.storage import load
 from raytrec.compat.torch_ import silence_tracing
 from raytrec.config.features import resolve_features
 from raytrec.config.tasks import TowerName
@@ -69,8 +69,8 @@ def _renumber_ids(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[UsedRow
     key_ids = list(sparse.values().split(sparse.length_per_key()))
     for place, table in enumerate(table_of):
         if schema.tables[table].ids:
-            id_rows = read_id_rows(saved.folder, saved.index, table, schema.tables[table])
-            key_ids[place] = id_rows(key_ids[place])
+            find_rows = read_id_rows(saved.folder, saved.index, table, schema.tables[table])
+            key_ids[place] = find_rows(key_ids[place])
     parts = [part.numpy() for part in key_ids]
     used = {
         table: np.unique(np.concatenate([p for p, t in zip(parts, table_of, strict=True) if t == table]))

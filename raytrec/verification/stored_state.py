@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from raytrec.checkpoint.blocks import DTYPES
-from raytrec.checkpoint.managed import read_id_rows
-from raytrec.checkpoint.restore import load
+from raytrec.checkpoint.restore import read_id_rows
 from raytrec.checkpoint.rows import TENSOR_KEY, StoredTable
+from raytrec.checkpoint.storage import load
 from raytrec.prediction.one_process import HEAD
 from raytrec.scoring.stored_tables import PRECISIONS
 from raytrec.serving.served_state import MAX_BLOCK_BYTES, NUM_KEYS, PAIR_BYTES, StatePart, describe_tensors, to_bytes

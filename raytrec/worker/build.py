@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed import comm_ops
-from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
 
 from raytrec.checkpoint.index import find_progress_problem, read_index
-from raytrec.checkpoint.managed import allocate_ids, load_ids, load_with_ids
-from raytrec.checkpoint.restore import restore
+from raytrec.checkpoint.restore import load_with_ids, restore
 from raytrec.checkpoint.rows import parse_stored_schema, resolve_warm_starts
-from raytrec.checkpoint.state import LogicalState, State, find_nonfinite, is_average, summarize_over_ranks
+from raytrec.checkpoint.state import LogicalState, find_nonfinite, is_average, summarize_over_ranks
 from raytrec.common import messages
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
@@ -110,7 +110,7 @@ def build_step(
             device=device,
             plan=plan,
             sharders=make_sharders(cache, codecs, device.type, deduplicate),
-            data_parallel_wrapper=_SingleRankWrapper() if world == 1 else None,
+            init_data_parallel=world > 1,  # a single rank has no gradients to average
         )
     pad_empty_shards(sharded)
     if fill:
@@ -128,13 +128,6 @@ def build_step(
         managed = ManagedBatches(sharded, sharded_tables, schema, config.run.seed, device)
     counts_flops = bool(resolve_features(schema, config.model).sequences) and not config.train.compile
     return Step(sharded, optimizer, device, config, steps, cache is not None, managed, counts_flops), plan
-
-
-class _SingleRankWrapper(DataParallelWrapper):
-    """Wrapper that leaves a single rank's dense layers unchanged, because there are no gradients to average."""
-
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Leave the model unchanged."""
 
 
 def compute_run_plan(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
@@ -171,19 +164,14 @@ def begin_or_resume(
     Returns:
         Entry "about" of the checkpoint's index; None if a new run begins.
     """
-
-    def ids(about: dict[str, Any]) -> State:
-        context.enter_phase("restoring", "restore")
-        return allocate_ids(about, step.maps)
-
-    restored = restore(context.task.checkpoint, state, find_progress_problem, ids)
+    on_load = partial(context.enter_phase, "restoring", "restore")
+    restored = restore(context.task.checkpoint, state, step.maps, find_progress_problem, on_load)
     for reason in restored.skip_reasons:
         context.report(messages.Warn(text=f"skipped a checkpoint: {reason}"))
     if not restored.folder:
         context.enter_phase("setting initial values", "plan")
         begin(step, context.task.config, context.task.schema, context.task.datasets["train"].log_odds)
         return None
-    load_ids(step.maps, restored.extra_tensors, restored.about)
     progress.resume(restored.about["progress"])
     step.trained = progress.step
     return restored.about

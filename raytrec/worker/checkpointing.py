@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from time import monotonic
@@ -13,21 +13,18 @@ import torch.distributed as dist
 
 from raytrec.checkpoint.files import get_step_folder, steps
 from raytrec.checkpoint.index import read_index
-from raytrec.checkpoint.managed import gather_ids, load_with_ids
+from raytrec.checkpoint.restore import gather_ids, load_with_ids
 from raytrec.checkpoint.save import CheckpointWriter, NonfiniteStateError, Saved
+from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.common import messages
-from raytrec.common.errors import ErrorParts, RunError, get_first_line
+from raytrec.common.errors import ErrorParts, RunError
 from raytrec.common.messages import Command, Restart
+from raytrec.common.storage import quote_for_shell
 from raytrec.config.features import resolve_features
-from raytrec.worker.checkpoint_entries import (
-    add_advice,
-    describe_run,
-    make_publisher,
-    make_row_snapshot,
-    make_unsaved_error,
-)
+from raytrec.deltas.publish import DeltaPublisher
 from raytrec.worker.consensus import Decision, StepConsensus
-from raytrec.worker.nonfinite import NAN_FOLDER, LossMonitor, dump
+from raytrec.worker.nonfinite import LossMonitor, add_advice, make_loss_error
+from raytrec.worker.observers import Observer
 from raytrec.worker.progress import RankRun
 from raytrec.worker.step import StepOutputs
 
@@ -41,17 +38,30 @@ class CheckpointManager:
 
     Args:
         run: Run to save.
-        before_save: Collective function called before each save; an exception prevents the save.
+        observers: Observers whose `before_save` is called before each save.
         about: Entry "about" of the restored checkpoint's index; None at the start of a run.
     """
 
-    def __init__(self, run: RankRun, before_save: Callable[[], None], about: Mapping[str, Any] | None = None):
+    def __init__(self, run: RankRun, observers: Sequence[Observer], about: Mapping[str, Any] | None = None):
         self._run, self._context, self._config = run, run.context, run.context.task.config
         self._step, self._state, self._progress = run.step, run.state, run.progress
-        self._before_save, section, heartbeat = before_save, self._config.checkpoint, run.context.heartbeat
+        self._observers, section, heartbeat = observers, self._config.checkpoint, run.context.heartbeat
         best = run.progress.window.selection.best(section.best_metric) if section.keep_best else None
-        rows = make_row_snapshot(run.step, run.state, heartbeat.tick) if section.async_save else None
-        self._deltas = make_publisher(run, about) if self._config.export.deltas else None
+        rows = RowSnapshot(run.step.model, run.state.tables, heartbeat.tick) if section.async_save else None
+        if rows is not None and run.step.managed is not None:
+            run.step.managed.on_write = rows.preserve_rows
+        self._deltas: DeltaPublisher | None = None
+        if self._config.export.deltas:
+            self._deltas = DeltaPublisher(
+                self._config,
+                run.step.model,
+                run.state,
+                run.step.managed,
+                None if about is None else about.get("deltas", {}),
+                run.progress.step,
+                heartbeat.confirm,
+                self._warn,
+            )
         self._saver = CheckpointWriter(
             run.context.task.checkpoint, section, self._confirm, run.state.unbounded, best, rows
         )
@@ -62,7 +72,7 @@ class CheckpointManager:
         self._saved_at, self._requested, self._pending = monotonic(), False, Command.GO
         self._is_due = self._deltas is not None and self._deltas.lacks_export()  # services wait for an export
         run.step.drain_every = section.every_steps
-        heartbeat.watch_device(self._find_unfinished_step)
+        heartbeat.find_unfinished = self._find_unfinished_step
 
     def after_step(self, outputs: StepOutputs) -> None:
         """Start the ranks' joint decision for this step, and act on the decision of an earlier step.
@@ -80,8 +90,7 @@ class CheckpointManager:
                 command = Command.DELTA
         self._losses.add(step, outputs.loss)
         decision = self._consensus.exchange(command, self._losses.poll_status(), self._saver.busy)
-        if decision is None:
-            decision = Decision(Command.GO, 0, None, True)
+        decision = decision or Decision(Command.GO, 0, None, True)
         self._raise_if_nonfinite(decision)
         saving_step = self._saver.last_step
         if not decision.busy and saving_step is not None and saving_step < step - self._consensus.lag:
@@ -141,14 +150,15 @@ class CheckpointManager:
         decision = self._consensus.finish()
         if decision is not None:  # None: the decision has already been read
             if decision.through < step:  # GPUs are still computing; the copy would wait for them anyway
-                decision = self._consensus.agree(self._losses.wait())
+                decision = self._consensus.agree(self._losses.poll_status(wait=True))
             self._raise_if_nonfinite(decision)
         if again or self._saver.last_step != step:
             heartbeat.tick("save")
             self._collect_save()
-            self._before_save()
+            for observer in self._observers:
+                observer.before_save()
             ids, about_ids = gather_ids(self._step.maps)
-            about = describe_run(self._run) | about_ids | self._cut_delta(last)
+            about = self._run.describe() | about_ids | self._cut_delta(last)
             self._saver.save(step, self._state.tensors(), about, ids)
             self._saved_at, self._requested, self._is_due = monotonic(), False, False
         elif last:
@@ -206,9 +216,17 @@ class CheckpointManager:
         """
         if self._error is not None:
             self.finish(again=True)
-        return (
-            None if self._error is None else make_unsaved_error(self._error, self._config.run.dir, self._newest).parts
-        )
+        error = self._error
+        if error is None or isinstance(error, NonfiniteStateError):
+            return None if error is None else error.parts
+        from_step = f"from the checkpoint of step {self._newest}" if self._newest else "from the beginning"
+        resume = f"raytrec train --resume {quote_for_shell(self._config.run.dir)}"
+        return RunError(
+            f"the trained model is not saved: {error.what}",
+            where=error.where,
+            expected=error.expected,
+            do=f"free up space, and train the remaining steps {from_step}: {resume}",
+        ).parts
 
     def _collect_save(self) -> Saved | None:
         """Wait for the last save, and report and return its outcome.
@@ -238,9 +256,10 @@ class CheckpointManager:
             )
         )
         if isinstance(saved.error, NonfiniteStateError):
-            saved = replace(saved, error=add_advice(saved.error, self._context.task, self._newest))
+            error = add_advice(saved.error, self._config, self._context.task.checkpoint, self._newest)
             if self._config.checks.finite == "stop":
-                raise saved.error
+                raise error
+            return replace(saved, error=error)
         return saved
 
     def _warn(self, text: str) -> None:
@@ -263,22 +282,7 @@ class CheckpointManager:
         if decision.bad is None:
             return
         if decision.through < decision.bad:  # another rank may find an earlier step
-            decision = self._consensus.agree(self._losses.wait())
-        context, step = self._context, decision.bad
-        batch, folder = self._run.batches.at(step - 1), self._config.run.dir  # steps of batches are counted from 0
-        batch_text = f"its batch is in {folder}/{NAN_FOLDER}" if batch else "its batch is no longer in memory"
-        try:
-            if batch is not None:
-                schema = context.task.schema
-                sequences = resolve_features(schema, self._config.model).sequences
-                dump(batch, schema, folder, step, context.index, sequences)
-        except Exception as error:  # must not hide that the loss is not finite
-            reason = getattr(error, "strerror", None) or get_first_line(error)
-            batch_text = f"its batch could not be written to {folder}/{NAN_FOLDER}: {reason}"
-        raise RunError(
-            "the loss is not a finite number",
-            where=f"step {step}; {batch_text}",
-            expected="a finite loss",
-            do="inspect the batch; lower optim.dense.lr or optim.embeddings.lr; scale dense columns to about "
-            "±10; or set train.on_nan=skip",
-        )
+            decision = self._consensus.agree(self._losses.poll_status(wait=True))
+        batch, schema = self._run.batches.at(decision.bad - 1), self._context.task.schema  # batches count from 0
+        sequences = resolve_features(schema, self._config.model).sequences
+        raise make_loss_error(batch, schema, self._config.run.dir, decision.bad, self._context.index, sequences)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isqrt
 from typing import NamedTuple
@@ -66,7 +67,7 @@ class StepConsensus:
         earlier = list(self._pending)
         self._begin(command, loss_status, busy)
         for pending in earlier:
-            self._advance(pending)
+            pending.advance()
         return self._pending.popleft().decision() if len(self._pending) > self.lag else None
 
     def finish(self) -> Decision | None:
@@ -75,7 +76,7 @@ class StepConsensus:
         while self._pending:
             pending = self._pending.popleft()
             while pending.work is not None:
-                self._advance(pending)
+                pending.advance()
             decision = pending.decision()
         return decision
 
@@ -90,31 +91,25 @@ class StepConsensus:
     def _begin(self, command: Command, losses: LossStatus, busy: bool) -> None:
         first = NEVER if losses.bad is None else losses.bad
         values = torch.tensor([command, -losses.through, -first, busy])  # negated values give the minimum over ranks
-        pending = _PendingDecision(values)
-        self._reduce(pending)
-        self._pending.append(pending)
-
-    def _advance(self, pending: _PendingDecision) -> None:
-        """Wait for the reduction over one ring, and start the next one."""
-        if pending.work is not None:
-            pending.work.wait()
-            self._reduce(pending)
-
-    def _reduce(self, pending: _PendingDecision) -> None:
-        pending.work = None
-        if pending.rings < len(self._rings):
-            group = self._rings[pending.rings]
-            pending.work = dist.all_reduce(pending.values, dist.ReduceOp.MAX, group=group, async_op=True)
-            pending.rings += 1
+        self._pending.append(_PendingDecision(values, iter(self._rings)))
+        self._pending[-1].advance()
 
 
 @dataclass
 class _PendingDecision:
-    """Decision in progress: values, number of rings entered, and pending reduction (None if finished)."""
+    """Decision in progress: values, rings still to be entered, and pending reduction (None if finished)."""
 
     values: torch.Tensor
-    rings: int = 0
+    rings: Iterator[dist.ProcessGroup]
     work: dist.Work | None = None
+
+    def advance(self) -> None:
+        """Wait for the reduction over one ring, and start the next one."""
+        if self.work is not None:
+            self.work.wait()
+        self.work = None
+        if (group := next(self.rings, None)) is not None:
+            self.work = dist.all_reduce(self.values, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def decision(self) -> Decision:
         command, through, first, busy = self.values.tolist()

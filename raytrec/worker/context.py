@@ -126,7 +126,7 @@ class WorkerContext:
         features = resolve_features(self.task.schema, self.task.config.model)
         if name == "train" and self.world > 1 and data.balance != "none":
             exchange = RowExchange(data.balance, self.task.datasets[name].form, features)
-            self.heartbeat.watch_exchange(lambda: exchange.is_waiting)
+            self.heartbeat.is_exchanging = lambda: exchange.is_waiting
         # Skipped rows are recorded in the run folder; an evaluation of a checkpoint has no run folder.
         skipped = join_uri(self.task.config.run.dir, SKIPPED_ROWS_FILE) if "train" in self.task.datasets else None
         stream = Stream(

@@ -1,27 +1,31 @@
-"""Evaluate a model on all rows of a dataset, optionally with its deep part scaled down."""
+"""Evaluate a model on all rows of a dataset, optionally with its deep part scaled down, and stop training early."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Mapping
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from raytrec.common import messages
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
-from raytrec.data.batch import Batch
+from raytrec.common.formatting import parse_number
+from raytrec.config.training import EarlyStoppingSection
 from raytrec.data.stream import Stream
 from raytrec.embeddings.optim import find_dense_average
 from raytrec.metrics.evaluation import SliceNames, TaskRows, choose_ranking_device
 from raytrec.metrics.full_ranking import FullRanking
-from raytrec.metrics.selection import Selection
+from raytrec.metrics.selection import MetricDisplay, Selection
 from raytrec.metrics.sums import ROWS, MetricSums
 from raytrec.tasks.outputs import StepOutputs
 from raytrec.tasks.task import key_columns
+from raytrec.worker.context import WorkerContext
 from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT, AsyncHostCopy
-from raytrec.worker.progress import broadcast_figure
+from raytrec.worker.progress import Progress
 from raytrec.worker.step import Step
 
 Curves = dict[str, dict[str, Any]]
@@ -29,16 +33,8 @@ SLICES = "slices"  # key of the slice metrics
 SHRINK_FACTORS = (1.0, 0.75, 0.5, 0.25, 0.0)  # candidate factors for the deep part
 
 
-class Model(Protocol):
-    """Interface of models that can be evaluated, such as Step."""
-
-    def evaluate(self, batches: Iterator[Batch]) -> Iterator[StepOutputs]:
-        """Yield the outputs of a forward pass over all batches."""
-        ...
-
-
 def evaluate(
-    step: Model, stream: Stream, device: torch.device, selection: Selection, items: Stream | None = None
+    step: Any, stream: Stream, device: torch.device, selection: Selection, items: Stream | None = None
 ) -> tuple[dict[str, Any], Curves | None]:
     """Return metrics and curves for all rows of the stream's dataset.
 
@@ -47,7 +43,7 @@ def evaluate(
     (metrics/evaluation.py).
 
     Args:
-        step: Model to evaluate.
+        step: Step of the model to evaluate, or an object with its method `evaluate`.
         stream: Stream of the dataset.
         device: Device of the rank.
         selection: Metrics of the run.
@@ -178,3 +174,103 @@ def shrink(step: Step, factor: float) -> None:
     """Multiply the model's `shrunk` weights by a factor."""
     with torch.no_grad():
         step.head.model.shrunk.mul_(factor)
+
+
+def broadcast_figure(figure: MetricDisplay, figures: Mapping[str, Any], device: torch.device) -> float:
+    """Return rank 0's value of a metric on every rank, NaN if undefined.
+
+    This is a collective operation: every rank must call it.
+    """
+    shared = torch.tensor(parse_number(figures.get(figure.key)), dtype=torch.float64, device=device)
+    dist.broadcast(shared, src=0)
+    return float(shared)
+
+
+class EarlyStopping:
+    """Rule that ends training on all ranks when a metric reaches a target or no longer improves.
+
+    An undefined value does not count as an improvement. The history is stored in `progress` and thus in
+    every checkpoint, so a resumed run ends at the same step as an uninterrupted one.
+
+    Args:
+        section: Section train.early_stopping; None: training never ends early.
+        progress: Counts of the run.
+        device: Device for this rank's collectives.
+
+    Attributes:
+        restores: True if the weights of the best evaluation are restored at the end.
+    """
+
+    def __init__(self, section: EarlyStoppingSection | None, progress: Progress, device: torch.device):
+        self._progress, self._device = progress, device
+        self._figure: MetricDisplay | None = None
+        self.restores = section is not None and section.restore_best
+        if section:
+            self._patience, self._target = section.patience or float("inf"), section.target
+            self._figure = progress.window.selection.best(section.metric, "train.early_stopping.metric")
+
+    def best_step(self) -> int | None:
+        """Return the step whose weights are the result of the run; None for the last step."""
+        return self._progress.early_stopping.get("step") if self.restores else None
+
+    @property
+    def over(self) -> bool:
+        """Return True if training must end now."""
+        history = self._progress.early_stopping
+        return self._figure is not None and (self._is_reached or history.get("since", 0) >= self._patience)
+
+    @property
+    def _is_reached(self) -> bool:
+        best = self._progress.early_stopping.get("best")
+        if best is None or self._target is None:
+            return False
+        return self._figure.loss(best) <= self._figure.loss(self._target)
+
+    def after_evaluation(self) -> None:
+        """Update the history with the evaluation of this step.
+
+        This is a collective operation: every rank must call it. All ranks use the value of rank 0, so that they make
+        the same decision.
+        """
+        if self._figure is None:
+            return
+        value = broadcast_figure(self._figure, self._progress.evaluation, self._device)
+        history = self._progress.early_stopping
+        best = history.get("best")
+        # Comparisons with NaN are false, so an undefined value is never an improvement.
+        if self._figure.loss(value) < (float("inf") if best is None else self._figure.loss(best)):
+            history |= {"best": value, "step": self._progress.step, "since": 0}
+        else:
+            history["since"] = history.get("since", 0) + 1
+
+    def report(self, context: WorkerContext) -> None:
+        """Report an early end of training, if any, and the training metrics since the last report.
+
+        This is a collective operation: every rank must call it.
+        """
+        if self._figure is None or not self.over:
+            return
+        step = self._progress.step
+        if step % context.task.config.train.log_every_steps:
+            self._progress.end_window()
+            self._progress.report(context, wait=True)
+        details = {"step": step, "reason": self._describe_end()}
+        context.report(messages.Event(event=messages.ENDED_EARLY, details=details))
+
+    def result(self) -> dict[str, Any]:
+        """Return train.ended, the reason why training ended, for result.json; empty without early stopping."""
+        if self._figure is None:
+            return {}
+        return {"train.ended": self._describe_end() if self.over else "after all steps"}
+
+    def _describe_end(self) -> str:
+        figure, history = self._figure, self._progress.early_stopping
+        if self._is_reached:
+            return f"{figure.key} reached {figure.text(history['best'])} at step {history['step']}"
+        count = f"{history['since']} evaluation{'s' * (history['since'] > 1)}"
+        if history.get("best") is None:
+            return f"{figure.key} was undefined in {count}"
+        return (
+            f"{figure.key} has not improved in {count}; it was best at step {history['step']}, "
+            f"{figure.text(history['best'])}"
+        )

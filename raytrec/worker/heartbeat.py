@@ -35,6 +35,11 @@ class Heartbeat:
     Attributes:
         command: Last command received from the coordinator.
         phase: Current activity of this rank, "step" or one of driver.coordinator.SLOW_PHASES.
+        find_unfinished: Function that returns the first step that this rank's GPU has not finished, and its phase
+            ("" if unknown); None if all steps are finished, or on CPU. Reports include the result if the rank has made
+            no progress.
+        is_exchanging: Function that returns True while this rank's next batch is in an exchange of rows; reports then
+            state that the rank waits for other ranks. Both functions are called from the heartbeat's thread.
     """
 
     def __init__(
@@ -44,31 +49,13 @@ class Heartbeat:
         self._every_s = every_s
         self.command, self.phase, self._ticks, self._step = Command.GO, "start", 0, 0
         self._has_stepped = False  # False until the end of the first step, which may take long
-        self._unfinished: Callable[[], tuple[int, str] | None] = lambda: None
-        self._is_exchanging: Callable[[], bool] = lambda: False
+        self.find_unfinished: Callable[[], tuple[int, str] | None] = lambda: None
+        self.is_exchanging: Callable[[], bool] = lambda: False
         # Ray Train runs the worker function in this thread, which is not the main thread.
         self._watched = get_ident()
         self._over = Event()
         self._thread = Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
-
-    def watch_device(self, unfinished: Callable[[], tuple[int, str] | None]) -> None:
-        """Include the device's first unfinished step in later reports, if the rank has made no progress.
-
-        Args:
-            unfinished: Function that returns the first step that this rank's GPU has not finished, and its
-                phase ("" if unknown); None if all steps are finished, or on CPU. The function is called from
-                another thread.
-        """
-        self._unfinished = unfinished
-
-    def watch_exchange(self, is_exchanging: Callable[[], bool]) -> None:
-        """Report this rank as waiting for other ranks while its next batch is in an exchange of rows.
-
-        Args:
-            is_exchanging: Function that returns True in an exchange; called from another thread.
-        """
-        self._is_exchanging = is_exchanging
 
     def watch_compiler(self) -> None:
         """Report the phase "start" while torch compiles, because compilation may take as long as a start."""
@@ -136,8 +123,8 @@ class Heartbeat:
         while not self._over.wait(self._every_s):
             ticks, where, waiting, unfinished = self._ticks, "", False, None
             if ticks == last_ticks:
-                (where, waiting), unfinished = _locate_thread(self._watched), self._unfinished()
-                waiting |= self.phase == "data" and self._is_exchanging()
+                (where, waiting), unfinished = _locate_thread(self._watched), self.find_unfinished()
+                waiting |= self.phase == "data" and self.is_exchanging()
             last_ticks = ticks
             try:
                 beat = self.send(where, waiting, unfinished)

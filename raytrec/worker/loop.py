@@ -25,11 +25,11 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.metrics.sums import MetricSums
     from raytrec.worker.build import begin_or_resume, build_step
     from raytrec.worker.checkpointing import CheckpointManager, Stopped
-    from raytrec.worker.evaluate import can_shrink, evaluate, evaluate_shrunk, shrink
+    from raytrec.worker.evaluate import EarlyStopping, can_shrink, evaluate, evaluate_shrunk, shrink
     from raytrec.worker.nonfinite import RecentBatches
     from raytrec.worker.observers import make_observers
     from raytrec.worker.process import freeze_gc
-    from raytrec.worker.progress import EarlyStopping, Progress, RankRun
+    from raytrec.worker.progress import Progress, RankRun
     from raytrec.worker.step_timing import compute_flop_rates
 
     context = WorkerContext.enter(task)
@@ -60,7 +60,7 @@ def train_worker(task: WorkerTask) -> None:
     evaluate_valid = evaluate_shrunk if shrinks else evaluate
     run = RankRun(context, step, plan, state, progress, batches, total)
     observers = make_observers(run)
-    checkpoints = CheckpointManager(run, observers.before_save, about)
+    checkpoints = CheckpointManager(run, observers, about)
     context.report(
         messages.Start(
             total=total,
@@ -71,7 +71,8 @@ def train_worker(task: WorkerTask) -> None:
         )
     )
     try:
-        observers.begin()
+        for observer in observers:
+            observer.begin()
         pauses = list_pauses(total, resolve_evaluation_interval(config, total), progress.step)
         for pause in sorted({*pauses, *(first for first in folders if progress.step <= first < total)}):
             if stopping.over:
@@ -84,7 +85,8 @@ def train_worker(task: WorkerTask) -> None:
                     progress.end_window()
                 progress.report(context)
                 context.heartbeat.tick("step", progress.step)
-                observers.after_step(rows)
+                for observer in observers:
+                    observer.after_step(rows)
                 checkpoints.after_step(outputs)
             progress.clock.pause(context.device)
             progress.report(context, wait=True)
@@ -117,7 +119,8 @@ def train_worker(task: WorkerTask) -> None:
         raise
     finally:
         epochs.close()
-        observers.close()
+        for observer in observers:
+            observer.close()
 
     result = progress.result() | stopping.result() | {"world_size": context.world}
     rows = min(order.batch_rows, train.dataset.rows)

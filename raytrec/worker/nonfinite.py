@@ -1,4 +1,4 @@
-"""Detect NaN or infinite losses; skip such steps, or record their batches."""
+"""Detect NaN or infinite losses; skip such steps, or record their batches and advise the user."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
+from raytrec.checkpoint.files import get_step_folder
+from raytrec.checkpoint.save import NonfiniteStateError
+from raytrec.common.errors import RunError, get_first_line
+from raytrec.common.storage import quote_for_shell
+from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 
@@ -86,28 +91,23 @@ class LossMonitor:
             self._status = self._status._replace(through=step - 1)
         self._pending.append((step, AsyncHostCopy(~torch.isfinite(loss))))
 
-    def poll_status(self) -> LossStatus:
-        """Return the current status, which includes at least all steps except the last two."""
-        while self._pending and (len(self._pending) > MAX_STEPS_IN_FLIGHT or self._pending[0][1].arrived):
-            self._read()
-        return self._status
+    def poll_status(self, wait: bool = False) -> LossStatus:
+        """Return the current status, which includes at least all steps except the last two.
 
-    def wait(self) -> LossStatus:
-        """Wait for the device, and return the status of all steps."""
-        while self._pending:
-            self._read()
+        If `wait` is True, the status includes all steps.
+        """
+        pending = self._pending
+        while pending and (wait or len(pending) > MAX_STEPS_IN_FLIGHT or pending[0][1].arrived):
+            step, is_bad = pending[0]
+            bad = self._status.bad
+            self._status = LossStatus(step, step if is_bad.wait() and bad is None else bad)
+            pending.popleft()  # only after the wait, so that `unfinished` returns this step during the wait
         return self._status
 
     @property
     def unfinished(self) -> int | None:
         """Return the first step that the device has not finished, or None; can be called from any thread."""
         return next((step for step, bad in list(self._pending) if not bad.arrived), None)
-
-    def _read(self) -> None:
-        (step, pending), first = self._pending[0], self._status.bad
-        is_bad = bool(pending.wait())
-        self._status = LossStatus(step, step if is_bad and first is None else first)
-        self._pending.popleft()  # only after the wait, so that `unfinished` returns this step during the wait
 
 
 class SkipNonfiniteOptimizer(OptimizerWrapper):
@@ -156,7 +156,7 @@ class SkipNonfiniteOptimizer(OptimizerWrapper):
         return loss, outputs.masked(self._bad, self._bad_copy.wait)
 
 
-class RecentBatches:
+class RecentBatches(Iterator[Batch]):
     """Iterator over batches that keeps the most recent batches with their steps.
 
     Args:
@@ -168,9 +168,6 @@ class RecentBatches:
         self._batches, self._step = batches, first_step
         self._recent: deque[tuple[int, Batch]] = deque(maxlen=MAX_RECENT_BATCHES)
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
     def __next__(self) -> Batch:
         batch = next(self._batches)
         self._recent.append((self._step, batch))
@@ -180,6 +177,49 @@ class RecentBatches:
     def at(self, step: int) -> Batch | None:
         """Return the batch of a step, or None if the batch is no longer kept."""
         return dict(self._recent).get(step)
+
+
+def make_loss_error(
+    batch: Batch | None, schema: Schema, folder: str, step: int, rank: int, sequences: Collection[str]
+) -> RunError:
+    """Write the batch of a step whose loss is not finite (see `dump`), and return the error that names its file.
+
+    If `batch` is None, the batch is no longer in memory and nothing is written.
+    """
+    batch_text = f"its batch is in {folder}/{NAN_FOLDER}" if batch else "its batch is no longer in memory"
+    try:
+        if batch is not None:
+            dump(batch, schema, folder, step, rank, sequences)
+    except Exception as error:  # must not hide that the loss is not finite
+        reason = getattr(error, "strerror", None) or get_first_line(error)
+        batch_text = f"its batch could not be written to {folder}/{NAN_FOLDER}: {reason}"
+    return RunError(
+        "the loss is not a finite number",
+        where=f"step {step}; {batch_text}",
+        expected="a finite loss",
+        do="inspect the batch; lower optim.dense.lr or optim.embeddings.lr; scale dense columns to about "
+        "±10; or set train.on_nan=skip",
+    )
+
+
+def add_advice(error: NonfiniteStateError, config: RunConfig, root: str, newest: int | None) -> NonfiniteStateError:
+    """Return the error with advice on training on from the newest checkpoint, which is finite.
+
+    Args:
+        error: Error of the save.
+        config: Configuration of the run.
+        root: Folder of all checkpoints.
+        newest: Step of the newest checkpoint; None if there is none.
+    """
+    lower = f"optim.embeddings.lr={config.optim.embeddings.lr / 10:g} optim.dense.lr={config.optim.dense.lr / 10:g}"
+    if newest is None:
+        do = f"restart with lower learning rates ({lower}), or set train.max_grad_norm"
+    else:
+        do = (
+            "start a new run from the last checkpoint, whose values are finite, with lower learning rates or a lower "
+            f"train.max_grad_norm: raytrec train --warm-start {quote_for_shell(get_step_folder(root, newest))} {lower}"
+        )
+    return NonfiniteStateError(**error.parts | {"do": do})
 
 
 def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int, sequences: Collection[str] = ()) -> str:

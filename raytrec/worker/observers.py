@@ -45,33 +45,6 @@ class Observer:
         """Release resources at the end of training, even after an error."""
 
 
-class ObserverList(Observer):
-    """Observer that calls several observers in order."""
-
-    def __init__(self, observers: list[Observer]):
-        self._observers = observers
-
-    def begin(self) -> None:
-        """Call `begin` of each observer."""
-        for observer in self._observers:
-            observer.begin()
-
-    def after_step(self, rows: int) -> None:
-        """Call `after_step` of each observer."""
-        for observer in self._observers:
-            observer.after_step(rows)
-
-    def before_save(self) -> None:
-        """Call `before_save` of each observer."""
-        for observer in self._observers:
-            observer.before_save()
-
-    def close(self) -> None:
-        """Call `close` of each observer."""
-        for observer in self._observers:
-            observer.close()
-
-
 class RankRecorder(Observer):
     """Observer that reports a line for this rank every tracking.every_steps steps, and when training may end.
 
@@ -197,16 +170,13 @@ class ProbeScheduler(Observer):
 
     def begin(self) -> None:
         """Enable recording for the first step if an observer requests it."""
-        self._schedule_probe()
+        self.after_step(0)
 
     def after_step(self, rows: int) -> None:
         """Discard the recorded step, and enable recording for the next step if an observer requests it."""
         self._taps.forget()
-        self._schedule_probe()
-
-    def _schedule_probe(self) -> None:
         requests = [observer.wants_probe(self._run.progress.step + 1) for observer in self._observers]
-        self._taps.is_probing |= any(requests)
+        self._taps.is_probing = any(requests)
 
 
 class StepProfiler(Observer):
@@ -269,7 +239,7 @@ class StepProfiler(Observer):
         self._profile.start()
 
 
-def make_observers(run: RankRun) -> ObserverList:
+def make_observers(run: RankRun) -> list[Observer]:
     """Return the configured observers, in the order of their calls. This is a collective operation."""
     config, schema, step = run.context.task.config, run.context.task.schema, run.step
     observers: list[Observer] = []
@@ -277,7 +247,7 @@ def make_observers(run: RankRun) -> ObserverList:
         observers.append(StepProfiler(run))
     recorded, checked = config.tracking.every_steps, bool(select_enabled_checks(config))
     if not (recorded or checked):
-        return ObserverList(observers)
+        return observers
     taps = Taps(step.model, step.head, list(schema.sparse))
     probing: list[RankRecorder | CheckRunner] = []
     if recorded:
@@ -297,4 +267,4 @@ def make_observers(run: RankRun) -> ObserverList:
         )
         if len(checks := LiveChecks(checked_run)):
             probing.append(CheckRunner(run, checks))
-    return ObserverList([*observers, *probing, ProbeScheduler(run, taps, probing)])
+    return [*observers, *probing, ProbeScheduler(run, taps, probing)]

@@ -169,37 +169,21 @@ def numerics(train: TrainSection, device: torch.device) -> Iterator[None]:
         train: Configuration section with `matmul` and `deterministic`.
         device: Device of the rank; TF32 is a format of NVIDIA's tensor cores and changes nothing on CPU.
     """
+    is_tf32 = train.matmul == "tf32"
     with ExitStack() as stack:
         if device.type == "cuda":
-            stack.enter_context(_set_tf32(train.matmul == "tf32"))
+            # Once torch.backends.cuda.matmul.fp32_precision is set, torch 2.13.0 raises an error if its compiler or a
+            # user's model reads the precision by the older name, so only the older name is used here. cuDNN (RNNs,
+            # convolutions) ignores this setting and uses TF32 by default. The previous precision may be TF32:
+            # NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1.
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            stack.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+            torch.set_float32_matmul_precision("high" if is_tf32 else "highest")
+            torch.backends.cudnn.allow_tf32 = is_tf32
         if train.deterministic:
-            stack.enter_context(_set_deterministic())
+            switches = torch.utils.deterministic
+            stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+            stack.callback(setattr, switches, "fill_uninitialized_memory", switches.fill_uninitialized_memory)
+            torch.set_deterministic_debug_mode("warn")
+            switches.fill_uninitialized_memory = False  # no uninitialized memory is read
         yield
-
-
-@contextmanager
-def _set_tf32(enabled: bool) -> Iterator[None]:
-    # Once torch.backends.cuda.matmul.fp32_precision is set, torch 2.13.0 raises an error if its compiler or a
-    # user's model reads the precision by the older name, so only the older name is used here. cuDNN (RNNs,
-    # convolutions) ignores this setting and uses TF32 by default. The previous precision may be TF32:
-    # NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1.
-    previous, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if enabled else "highest")
-    torch.backends.cudnn.allow_tf32 = enabled
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(previous)
-        torch.backends.cudnn.allow_tf32 = cudnn
-
-
-@contextmanager
-def _set_deterministic() -> Iterator[None]:
-    mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode("warn")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # no uninitialized memory is read
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(mode)
-        torch.utils.deterministic.fill_uninitialized_memory = filled

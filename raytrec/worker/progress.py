@@ -1,21 +1,19 @@
-"""Counts of a run, which checkpoints store, and early stopping."""
+"""Counts of a run, and the entry that describes the run in its checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from time import time
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common import messages
-from raytrec.common.formatting import null_nonfinite, parse_number
-from raytrec.common.messages import ENDED_EARLY
-from raytrec.config.training import EarlyStoppingSection
-from raytrec.metrics.selection import MetricDisplay
+from raytrec.common.formatting import null_nonfinite
+from raytrec.common.machine import get_installed_versions
+from raytrec.common.redaction import hide_all
+from raytrec.embeddings.sharding import describe_plan
 from raytrec.metrics.sums import MetricSums
 from raytrec.tasks.outputs import StepOutputs
 from raytrec.worker.context import WorkerContext
@@ -24,7 +22,6 @@ from raytrec.worker.step import Step
 from raytrec.worker.step_timing import Stopwatch
 
 COUNTS = ("step", "rows", "trained", "nan_steps")  # attributes of Progress that checkpoints store
-STOPPING_METRIC_KEY = "train.early_stopping.metric"
 
 
 @dataclass
@@ -171,102 +168,23 @@ class RankRun:
     batches: RecentBatches
     last_step: int
 
-
-def broadcast_figure(figure: MetricDisplay, figures: Mapping[str, Any], device: torch.device) -> float:
-    """Return rank 0's value of a metric on every rank, NaN if undefined.
-
-    This is a collective operation: every rank must call it.
-    """
-    shared = torch.tensor(parse_number(figures.get(figure.key)), dtype=torch.float64, device=device)
-    dist.broadcast(shared, src=0)
-    return float(shared)
-
-
-class EarlyStopping:
-    """Rule that ends training on all ranks when a metric reaches a target or no longer improves.
-
-    An undefined value does not count as an improvement. The history is stored in `progress` and thus in
-    every checkpoint, so a resumed run ends at the same step as an uninterrupted one.
-
-    Args:
-        section: Section train.early_stopping; None: training never ends early.
-        progress: Counts of the run.
-        device: Device for this rank's collectives.
-
-    Attributes:
-        restores: True if the weights of the best evaluation are restored at the end.
-    """
-
-    def __init__(self, section: EarlyStoppingSection | None, progress: Progress, device: torch.device):
-        self._progress, self._device = progress, device
-        self._figure: MetricDisplay | None = None
-        self.restores = section is not None and section.restore_best
-        if section:
-            self._patience, self._target = section.patience or float("inf"), section.target
-            self._figure = progress.window.selection.best(section.metric, STOPPING_METRIC_KEY)
-
-    def best_step(self) -> int | None:
-        """Return the step whose weights are the result of the run; None for the last step."""
-        return self._progress.early_stopping.get("step") if self.restores else None
-
-    @property
-    def over(self) -> bool:
-        """Return True if training must end now."""
-        history = self._progress.early_stopping
-        return self._figure is not None and (self._is_reached or history.get("since", 0) >= self._patience)
-
-    @property
-    def _is_reached(self) -> bool:
-        best, figure = self._progress.early_stopping.get("best"), self._figure
-        if figure is None or best is None or self._target is None:
-            return False
-        return figure.loss(best) <= figure.loss(self._target)
-
-    def after_evaluation(self) -> None:
-        """Update the history with the evaluation of this step.
-
-        This is a collective operation: every rank must call it. All ranks use the value of rank 0, so that they make
-        the same decision.
-        """
-        if self._figure is None:
-            return
-        value = broadcast_figure(self._figure, self._progress.evaluation, self._device)
-        history = self._progress.early_stopping
-        best = history.get("best")
-        # Comparisons with NaN are false, so an undefined value is never an improvement.
-        if self._figure.loss(value) < (float("inf") if best is None else self._figure.loss(best)):
-            history |= {"best": value, "step": self._progress.step, "since": 0}
-        else:
-            history["since"] = history.get("since", 0) + 1
-
-    def report(self, context: WorkerContext) -> None:
-        """Report an early end of training, if any, and the training metrics since the last report.
+    def describe(self) -> dict[str, Any]:
+        """Return the index entry "about" for a checkpoint of the current state, without managed ids and deltas.
 
         This is a collective operation: every rank must call it.
         """
-        if self._figure is None or not self.over:
-            return
-        step = self._progress.step
-        if step % context.task.config.train.log_every_steps:
-            self._progress.end_window()
-            self._progress.report(context, wait=True)
-        details = {"step": step, "reason": self._describe_end(self._figure)}
-        context.report(messages.Event(event=ENDED_EARLY, details=details))
-
-    def result(self) -> dict[str, Any]:
-        """Return train.ended, the reason why training ended, for result.json; empty without early stopping."""
-        if self._figure is None:
-            return {}
-        return {"train.ended": self._describe_end(self._figure) if self.over else "after all steps"}
-
-    def _describe_end(self, figure: MetricDisplay) -> str:
-        history = self._progress.early_stopping
-        if self._is_reached:
-            return f"{figure.key} reached {figure.text(history['best'])} at step {history['step']}"
-        count = f"{history['since']} evaluation{'s' * (history['since'] > 1)}"
-        if history.get("best") is None:
-            return f"{figure.key} was undefined in {count}"
-        return (
-            f"{figure.key} has not improved in {count}; it was best at step {history['step']}, "
-            f"{figure.text(history['best'])}"
-        )
+        task, config = self.context.task, self.context.task.config
+        train = task.datasets.get("train")  # missing if batches do not come from files
+        return {
+            "name": config.run.name,
+            "saved_unix_s": time(),
+            "progress": self.progress.record(),
+            "evaluation": self.progress.last_evaluation,
+            "data": task.fingerprint,
+            "text_ids": dict(train.text_ids) if train else {},
+            "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # checkpoints are shared
+            "schema": task.schema.to_yaml(),
+            "plan": describe_plan(self.plan),
+            "world_size": self.context.world,
+            "versions": get_installed_versions(),
+        }

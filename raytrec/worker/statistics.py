@@ -12,14 +12,13 @@ from math import isfinite
 from typing import Any
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checks.live.outcome import read_flat_values
 from raytrec.compat.fbgemm import measure_cache_hits
 from raytrec.config.schema import Schema
 from raytrec.embeddings.constraints import MMAP_KERNEL
 from raytrec.embeddings.tables import Shard, ShardedValues, Table
-from raytrec.embeddings.taps import Lookup, Part, Taps, add_row_gradients
+from raytrec.embeddings.taps import Lookup, Part, Taps, add_row_gradients, collect_table_ids
 
 MIN_SAMPLED_ROWS = 1024  # rows in the sample of a shard; a sample may have up to twice as many
 NORM_EDGES = (-4.0, 2.0, 30)  # log10 of the first and last edge (1e-4 and 1e2), and number of bins
@@ -35,7 +34,6 @@ class ProbedRows:
         distinct: Number of distinct rows looked up.
         lookups: Number of ids looked up.
         before: Weights of the sampled rows before the step, float32 [n, columns].
-        keys: Positions of the table's features among the features of the lookup.
     """
 
     lookup: Lookup
@@ -43,7 +41,6 @@ class ProbedRows:
     distinct: int
     lookups: int
     before: torch.Tensor
-    keys: list[int]
 
 
 class Statistics:
@@ -88,8 +85,7 @@ class Statistics:
     def collect(self) -> dict[str, dict[str, Any]]:
         """Return each table's statistics since the last call (docs/monitoring.md), and discard the probed rows."""
         (lookups, hits), ids = self._count_lookups(), self._of_ids()
-        probed = {id(p.lookup): p.lookup for p in self._probed.values()}
-        self._parts = {i: lookup.gradients() for i, lookup in probed.items()}
+        self._parts = {id(lookup): lookup.gradients() for lookup in self._taps.lookups}
         figures = {
             name: self._collect_table(table, lookups.get(name, 0)) | hits.get(name, {}) | ids.get(name, {})
             for name, table in self._tables.items()
@@ -155,9 +151,7 @@ class Statistics:
         norms = torch.linalg.vector_norm(weights, dim=1)
         quantiles = torch.quantile(norms, norms.new_tensor([0.05, 0.5, 0.95]))
         figures = {
-            "row_norm_p05": quantiles[0],
-            "row_norm_p50": quantiles[1],
-            "row_norm_p95": quantiles[2],
+            **dict(zip(("row_norm_p05", "row_norm_p50", "row_norm_p95"), quantiles, strict=True)),
             "row_norm_max": norms.max(),
             "row_norm_counts": _count_norms(norms),
             "max_abs": _max_abs(weights),
@@ -185,45 +179,40 @@ class Statistics:
             return None if gradient is None else torch.linalg.vector_norm(gradient.float())
         if probed.lookup.gradient is None:
             return None
-        gradients, parts = torch.zeros_like(probed.before), self._parts[id(probed.lookup)]
-        for number in probed.keys:
-            _, key, bag_gradients = parts[number]
-            add_row_gradients(gradients, probed.ids, key, bag_gradients)
+        gradients = torch.zeros_like(probed.before)
+        for shard, key, bag_gradients in self._parts[id(probed.lookup)]:
+            if shard.name == table.name:
+                add_row_gradients(gradients, probed.ids, key, bag_gradients)
         return _estimate_norm(gradients, probed)
 
     def _before_update(self, lookup: Lookup) -> Any:
-        """Return a forward hook that marks looked-up rows as used, and records their values in a probed step."""
-        keys_of_table = {name: [i for i, owner in enumerate(lookup.tables) if owner == name] for name in lookup.tables}
-        without_state = [name for name in keys_of_table if _find_second_moment(self._tables[name]) is None]
+        """Return a forward hook that records the values of looked-up rows in a probed step.
+
+        The hook also marks the rows of tables whose optimizer state does not show which rows have been used.
+        """
+        without_state = {name for name in lookup.tables if _find_second_moment(self._tables[name]) is None}
+        for name in without_state:
+            values = _get_local_shard(self._tables[name].weight).values
+            self._used[name] = torch.zeros(len(values), dtype=torch.bool, device=values.device)
 
         def after(kernel: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-            if not (kernel.training and torch.is_grad_enabled()):
+            is_probing = self._taps.is_probing
+            if not (kernel.training and torch.is_grad_enabled() and (without_state or is_probing)):
                 return
-            for name in without_state:
-                self._mark_rows(name, inputs[0], keys_of_table[name])
-            if self._taps.is_probing:
-                for name, keys in keys_of_table.items():
-                    self._probe(name, lookup, inputs[0], keys)
+            for name, ids in collect_table_ids(kernel, inputs[0]).items():
+                if name in without_state:
+                    self._used[name][ids] = True
+                if is_probing:
+                    self._probe(name, lookup, ids)
 
         return after
 
-    def _mark_rows(self, name: str, features: KeyedJaggedTensor, keys: list[int]) -> None:
-        """Mark the looked-up rows of a table whose optimizer state does not show which rows have been used."""
-        values = _get_local_shard(self._tables[name].weight).values
-        used = self._used.get(name)
-        if used is None:
-            used = self._used[name] = torch.zeros(len(values), dtype=torch.bool, device=values.device)
-        for key in keys:
-            used[_get_ids(features, key)] = True
-
-    def _probe(self, name: str, lookup: Lookup, features: KeyedJaggedTensor, keys: list[int]) -> None:
-        shard = _get_local_shard(self._tables[name].weight)
-        ids = torch.cat([_get_ids(features, key) for key in keys])
-        rows = ids.unique()
+    def _probe(self, name: str, lookup: Lookup, ids: torch.Tensor) -> None:
+        shard, rows = _get_local_shard(self._tables[name].weight), ids.unique()
         # Contiguous in memory, because ids are searched for in the rows (torch.searchsorted).
         sampled = rows[:: max(1, len(rows) // MIN_SAMPLED_ROWS)].contiguous()
         before = shard.read(sampled).detach().float()
-        self._probed[name] = ProbedRows(lookup, sampled, len(rows), len(ids), before, keys)
+        self._probed[name] = ProbedRows(lookup, sampled, len(rows), len(ids), before)
 
     def _count_read_ids(self, table: str) -> tuple[int, float | None]:
         """Return the number of a table's ids read since the last `collect`, and the share clamped or hashed."""
@@ -271,11 +260,6 @@ def _find_second_moment(table: Table) -> str | None:
 def _get_local_shard(parts: ShardedValues) -> Shard | None:
     """Return this rank's shard of a table, or None; a rank has at most one per table (planning/plan.py)."""
     return parts.local[0] if parts.local else None
-
-
-def _get_ids(features: KeyedJaggedTensor, key: int) -> torch.Tensor:
-    ends = features.offset_per_key()
-    return features.values()[ends[key] : ends[key + 1]]
 
 
 def _to_numbers(tables: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -105,7 +106,8 @@ class Step:
         device: Device of the rank.
         config: Configuration of the run.
         steps: Number of steps in the whole run; 0 if nothing is trained.
-        prefetch: True if any table in the plan has a GPU cache; see `_pipeline`.
+        prefetch: True if any table in the plan has a GPU cache; rows of such tables are fetched one batch ahead. The
+            value must be the same on all ranks, because it changes the order of collectives.
         managed: Maps of managed ids; None if no table has managed ids.
         counts_flops: True to count the operations of a step.
 
@@ -139,8 +141,18 @@ class Step:
         average = find_dense_average(optimizer)
         self._averaged = average.use_averages if average else nullcontext
         self.phases, self._train = PhaseTimer(device), config.train
-        timed = self.phases if config.tracking.every_steps else None
-        self._pipeline = _pipeline(model, optimizer, device, timed, prefetch, managed is not None)
+        # TorchRec's pipeline exchanges the ids of the next batch during the forward pass. With managed ids, rows are
+        # assigned to the batch after the next one only after the current batch's forward pass has been launched. The
+        # host waits for these rows; in the other order, the GPU would be idle.
+        options: dict[str, Any] = {"execute_all_batches": True, "enqueue_batch_after_forward": managed is not None}
+        kind = PrefetchPipeline if prefetch else TrainPipelineSparseDist
+        if config.tracking.every_steps:
+            time_waits(self.phases.waits)
+            time_lookups([*iterate_sharded_kernels(model), *iterate_replicated_kernels(model)], self.phases)
+            kind = TimedPrefetchPipeline if prefetch else TimedPipeline
+            options["phase"] = self.phases.phase
+            options["before_all_reduce_wait"] = partial(self.phases.enter, "collectives")
+        self._pipeline = kind(model, optimizer, device, **options)
 
     @property
     def head(self) -> Head:
@@ -235,30 +247,3 @@ class Step:
 def derive_seed(*numbers: int) -> int:
     """Return a seed, at least 0 and less than 2⁶³, that depends on all of the numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
-
-
-def _pipeline(
-    model: Any, optimizer: Any, device: torch.device, phases: PhaseTimer | None, prefetch: bool, managed: bool
-) -> TrainPipelineSparseDist:
-    """Return TorchRec's pipeline, which exchanges the ids of the next batch during the forward pass.
-
-    With managed ids, rows are assigned to the batch after the next one only after the current batch's forward
-    pass has been launched. The host waits for these rows; in the other order, the GPU would be idle.
-
-    Args:
-        model: Sharded model.
-        optimizer: Optimizer of the model.
-        device: Device of the rank.
-        phases: Timer to which the time of each part and all waits for other ranks are added; None: no timing.
-        prefetch: True if any rank has a table with a cache; rows of such tables are fetched one batch ahead.
-            The value must be the same on all ranks, because it changes the order of collectives.
-        managed: True if any table has managed ids.
-    """
-    options = {"execute_all_batches": True, "enqueue_batch_after_forward": managed}
-    if phases is None:
-        untimed = PrefetchPipeline if prefetch else TrainPipelineSparseDist
-        return untimed(model, optimizer, device, **options)
-    time_waits(phases.waits)
-    time_lookups([*iterate_sharded_kernels(model), *iterate_replicated_kernels(model)], phases)
-    timed = TimedPrefetchPipeline if prefetch else TimedPipeline
-    return timed(model, optimizer, device, phases.phase, lambda: phases.enter("collectives"), **options)

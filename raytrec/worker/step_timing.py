@@ -40,24 +40,22 @@ class PhaseTimer:
 
     Args:
         device: Device of the rank.
+
+    Attributes:
+        current: Current phase of the step.
     """
 
     def __init__(self, device: torch.device):
         self._cuda, self._thread = device.type == "cuda", get_ident()
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._current, self._running = "other", False
+        self.current, self._running = "other", False
         self._stream = torch.cuda.current_stream(device) if self._cuda else None
         self._mark: Any = None
         self._intervals: deque[tuple[str, Any, Any]] = deque()  # (phase, first event, last event)
 
-    @property
-    def current(self) -> str:
-        """Return the current phase of the step."""
-        return self._current
-
     def resume(self) -> None:
         """Start or continue the clock for training."""
-        self._mark, self._current, self._running = self._now(), "other", True
+        self._mark, self.current, self._running = self._now(), "other", True
 
     def pause(self) -> None:
         """Stop the clock during an evaluation or at the end of training."""
@@ -68,7 +66,7 @@ class PhaseTimer:
     def take(self) -> dict[str, float]:
         """Return the seconds spent in each phase since the last call."""
         if self._running:
-            self._switch(self._current)
+            self._switch(self.current)
         self._add_intervals(wait=True)
         seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
         return seconds
@@ -86,7 +84,7 @@ class PhaseTimer:
         """Enter a phase, and return the argument for `leave`."""
         if not self._running:
             return None
-        outer = self._current
+        outer = self.current
         self._switch(name)
         return outer
 
@@ -99,7 +97,7 @@ class PhaseTimer:
         """Wrap a wait for other ranks so that its time counts as "collectives", except in "input_exchange"."""
 
         def timed(*args: Any, **options: Any) -> Any:
-            if get_ident() != self._thread or self._current == "input_exchange":
+            if get_ident() != self._thread or self.current == "input_exchange":
                 return wait(*args, **options)
             with self.phase("collectives"):
                 return wait(*args, **options)
@@ -115,17 +113,17 @@ class PhaseTimer:
         unfinished = (phase for phase, _, last in list(self._intervals) if not last.query())
         if (phase := next(unfinished, None)) is not None or self._stream is None:
             return phase
-        return None if self._stream.query() else self._current
+        return None if self._stream.query() else self.current
 
     def _switch(self, to: str) -> None:
         now = self._now()
         if self._cuda:
-            self._intervals.append((self._current, self._mark, now))
+            self._intervals.append((self.current, self._mark, now))
             if len(self._intervals) > MAX_PENDING_INTERVALS:
                 self._add_intervals(wait=False)
         else:
-            self._seconds[self._current] += now - self._mark
-        self._mark, self._current = now, to
+            self._seconds[self.current] += now - self._mark
+        self._mark, self.current = now, to
 
     def _now(self) -> Any:
         if not self._cuda:

@@ -12,17 +12,16 @@ from small import build_step_on_rank
 
 from raytrec.checkpoint.files import get_step_folder
 from raytrec.checkpoint.index import read_index
-from raytrec.checkpoint.managed import allocate_ids, gather_ids, load_ids, load_with_ids, read_id_rows
-from raytrec.checkpoint.restore import restore
+from raytrec.checkpoint.restore import gather_ids, load_with_ids, read_id_rows, restore
 from raytrec.checkpoint.rows import resolve_warm_starts
 from raytrec.checkpoint.save import CheckpointWriter
+from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import LogicalState
 from raytrec.checks.parity.batches import compute_row_bounds, make_local_batch
 from raytrec.common.errors import SchemaError
 from raytrec.compat.torch_ import list_local_parts
 from raytrec.config.training import CheckpointSection
 from raytrec.worker.build import begin
-from raytrec.worker.checkpoint_entries import make_row_snapshot
 
 MIDDLE_STEP = 3
 
@@ -43,10 +42,9 @@ def run(rank, world, sharding, root, first, last, drained=()):
     made = managed_config(world, {"sharding_type": sharding}, "adagrad")
     step = build_step_on_rank(made, managed_schema())
     state, saver = LogicalState(step.model, step.optimizer), CheckpointWriter(root, made.checkpoint)
-    found = restore(root, state, make_extra_tensors=lambda about: allocate_ids(about, step.maps))
+    found = restore(root, state, step.maps)
     assert bool(found.folder) == bool(first)
     if found.folder:
-        load_ids(step.maps, found.extra_tensors, found.about)
         step.trained = first
     local = make_own_batches(rank, world)
     # The pipeline prefetches all batches it can; it is drained before the middle is saved.
@@ -155,7 +153,8 @@ def save_alone_and_concurrently(rank, world, root):
     made = managed_config(world, {"sharding_type": "row_wise"}, "adagrad")
     step = build_step_on_rank(made, managed_schema())
     state, go = LogicalState(step.model, step.optimizer), Event()
-    rows = make_row_snapshot(step, state, lambda: None)
+    rows = RowSnapshot(step.model, state.tables)
+    step.managed.on_write = rows.preserve_rows
     plain = rows.pieces
     rows.pieces = lambda *a, **k: go.wait(20) and plain(*a, **k)
     alone = CheckpointWriter(f"{root}/alone", CheckpointSection(async_save=False))

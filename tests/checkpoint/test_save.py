@@ -9,11 +9,10 @@ from disks import small_disk
 from ranks import run_on_ranks
 from small import build_step_on_rank, make_small_config
 
-from raytrec.checkpoint import files, retention, save
-from raytrec.checkpoint.files import steps
+from raytrec.checkpoint import files, save
+from raytrec.checkpoint.files import remove_oldest, steps
 from raytrec.checkpoint.index import write_index
 from raytrec.checkpoint.restore import restore
-from raytrec.checkpoint.retention import remove_oldest
 from raytrec.checkpoint.save import CheckpointWriter, NonfiniteStateError
 from raytrec.checkpoint.state import LogicalState, describe_tensor, find_nonfinite
 from raytrec.checkpoint.storage import ShardWriter
@@ -194,17 +193,17 @@ def test_remove_oldest_keeps_newest_and_best(tmp_path):
 
 
 def test_index_is_read_again_only_after_a_change(tmp_path, monkeypatch):
-    read, original = [], retention.read_index
-    monkeypatch.setattr(retention, "read_index", lambda folder: read.append(folder[-1]) or original(folder))
+    read, original = [], files.read_index
+    monkeypatch.setattr(files, "read_index", lambda folder: read.append(folder[-1]) or original(folder))
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step, 0.5 + step / 10)
-    retention.keep(str(tmp_path), 3, 0, BY_NE)
+    files.keep(str(tmp_path), 3, 0, BY_NE)
     assert read == ["3", "2", "1"]
     write_checkpoint(tmp_path, 4, 0.1)
-    retention.keep(str(tmp_path), 3, 0, BY_NE)
+    files.keep(str(tmp_path), 3, 0, BY_NE)
     assert read[3:] == ["4"] and steps(str(tmp_path)) == [4, 3, 2]
     write_checkpoint(tmp_path, 2, 0.05)
-    retention.keep(str(tmp_path), 1, 1, BY_NE)
+    files.keep(str(tmp_path), 1, 1, BY_NE)
     assert read[4:] == ["2"] and steps(str(tmp_path)) == [4, 2]
 
 

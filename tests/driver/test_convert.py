@@ -36,7 +36,7 @@ def with_user_rows(rows):
 
 def save_trained_checkpoint(rank, world, root, schema, optimizer):
     """Train three steps on these ranks and save a checkpoint."""
-    from raytrec.checkpoint.managed import gather_ids
+    from raytrec.checkpoint.restore import gather_ids
     from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
 

@@ -6,8 +6,8 @@ import torch
 from ranks import run_on_ranks
 from small import build_step_on_rank, make_batches, make_small_config, train_step
 
-from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.state import LogicalState, is_average
+from raytrec.checkpoint.storage import load
 from raytrec.embeddings.optim import find_dense_average
 
 ROWS = {"sharding_type": "row_wise"}

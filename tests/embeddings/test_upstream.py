@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checks.parity.compare import compare
 from raytrec.common.errors import ConfigError, RunError
+from raytrec.config.features import Features
 from raytrec.config.run_config import load_config
 from raytrec.embeddings import optim, pooling
 from raytrec.embeddings.tables import fill_tables, tables
@@ -128,7 +129,7 @@ def measure_cast_difference(rank, world, guarded):
         with pytest.raises(RunError, match="cast"):
             step.model.bfloat16()
     else:
-        with patch.object(pooling, "refuse_cast", lambda *_: None):
+        with patch.object(pooling.PooledEmbeddings, "before_cast", lambda *_: None):
             step.model.bfloat16()
             step.model.module.head.float()
     ids = KeyedJaggedTensor(
@@ -174,7 +175,7 @@ def plan_missing_rank(rank, world):
     """Return TorchRec's error about a plan with a missing rank."""
     try:
         construct_module_sharding_plan(
-            pooling.make_embedding_bags(make_schema(a="sum")),
+            pooling.make_embedding_bags(Features(make_schema(a="sum"), {})),
             {"a": table_wise(rank=7)},
             EmbeddingBagCollectionSharder(),
             local_size=world,

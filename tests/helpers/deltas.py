@@ -94,7 +94,7 @@ class TrainedSteps:
 
 
 def _train(rank, world, case, root, steps):
-    from raytrec.checkpoint.managed import gather_ids
+    from raytrec.checkpoint.restore import gather_ids
     from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
     from raytrec.checks.parity.batches import compute_row_bounds, make_local_batch, make_random_batches

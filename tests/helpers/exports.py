@@ -83,7 +83,7 @@ def _saved(rank, world, case, root):
 
     Return (evaluated batch, checkpoint folder, task → predictions, tower → vectors).
     """
-    from raytrec.checkpoint.managed import gather_ids
+    from raytrec.checkpoint.restore import gather_ids
     from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
     from raytrec.checks.parity.batches import compute_row_bounds, make_local_batch, make_random_batches

@@ -26,16 +26,13 @@ class FakeHeartbeat:
     def __init__(self):
         from raytrec.common.messages import Command
 
-        self.command, self.unfinished, self.phase = Command.GO, lambda: None, "start"
+        self.command, self.find_unfinished, self.phase = Command.GO, lambda: None, "start"
 
     def tick(self, phase=None, step=None):
         self.phase = phase or self.phase
 
     def confirm(self):
         pass
-
-    def watch_device(self, unfinished):
-        self.unfinished = unfinished
 
 
 @dataclass
@@ -51,7 +48,7 @@ class WorkerLoop:
     context: object
     step: object
     checkpoints: object
-    observers: object
+    observers: list
     progress: object
     batches: object
     local: list
@@ -71,13 +68,15 @@ class WorkerLoop:
 
         deltas = self.checkpoints._deltas
         try:
-            self.observers.begin()
+            for observer in self.observers:
+                observer.begin()
             for outputs in self.step.train(self.batches, steps):
                 self.progress.count(BATCH_ROWS, outputs)
                 if self.progress.step % self.context.task.config.train.log_every_steps == 0:
                     self.progress.end_window()
                 self.progress.report(self.context)
-                self.observers.after_step(BATCH_ROWS)
+                for observer in self.observers:
+                    observer.after_step(BATCH_ROWS)
                 if after and after(self) == STOP:
                     self.checkpoints._saver.close()
                     deltas and deltas.close()
@@ -157,5 +156,5 @@ def make_worker_loop(
     batches = RecentBatches(iter(read[progress.step :]), progress.step)
     run = RankRun(context, step, sharding, state, progress, batches, steps)
     observers = make_observers(run)
-    checkpoints = CheckpointManager(run, observers.before_save, about)
+    checkpoints = CheckpointManager(run, observers, about)
     return WorkerLoop(context, step, checkpoints, observers, progress, batches, local, said)

@@ -169,7 +169,7 @@ def read_run_history(folder):
 
 
 def check_indexes(place, data):
-    from raytrec.checkpoint.restore import load
+    from raytrec.checkpoint.storage import load
     from raytrec.client import queries
 
     text = (place.kept / INDEX).read_bytes()

@@ -31,7 +31,8 @@ def run_until_stop(rank, world, values, section, resumed_after=None):
     from raytrec.config.training import EarlyStoppingSection
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import MetricSums
-    from raytrec.worker.progress import EarlyStopping, Progress
+    from raytrec.worker.evaluate import EarlyStopping
+    from raytrec.worker.progress import Progress
 
     selection = Selection.from_config(make_small_config(1, {"sharding_type": "row_wise"}), SCHEMA)
 

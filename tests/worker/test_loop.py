@@ -133,11 +133,13 @@ def count_all_reduces(rank, world, folder):
     made = loop.make_worker_loop(rank, world, 8, ["train.log_every_steps=100", "checkpoint.every_s=null"], folder)
     found = []
     made.step.model.register_forward_pre_hook(lambda *_: found.append(torch.rand(3).tolist()))
-    made.observers.begin()
+    for observer in made.observers:
+        observer.begin()
     with OperatorCounter() as operators:
         for number, outputs in enumerate(made.step.train(made.batches, 6), start=1):
             made.progress.count(loop.BATCH_ROWS, outputs)
-            made.observers.after_step(loop.BATCH_ROWS)
+            for observer in made.observers:
+                observer.after_step(loop.BATCH_ROWS)
             made.checkpoints.after_step(outputs)
             if number == 4:
                 operators.calls.clear()

@@ -55,12 +55,12 @@ def collect_heartbeats(rank, world, folder):
 
     def busy(made):
         StandInGpu.active.work(0.3)
-        said.append(made.context.heartbeat.unfinished())
+        said.append(made.context.heartbeat.find_unfinished())
 
     made = loop.make_worker_loop(rank, world, 5, [*QUIET, "tracking.every_steps=100"], folder)
     with use_simulated_clock():
         made.train(5, busy)
-    return [*said, made.context.heartbeat.unfinished()]
+    return [*said, made.context.heartbeat.find_unfinished()]
 
 
 @pytest.mark.slow

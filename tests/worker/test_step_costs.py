@@ -55,10 +55,12 @@ def measure_costs(rank, world, folder):
     def train(count):
         for outputs in islice(steps, count):
             loop.progress.count(12, outputs)
-            loop.observers.after_step(12)
+            for observer in loop.observers:
+                observer.after_step(12)
             loop.checkpoints.after_step(outputs)
 
-    loop.observers.begin()
+    for observer in loop.observers:
+        observer.begin()
     train(WARMUP_STEPS)
     sys.setprofile(note)
     train(COUNTED_STEPS)

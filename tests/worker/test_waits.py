@@ -26,7 +26,7 @@ ALLOWED_WAITS = {
     ("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pipeline.py:_receive_splits"): SPLITS,
     ("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pooling.py:forward"): SPLITS,
     ("torchrec/distributed/dist_data.py:_get_recat", "pipeline.py:wait_sparse_data_dist"): SPLITS,
-    ("nonfinite.py:wait", "nonfinite.py:_read", "nonfinite.py:poll_status", "checkpointing.py:after_step"): THROTTLE,
+    ("nonfinite.py:wait", "nonfinite.py:poll_status", "checkpointing.py:after_step"): THROTTLE,
     ("nonfinite.py:wait", "progress.py:_read_pending", "progress.py:report"): THROTTLE,
     (
         "nonfinite.py:wait",

@@ -29,9 +29,8 @@ from raytrec.embeddings.hashing import (
 )
 from raytrec.embeddings.managed.row_map import RowMap
 from raytrec.embeddings.managed.row_maps import RowMaps
+from raytrec.embeddings.pooling import replace_ids
 from raytrec.embeddings.tables import Table
-
-COUNTED = "admitted", "evicted", "lookups", "fallback"  # keys of RowMap.counted
 
 
 class IdExchange:
@@ -62,13 +61,17 @@ class IdExchange:
         Returns:
             The row of each id by table, int64 [n]; and by table, the rows newly assigned to ids of any rank.
         """
-        requested, trip, owned = self._request(ids)
-        rows, places, sizes_WT = self._all.train(step, owned)
-        # Every rank gets all new rows, because a table's shards and its ids can be on different ranks.
-        pairs = torch.stack([rows[places], unhash_bits(owned.keys[places])], 1)
-        new = zip(self.maps, self._peers.join(pairs, sizes_WT), strict=True)
-        new_rows = {table: NewRows(*pairs_of_table.unbind(1)) for table, pairs_of_table in new}
-        return self._return_rows(ids, requested, trip, owned, rows), new_rows
+        new_rows: dict[str, NewRows] = {}
+
+        def assign(owned: DistinctKeys) -> torch.Tensor:
+            rows, places, sizes_WT = self._all.train(step, owned)
+            # Every rank gets all new rows, because a table's shards and its ids can be on different ranks.
+            pairs = torch.stack([rows[places], unhash_bits(owned.keys[places])], 1)
+            for table, pairs_of_table in zip(self.maps, self._peers.join(pairs, sizes_WT), strict=True):
+                new_rows[table] = NewRows(*pairs_of_table.unbind(1))
+            return rows
+
+        return self._find_rows(ids, assign), new_rows
 
     def look_up(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the row of each id by table, int64 [n]; fallback rows for ids without a row.
@@ -76,49 +79,34 @@ class IdExchange:
         Args:
             ids: This rank's ids by table, int64 [n].
         """
-        requested, trip, owned = self._request(ids)
-        return self._return_rows(ids, requested, trip, owned, self._all.look_up(owned))
+        return self._find_rows(ids, self._all.look_up)
 
-    def _request(self, ids: Mapping[str, torch.Tensor]) -> tuple[DistinctKeys, RoundTrip | None, DistinctKeys]:
-        """Return the keys this rank requests, their exchange, and the keys all ranks request from this rank.
-
-        With a single rank, there is no exchange and both sets of keys are the same.
-        """
-        keys, count = ids_to_keys(torch.cat([ids[table] for table in self.maps])), len(self.maps)
-        sizes = to_device_tensor([len(ids[table]) for table in self.maps], self._device)
-        numbers = torch.arange(count, device=self._device)
-        requested = DistinctKeys.from_keys(numbers.repeat_interleave(sizes, output_size=len(keys)), keys, count)
-        if self._peers.world == 1:
-            return requested, None, requested
-        sent_TW = count_by_owner(requested.tables, requested.keys, count, self._peers.world)
-        trip = RoundTrip(torch.stack([requested.keys, requested.counts], 1), sent_TW, self._peers)
-        keys, counts = trip.received.unbind(1)
-        return requested, trip, DistinctKeys.from_keys(trip.tables, keys, count, counts)
-
-    def _return_rows(
-        self,
-        ids: Mapping[str, torch.Tensor],
-        requested: DistinctKeys,
-        trip: RoundTrip | None,
-        owned: DistinctKeys,
-        rows: torch.Tensor,
+    def _find_rows(
+        self, ids: Mapping[str, torch.Tensor], find_owned: Callable[[DistinctKeys], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the row of each of this rank's ids by table.
+        """Return the row of each of this rank's ids by table; fallback rows for ids without a row.
 
         Args:
             ids: This rank's ids by table.
-            requested: Distinct keys of the ids.
-            trip: Exchange of the keys, or None with a single rank.
-            owned: Keys requested from this rank.
-            rows: Rows of `owned`, -1 for ids without a row.
+            find_owned: Function that returns the rows, -1 for ids without a row, of the keys that all ranks request
+                from this rank.
         """
-        if trip:
-            rows = trip.send_answers(rows[owned.places])
+        keys, count = ids_to_keys(torch.cat([ids[table] for table in self.maps])), len(self.maps)
+        lengths = [len(ids[table]) for table in self.maps]
+        numbers, sizes = torch.arange(count, device=self._device), to_device_tensor(lengths, self._device)
+        requested = DistinctKeys.from_keys(numbers.repeat_interleave(sizes, output_size=len(keys)), keys, count)
+        if self._peers.world == 1:
+            rows = find_owned(requested)
+        else:
+            sent_TW = count_by_owner(requested.tables, requested.keys, count, self._peers.world)
+            trip = RoundTrip(torch.stack([requested.keys, requested.counts], 1), sent_TW, self._peers)
+            keys, counts = trip.received.unbind(1)
+            owned = DistinctKeys.from_keys(trip.tables, keys, count, counts)
+            rows = trip.send_answers(find_owned(owned)[owned.places])
         gaps = (rows < 0).nonzero().squeeze(1)
         if len(gaps):
             rows = rows.index_copy(0, gaps, self._all.find_fallback_rows(requested.tables[gaps], requested.keys[gaps]))
-        parts = rows.index_select(0, requested.places).split([len(ids[table]) for table in self.maps])
-        return dict(zip(self.maps, parts, strict=True))
+        return dict(zip(self.maps, rows.index_select(0, requested.places).split(lengths), strict=True))
 
 
 def _make_peers(device: torch.device) -> Peers:
@@ -242,8 +230,8 @@ class ManagedBatches:
         sums = []
         for table, part in self.maps.items():
             ages, previous = part.sample_ages(self.steps), self._previous_counts.get(table, {})
-            self._previous_counts[table] = current = {key: int(part.counted[key]) for key in COUNTED}
-            counted = [current[key] - previous.get(key, 0) for key in COUNTED]
+            self._previous_counts[table] = current = {key: int(number) for key, number in part.counted.items()}
+            counted = [number - previous.get(key, 0) for key, number in current.items()]
             sums.append([len(part), len(ages), int(ages.sum()), *counted])
         out = {}
         totals = self._peers.sum(torch.tensor(sums, device=self._device)).tolist()
@@ -277,14 +265,7 @@ class ManagedBatches:
         for place, part in zip(places, all_rows.split([sizes[place] for place in places]), strict=True):
             values_by_key[place] = part
         joined = torch.empty_like(values, pin_memory=values.is_pinned())
-        return KeyedJaggedTensor(
-            sparse.keys(),
-            torch.cat(values_by_key, out=joined),
-            sparse.weights_or_none(),
-            lengths=sparse.lengths(),
-            stride=sparse.stride(),
-            length_per_key=sizes,
-        )
+        return replace_ids(sparse, torch.cat(values_by_key, out=joined), sparse.weights_or_none())
 
     def _synchronize(self) -> None:
         """Wait for the GPU: the pipeline changes the maps on one stream, and saving reads them on another."""

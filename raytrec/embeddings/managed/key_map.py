@@ -109,6 +109,7 @@ class KeyMap:
 
     def _update_ranges(self) -> None:
         self._ends = list(accumulate(self._buckets))
+        self._starts = [end - size for end, size in zip(self._ends, self._buckets, strict=True)]
         ranges = to_device_tensor([self._ends, self._buckets], self._device)
         self._end_T, self._buckets_T = ranges.unbind()
         self._start_T = self._end_T - self._buckets_T
@@ -154,7 +155,7 @@ class KeyMap:
 
         Tensors are copied one after another, so that memory contains two copies of only one tensor at a time.
         """
-        old_entries, start, end = self.entries(table), self._find_first_bucket(table), self._ends[table]
+        old_entries, start, end = self.entries(table), self._starts[table], self._ends[table]
         buckets = self._buckets[table] = _count_buckets(entries)
 
         def enlarge(values: torch.Tensor, content: int, width: int = 1) -> torch.Tensor:
@@ -207,7 +208,7 @@ class KeyMap:
         """Return those of about `max_slots` evenly spaced slots of a table that contain a key, int64 [n]."""
         stride = max(1, self._buckets[table] * BUCKET_SLOTS // max_slots)
         taken = self._slice_table(table, self._keys.view(-1))[::stride] != NO_KEY
-        return taken.nonzero().squeeze(1) * stride + self._find_first_bucket(table) * BUCKET_SLOTS
+        return taken.nonzero().squeeze(1) * stride + self._starts[table] * BUCKET_SLOTS
 
     def find_below(self, tables: Sequence[int], field: str, limits: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys whose field is below their table's limit, as (index into `tables`, slot).
@@ -224,7 +225,7 @@ class KeyMap:
             (self._slice_table(table, values) < limit).logical_and_(self._slice_table(table, keys) != NO_KEY)
             for table, limit in zip(tables, limits, strict=True)
         ]
-        starts = [self._find_first_bucket(table) * BUCKET_SLOTS for table in tables]
+        starts = [self._starts[table] * BUCKET_SLOTS for table in tables]
         ends = list(accumulate(map(len, parts)))
         shifts = [start + len(part) - end for start, part, end in zip(starts, parts, ends, strict=True)]
         ends_P, shifts_P = to_device_tensor([ends, shifts], self._device)
@@ -236,10 +237,7 @@ class KeyMap:
 
     def _slice_table(self, table: int, values: torch.Tensor) -> torch.Tensor:
         """Return a table's part of the values of all slots."""
-        return values[self._find_first_bucket(table) * BUCKET_SLOTS : self._ends[table] * BUCKET_SLOTS]
-
-    def _find_first_bucket(self, table: int) -> int:
-        return self._ends[table] - self._buckets[table]
+        return values[self._starts[table] * BUCKET_SLOTS : self._ends[table] * BUCKET_SLOTS]
 
     def read_slots(self, slots: torch.Tensor) -> KeyEntries:
         """Return the entries in these slots, each of which must contain a key."""
@@ -261,8 +259,7 @@ class KeyMap:
         return following.where(following < select_by_table(self._end_T, tables), select_by_table(self._start_T, tables))
 
     def _count_overflows(self, buckets: torch.Tensor, by: int) -> None:
-        change = torch.full_like(buckets, by, dtype=self._passed.dtype)
-        self._passed.index_add_(0, buckets, change)
+        self._passed.index_add_(0, buckets, torch.full_like(buckets, by, dtype=self._passed.dtype))
 
 
 def _count_buckets(entries: int) -> int:

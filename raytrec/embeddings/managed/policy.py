@@ -22,11 +22,6 @@ MAX_FREED_ROWS = 2**20  # maximum number of rows freed in advance; every rank ke
 HISTOGRAM_BITS = 12  # bits of a score per histogram, which all ranks sum: 32 KiB
 
 
-def get_max_counted_sightings(eviction: Eviction) -> int:
-    """Return the maximum number of sightings that an id's score counts; 0 with lru."""
-    return 0 if eviction == "lru" else MAX_SIGHTINGS
-
-
 def compute_eviction_scores(counted: torch.Tensor, sightings: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Return the scores of ids with rows, int64 [n], ≥ 0; ids with the lowest scores are evicted first.
 
@@ -34,7 +29,7 @@ def compute_eviction_scores(counted: torch.Tensor, sightings: torch.Tensor, last
     last step breaks ties.
 
     Args:
-        counted: Result of `get_max_counted_sightings` for each id's table, int64 [n].
+        counted: Maximum number of sightings that count, for each id's table, int64 [n]; 0 with lru.
         sightings: Number of sightings of each id, int64 [n].
         last: Step of the last sighting of each id, integers [n], -1 or more.
     """
@@ -125,16 +120,12 @@ def find_lowest_keys(
         local_stats[2].scatter_reduce_(0, tables, scores, "amax")
     elif len(scores):  # faster on a CPU
         local_stats[1], local_stats[2] = scores.aminmax()
-    sizes, lowest_of, highest_of = zip(*peers.stack(local_stats).tolist(), strict=True)
-    lows = [min(of_ranks) for of_ranks in zip(*lowest_of, strict=True)]
-    highs = [max(of_ranks) for of_ranks in zip(*highest_of, strict=True)]
-    requests = zip(counts, zip(*sizes, strict=True), strict=True)
-    exhausted = [table for table, (count, of_ranks) in enumerate(requests) if count >= sum(of_ranks)]
-    for table in exhausted:
-        lows[table] = highs[table] = 0
+    sizes_TW, lowest_TW, highest_TW = peers.stack(local_stats).permute(1, 2, 0).tolist()
+    is_exhausted = [count >= sum(sizes) for count, sizes in zip(counts, sizes_TW, strict=True)]
+    lows = [0 if exhausted else min(lowest) for exhausted, lowest in zip(is_exhausted, lowest_TW, strict=True)]
+    highs = [0 if exhausted else max(highest) for exhausted, highest in zip(is_exhausted, highest_TW, strict=True)]
     threshold_T, tie_counts_T = _find_thresholds(tables, scores, counts, lows, highs, peers)
-    is_exhausted_T = to_device_tensor([table in exhausted for table in range(len(counts))], device).bool()
-    limits_T = threshold_T.masked_fill(is_exhausted_T, 2**63 - 1)
+    limits_T = threshold_T.masked_fill(to_device_tensor(is_exhausted, device).bool(), 2**63 - 1)
     limits = select_by_table(limits_T, tables)
     chosen = scores < limits
     ties = (scores == limits).nonzero().squeeze(1)

@@ -37,11 +37,6 @@ class RowMap:
         return self._maps.rows.counts[self._table]
 
     @property
-    def waiting(self) -> int:
-        """Number of this rank's ids that have not yet been seen often enough to get a row."""
-        return self._maps.waiting.counts[self._table]
-
-    @property
     def counted(self) -> Mapping[str, int | torch.Tensor]:
         """Counts of this rank since the start.
 
@@ -78,14 +73,10 @@ class RowMap:
             owners, _ = find_key_owners(entries.keys, maps.peers.world)
             local_entries = entries[owners == maps.peers.rank].in_order()
             earlier = key_map.find_occupied_slots(table)
-            key_map.remove(torch.full_like(earlier, table), self._count_only_here(len(earlier)), earlier)
-            sizes = self._count_only_here(len(local_entries))
+            key_map.remove(torch.full_like(earlier, table), maps.spread_over_tables([table], [len(earlier)]), earlier)
+            sizes = maps.spread_over_tables([table], [len(local_entries)])
             key_map.insert(torch.full_like(local_entries.keys, table), sizes, local_entries)
         maps.free[table] = state.free
-
-    def _count_only_here(self, count: int) -> list[int]:
-        """Return `count` for this table and 0 for all other tables, as a list with one number per table."""
-        return [count * (number == self._table) for number in range(len(self._maps.free))]
 
     def sample_ages(self, step: int) -> torch.Tensor:
         """Return the number of steps since the last sighting for a sample of this rank's ids, int64 [n]."""
@@ -103,16 +94,17 @@ class RowMap:
         handed_out = partial(maps.compute_nth_row, table)
         total += sum_share_hashes(free.handed, self.capacity, *part, handed_out, self.device)
         total -= sum_share_hashes(0, self.capacity, *part, lambda numbers: numbers, self.device)
+        errors = {
+            "ids with rows outside the range for ids": int(((rows < 0) | (rows >= self.capacity)).sum()),
+            "ids that belong to other ranks": int((owners != peers.rank).sum()),
+            "duplicate ids": len(entries) - len(entries.keys.unique()),
+        }
         return MapAudit(
             rank=peers.rank,
             ids=len(entries),
-            out_of_range_rows=int(((rows < 0) | (rows >= self.capacity)).sum()),
-            foreign_ids=int((owners != peers.rank).sum()),
-            repeated=len(entries) - len(entries.keys.unique()),
+            errors=[f"rank {peers.rank} has {count:,} {what}" for what, count in errors.items() if count],
             sum=total & HASH_MASK,
-            left=len(free.left),
-            left_hash_sum=sum_hashes(free.left),
-            unused=self.capacity - free.handed,
+            free=(len(free.left), sum_hashes(free.left), self.capacity - free.handed),
         )
 
 
@@ -123,36 +115,24 @@ class MapAudit:
     Attributes:
         rank: Rank whose part is audited.
         ids: Number of this rank's ids that have a row.
-        out_of_range_rows: Number of these ids with a row outside the range for ids.
-        foreign_ids: Number of these ids that another rank owns.
-        repeated: Number of duplicates among these ids.
+        errors: Descriptions of errors that this rank finds without the other ranks.
         sum: Σ of the hashes of the ids' rows and of this rank's share of the rows that have never been assigned,
             minus Σ of the hashes of this rank's share of all rows; mod 2⁶⁴.
-        left: Number of free rows whose ids have been removed; the same on all ranks.
-        left_hash_sum: Σ of the hashes of the rows counted in `left`, mod 2⁶⁴.
-        unused: Number of rows never assigned on any rank.
+        free: Number of free rows whose ids have been removed, Σ of the hashes of these rows mod 2⁶⁴, and number of
+            rows never assigned; the same on all ranks.
     """
 
     rank: int
     ids: int
-    out_of_range_rows: int
-    foreign_ids: int
-    repeated: int
+    errors: list[str]
     sum: int
-    left: int
-    left_hash_sum: int
-    unused: int
+    free: tuple[int, int, int]
 
     @property
     def numbers(self) -> list[int]:
         """64-bit integers to be summed over ranks: number of local errors, number of ids, sum of hashes."""
         signed = self.sum - 2**64 if self.sum >= 2**63 else self.sum
-        return [self.out_of_range_rows + self.foreign_ids + self.repeated, self.ids, signed]
-
-    @property
-    def free(self) -> tuple[int, int, int]:
-        """Counts of the free rows (left, left_hash_sum, unused), which must be the same on all ranks."""
-        return self.left, self.left_hash_sum, self.unused
+        return [len(self.errors), self.ids, signed]
 
 
 def is_one_to_one(any_audit: MapAudit, total: list[int], rows: int) -> bool:
@@ -165,12 +145,8 @@ def is_one_to_one(any_audit: MapAudit, total: list[int], rows: int) -> bool:
         total: Sum of `numbers` over all ranks.
         rows: Number of rows that ids can have.
     """
-    wrong, ids, hashes = total
-    return (
-        not wrong
-        and ids + any_audit.left + any_audit.unused == rows
-        and not (hashes + any_audit.left_hash_sum) & HASH_MASK
-    )
+    (wrong, ids, hashes), (left, left_hash_sum, unused) = total, any_audit.free
+    return not wrong and ids + left + unused == rows and not (hashes + left_hash_sum) & HASH_MASK
 
 
 def describe_audit_errors(audits: list[MapAudit], rows: int) -> list[str]:
@@ -182,21 +158,16 @@ def describe_audit_errors(audits: list[MapAudit], rows: int) -> list[str]:
     """
     messages, first = [], audits[0]
     for audit in audits:
-        rank = audit.rank
-        if audit.out_of_range_rows:
-            messages.append(f"rank {rank} has {audit.out_of_range_rows:,} ids with rows outside the range for ids")
-        if audit.foreign_ids:
-            messages.append(f"rank {rank} has {audit.foreign_ids:,} ids that belong to other ranks")
-        if audit.repeated:
-            messages.append(f"rank {rank} has {audit.repeated:,} duplicate ids")
+        messages += audit.errors
         if audit.free != first.free:
-            messages.append(f"the free rows of rank {rank} differ from those of rank {first.rank}")
+            messages.append(f"the free rows of rank {audit.rank} differ from those of rank {first.rank}")
     if messages:
         return messages
+    left, left_hash_sum, unused = first.free
     ids = sum(audit.ids for audit in audits)
-    if (counted := ids + first.left + first.unused) != rows:
-        return [f"{ids:,} ids and {first.left + first.unused:,} free rows sum to {counted:,}, not {rows:,}"]
-    if (sum(audit.sum for audit in audits) + first.left_hash_sum) & HASH_MASK:
+    if (counted := ids + left + unused) != rows:
+        return [f"{ids:,} ids and {left + unused:,} free rows sum to {counted:,}, not {rows:,}"]
+    if (sum(audit.sum for audit in audits) + left_hash_sum) & HASH_MASK:
         return ["some rows have two ids, or have an id although they are free"]
     return []
 

@@ -19,13 +19,13 @@ from raytrec.embeddings.hashing import (
 )
 from raytrec.embeddings.managed.key_map import FreeRows, KeyEntries, KeyMap
 from raytrec.embeddings.managed.policy import (
+    MAX_SIGHTINGS,
     choose_row_stride,
     compute_admission_scores,
     compute_eviction_scores,
     count_rows_to_free,
     find_expiry_step,
     find_lowest_keys,
-    get_max_counted_sightings,
 )
 
 TRIM_DIVISOR = 8  # if too many ids wait for a row, the excess and 1/8 of the capacity are removed
@@ -78,7 +78,7 @@ class RowMaps:
         self.admitted, self.evicted = ([0] * len(rows) for _ in range(2))
         self.lookups_T, self.fallback_T = torch.zeros(2, len(rows), dtype=torch.int64, device=device)
         numbers = [
-            (capacity, policy.fallback_rows, policy.admit_after, get_max_counted_sightings(policy.eviction))
+            (capacity, policy.fallback_rows, policy.admit_after, 0 if policy.eviction == "lru" else MAX_SIGHTINGS)
             for capacity, policy in zip(self.capacities, policies, strict=True)
         ]
         columns = to_device_tensor(numbers, device).T.contiguous()
@@ -96,9 +96,8 @@ class RowMaps:
 
     def find_fallback_rows(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return the fallback row of each key [n], which is used while the key has no row."""
-        return assign_fallback_rows(
-            keys, select_by_table(self._capacity_T, tables), select_by_table(self._fallback_T, tables)
-        )
+        first, rows = (select_by_table(each_T, tables) for each_T in (self._capacity_T, self._fallback_T))
+        return assign_fallback_rows(keys, first, rows)
 
     def train(self, step: int, ids: DistinctKeys) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
         """Count a global batch's ids, and assign rows to newly admitted ids. This is a collective operation.
@@ -171,7 +170,7 @@ class RowMaps:
             nothing_T = torch.zeros_like(self._counted_T)
             which, slots = self._select_lowest(self.waiting, counts, nothing_T, step)
             sizes = count_tables(which, len(counts)).tolist()
-            self.waiting.remove(self._to_table_numbers(counts)[which], self._spread_over_tables(counts, sizes), slots)
+            self.waiting.remove(self._to_table_numbers(counts)[which], self.spread_over_tables(counts, sizes), slots)
 
     def _evict(self, requested: Sequence[int], step: int) -> None:
         """Free rows of tables that evict ids and have too few free rows, including some for later steps."""
@@ -221,7 +220,7 @@ class RowMaps:
         rows = entries.fields["row"][sort_within_tables(which, entries.keys)[1]].long()
         sizes_WP = self.peers.stack(count_tables(which, len(tables))).tolist()
         mine = sizes_WP[self.peers.rank]
-        self.rows.remove(self._to_table_numbers(tables)[which], self._spread_over_tables(tables, mine), slots)
+        self.rows.remove(self._to_table_numbers(tables)[which], self.spread_over_tables(tables, mine), slots)
         for table, freed, count in zip(tables, self.peers.join(rows, sizes_WP), mine, strict=True):
             free = self.free[table]
             self.free[table] = replace(free, left=torch.cat([free.left, freed]))
@@ -275,8 +274,7 @@ class RowMaps:
             first, end = sum(counts[:rank]), sum(counts[: rank + 1])
             numbers = range(free.handed + min(first, fresh), free.handed + min(end, fresh))
             if numbers:
-                numbers_F = torch.arange(numbers.start, numbers.stop, device=self.device)
-                parts.append(self.compute_nth_row(table, numbers_F))
+                parts.append(self.compute_nth_row(table, torch.arange(numbers.start, numbers.stop, device=self.device)))
             parts.append(free.left[max(first - fresh, 0) : max(end - fresh, 0)])
             self.free[table] = FreeRows(free.handed + fresh, free.left[count - fresh :])
         return torch.cat(parts)
@@ -284,7 +282,7 @@ class RowMaps:
     def _to_table_numbers(self, tables: Sequence[int] | Mapping[int, int]) -> torch.Tensor:
         return to_device_tensor(list(tables), self.device)
 
-    def _spread_over_tables(self, tables: Sequence[int] | Mapping[int, int], values: Sequence[int]) -> list[int]:
+    def spread_over_tables(self, tables: Sequence[int] | Mapping[int, int], values: Sequence[int]) -> list[int]:
         """Return a value for each table: the given values, and 0 for other tables."""
         by_table = dict(zip(tables, values, strict=True))
         return [by_table.get(table, 0) for table in range(len(self.policies))]

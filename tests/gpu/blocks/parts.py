@@ -79,8 +79,8 @@ def _checkpoint_is_equal(here: BlockContext, state) -> None:
     import torch
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-    from raytrec.checkpoint.restore import load
     from raytrec.checkpoint.save import CheckpointWriter
+    from raytrec.checkpoint.storage import load
     from raytrec.config.training import CheckpointSection
 
     tensors = state.tensors()
