@@ -167,7 +167,7 @@ def _make_lazy_state(optimizer: KeyedOptimizer) -> None:
     As in torch, the step count is in host memory, except for fused and capturable groups, whose kernels require
     all tensors on one device.
     """
-    definitions = {part.torch_class(): part for part in OPTIMIZERS.values()}
+    definitions = {part.torch_class(): part for part in OPTIMIZERS.parts.values()}
     for inner in iterate_torch_optimizers(optimizer):
         definition = definitions[type(inner)]
         if not definition.state:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from math import cos, pi
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from raytrec.common.registry import list_modules
 from raytrec.config.base import Mark, NonNegativeFloat, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
 
-Optimizer = Literal["adagrad", "adam", "rowwise_adagrad", "sgd"]  # defined in embeddings/optimizers.py
+if TYPE_CHECKING:
+    Optimizer = str
+else:  # each optimizer has its own file
+    Optimizer = Literal[tuple(list_modules("raytrec.embeddings.optimizers"))]
 
 
 class EmbeddingOptim(Section):

@@ -38,7 +38,7 @@ Lookup = tuple[str, int, int, int]  # update type, followed by one of LOOKUP_SHA
 
 def list_lookups(device: str) -> list[Lookup]:
     """Return the lookups to measure on a device: each optimizer with a fused kernel, and dense, in LOOKUP_SHAPES."""
-    update_types = [name for name, optimizer in OPTIMIZERS.items() if device in optimizer.devices]
+    update_types = [name for name, optimizer in OPTIMIZERS.parts.items() if device in optimizer.devices]
     return [(update_type, *shape) for update_type in (*update_types, DENSE) for shape in LOOKUP_SHAPES]
 
 

@@ -164,7 +164,7 @@ class Rates:
         between measured steps of several ranks and the sum of all other parts. It includes the time of Gloo's threads.
         """
         rings = (world - 1) ** 2
-        fused = {name: LookupRates(*of.cpu_lookup) for name, of in OPTIMIZERS.items() if of.cpu_lookup}
+        fused = {name: LookupRates(*of.cpu_lookup) for name, of in OPTIMIZERS.parts.items() if of.cpu_lookup}
         return cls(
             source="two ranks on CPU",
             device="cpu",
@@ -213,7 +213,7 @@ class Rates:
             cores=0,
             copy=copy,
             stream=copy,
-            lookup=dict.fromkeys([*OPTIMIZERS, DENSE], lookup),
+            lookup=dict.fromkeys([*OPTIMIZERS.parts, DENSE], lookup),
             matrix={name: REACHED_RATE_SHARES[name] * getattr(gpu, name) * 1e12 for name in ("fp32", "tf32", "bf16")},
             latency_s=dict.fromkeys(COLLECTIVES, 20e-6),
             bandwidth=dict.fromkeys(COLLECTIVES, near),

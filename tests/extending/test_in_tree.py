@@ -37,24 +37,6 @@ def _share(spec: t.Share, array: pa.Array) -> pa.Array:
 
 
 """
-OPTIMIZER = '''\
-class RMSprop(TableOptimizer, name="rmsprop"):
-    """v ← 0.99·v + 0.01·g², w ← w − lr·g ÷ (√v + eps), without an FBGEMM kernel, so updates are dense."""
-
-    torch_path = "torch.optim:RMSprop"
-    devices = ()
-    state = (StateKind("square_avg", "value", "momentum1"),)
-    counts = True
-    second_moment = "square_avg"
-
-    @staticmethod
-    def update(weight_ND, gradient_ND, state, step, lr, eps):
-        """Update the weights in place (see TableOptimizer.update)."""
-        state["square_avg"] += 0.01 * (gradient_ND.square() - state["square_avg"])
-        weight_ND -= lr * gradient_ND / (state["square_avg"].sqrt() + eps)
-
-
-'''
 SETTING = '    patience: Reaction = Field("stop", description="The run ends within twenty steps.")\n'
 JOB = """\
 run: {dir: run}
@@ -99,10 +81,7 @@ PARTS = {
         ("shop_check.py", "raytrec/checks/live/patience.py"),
         ("raytrec/config/training.py", "    custom: dict[", SETTING),
     ],
-    "optimizer": [
-        ("raytrec/embeddings/optimizers.py", "def find_optimizer(", OPTIMIZER),
-        ("raytrec/config/tables.py", "class EmbeddingOptim(", 'Optimizer = Literal[Optimizer, "rmsprop"]\n\n\n'),
-    ],
+    "optimizer": [("shop_optimizer.py", "raytrec/embeddings/optimizers/rmsprop.py")],
     "transform": [
         ("raytrec/config/transforms.py", "class Python(", TRANSFORM),
         ("raytrec/data/transform_functions.py", "@register_transform(t.DropNull)", FUNCTION),
