@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from raytrec.compat.versions import private, replace_private
+from raytrec.compat.versions import private, replace_private, set_private
 
 # File in RAY_TMPDIR that contains HOST:PORT of the cluster that was started last.
 CURRENT_CLUSTER_FILE = "ray/ray_current_cluster"
@@ -51,21 +51,21 @@ def keep_loopback() -> None:
     """Apply `get_loopback_env` to this process, in which Ray may already be imported."""
     from ray._private import ray_constants
 
-    _replace(ray_constants, "ENABLE_RAY_CLUSTER", False)
+    set_private(ray_constants, "ENABLE_RAY_CLUSTER", False, "ray")
 
 
 def disable_auto_connect() -> None:
     """Prevent calls to Ray from automatically starting or joining a cluster."""
     from ray._private import auto_init_hook
 
-    _replace(auto_init_hook, "enable_auto_connect", False)
+    set_private(auto_init_hook, "enable_auto_connect", False, "ray")
 
 
 def silence_workers() -> None:
     """Suppress the advice that Ray prints at every process exit despite `log_to_driver=False`."""
     import ray
 
-    _replace(ray._private.worker, "print_to_stdstream", lambda data, ignore_prefix: None)
+    set_private(ray._private.worker, "print_to_stdstream", lambda data, ignore_prefix: None, "ray")
 
 
 def make_folder_arguments(folder: Path) -> dict[str, Any]:
@@ -167,9 +167,3 @@ def read_token_again() -> None:
     import ray._raylet as raylet
 
     private(raylet, "Config", "ray").initialize("")
-
-
-def _replace(module: Any, name: str, value: Any) -> None:
-    """Set an attribute of a Ray module; raise RunError if the module has no such attribute."""
-    private(module, name, "ray")
-    setattr(module, name, value)

@@ -24,7 +24,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimi
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.utils._python_dispatch import TorchDispatchMode as EveryOperator
 
-from raytrec.compat.versions import missing, private
+from raytrec.compat.versions import private, set_private
 
 # Names of torch that other modules import from here; functions defined below need no entry.
 __all__ = ["Dropout", "EveryOperator", "Shard", "ShardMetadata", "ShardedTensor", "apply_optimizer_in_backward"]
@@ -199,9 +199,7 @@ def bind_store(address: str) -> None:
     Without a listening socket from the caller, torch/distributed/rendezvous.py listens on all interfaces.
     """
     # The attribute torch.distributed.rendezvous is a function.
-    module: Any = import_module("torch.distributed.rendezvous")
-    if "TCPStore" not in vars(module):
-        raise missing("torch.distributed.rendezvous.TCPStore", "torch")
+    module = import_module("torch.distributed.rendezvous")
 
     def store(host_name: str, port: int, *args: Any, is_master: bool = False, **options: Any) -> TCPStore:
         if is_master:
@@ -212,7 +210,7 @@ def bind_store(address: str) -> None:
             options["master_listen_fd"] = listener.detach()
         return TCPStore(host_name, port, *args, is_master=is_master, **options)
 
-    module.TCPStore = store
+    set_private(module, "TCPStore", store, "torch")
 
 
 _untimed_wait: Any = dist.Work.wait

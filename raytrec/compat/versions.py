@@ -131,6 +131,16 @@ def replace_private(owner: Any, name: str, replacement_value: Any, package: str)
         setattr(owner, name, original)
 
 
+def set_private(owner: Any, name: str, value: Any, package: str) -> None:
+    """Replace an attribute of an upstream object for the rest of the process.
+
+    Raises:
+        RunError: The attribute is missing; see `private`.
+    """
+    private(owner, name, package)
+    setattr(owner, name, value)
+
+
 def private(owner: Any, name: str, package: str) -> Any:
     """Return a private attribute of an upstream object.
 

@@ -92,11 +92,9 @@ class Search:
         raise refusal
 
     def _plan(self, constraints: Constraints) -> ShardingPlan:
-        fused = {
-            table: optimizer.name
-            for table, optimizer in resolve_optimizers(self.config, self.schema).items()
-            if self.topology.compute_device in find_optimizer(optimizer.name).devices
-        }
+        optimizers = {table: each.name for table, each in resolve_optimizers(self.config, self.schema).items()}
+        device = self.topology.compute_device
+        fused = {table: name for table, name in optimizers.items() if device in find_optimizer(name).devices}
         kernels = {table: "dense" for table in constraints if table not in fused}
         kernels |= {table: each.kernel for table, each in constraints.items() if each.kernel}
         upstream = self._make_torchrec_constraints(constraints)
@@ -116,13 +114,11 @@ class Search:
         self, upstream: dict[str, ParameterConstraints], fused: Mapping[str, str], on_disk: Set[str]
     ) -> Iterator[ShardingOption]:
         """Yield every sharding option of each table, with the storage of its shards."""
-        yield from CorrectedEnumerator(self.topology, self._batch, upstream, fused, on_disk).enumerate(
-            self.model, self.sharders
-        )
-        for split in split_columns(upstream, {name: table.dim for name, table in self.schema.tables.items()}):
-            enumerator = CorrectedEnumerator(self.topology, self._batch, upstream | split, fused, on_disk)
+        dims = {name: table.dim for name, table in self.schema.tables.items()}
+        for split in (None, *split_columns(upstream, dims)):
+            enumerator = CorrectedEnumerator(self.topology, self._batch, upstream | (split or {}), fused, on_disk)
             for option in enumerator.enumerate(self.model, self.sharders):
-                if option.name in split and option.sharding_type in COLUMN_SHARDED_TYPES:
+                if split is None or (option.name in split and option.sharding_type in COLUMN_SHARDED_TYPES):
                     yield option
 
     @property
@@ -136,8 +132,7 @@ class Search:
             simplefilter("ignore", FutureWarning)
             reservation = HeuristicalStorageReservation(RESERVED_SHARE)
         remaining = reservation.reserve(self.topology, self._batch, self.model, self.sharders, upstream)
-        storage = [device.storage for device in remaining.devices]
-        return np.array([[of.hbm, of.ddr, of.ssd] for of in storage], float)
+        return np.array([[d.storage.hbm, d.storage.ddr, d.storage.ssd] for d in remaining.devices], float)
 
     def _make_torchrec_constraints(self, constraints: Constraints) -> dict[str, ParameterConstraints]:
         world, local = self.topology.world_size, self.topology.local_world_size
@@ -163,8 +158,7 @@ class Search:
         kernels = {constraint.kernel for constraint in constraints.values()}
         if self.topology.compute_device == "cuda":
             room = f"{sizes.hbm / GIB:.1f} GiB per GPU, of which 15 % is reserved"
-            if kernels & {*UVM_KERNELS}:
-                room += f", and {sizes.ddr / GIB:.1f} GiB of host memory per GPU"
+            room += f", and {sizes.ddr / GIB:.1f} GiB of host memory per GPU" if kernels & {*UVM_KERNELS} else ""
         else:
             room = f"{sizes.ddr / GIB:.1f} GiB of memory per worker"
             room += f", and {sizes.ssd / GIB:.1f} GiB of disk per worker" if MMAP_KERNEL in kernels else ""
@@ -267,12 +261,10 @@ class CorrectedEnumerator(EmbeddingEnumerator):
         batch_size: int,
         constraints: dict[str, ParameterConstraints],
         fused: Mapping[str, str],
-        on_disk: Set[str] = frozenset(),
+        on_disk: Set[str],
     ):
-        storage = EmbeddingStorageEstimator(topology, constraints)
-        super().__init__(topology, batch_size, constraints, storage)
-        self._on_gpus, self._fused = topology.compute_device == "cuda", fused
-        self._on_disk = on_disk
+        super().__init__(topology, batch_size, constraints, EmbeddingStorageEstimator(topology, constraints))
+        self._on_gpus, self._fused, self._on_disk = topology.compute_device == "cuda", fused, on_disk
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Estimate the storage of all shards, including the optimizer state that TorchRec ignores."""

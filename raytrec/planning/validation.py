@@ -84,7 +84,6 @@ def validate_constraints(
                 f"managed ids do not support kernel {CACHING_KERNEL}, whose cache keeps rows of replaced ids",
                 "fused, fused_uvm or dense as compute_kernel or in plan.compute_kernels",
             )
-        _check_dtype(table, constraint, optimizers[table].name, device)
         if constraint.ranks:
             _check_ranks(table, schema.tables[table], constraint, world, ranks_per_host)
     _check_room(config, schema, constraints, device, world, memory, host_share)
@@ -112,6 +111,12 @@ def _check_kernel(table: str, constraint: TableConstraint, sharding: str, optimi
             table,
             f"FBGEMM has no kernel {constraint.kernel} for optimizer {optimizer} on {DEVICE_NAMES[device]}",
             "compute_kernel: dense",
+        )
+    if constraint.dtype != "fp32" and _has_dense_update(constraint, sharding, optimizer, device):
+        raise make_plan_error(
+            table,
+            f"dense kernels do not support dtype {constraint.dtype}, which the optimizer state would share",
+            "fp32, or a fused kernel (not data_parallel, and an optimizer that has one on this device)",
         )
 
 
@@ -145,24 +150,12 @@ def _has_dense_update(constraint: TableConstraint, sharding: str, optimizer: str
     return constraint.kernel == "dense" or sharding == "data_parallel" or not fused
 
 
-def _check_dtype(table: str, constraint: TableConstraint, optimizer: str, device: str) -> None:
-    dense = any(_has_dense_update(constraint, sharding, optimizer, device) for sharding in constraint.sharding)
-    if constraint.dtype != "fp32" and dense:
-        raise make_plan_error(
-            table,
-            f"dense kernels do not support dtype {constraint.dtype}, which the optimizer state would share",
-            "fp32, or a fused kernel (not data_parallel, and an optimizer that has one on this device)",
-        )
-
-
 def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: int, per_host: int | None) -> None:
     """Check plan.tables.*.ranks; what depends on hosts is checked by the workers if `per_host` is None."""
     ranks, sharding = constraint.ranks, constraint.sharding[0]
-    outside = [r for r in ranks if r >= world]
-    if outside:
-        raise make_plan_error(
-            table, f"there is no rank {outside[0]}", f"ranks 0 to {world - 1} (scaling.num_workers={world})"
-        )
+    if outside := [rank for rank in ranks if rank >= world]:
+        expected = f"ranks 0 to {world - 1} (scaling.num_workers={world})"
+        raise make_plan_error(table, f"there is no rank {outside[0]}", expected)
     if len(set(ranks)) < len(ranks):
         raise make_plan_error(table, f"ranks {list(ranks)} contain duplicates", "each rank once")
     if per_host is None:

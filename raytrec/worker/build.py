@@ -20,7 +20,7 @@ from raytrec.common import messages
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.compat.fbgemm import CACHE_SETTINGS, pad_empty_shards
-from raytrec.compat.fbgemm_lookups import substitute_torchrec_kernels, use_custom_lookups
+from raytrec.compat.torchrec_ import substitute_torchrec_kernels, use_custom_lookups
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
