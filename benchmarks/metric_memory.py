@@ -29,7 +29,7 @@ def evaluate(
     import torch
 
     from raytrec.common.collectives import Peers
-    from raytrec.config.tasks import EvalSection
+    from raytrec.config.data import EvalSection
     from raytrec.metrics.evaluation import TaskRows
     from raytrec.metrics.ranked import WeightedRows
     from raytrec.metrics.selection import Selection

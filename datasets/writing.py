@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from raytrec.common.errors import ConfigError
+from raytrec.common.formatting import open_console
 from raytrec.common.storage import make_relative
-from raytrec.common.terminal import open_console
 from raytrec.config.schema import Schema
 
 MARKER = "prepared.json"

@@ -89,8 +89,8 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: Command-line arguments; None: use sys.argv, and end the process afterwards.
     """
+    from raytrec.common.formatting import tolerate_stream_errors
     from raytrec.common.processes import exit_after_block, handle_hangup_as_sigterm
-    from raytrec.common.terminal import tolerate_stream_errors
 
     if arguments is None:
         handle_hangup_as_sigterm()

@@ -27,7 +27,7 @@ from raytrec.common.reading import parse_yaml
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import join_uri
 from raytrec.config.base import Mark, Section, read_settings
-from raytrec.config.data import DataSection, RunSection, WarmStartSection
+from raytrec.config.data import DataSection, EvalSection, RunSection, TaskSection, WarmStartSection
 from raytrec.config.models import SECTIONS, AnyModel
 from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.overrides import (
@@ -38,7 +38,6 @@ from raytrec.config.overrides import (
     to_override_texts,
 )
 from raytrec.config.tables import OptimSection, PlanSection
-from raytrec.config.tasks import EvalSection, TaskSection
 from raytrec.config.training import (
     CheckpointSection,
     ChecksSection,

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from raytrec.cluster.session import describe_connection
 from raytrec.common.errors import convert_os_errors
+from raytrec.common.formatting import open_console, to_bold_text, to_plain_text
 from raytrec.common.messages import Compared
-from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
 from raytrec.config.overrides import Overrides
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema

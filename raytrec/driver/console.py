@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrec.cluster.session import is_job_driver
+from raytrec.common.formatting import open_console, to_bold_text, to_plain_text
 from raytrec.common.messages import ENDED_EARLY, PROFILED
-from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
 from raytrec.metrics.results import build_slice_tables, format_result
 from raytrec.metrics.selection import read_metric_displays
 from raytrec.tracking import progress_log as lines

@@ -11,10 +11,10 @@ from raytrec.checkpoint.index import INDEX, read_index
 from raytrec.checkpoint.rows import parse_stored_schema
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.common.storage import get_sibling, split_query
+from raytrec.config.data import TowerName
 from raytrec.config.features import resolve_features, resolve_input_columns, select_needed_transforms
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.tasks import TowerName
 from raytrec.config.transforms import OnColumns
 from raytrec.data.arrow import find_column, is_list, plain, type_at
 from raytrec.data.files.footers import read_footer

@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 
 from raytrec.common.errors import DataError
 from raytrec.common.formatting import format_count
+from raytrec.config.data import RetrievalSection
 from raytrec.config.features import resolve_input_columns, select_needed_transforms
-from raytrec.config.tasks import RetrievalSection
 from raytrec.config.transforms import Sample
 from raytrec.data.arrow import is_text, plain, to_plain_array, value_type
 from raytrec.data.column_conversion import Place

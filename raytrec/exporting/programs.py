@@ -17,7 +17,7 @@ from torch.export import Dim, ExportedProgram, export, save
 from torch.export.graph_signature import InputKind
 
 from raytrec.common.errors import ConfigError, RaytrecError, RunError, get_first_line
-from raytrec.config.tasks import TowerName
+from raytrec.config.data import TowerName
 from raytrec.models.inputs import Sequence as IdSequence
 from raytrec.models.recommender import Recommender, select_last_vectors
 from raytrec.scoring.manifest import Input

@@ -12,9 +12,9 @@ from raytrec import __version__
 from raytrec.checkpoint.managed import read_stored_ids
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.storage import split_query
+from raytrec.config.data import TowerName
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.schema import Schema
-from raytrec.config.tasks import TowerName
 from raytrec.driver.evaluation import Checkpoint
 from raytrec.embeddings.hashing import ids_to_keys
 from raytrec.exporting.programs import Program, make_program

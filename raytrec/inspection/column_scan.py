@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 from rich.progress import Progress
 
 from raytrec.common.errors import DataError, get_first_line
+from raytrec.common.formatting import open_console
 from raytrec.common.storage import open_filesystem
-from raytrec.common.terminal import open_console
 from raytrec.data.arrow import find_required_columns, pick_columns
 from raytrec.data.files.footers import read_footer
 from raytrec.data.files.listing import Listing, list_files

@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from raytrec.common.errors import ConfigError, convert_os_errors
-from raytrec.common.terminal import open_console, to_plain_text
+from raytrec.common.formatting import open_console, to_plain_text
 from raytrec.config.schema import Schema, format_yaml_scalar
 from raytrec.inspection.column_roles import REASON_CONSTANT, Finding
 from raytrec.inspection.column_scan import Scan

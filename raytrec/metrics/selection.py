@@ -10,9 +10,9 @@ from typing import Any
 
 from raytrec.common.errors import ConfigError, make_unknown_word_error
 from raytrec.common.formatting import parse_number
+from raytrec.config.data import EvalSection
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.tasks import EvalSection
 from raytrec.metrics.registry import (
     DIRECTIONS,
     FORMAT,

@@ -43,7 +43,7 @@ class TwoTower(nn.Module):
     def __init__(self, schema: Schema, config: TwoTowerSection, outputs: int = 1, vectors: bool = False):
         super().__init__()
         config.check(schema)
-        members = config.members(schema)
+        members = config.tower_members(schema)
         self.config = config
         self.queries, self.vectors, self.width = outputs + vectors, vectors, config.tower_mlp[-1]
         widths = {"query": self.queries * self.width, "item": self.width}

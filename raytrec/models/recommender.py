@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from raytrec.common.machine import require_compiler
 from raytrec.compat.torch_ import quote_library_folder
+from raytrec.config.data import TowerName
 from raytrec.config.features import resolve_features
 from raytrec.config.models import PythonSection
 from raytrec.config.models.base import ModelSection
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.tasks import TowerName
 from raytrec.data.batch import Batch
 from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings

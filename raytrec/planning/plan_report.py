@@ -9,8 +9,7 @@ from typing import Any
 from rich.table import Column, Table
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.formatting import format_rank_ranges
-from raytrec.common.terminal import open_console, to_plain_text
+from raytrec.common.formatting import format_rank_ranges, open_console, to_plain_text
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.planning.dry_run import ClusterEstimate, compute_hourly_price

@@ -30,7 +30,7 @@ from raytrec.common.errors import ConfigError, DataError, convert_os_errors
 from raytrec.common.output_folder import OTHER_FOLDER_ADVICE, ClaimedFolder, compute_binding
 from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.common.storage import open_filesystem
-from raytrec.config.tasks import TowerName
+from raytrec.config.data import TowerName
 from raytrec.data.fragments import read_footer
 from raytrec.prediction.columns import CarriedColumns
 from raytrec.prediction.spans import Span

@@ -13,8 +13,8 @@ from raytrec.checkpoint.managed import find_stored_rows
 from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.compat.torch_ import silence_tracing
+from raytrec.config.data import TowerName
 from raytrec.config.features import resolve_features
-from raytrec.config.tasks import TowerName
 from raytrec.data.batch import Batch, Collator
 from raytrec.data.fragments import Dataset
 from raytrec.data.item_reader import read_item

@@ -16,10 +16,10 @@ import pyarrow as pa
 
 from raytrec.common.errors import DataError, RunError
 from raytrec.common.storage import make_absolute
+from raytrec.config.data import TowerName
 from raytrec.config.features import set_draw_rows
 from raytrec.config.overrides import Overrides, to_override_texts
 from raytrec.config.run_config import RunConfig
-from raytrec.config.tasks import TowerName
 from raytrec.config.transforms import Transform
 from raytrec.data.files.file_identity import fingerprint, identify_files
 from raytrec.data.files.footers import read_footer

@@ -87,7 +87,7 @@ def print_table(comparison: Comparison) -> None:
     """
     from rich.table import Table
 
-    from raytrec.common.terminal import open_console, to_plain_text
+    from raytrec.common.formatting import open_console, to_plain_text
 
     console = open_console()
     console.width = console.width if console.is_terminal else 10_000  # nothing wraps in files and pipes

@@ -21,9 +21,9 @@ from pydantic import Field, model_validator
 
 from raytrec.common.documents import read_document
 from raytrec.config.base import NonNegativeInt, PositiveInt, Section
+from raytrec.config.data import TowerName
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
-from raytrec.config.tasks import TowerName
 from raytrec.config.transforms import Transform
 
 EXPORT_FORMAT: Literal[1] = 1

@@ -13,8 +13,8 @@ import pyarrow as pa
 import torch
 
 from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.config.data import TowerName
 from raytrec.config.features import resolve_input_columns
-from raytrec.config.tasks import TowerName
 from raytrec.data.assembler import Assembler
 from raytrec.data.row_slices import Rows
 from raytrec.scoring.column_splits import ColumnSplit, find_min_candidates

@@ -11,9 +11,8 @@ import numpy as np
 from rich.table import Table
 
 from raytrec.common.errors import RunError
-from raytrec.common.formatting import format_count, format_percent
+from raytrec.common.formatting import format_count, format_percent, open_console, to_bold_text, to_plain_text
 from raytrec.common.storage import make_absolute
-from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
 from raytrec.config.schema import Schema
 from raytrec.scoring.load import load
 from raytrec.scoring.scorer import TOLERANCE

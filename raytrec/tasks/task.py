@@ -14,9 +14,9 @@ from math import log
 from typing import TYPE_CHECKING
 
 from raytrec.common.errors import ConfigError, make_unknown_word_error
+from raytrec.config.data import TaskSection
 from raytrec.config.models.base import ModelSection
 from raytrec.config.schema import Schema
-from raytrec.config.tasks import TaskSection
 from raytrec.data.read_plans import TaskRows
 from raytrec.tasks.losses import BatchLoss, Loss, loss
 

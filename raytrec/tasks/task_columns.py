@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import ConfigError, DataError, format_suggestion
+from raytrec.config.data import RetrievalSection
 from raytrec.config.features import select_needed_transforms
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.tasks import RetrievalSection
 from raytrec.config.transforms import Transform
 from raytrec.data.fragments import Dataset
 from raytrec.data.item_reader import CHECK_BATCH_ROWS, read_item

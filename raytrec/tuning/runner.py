@@ -18,9 +18,8 @@ import numpy as np
 
 from raytrec.cluster.session import ray_session, starts_local_ray
 from raytrec.common.errors import RunError
-from raytrec.common.formatting import format_count
+from raytrec.common.formatting import format_count, to_plain_text
 from raytrec.common.machine import get_build_device, list_usable_gpus
-from raytrec.common.terminal import to_plain_text
 from raytrec.compat.ray_core import list_alive_nodes
 from raytrec.config.run_config import RunConfig
 from raytrec.driver.console import RunConsole

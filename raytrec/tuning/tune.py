@@ -14,9 +14,8 @@ from rich.table import Table
 
 from raytrec.cluster.session import is_job_driver
 from raytrec.common.errors import ConfigError, RunError
-from raytrec.common.formatting import parse_number
+from raytrec.common.formatting import open_console, parse_number, to_bold_text, to_plain_text
 from raytrec.common.storage import make_absolute, make_relative, quote_for_shell
-from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
 from raytrec.config.overrides import Overrides
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.driver.driver_state import hold_run_lock, record_driver

@@ -20,8 +20,8 @@ from raytrec.compat.fbgemm import exclude_from_update_counts
 from raytrec.compat.torch_ import time_waits
 from raytrec.compat.torchrec_ import iterate_replicated_kernels, iterate_sharded_kernels
 from raytrec.compat.torchrec_pipeline import PrefetchPipeline, TimedPipeline, TimedPrefetchPipeline
+from raytrec.config.data import TowerName
 from raytrec.config.run_config import RunConfig
-from raytrec.config.tasks import TowerName
 from raytrec.data.batch import Batch
 from raytrec.embeddings.managed.batches import ManagedBatches
 from raytrec.embeddings.managed.row_map import RowMap

@@ -9,7 +9,7 @@ import sys
 import pytest
 from rich.table import Table
 
-from raytrec.common.terminal import FaultTolerantStream, open_console, tolerate_stream_errors
+from raytrec.common.formatting import FaultTolerantStream, open_console, tolerate_stream_errors
 
 CONFIG = [sys.executable, "-m", "raytrec", "config"]
 HANGUP = """

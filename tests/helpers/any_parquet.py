@@ -9,8 +9,8 @@ import yaml
 from hypothesis import strategies as st
 from reading import parse_transforms, read_canonical_rows
 
+from raytrec.config.data import TaskSection
 from raytrec.config.schema import Schema
-from raytrec.config.tasks import TaskSection
 from raytrec.data.arrow import is_list, is_text
 from raytrec.tasks.task import resolve_tasks
 from raytrec.tasks.task_columns import build_read_plan

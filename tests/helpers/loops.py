@@ -61,9 +61,9 @@ def train_with_checks(
     from raytrec.checkpoint.state import LogicalState
     from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, CheckedRun, Position
     from raytrec.checks.live.registry import LiveChecks
+    from raytrec.config.data import TaskSection
     from raytrec.config.features import resolve_features
     from raytrec.config.tables import QCommsSection
-    from raytrec.config.tasks import TaskSection
     from raytrec.embeddings.taps import Taps
     from raytrec.tasks.task import resolve_tasks
     from raytrec.worker.build import build_step

@@ -7,7 +7,7 @@ import torch
 from ranks import run_on_ranks
 from small import SCHEMA
 
-from raytrec.config.tasks import EvalSection, TaskSection
+from raytrec.config.data import EvalSection, TaskSection
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 from raytrec.tasks.task import key_columns, resolve_tasks

@@ -9,7 +9,7 @@ from small import SCHEMA
 
 import raytrec
 from raytrec.common.errors import ConfigError
-from raytrec.config.tasks import TaskSection
+from raytrec.config.data import TaskSection
 from raytrec.metrics.registry import METRICS, GroupMetric, find_metric
 from raytrec.metrics.results import build_slice_tables, format_result
 from raytrec.metrics.selection import Selection, read_metric_displays

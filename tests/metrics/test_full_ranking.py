@@ -13,7 +13,7 @@ from ranks import run_on_ranks
 from small import SCHEMA
 from standin import use_stand_in_gpu
 
-from raytrec.config.tasks import EvalSection, TaskSection
+from raytrec.config.data import EvalSection, TaskSection
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.outputs import StepOutputs
 from raytrec.tasks.task import resolve_tasks

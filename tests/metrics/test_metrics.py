@@ -9,7 +9,7 @@ from ranks import run_on_ranks
 from small import make_small_schema
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.tasks import TaskSection
+from raytrec.config.data import TaskSection
 from raytrec.metrics.registry import METRICS, SumMetric, find_metric, metric
 from raytrec.metrics.selection import Selection, read_metric_displays
 from raytrec.tasks.outputs import StepOutputs, TaskOutputs

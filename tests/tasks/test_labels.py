@@ -6,7 +6,7 @@ import pytest
 from small import make_small_schema
 
 from raytrec.common.errors import DataError
-from raytrec.config.tasks import TaskSection
+from raytrec.config.data import TaskSection
 from raytrec.data.fragments import scan
 from raytrec.data.item_reader import check_suspect_groups, read_item
 from raytrec.data.order import LaneItem, Part

@@ -7,8 +7,8 @@ from recorded import RUN_METRICS
 
 from raytrec.common.errors import RunError
 from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE
+from raytrec.config.data import TaskSection
 from raytrec.config.schema import Schema
-from raytrec.config.tasks import TaskSection
 from raytrec.driver.console import RunConsole
 from raytrec.metrics.selection import MetricDisplay, Selection
 from raytrec.tasks.task import resolve_tasks

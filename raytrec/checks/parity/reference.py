@@ -15,8 +15,8 @@ from torch import nn
 
 from raytrec.checks.parity.batches import GlobalBatch, count_later_ids
 from raytrec.checks.parity.losses import compute_loss
+from raytrec.config.data import TaskSection
 from raytrec.config.schema import Schema
-from raytrec.config.tasks import TaskSection
 from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.models.inputs import IDS, Sequence
 from raytrec.tasks.objective import TEMPERATURES, Objective

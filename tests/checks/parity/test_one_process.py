@@ -6,8 +6,8 @@ from torch import nn
 
 from raytrec.checks.parity import reference
 from raytrec.checks.parity.batches import make_random_batches
+from raytrec.config.data import TaskSection
 from raytrec.config.schema import Schema
-from raytrec.config.tasks import TaskSection
 from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import resolve_tasks
