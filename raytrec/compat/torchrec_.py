@@ -254,21 +254,13 @@ def _make_lookup_with_extra_rows(
 
 
 @contextmanager
-def substitute_torchrec_kernels(plan: ShardingPlan, kernels: dict[str, str]) -> Iterator[None]:
-    """Replace raytrec's compute kernels in a plan with TorchRec's kernels during the block.
-
-    `kernels` maps raytrec's kernel names to TorchRec's.
-    """
-    custom_specs = [
-        (spec, spec.compute_kernel)
-        for module in plan.plan.values()
-        for spec in module.values()
-        if spec.compute_kernel in kernels
-    ]
-    for spec, name in custom_specs:
-        spec.compute_kernel = kernels[name]
+def substitute_torchrec_kernel(plan: ShardingPlan, custom: str, plain: str) -> Iterator[None]:
+    """Replace raytrec's compute kernel `custom` in a plan with TorchRec's kernel `plain` during the block."""
+    specs = [spec for module in plan.plan.values() for spec in module.values() if spec.compute_kernel == custom]
+    for spec in specs:
+        spec.compute_kernel = plain
     try:
         yield
     finally:
-        for spec, name in custom_specs:
-            spec.compute_kernel = name
+        for spec in specs:
+            spec.compute_kernel = custom

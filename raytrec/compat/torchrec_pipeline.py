@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,7 @@ from raytrec.compat.fbgemm import find_fused_lookup
 from raytrec.compat.torch_ import call_after_nodes
 from raytrec.compat.torchrec_ import iterate_sharded_kernels
 
-if TYPE_CHECKING:
-    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist as Pipeline
-else:
-    Pipeline = object
+Pipeline: Any = object  # the class that is next in line after a mixin
 
 
 class _PinnedSizesForward(KJTAllToAllForward):

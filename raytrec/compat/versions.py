@@ -48,13 +48,11 @@ def find_wrong_versions() -> RunError | None:
     versions = {
         name: version for name in (*SUPPORTED_VERSIONS, *PAIRED_PACKAGES) if (version := get_installed_version(name))
     }
-    mismatched = [
-        name
-        for name in SUPPORTED_VERSIONS
-        if name in versions and not _matches(versions[name], *SUPPORTED_VERSIONS[name])
-    ]
-    what = [f"{name} {versions[name]}" for name in mismatched]
-    expected = [f"{name} {' or '.join(SUPPORTED_VERSIONS[name])}" for name in mismatched]
+    what, expected = [], []
+    for name, pins in SUPPORTED_VERSIONS.items():
+        if name in versions and not _matches(versions[name], *pins):
+            what.append(f"{name} {versions[name]}")
+            expected.append(f"{name} {' or '.join(pins)}")
     paired = {name: versions[name] for name in PAIRED_PACKAGES if name in versions}
 
     def distance(pair: dict[str, str]) -> int:

@@ -122,6 +122,14 @@ class Schema(SchemaPart):
         """
         return [name for name in names if name not in self.candidates]
 
+    @property
+    def features_by_table(self) -> dict[str, list[str]]:
+        """Return a mapping from each table to the sparse features that look it up."""
+        features: dict[str, list[str]] = {table: [] for table in self.tables}
+        for feature, spec in self.sparse.items():
+            features[spec.table].append(feature)
+        return features
+
     def get_ids_column(self, feature: str) -> str:
         """Return the Parquet column that holds a sparse feature's ids."""
         return self.sparse[feature].column or feature

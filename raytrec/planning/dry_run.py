@@ -7,12 +7,10 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from warnings import catch_warnings, simplefilter
-
-import yaml
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.features import resolve_features
@@ -155,7 +153,7 @@ class ClusterEstimator:
         }
         for change in (change for change, possible in changes.items() if possible):
             try:
-                changed = load_config(yaml.safe_load(config.to_yaml()), [change], allow_code=True)
+                changed = load_config(config, [change], allow_code=True)
             except ConfigError:
                 continue
             if self._predict(changed, cluster).fits:
@@ -248,15 +246,11 @@ def dry_run(
         raise ConfigError(
             f"the cluster has {cluster.hosts} hosts with {gpus} GPUs each", expected="at least one of each"
         )
-    hosts = Hosts(
-        gpus,
-        (),
-        int((config.plan.memory_gib or cluster.memory_gib) * GIB),
-        int(cluster.host_memory_gib * GIB) // gpus,
-        int(cluster.disk_gib * GIB) // gpus,
-        frozenset([machine.gpu] if machine else []),
-        machine.gpu_network if machine else None,
-    )
+    memory = int((config.plan.memory_gib or cluster.memory_gib) * GIB)
+    host_share, disk_share = int(cluster.host_memory_gib * GIB) // gpus, int(cluster.disk_gib * GIB) // gpus
+    hosts = Hosts(gpus, (), memory, host_share, disk_share)
+    if machine:
+        hosts = replace(hosts, gpus=frozenset([machine.gpu]), network=machine.gpu_network)
     optimizers = resolve_optimizers(config, schema)
     with _set_ranks_per_host(gpus):
         constraints, topology = validate_for_hosts(hosts, world, config, schema, device)

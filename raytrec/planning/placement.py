@@ -146,11 +146,6 @@ class PlacementSpace:
         plan.busy += times * way.rank_seconds
         self._counter.add(plan.loads, self._make_table(way.option, ranks), times)
 
-    def is_fixed(self, name: str) -> bool:
-        """Return True if the configuration sets the ranks or the group of a table."""
-        constraint = self.constraints[name]
-        return constraint.group is not None or constraint.ranks is not None
-
     def get_used_shares(self, room: np.ndarray, ranks: Sequence[int] | slice = slice(None)) -> np.ndarray:
         """Return the used share of the fullest memory tier of each rank, float64 [ranks].
 

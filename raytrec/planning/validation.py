@@ -79,11 +79,9 @@ def validate_constraints(
             _check_kernel(table, constraint, sharding, optimizers[table].name, device)
         allowed = [constraint.kernel] if constraint.kernel else list_kernel_choices(config, device, is_managed)
         if is_managed and allowed in ([CACHING_KERNEL], []):
-            raise make_plan_error(
-                table,
-                f"managed ids do not support kernel {CACHING_KERNEL}, whose cache keeps rows of replaced ids",
-                "fused, fused_uvm or dense as compute_kernel or in plan.compute_kernels",
-            )
+            what = f"managed ids do not support kernel {CACHING_KERNEL}, whose cache keeps rows of replaced ids"
+            expected = "fused, fused_uvm or dense as compute_kernel or in plan.compute_kernels"
+            raise make_plan_error(table, what, expected)
         if constraint.ranks:
             _check_ranks(table, schema.tables[table], constraint, world, ranks_per_host)
     _check_room(config, schema, constraints, device, world, memory, host_share)
@@ -91,33 +89,25 @@ def validate_constraints(
 
 
 def _check_kernel(table: str, constraint: TableConstraint, sharding: str, optimizer: str, device: str) -> None:
+    kernel, what = constraint.kernel, ""
+    is_fused = kernel not in (None, "dense")
     if sharding in COLUMN_SHARDED_TYPES and find_optimizer(optimizer).has_row_state():
-        raise make_plan_error(
-            table,
-            f"{sharding} does not support optimizer {optimizer}, whose state is one value per row: each "
-            "column shard would keep a separate value",
-            "another optimizer, such as adagrad, or a sharding type that keeps rows whole",
-        )
-    if sharding == "data_parallel" and constraint.kernel not in (None, "dense"):
-        raise make_plan_error(table, f"data_parallel does not support kernel {constraint.kernel}", "dense or null")
-    if constraint.kernel == MMAP_KERNEL and device == "cuda":
-        raise make_plan_error(
-            table,
-            "GPUs do not support kernel fused_mmap, which reads tables from files",
-            "fused_uvm or fused_uvm_caching for tables in host memory (fused_mmap is for workers on CPU)",
-        )
-    if device not in find_optimizer(optimizer).devices and constraint.kernel not in (None, "dense"):
-        raise make_plan_error(
-            table,
-            f"FBGEMM has no kernel {constraint.kernel} for optimizer {optimizer} on {DEVICE_NAMES[device]}",
-            "compute_kernel: dense",
-        )
-    if constraint.dtype != "fp32" and _has_dense_update(constraint, sharding, optimizer, device):
-        raise make_plan_error(
-            table,
-            f"dense kernels do not support dtype {constraint.dtype}, which the optimizer state would share",
-            "fp32, or a fused kernel (not data_parallel, and an optimizer that has one on this device)",
-        )
+        what = f"{sharding} does not support optimizer {optimizer}, whose state is one value per row: each "
+        what += "column shard would keep a separate value"
+        expected = "another optimizer, such as adagrad, or a sharding type that keeps rows whole"
+    elif sharding == "data_parallel" and is_fused:
+        what, expected = f"data_parallel does not support kernel {kernel}", "dense or null"
+    elif kernel == MMAP_KERNEL and device == "cuda":
+        what = "GPUs do not support kernel fused_mmap, which reads tables from files"
+        expected = "fused_uvm or fused_uvm_caching for tables in host memory (fused_mmap is for workers on CPU)"
+    elif is_fused and device not in find_optimizer(optimizer).devices:
+        what = f"FBGEMM has no kernel {kernel} for optimizer {optimizer} on {DEVICE_NAMES[device]}"
+        expected = "compute_kernel: dense"
+    elif constraint.dtype != "fp32" and _has_dense_update(constraint, sharding, optimizer, device):
+        what = f"dense kernels do not support dtype {constraint.dtype}, which the optimizer state would share"
+        expected = "fp32, or a fused kernel (not data_parallel, and an optimizer that has one on this device)"
+    if what:
+        raise make_plan_error(table, what, expected)
 
 
 def check_decay(constraints: dict[str, TableConstraint], optimizers: dict[str, EmbeddingOptim], device: str) -> None:
@@ -179,11 +169,8 @@ def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: in
     if sharding in COLUMN_SHARDED_TYPES:
         num_parts = len(ranks) // per_host if sharding == "grid_shard" else len(ranks)
         if count_column_shards(spec.dim, constraint.sharding, ranks, world, per_host) != num_parts:
-            raise make_plan_error(
-                table,
-                f"{sharding} cannot split {spec.dim} columns into {num_parts} parts",
-                "parts of equal width, which is a multiple of 4",
-            )
+            what = f"{sharding} cannot split {spec.dim} columns into {num_parts} parts"
+            raise make_plan_error(table, what, "parts of equal width, which is a multiple of 4")
 
 
 INT8_SCALE_BYTES = 8  # bytes per group of int8 values for its minimum and step size
@@ -262,8 +249,6 @@ def _check_room(
 
 def _check_fits(sizes: dict[str, int], memory: int | None, wording: tuple[str, str]) -> None:
     if memory is not None and (size := sum(sizes.values())) > memory:
-        raise make_plan_error(
-            ", ".join(table for table, bytes_ in sizes.items() if bytes_),
-            f"{size / GIB:.2f} GiB {wording[0]} are required, including optimizer state",
-            f"at most {memory / GIB:.2f} GiB {wording[1]}",
-        )
+        tables = ", ".join(table for table, bytes_ in sizes.items() if bytes_)
+        what = f"{size / GIB:.2f} GiB {wording[0]} are required, including optimizer state"
+        raise make_plan_error(tables, what, f"at most {memory / GIB:.2f} GiB {wording[1]}")

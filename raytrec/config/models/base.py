@@ -45,12 +45,12 @@ class ModelSection(Section):
 
     @property
     def own_loss(self) -> bool:
-        """Return True if the model returns its own loss.
+        """Return True if the model returns its own loss, which models with the key `negatives` do if it is set.
 
         An additional column, after the outputs and before any vectors, contains each row's share of the loss;
         the share is 0 in evaluations.
         """
-        return False
+        return getattr(self, "negatives", None) is not None
 
     def sequence_lengths(self, schema: Schema) -> dict[str, int]:
         """Return a mapping from sequence feature to maximum number of ids, for features that the model reads id by id.

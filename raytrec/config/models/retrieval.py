@@ -46,11 +46,6 @@ class SampledSection(ModelSection):
     """Strength, from 0 to 1, of gBCE's calibration of scores as log-odds of an item among all items; requires
     loss: bce. Without calibration, scores are too high if few negatives are drawn from many items."""
 
-    @property
-    def own_loss(self) -> bool:
-        """Return True if negatives are configured."""
-        return self.negatives is not None
-
     def sequence_lengths(self, schema: Schema) -> dict[str, int]:
         """Return {negatives: max_negatives}, because negatives are read id by id; {} if `negatives` is not set."""
         return {} if self.negatives is None else {self.negatives: self.max_negatives}

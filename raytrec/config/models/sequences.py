@@ -128,11 +128,6 @@ class DienSection(TargetedSection):
     top_mlp: Sizes = Field([200, 80])
     """Hidden sizes of the MLP from all concatenated vectors to the logit."""
 
-    @property
-    def own_loss(self) -> bool:
-        """Return True if negatives are configured, which enables the auxiliary loss."""
-        return self.negatives is not None
-
     def sequences(self, schema: Schema) -> list[str]:
         """Return all sequences except the negatives."""
         return [feature for feature in super().sequences(schema) if feature != self.negatives]
