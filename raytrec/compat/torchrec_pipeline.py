@@ -25,6 +25,7 @@ from raytrec.compat.fbgemm import find_fused_lookup
 from raytrec.compat.torch_ import call_after_nodes
 from raytrec.compat.torchrec_ import iterate_sharded_kernels
 
+Phase = Callable[[str], AbstractContextManager]
 Pipeline: Any = object  # the class that is next in line after a mixin
 
 
@@ -74,27 +75,17 @@ class TimedMixin(Pipeline):
     """Mixin that times the parts of a pipeline without changing its behavior.
 
     Args:
-        model: Sharded model.
-        optimizer: Optimizer of the model.
-        device: Device of this rank.
+        *args: Model, optimizer and device of TorchRec's pipeline.
         phase: Function that maps a part's name (data, copy, input_exchange, forward, backward, optimizer) to
             the context manager in which the part runs.
-        before_all_reduce_wait: Function called in backward when only the all-reduce of the dense layers
+        on_wait: Function called in backward when only the all-reduce of the dense layers
             remains.
         **options: Further arguments of TorchRec's pipeline.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        optimizer: Any,
-        device: torch.device,
-        phase: Callable[[str], AbstractContextManager],
-        before_all_reduce_wait: Callable[[], object],
-        **options: Any,
-    ):
-        self._phase, self._waits = phase, before_all_reduce_wait
-        super().__init__(model, optimizer, device, custom_model_fwd=self._timed_forward, **options)
+    def __init__(self, *args: Any, phase: Phase, on_wait: Callable[[], object], **options: Any):
+        self._phase, self._on_wait = phase, on_wait
+        super().__init__(*args, custom_model_fwd=self._timed_forward, **options)
 
     def _timed_forward(self, batch: Any) -> Any:
         with self._phase("forward"):
@@ -121,7 +112,7 @@ class TimedMixin(Pipeline):
 
     def _backward(self, losses: torch.Tensor) -> None:
         with self._phase("backward"):
-            call_after_nodes(losses, self._waits)
+            call_after_nodes(losses, self._on_wait)
             super()._backward(losses)
 
     def _optimizer_step(self) -> None:
@@ -144,12 +135,7 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
     """
 
     def __init__(
-        self,
-        model: Any,
-        optimizer: Any,
-        device: torch.device,
-        enqueue_batch_after_forward: bool = False,
-        **options: Any,
+        self, model: Any, optimizer: Any, device: Any, enqueue_batch_after_forward: bool = False, **options: Any
     ):
         # pipeline_postproc would have no effect, because the tables' input is an attribute of the batch.
         super().__init__(model, optimizer, device, pipeline_postproc=False, **options)

@@ -48,6 +48,8 @@ MAX_ADDED_SHARDS = 32_768  # maximum number of shards that sharding types over a
 ALWAYS_SPLIT_SHARE = 0.25  # share of a rank's memory above which a table may always be split
 MANY_RANK_SHARDING_TYPES = ("row_wise", "grid_shard")  # sharding types with shards on every rank, or on many
 
+Upstream = dict[str, ParameterConstraints]  # table → constraint in TorchRec's form
+
 
 @dataclass(frozen=True)
 class Search:
@@ -111,7 +113,7 @@ class Search:
         return plan
 
     def _iterate_options(
-        self, upstream: dict[str, ParameterConstraints], fused: Mapping[str, str], on_disk: Set[str]
+        self, upstream: Upstream, fused: Mapping[str, str], on_disk: Set[str]
     ) -> Iterator[ShardingOption]:
         """Yield every sharding option of each table, with the storage of its shards."""
         dims = {name: table.dim for name, table in self.schema.tables.items()}
@@ -126,7 +128,7 @@ class Search:
         """Return the number of rows in the batch of one rank."""
         return -(-self.config.data.global_batch_size // self.topology.world_size)
 
-    def _get_room(self, upstream: dict[str, ParameterConstraints]) -> np.ndarray:
+    def _get_room(self, upstream: Upstream) -> np.ndarray:
         """Return the bytes available to tables on each rank in (GPU, host, disk), float64 [ranks, 3]."""
         with catch_warnings():  # TorchRec warns that the heuristic may reserve too much
             simplefilter("ignore", FutureWarning)
@@ -134,7 +136,7 @@ class Search:
         remaining = reservation.reserve(self.topology, self._batch, self.model, self.sharders, upstream)
         return np.array([[d.storage.hbm, d.storage.ddr, d.storage.ssd] for d in remaining.devices], float)
 
-    def _make_torchrec_constraints(self, constraints: Constraints) -> dict[str, ParameterConstraints]:
+    def _make_torchrec_constraints(self, constraints: Constraints) -> Upstream:
         world, local = self.topology.world_size, self.topology.local_world_size
         device, out = self.topology.compute_device, {}
         lengths = group_lengths_by_table(self.schema, resolve_features(self.schema, self.config.model))
@@ -207,9 +209,7 @@ def narrow_sharding_types(constraints: Constraints, schema: Schema, world: int, 
     return narrowed
 
 
-def split_columns(
-    constraints: dict[str, ParameterConstraints], dims: dict[str, int]
-) -> Iterator[dict[str, ParameterConstraints]]:
+def split_columns(constraints: Upstream, dims: dict[str, int]) -> Iterator[Upstream]:
     """Yield constraints that split the columns of tables into 2, 4, 8, … parts.
 
     Each result contains only tables that may be sharded by column, whose dim can be divided into this number of parts
@@ -256,12 +256,7 @@ class CorrectedEnumerator(EmbeddingEnumerator):
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        batch_size: int,
-        constraints: dict[str, ParameterConstraints],
-        fused: Mapping[str, str],
-        on_disk: Set[str],
+        self, topology: Topology, batch_size: int, constraints: Upstream, fused: Mapping[str, str], on_disk: Set[str]
     ):
         super().__init__(topology, batch_size, constraints, EmbeddingStorageEstimator(topology, constraints))
         self._on_gpus, self._fused, self._on_disk = topology.compute_device == "cuda", fused, on_disk

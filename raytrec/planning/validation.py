@@ -46,7 +46,7 @@ def validate_constraints(
     ranks_per_host: int | None = None,
     memory: int | None = None,
     host_share: int | None = None,
-) -> dict[str, TableConstraint]:
+) -> Constraints:
     """Resolve the constraints of all tables, validate them for this world size, and return them.
 
     Args:
@@ -84,7 +84,10 @@ def validate_constraints(
             raise make_plan_error(table, what, expected)
         if constraint.ranks:
             _check_ranks(table, schema.tables[table], constraint, world, ranks_per_host)
-    _check_room(config, schema, constraints, device, world, memory, host_share)
+    room = None if host_share is None else estimate_host_table_bytes(config, schema, constraints, world, host_share)
+    _check_shared_ranks(config, schema, constraints, device, memory, room)
+    if device == "cuda" and host_share is not None and config.checkpoint.async_save:
+        _check_copies(config, schema, constraints, world, host_share)
     return constraints
 
 
@@ -110,7 +113,7 @@ def _check_kernel(table: str, constraint: TableConstraint, sharding: str, optimi
         raise make_plan_error(table, what, expected)
 
 
-def check_decay(constraints: dict[str, TableConstraint], optimizers: dict[str, EmbeddingOptim], device: str) -> None:
+def check_decay(constraints: Constraints, optimizers: dict[str, EmbeddingOptim], device: str) -> None:
     """Check that no table with weight decay can be placed on a fused kernel on `device` (cpu or cuda).
 
     Weight decay has the semantics of torch.optim: every row decays at every step. FBGEMM's fused kernels
@@ -176,9 +179,7 @@ def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: in
 INT8_SCALE_BYTES = 8  # bytes per group of int8 values for its minimum and step size
 
 
-def check_qcomms(
-    config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], world: int, local: int | None
-) -> None:
+def check_qcomms(config: RunConfig, schema: Schema, constraints: Constraints, world: int, local: int | None) -> None:
     """Check that int8 in plan.qcomms makes exchanges smaller.
 
     Sharding types that do not support int8 are excluded in constraints.py. `local` is the number of ranks per
@@ -207,21 +208,15 @@ def check_qcomms(
         )
 
 
-def _check_room(
-    config: RunConfig,
-    schema: Schema,
-    constraints: Constraints,
-    device: str,
-    world: int,
-    memory: int | None,
-    host_share: int | None,
+def _check_shared_ranks(
+    config: RunConfig, schema: Schema, constraints: Constraints, device: str, memory: int | None, room: int | None
 ) -> None:
-    """Check that tables that must share a rank fit, and that checkpoint copies fit.
+    """Check that tables that must share a rank fit into its device (`memory`) and host memory (`room`), in bytes.
 
     The search checks the other tables.
 
     Raises:
-        ConfigError: Tables that must share a rank, or checkpoint copies, do not fit into memory.
+        ConfigError: Tables that must share a rank do not fit.
     """
     groups: dict[tuple, list[str]] = {}
     for table, constraint in constraints.items():
@@ -229,22 +224,23 @@ def _check_room(
             groups.setdefault(("rank", constraint.ranks[0]), []).append(table)
         elif constraint.group is not None:
             groups.setdefault(("group", constraint.group), []).append(table)
-    room = None if host_share is None else estimate_host_table_bytes(config, schema, constraints, world, host_share)
     for tables in groups.values():
         sizes = estimate_footprints(config, schema, {table: constraints[table] for table in tables}, device)
         _check_fits({table: size.device for table, size in sizes.items()}, memory, DEVICE_MEMORY_WORDING)
         _check_fits({table: size.host for table, size in sizes.items()}, room, HOST_MEMORY_WORDING)
-    if device == "cuda" and host_share is not None and config.checkpoint.async_save:
-        copies, ahead = estimate_copy_bytes(config, schema, constraints, world)
-        if copies + ahead > host_share:  # the first save would exhaust the host's memory
-            raise ConfigError(
-                f"checkpoints copy {copies / GIB:.1f} GiB from each GPU to main memory, in addition to "
-                f"{ahead / GIB:.1f} GiB of rows read ahead by each worker",
-                where="checkpoint.async_save",
-                expected=f"at most {host_share / GIB:.1f} GiB, a worker's share of its host (or container)",
-                do="set checkpoint.async_save=false (no copies, but training waits for each save), or use "
-                "more workers or hosts with more memory",
-            )
+
+
+def _check_copies(config: RunConfig, schema: Schema, constraints: Constraints, world: int, host_share: int) -> None:
+    copies, ahead = estimate_copy_bytes(config, schema, constraints, world)
+    if copies + ahead > host_share:  # the first save would exhaust the host's memory
+        raise ConfigError(
+            f"checkpoints copy {copies / GIB:.1f} GiB from each GPU to main memory, in addition to "
+            f"{ahead / GIB:.1f} GiB of rows read ahead by each worker",
+            where="checkpoint.async_save",
+            expected=f"at most {host_share / GIB:.1f} GiB, a worker's share of its host (or container)",
+            do="set checkpoint.async_save=false (no copies, but training waits for each save), or use "
+            "more workers or hosts with more memory",
+        )
 
 
 def _check_fits(sizes: dict[str, int], memory: int | None, wording: tuple[str, str]) -> None:

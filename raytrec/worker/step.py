@@ -261,4 +261,4 @@ def _pipeline(
     time_waits(phases.waits)
     time_lookups([*iterate_sharded_kernels(model), *iterate_replicated_kernels(model)], phases)
     timed = TimedPrefetchPipeline if prefetch else TimedPipeline
-    return timed(model, optimizer, device, phases.phase, lambda: phases.enter("collectives"), **options)
+    return timed(model, optimizer, device, phase=phases.phase, on_wait=lambda: phases.enter("collectives"), **options)
