@@ -109,11 +109,10 @@ def find_origin(place: str) -> str | None:
     if "://" in place:
         return place
     file = Path(place).absolute()
-    of_run = file.name == CONFIG and (
-        _contains_any(file.parent, RUN_FILES) or _contains_any(file.parent.parent, SEARCH_FILES)
-    )
-    of_search = file.name in SEARCH_CONFIG_FILES and _contains_any(file.parent, SEARCH_FILES)
-    return describe_foreign_file(file) if (of_run or of_search) and not is_own_file(file) else None
+    in_search = _contains_any(file.parent, SEARCH_FILES)
+    in_run = _contains_any(file.parent, RUN_FILES) or _contains_any(file.parent.parent, SEARCH_FILES)
+    is_stored = (file.name == CONFIG and in_run) or (file.name in SEARCH_CONFIG_FILES and in_search)
+    return describe_foreign_file(file) if is_stored and not is_own_file(file) else None
 
 
 def find_checkpoint_origin(folder: str, values: dict[str, Any]) -> str | None:
