@@ -21,7 +21,7 @@ from raytrec.common.machine import (
     REINSTALL_ADVICE,
     get_build_device,
     get_driver_versions,
-    get_installed_version,
+    get_installed_versions,
     get_torch_cuda_version,
     list_gpu_kinds,
 )
@@ -139,8 +139,7 @@ def check_packages() -> Diagnoses:
     if error := find_wrong_versions():
         yield diagnose_error(error)
         return
-    names = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
-    versions = [f"{name} {version}" for name in names if (version := get_installed_version(name))]
+    versions = [f"{name} {version}" for name, version in get_installed_versions().items() if name != "raytrec"]
     cuda = get_torch_cuda_version()
     yield Diagnosis(OK, ", ".join(versions) + (f", CUDA {cuda}" if cuda else ", built for CPUs"))
 
