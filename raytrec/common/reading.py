@@ -135,7 +135,7 @@ def parse_json(text: str | bytes) -> Any:
 _LOADERS: Any = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
 
 
-class _Loader(*_LOADERS):
+class _Loader(*_LOADERS):  # type: ignore[misc]
     """PyYAML's safe loader with limits; a repeated key is an error."""
 
     def __init__(self, text: str):

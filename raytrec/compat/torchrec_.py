@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -174,8 +174,7 @@ def map_table(weight: nn.Parameter, state: Mapping[str, str], name: str = "") ->
     settings[MAPPED] = (name, *state.items())
 
 
-@contextmanager
-def use_custom_lookups(files: Any) -> Iterator[None]:
+def use_custom_lookups(files: Any) -> AbstractContextManager[None]:
     """Make TorchRec create customized lookups in the block.
 
     Per-id lookups of one table use bags of one id. Weights and optimizer state of tables in files (`map_table`)
@@ -203,12 +202,9 @@ def use_custom_lookups(files: Any) -> Iterator[None]:
         return make_lookup
 
     kernels = batched_embedding_kernel
-    with ExitStack() as stack:
-        for plain, custom in PER_ID_LOOKUPS.items():
-            stack.enter_context(replace_private(kernels, plain.__name__, wrap(plain, custom), "torchrec"))
-        for base in (kernels.BaseBatchedEmbedding, kernels.BaseBatchedEmbeddingBag):
-            stack.enter_context(replace_private(base, "init_parameters", lambda kernel: None, "torchrec"))
-        yield
+    lookups = [(kernels, plain.__name__, wrap(plain, custom)) for plain, custom in PER_ID_LOOKUPS.items()]
+    bases = (kernels.BaseBatchedEmbedding, kernels.BaseBatchedEmbeddingBag)
+    return replace_private("torchrec", *lookups, *((base, "init_parameters", lambda kernel: None) for base in bases))
 
 
 def _make_buffers(
@@ -253,14 +249,7 @@ def _make_lookup_with_extra_rows(
     return lookup
 
 
-@contextmanager
-def substitute_torchrec_kernel(plan: ShardingPlan, custom: str, plain: str) -> Iterator[None]:
+def substitute_torchrec_kernel(plan: ShardingPlan, custom: str, plain: str) -> AbstractContextManager[None]:
     """Replace raytrec's compute kernel `custom` in a plan with TorchRec's kernel `plain` during the block."""
     specs = [spec for module in plan.plan.values() for spec in module.values() if spec.compute_kernel == custom]
-    for spec in specs:
-        spec.compute_kernel = plain
-    try:
-        yield
-    finally:
-        for spec in specs:
-            spec.compute_kernel = custom
+    return replace_private("torchrec", *((spec, "compute_kernel", plain) for spec in specs))

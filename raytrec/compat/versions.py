@@ -115,18 +115,24 @@ def _parse_release(version: str) -> int:
 
 
 @contextmanager
-def replace_private(owner: Any, name: str, replacement_value: Any, package: str) -> Iterator[None]:
-    """Replace an attribute of an upstream object during the block.
+def replace_private(package: str, *replacements: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replace attributes of upstream objects during the block.
+
+    Args:
+        package: Upstream package.
+        *replacements: (object, name of its attribute, new value) of each replacement.
 
     Raises:
-        RunError: The attribute is missing; see `private`.
+        RunError: An attribute is missing; see `private`.
     """
-    original = private(owner, name, package)
-    setattr(owner, name, replacement_value)
+    originals = [(owner, name, private(owner, name, package)) for owner, name, _ in replacements]
     try:
+        for owner, name, value in replacements:
+            setattr(owner, name, value)
         yield
     finally:
-        setattr(owner, name, original)
+        for owner, name, value in originals:
+            setattr(owner, name, value)
 
 
 def set_private(owner: Any, name: str, value: Any, package: str) -> None:

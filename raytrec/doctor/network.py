@@ -201,8 +201,7 @@ def check_all_reduce(nodes: ThisHost) -> Diagnoses:
     """
     remaining = [i for i in range(len(nodes.names)) if i not in nodes.hosts_without_torch]
     if len(remaining) < 2:
-        what = "fewer than two nodes can import torch"
-        yield Diagnosis(WARNING, what, "first repair failures of `operators`")
+        yield Diagnosis(WARNING, "fewer than two nodes can import torch", "first repair failures of `operators`")
         return
     if any(frozenset(pair) in nodes.disconnected_pairs for pair in combinations(remaining, 2)):
         yield Diagnosis(WARNING, "not timed: some nodes cannot connect", "first repair failures of `ports`")
