@@ -255,8 +255,7 @@ class HstuRankSection(TargetedSection):
             find_side_feature(schema, self.history(schema), column, f"model.actions.{column}")
         if self.time is not None:
             find_side_feature(schema, self.history(schema), self.time, "model.time")
-        missing = [name for name in self.request_members(schema) if name in schema.candidates]
-        if missing:
+        if missing := [name for name in self.request_members(schema) if name in schema.candidates]:
             raise ConfigError(
                 f"{missing[0]} is a column of candidates, but the model reads it as context of the request",
                 where="model.candidate",
