@@ -95,13 +95,7 @@ def parse_yaml(text: str | bytes) -> Any:
     if len(text) > MAX_YAML_BYTES:
         raise UnreadableError(f"the text is larger than {MAX_YAML_BYTES >> 20} MiB")
     try:
-        if isinstance(text, bytes):
-            text = text.decode()
-        loader = _Loader(text)
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
+        return yaml.load(text.decode() if isinstance(text, bytes) else text, _Loader)
     except UnreadableError:
         raise
     except UnicodeError as error:
