@@ -158,8 +158,7 @@ class ClusterEstimator:
                 continue
             if self._predict(changed, cluster).fits:
                 yield change + (" (changes results)" if change.startswith("optim") else "")
-        larger = self.find_smallest_cluster(lambda hosts: cluster._replace(hosts=hosts), cluster.hosts + 1)
-        if larger:
+        if larger := self.find_smallest_cluster(lambda hosts: cluster._replace(hosts=hosts), cluster.hosts + 1):
             yield f"{larger.cluster.hosts} hosts of this type" if not cluster.machine else larger.cluster.name
 
     def find_smallest_cluster(
@@ -243,9 +242,8 @@ def dry_run(
     device = "cpu" if config.scaling.device == "cpu" else "cuda"
     gpus, world, machine = cluster.gpus, cluster.world, cluster.machine
     if min(cluster.hosts, gpus) < 1:
-        raise ConfigError(
-            f"the cluster has {cluster.hosts} hosts with {gpus} GPUs each", expected="at least one of each"
-        )
+        what = f"the cluster has {cluster.hosts} hosts with {gpus} GPUs each"
+        raise ConfigError(what, expected="at least one of each")
     memory = int((config.plan.memory_gib or cluster.memory_gib) * GIB)
     host_share, disk_share = int(cluster.host_memory_gib * GIB) // gpus, int(cluster.disk_gib * GIB) // gpus
     hosts = Hosts(gpus, (), memory, host_share, disk_share)
