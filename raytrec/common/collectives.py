@@ -31,7 +31,6 @@ class Peers:
 
     Args:
         device: Device of the tensors that are sent; default: `get_collective_device` of the group.
-        at_once: Maximum number of rows that `send` copies to `device` at a time.
         alone: True to ignore other processes. By default, the peers are the ranks of the group, if one is initialized.
         group: Process group; default: torch's default group.
 
@@ -40,17 +39,11 @@ class Peers:
         world: Number of ranks.
     """
 
-    def __init__(
-        self,
-        device: torch.device | None = None,
-        at_once: int = ROWS_PER_EXCHANGE,
-        alone: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ):
+    def __init__(self, device: torch.device | None = None, alone: bool = False, group: dist.ProcessGroup | None = None):
         is_grouped = dist.is_initialized() and not alone
         self.world, self.rank = (dist.get_world_size(group), dist.get_rank(group)) if is_grouped else (1, 0)
         self.device = device or (get_collective_device(group) if is_grouped else None)
-        self._at_once, self._group = at_once, group
+        self._group = group
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the elementwise sum over ranks of a tensor, which has the same shape and dtype on all ranks."""
@@ -153,8 +146,8 @@ class Peers:
         if self.world == 1:
             return list(columns)
         received: list[list[torch.Tensor]] = [[column[:0]] for column in columns]
-        for start in range(0, int(self.max_number(len(ranks_N))), self._at_once):
-            part = slice(start, start + self._at_once)
+        for start in range(0, int(self.max_number(len(ranks_N))), ROWS_PER_EXCHANGE):
+            part = slice(start, start + ROWS_PER_EXCHANGE)
             order, counts = ranks_N[part].argsort(stable=True), ranks_N[part].bincount(minlength=self.world)
             sizes = counts.tolist(), self.transpose(counts).tolist()
             for column, parts in zip(columns, received, strict=True):

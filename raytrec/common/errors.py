@@ -188,12 +188,8 @@ def make_unknown_word_error(
         kind: Class of the error.
     """
     known_words = list(known_words)
-    return kind(
-        what + format_suggestion(word, known_words),
-        where=where,
-        expected=expected or f"one of {', '.join(known_words)}",
-        do=do,
-    )
+    expected = expected or f"one of {', '.join(known_words)}"
+    return kind(what + format_suggestion(word, known_words), where=where, expected=expected, do=do)
 
 
 def get_first_line(error: BaseException) -> str:

@@ -177,9 +177,5 @@ class ClaimedFolder(OutputFolder):
 
     def make_refusal(self, what: str, do: str = OTHER_FOLDER_ADVICE) -> ConfigError:
         """Return the error for a folder to which the command must not write, because it has other content."""
-        return ConfigError(
-            what,
-            where=f"--out {self.uri}",
-            expected=f"a new folder, or the folder of an earlier run of the same `{self._command}`",
-            do=do,
-        )
+        expected = f"a new folder, or the folder of an earlier run of the same `{self._command}`"
+        return ConfigError(what, where=f"--out {self.uri}", expected=expected, do=do)

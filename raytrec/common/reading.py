@@ -20,11 +20,6 @@ from typing import Any, TypeVar
 
 import yaml
 from yaml.composer import Composer
-from yaml.constructor import SafeConstructor
-from yaml.parser import Parser
-from yaml.reader import Reader
-from yaml.resolver import Resolver
-from yaml.scanner import Scanner
 
 MAX_DOCUMENT_DEPTH = 64  # levels of nesting; files written by raytrec have fewer than 10
 MAX_VALUES = 200_000  # values in a YAML file, with its anchors expanded
@@ -100,13 +95,7 @@ def parse_yaml(text: str | bytes) -> Any:
     if len(text) > MAX_YAML_BYTES:
         raise UnreadableError(f"the text is larger than {MAX_YAML_BYTES >> 20} MiB")
     try:
-        if isinstance(text, bytes):
-            text = text.decode()
-        loader = _Loader(text)
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
+        return yaml.load(text.decode() if isinstance(text, bytes) else text, _Loader)
     except UnreadableError:
         raise
     except UnicodeError as error:
@@ -136,25 +125,16 @@ def parse_json(text: str | bytes) -> Any:
     return values
 
 
-if yaml.__with_libyaml__:  # libyaml is several times as fast
-    from yaml.cyaml import CParser as _Parser
-else:
-
-    class _Parser(Reader, Scanner, Parser):  # type: ignore[no-redef]
-        def __init__(self, text: str):
-            Reader.__init__(self, text)
-            Scanner.__init__(self)
-            Parser.__init__(self)
+# libyaml's parser is several times as fast, but its own composer would bypass the methods of _Loader.
+_LOADERS: Any = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
 
 
-class _Loader(Composer, _Parser, SafeConstructor, Resolver):  # type: ignore[misc, valid-type]
+class _Loader(*_LOADERS):  # type: ignore[misc]
     """PyYAML's safe loader with limits; a repeated key is an error."""
 
     def __init__(self, text: str):
-        _Parser.__init__(self, text)
+        _LOADERS[-1].__init__(self, text)
         Composer.__init__(self)
-        SafeConstructor.__init__(self)
-        Resolver.__init__(self)
         self._depth = 0
         self._open: set[str] = set()  # anchors of the nodes that are being composed
         self._sizes: dict[int, int] = {}  # id of a node → its number of values after expansion

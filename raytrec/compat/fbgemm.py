@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -18,41 +18,10 @@ from raytrec.compat.versions import private
 CACHE_SETTINGS = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
 
 
-class ResidentRows(Protocol):
-    """In-memory copies of rows of a table that is stored in a file; see embeddings.mapped.HotRowCache."""
+def find_resident_rows(kernel: nn.Module) -> Any:
+    """Return the embeddings.mapped.HotRowCache that keeps rows of a kernel's table in memory, or None.
 
-    def look_up(self, rows: torch.Tensor, *, trains: bool) -> torch.Tensor:
-        """Return the indices at which the kernel finds the rows; `trains` is True if the rows will be updated."""
-        ...
-
-    def take_hit_share(self) -> float | None:
-        """Return the share of training lookups served from memory since the last call.
-
-        The result is None if there were no such lookups.
-        """
-        ...
-
-    def flush(self) -> None:
-        """Write the rows in memory back to the file."""
-        ...
-
-    def purge(self) -> None:
-        """Discard the rows in memory without writing them back."""
-        ...
-
-    def read(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return the current values of some rows."""
-        ...
-
-    def write(self, values: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
-        """Replace the values of some rows."""
-        ...
-
-
-def find_resident_rows(kernel: nn.Module) -> ResidentRows | None:
-    """Return the object that keeps rows of a kernel's table in memory, or None if there is no such object.
-
-    Only tables in files can have such an object.
+    Only tables in files can have such a cache.
     """
     return getattr(find_fused_lookup(kernel), "resident_rows", None)
 
@@ -134,9 +103,9 @@ class Cache:
         return current_NC
 
 
-def find_row_caches(model: nn.Module) -> dict[str, Cache | ResidentRows]:
-    """Return a mapping from table to the cache or in-memory rows of this rank's shard, for tables that have either."""
-    caches_by_table: dict[str, Cache | ResidentRows] = {}
+def find_row_caches(model: nn.Module) -> dict[str, Any]:
+    """Return a mapping from table to the Cache or HotRowCache of this rank's shard, for tables that have either."""
+    caches_by_table: dict[str, Any] = {}
     for kernel in iterate_sharded_kernels(model):
         if (rows := find_resident_rows(kernel)) is not None:
             caches_by_table[list_kernel_tables(kernel)[0].name] = rows

@@ -6,7 +6,7 @@ from time import monotonic, sleep
 from typing import Any
 from uuid import uuid4
 
-from raytrec.compat.versions import private
+from raytrec.compat.versions import private, set_private
 
 STATISTICS_METHODS = ("register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics")
 # Fields of OpRuntimeMetrics.
@@ -51,11 +51,7 @@ def disable_autoscaling_requests() -> None:
         def get_total_resources(self) -> ExecutionResources:
             return unlimited
 
-    def create_autoscaler(*_: Any, **__: Any) -> FixedAutoscaler:
-        return FixedAutoscaler()
-
-    private(streaming_executor, "create_cluster_autoscaler", "ray")
-    streaming_executor.create_cluster_autoscaler = create_autoscaler
+    set_private(streaming_executor, "create_cluster_autoscaler", lambda *_, **__: FixedAutoscaler(), "ray")
 
 
 def throttle_executors() -> None:
@@ -103,9 +99,6 @@ def disable_statistics() -> None:
         pass
 
     for name in STATISTICS_METHODS:
-        private(_StatsManager, name, "ray")
-        setattr(_StatsManager, name, staticmethod(do_nothing))
-    private(_StatsManager, "gen_dataset_id_from_stats_actor", "ray")
-    _StatsManager.gen_dataset_id_from_stats_actor = staticmethod(lambda: uuid4().hex)
-    private(ResourceAllocatorPrometheusCallback, "on_execution_step", "ray")
-    ResourceAllocatorPrometheusCallback.on_execution_step = do_nothing
+        set_private(_StatsManager, name, staticmethod(do_nothing), "ray")
+    set_private(_StatsManager, "gen_dataset_id_from_stats_actor", staticmethod(lambda: uuid4().hex), "ray")
+    set_private(ResourceAllocatorPrometheusCallback, "on_execution_step", do_nothing, "ray")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from raytrec.compat.versions import private, replace_private
+from raytrec.compat.versions import private, replace_private, set_private
 
 # File in RAY_TMPDIR that contains HOST:PORT of the cluster that was started last.
 CURRENT_CLUSTER_FILE = "ray/ray_current_cluster"
@@ -51,21 +51,21 @@ def keep_loopback() -> None:
     """Apply `get_loopback_env` to this process, in which Ray may already be imported."""
     from ray._private import ray_constants
 
-    _replace(ray_constants, "ENABLE_RAY_CLUSTER", False)
+    set_private(ray_constants, "ENABLE_RAY_CLUSTER", False, "ray")
 
 
 def disable_auto_connect() -> None:
     """Prevent calls to Ray from automatically starting or joining a cluster."""
     from ray._private import auto_init_hook
 
-    _replace(auto_init_hook, "enable_auto_connect", False)
+    set_private(auto_init_hook, "enable_auto_connect", False, "ray")
 
 
 def silence_workers() -> None:
     """Suppress the advice that Ray prints at every process exit despite `log_to_driver=False`."""
     import ray
 
-    _replace(ray._private.worker, "print_to_stdstream", lambda data, ignore_prefix: None)
+    set_private(ray._private.worker, "print_to_stdstream", lambda data, ignore_prefix: None, "ray")
 
 
 def make_folder_arguments(folder: Path) -> dict[str, Any]:
@@ -89,10 +89,9 @@ def get_logs_folder() -> Path:
     return Path(ray._private.worker._global_node.get_logs_dir_path())
 
 
-@contextmanager
 def replace_popen(
     options: dict[str, Any], env: dict[str, str], on_process_start: Callable[[int, bool], None]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Make Ray start its processes in the block with additional options of subprocess.Popen.
 
     Args:
@@ -110,12 +109,10 @@ def replace_popen(
             super().__init__(*args, **settings, **options)
             on_process_start(self.pid, args[0][0] == services.RAYLET_EXECUTABLE)
 
-    with replace_private(services, "ConsolePopen", CustomPopen, "ray"):
-        yield
+    return replace_private("ray", (services, "ConsolePopen", CustomPopen))
 
 
-@contextmanager
-def omit_unneeded_processes() -> Iterator[None]:
+def omit_unneeded_processes() -> AbstractContextManager[None]:
     """Make a local Ray cluster that is started in the block omit unneeded processes.
 
     Three processes are omitted. Each imports Ray, which takes a second; ray.init waits for one of them. The
@@ -124,17 +121,14 @@ def omit_unneeded_processes() -> Iterator[None]:
     """
     from ray._private.node import Node
 
-    with ExitStack() as stack:
-        for name in UNNEEDED_NODE_METHODS:
-            stack.enter_context(replace_private(Node, name, lambda self, **_: None, "ray"))
-        yield
+    return replace_private("ray", *((Node, name, lambda self, **_: None) for name in UNNEEDED_NODE_METHODS))
 
 
 def replace_worker_script(script: Path) -> AbstractContextManager[None]:
     """Make a Ray cluster that is started in the block use this script instead of Ray's setup_worker.py."""
     from ray._private import ray_constants
 
-    return replace_private(ray_constants, "SETUP_WORKER_FILENAME", str(script), "ray")
+    return replace_private("ray", (ray_constants, "SETUP_WORKER_FILENAME", str(script)))
 
 
 def get_first_job_env(raylet: int) -> dict[str, str]:
@@ -159,7 +153,7 @@ def draw_actor_class_ids_from(random: Callable[[int], bytes]) -> AbstractContext
         def from_random() -> Any:
             return original_class(random(original_class.size()))
 
-    return replace_private(ray.actor, "ActorClassID", RandomClassID, "ray")
+    return replace_private("ray", (ray.actor, "ActorClassID", RandomClassID))
 
 
 def read_token_again() -> None:
@@ -167,9 +161,3 @@ def read_token_again() -> None:
     import ray._raylet as raylet
 
     private(raylet, "Config", "ray").initialize("")
-
-
-def _replace(module: Any, name: str, value: Any) -> None:
-    """Set an attribute of a Ray module; raise RunError if the module has no such attribute."""
-    private(module, name, "ray")
-    setattr(module, name, value)

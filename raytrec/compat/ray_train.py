@@ -62,7 +62,7 @@ class ControlledTrainer(DataParallelTrainer):
         try:
             return super()._initialize_and_run_controller(**parts | self._policies)
         except _ControllerStarted as started:
-            controller = started.controller
+            (controller,) = started.args
         self._wait(controller.run.remote())
         return self._wait(controller.get_result.remote())
 
@@ -142,9 +142,7 @@ class NoDatasets(DatasetsCallback):
 
 
 class _ControllerStarted(Exception):
-    def __init__(self, controller: Any):
-        super().__init__()
-        self.controller = controller
+    """Signal whose argument is the controller that Ray Train has started."""
 
 
 class RequestingPolicy(ScalingPolicy):

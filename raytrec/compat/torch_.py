@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimi
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.utils._python_dispatch import TorchDispatchMode as EveryOperator
 
-from raytrec.compat.versions import missing, private
+from raytrec.compat.versions import private, replace_private, set_private
 
 # Names of torch that other modules import from here; functions defined below need no entry.
 __all__ = ["Dropout", "EveryOperator", "Shard", "ShardMetadata", "ShardedTensor", "apply_optimizer_in_backward"]
@@ -101,18 +101,13 @@ def _enter_if_profiled(self: record_function) -> record_function:
     return _enter(self) if self.run_callbacks_on_exit else self
 
 
-@contextmanager
-def hide_gpus_during_import() -> Iterator[None]:
+def hide_gpus_during_import() -> AbstractContextManager[None]:
     """Make torch report no GPU to modules that are imported in the block.
 
     fbgemm_gpu (1.8.0) checks for a GPU at import, after which torch does not let forked processes use GPUs. The
     result of the check matters only for AMD GPUs and Triton operators, which raytrec does not use.
     """
-    original, torch.cuda.is_available = torch.cuda.is_available, lambda: False
-    try:
-        yield
-    finally:
-        torch.cuda.is_available = original
+    return replace_private("torch", (torch.cuda, "is_available", lambda: False))
 
 
 def refuses_gpus() -> bool:
@@ -199,9 +194,7 @@ def bind_store(address: str) -> None:
     Without a listening socket from the caller, torch/distributed/rendezvous.py listens on all interfaces.
     """
     # The attribute torch.distributed.rendezvous is a function.
-    module: Any = import_module("torch.distributed.rendezvous")
-    if "TCPStore" not in vars(module):
-        raise missing("torch.distributed.rendezvous.TCPStore", "torch")
+    module = import_module("torch.distributed.rendezvous")
 
     def store(host_name: str, port: int, *args: Any, is_master: bool = False, **options: Any) -> TCPStore:
         if is_master:
@@ -212,7 +205,7 @@ def bind_store(address: str) -> None:
             options["master_listen_fd"] = listener.detach()
         return TCPStore(host_name, port, *args, is_master=is_master, **options)
 
-    module.TCPStore = store
+    set_private(module, "TCPStore", store, "torch")
 
 
 _untimed_wait: Any = dist.Work.wait

@@ -48,13 +48,11 @@ def find_wrong_versions() -> RunError | None:
     versions = {
         name: version for name in (*SUPPORTED_VERSIONS, *PAIRED_PACKAGES) if (version := get_installed_version(name))
     }
-    mismatched = [
-        name
-        for name in SUPPORTED_VERSIONS
-        if name in versions and not _matches(versions[name], *SUPPORTED_VERSIONS[name])
-    ]
-    what = [f"{name} {versions[name]}" for name in mismatched]
-    expected = [f"{name} {' or '.join(SUPPORTED_VERSIONS[name])}" for name in mismatched]
+    what, expected = [], []
+    for name, pins in SUPPORTED_VERSIONS.items():
+        if name in versions and not _matches(versions[name], *pins):
+            what.append(f"{name} {versions[name]}")
+            expected.append(f"{name} {' or '.join(pins)}")
     paired = {name: versions[name] for name in PAIRED_PACKAGES if name in versions}
 
     def distance(pair: dict[str, str]) -> int:
@@ -117,18 +115,34 @@ def _parse_release(version: str) -> int:
 
 
 @contextmanager
-def replace_private(owner: Any, name: str, replacement_value: Any, package: str) -> Iterator[None]:
-    """Replace an attribute of an upstream object during the block.
+def replace_private(package: str, *replacements: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replace attributes of upstream objects during the block.
+
+    Args:
+        package: Upstream package.
+        *replacements: (object, name of its attribute, new value) of each replacement.
+
+    Raises:
+        RunError: An attribute is missing; see `private`.
+    """
+    originals = [(owner, name, private(owner, name, package)) for owner, name, _ in replacements]
+    try:
+        for owner, name, value in replacements:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in originals:
+            setattr(owner, name, value)
+
+
+def set_private(owner: Any, name: str, value: Any, package: str) -> None:
+    """Replace an attribute of an upstream object for the rest of the process.
 
     Raises:
         RunError: The attribute is missing; see `private`.
     """
-    original = private(owner, name, package)
-    setattr(owner, name, replacement_value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+    private(owner, name, package)
+    setattr(owner, name, value)
 
 
 def private(owner: Any, name: str, package: str) -> Any:

@@ -54,11 +54,7 @@ class Features:
         """Return a mapping from table to all features that read it, for tables that return a vector per id."""
         by_id = [*self.sequences, *self.schema.select_candidate_names(self.schema.sparse)]
         tables = {self.schema.sparse[feature].table for feature in by_id}
-        readers: dict[str, list[str]] = {table: [] for table in self.schema.tables if table in tables}
-        for feature, spec in self.schema.sparse.items():
-            if spec.table in readers:
-                readers[spec.table].append(feature)
-        return readers
+        return {table: readers for table, readers in self.schema.features_by_table.items() if table in tables}
 
 
 def resolve_features(schema: Schema, model: ModelSection | None = None) -> Features:

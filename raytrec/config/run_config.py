@@ -78,51 +78,44 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> RunConfig:
-        workers = self.scaling.max_workers
-        if self.scaling.min_workers > workers:
+        data, train, minimum, workers = self.data, self.train, self.scaling.min_workers, self.scaling.max_workers
+        if minimum > workers:
+            raise ValueError(f"scaling.num_workers.min ({minimum}) exceeds scaling.num_workers.max ({workers})")
+        if data.lanes < workers:
             raise ValueError(
-                f"scaling.num_workers.min ({self.scaling.min_workers}) exceeds scaling.num_workers.max ({workers})"
-            )
-        if self.data.lanes < workers:
-            raise ValueError(
-                f"data.lanes is {self.data.lanes}, but scaling.num_workers is {workers}: each worker "
+                f"data.lanes is {data.lanes}, but scaling.num_workers is {workers}: each worker "
                 "reads at least one lane; increase data.lanes"
             )
-        if self.data.global_batch_size < workers:
+        if data.global_batch_size < workers:
             raise ValueError(
-                f"data.global_batch_size is {self.data.global_batch_size}, but scaling.num_workers is "
+                f"data.global_batch_size is {data.global_batch_size}, but scaling.num_workers is "
                 f"{workers}: each worker needs at least one row of a batch"
             )
-        if self.train.compile == "graphs" and self.scaling.device == "cpu":
+        if train.compile == "graphs" and self.scaling.device == "cpu":
             raise ValueError(
                 "train.compile=graphs records CUDA graphs, but scaling.device is cpu; set train.compile=true"
             )
-        if self.train.compile and self.train.activation_checkpointing:
+        if train.compile and train.activation_checkpointing:
             raise ValueError(
                 "train.compile and train.activation_checkpointing are both set; set one of them to false, "
                 "because torch.compile itself selects the activations to recompute"
             )
-        if self.checkpoint.keep_best and not self.train.eval_every_steps:
+        every, restores_best = train.eval_every_steps, train.early_stopping and train.early_stopping.restore_best
+        if self.checkpoint.keep_best and not every:
             raise ValueError("checkpoint.keep_best is set, but train.eval_every_steps is not")
-        if self.train.early_stopping and not self.train.eval_every_steps:
+        if train.early_stopping and not every:
             raise ValueError("train.early_stopping is set, but train.eval_every_steps is not")
-        stopping = self.train.early_stopping
-        if stopping and stopping.restore_best and not self.checkpoint.keep_best:
+        if restores_best and not self.checkpoint.keep_best:
             raise ValueError("train.early_stopping.restore_best is set, but checkpoint.keep_best is not")
-        if self.eval.retrieval and not (self.data.valid or self.data.test):
+        if self.eval.retrieval and not (data.valid or data.test):
             raise ValueError("eval.retrieval is set, but neither data.valid nor data.test is set")
-        evaluated = self.data.valid or self.data.test or self.data.holdout
-        if self.train.eval_every_steps == "next_folder" and not (
-            self.data.shuffle == "none"
-            and self.data.test
-            and self.train.epochs == 1
-            and not (self.data.valid or self.data.holdout or (stopping and stopping.restore_best))
-        ):
+        is_in_order = data.shuffle == "none" and data.test and train.epochs == 1
+        if every == "next_folder" and (not is_in_order or data.valid or data.holdout or restores_best):
             raise ValueError(
                 "train.eval_every_steps=next_folder requires data.shuffle=none, data.test and train.epochs=1, and "
                 "excludes data.valid, data.holdout and train.early_stopping.restore_best"
             )
-        if self.train.eval_every_steps and not evaluated:
+        if every and not (data.valid or data.test or data.holdout):
             raise ValueError("train.eval_every_steps needs one of data.valid, data.holdout and data.test")
         return self
 

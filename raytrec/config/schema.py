@@ -83,17 +83,12 @@ class Schema(SchemaPart):
                     f"tables.{name}: the name must not be empty, contain a dot, or be an attribute of "
                     "torch's modules" + (f"; use '{to_table_name(name)}'" if name else "")
                 )
-        unused = set(self.tables) - {f.table for f in self.sparse.values()}
-        if unused:
+        if unused := set(self.tables) - {f.table for f in self.sparse.values()}:
             raise ValueError(f"tables: no sparse feature looks up {', '.join(sorted(unused))}")
         single = [*self.labels, *self.dense]
-        duplicates = {c for c in single if single.count(c) > 1}
-        if duplicates:
+        if duplicates := {c for c in single if single.count(c) > 1}:
             raise ValueError(f"labels/dense: column {', '.join(sorted(duplicates))} is listed twice")
-        leaked = set(self.labels) & {c for f in self.sparse.values() for c in (f.column, f.weights) if c}
-        leaked |= set(self.labels) & {n for n, f in self.sparse.items() if f.column is None}
-        leaked |= set(self.labels) & {column for f in self.sparse.values() for column in f.side_features}
-        if leaked:
+        if leaked := set(self.labels) & set(self._list_sparse_columns()):
             raise ValueError(f"sparse: label {', '.join(sorted(leaked))} is also an input")
         return self
 
@@ -127,6 +122,14 @@ class Schema(SchemaPart):
         """
         return [name for name in names if name not in self.candidates]
 
+    @property
+    def features_by_table(self) -> dict[str, list[str]]:
+        """Return a mapping from each table to the sparse features that look it up."""
+        features: dict[str, list[str]] = {table: [] for table in self.tables}
+        for feature, spec in self.sparse.items():
+            features[spec.table].append(feature)
+        return features
+
     def get_ids_column(self, feature: str) -> str:
         """Return the Parquet column that holds a sparse feature's ids."""
         return self.sparse[feature].column or feature
@@ -138,13 +141,14 @@ class Schema(SchemaPart):
     @property
     def columns(self) -> list[str]:
         """Return every Parquet column to read, each once, labels first."""
-        names = [*self.labels, *self.dense]
+        return list(dict.fromkeys([*self.labels, *self.dense, *self._list_sparse_columns()]))
+
+    def _list_sparse_columns(self) -> list[str]:
+        names = []
         for feature, spec in self.sparse.items():
-            names.append(self.get_ids_column(feature))
-            if spec.weights is not None:
-                names.append(spec.weights)
-            names += spec.side_features
-        return list(dict.fromkeys(names))
+            weights = [] if spec.weights is None else [spec.weights]
+            names += [self.get_ids_column(feature), *weights, *spec.side_features]
+        return names
 
     @property
     def inputs(self) -> list[str]:

@@ -109,11 +109,10 @@ def find_origin(place: str) -> str | None:
     if "://" in place:
         return place
     file = Path(place).absolute()
-    of_run = file.name == CONFIG and (
-        _contains_any(file.parent, RUN_FILES) or _contains_any(file.parent.parent, SEARCH_FILES)
-    )
-    of_search = file.name in SEARCH_CONFIG_FILES and _contains_any(file.parent, SEARCH_FILES)
-    return describe_foreign_file(file) if (of_run or of_search) and not is_own_file(file) else None
+    in_search = _contains_any(file.parent, SEARCH_FILES)
+    in_run = _contains_any(file.parent, RUN_FILES) or _contains_any(file.parent.parent, SEARCH_FILES)
+    is_stored = (file.name == CONFIG and in_run) or (file.name in SEARCH_CONFIG_FILES and in_search)
+    return describe_foreign_file(file) if is_stored and not is_own_file(file) else None
 
 
 def find_checkpoint_origin(folder: str, values: dict[str, Any]) -> str | None:
@@ -181,20 +180,16 @@ def _make_key(file: Path) -> None:
 
 def _find_modules(values: dict[str, Any]) -> dict[str, str]:
     """Return a mapping from key to module:name for all code that a configuration names."""
-    modules = {}
-    model, data = as_dict(values.get("model")), as_dict(values.get("data"))
-    if ":" in str(model.get("name", "")):
-        modules["model.name"] = str(model["name"])
+    model, data, checks = (as_dict(values.get(section)) for section in ("model", "data", "checks"))
+    names = {"model.name": model.get("name")}
     for number, transform in enumerate(as_list(data.get("transforms"))):
-        do = str(as_dict(transform).get("do", ""))
-        if ":" in do:
-            modules[f"data.transforms[{number}].do"] = do
-    for place, name in _iterate_task_code(values.get("tasks")):
-        if ":" in name:
-            modules[place] = name
-    for check in as_dict(as_dict(values.get("checks")).get("custom")):
-        modules[f"checks.custom.{check}"] = str(check)
-    return modules
+        names[f"data.transforms[{number}].do"] = as_dict(transform).get("do")
+    for number, task in enumerate(map(as_dict, as_list(values.get("tasks")))):
+        names[f"tasks[{number}].loss"] = task.get("loss")
+        for place, metric in enumerate(as_list(task.get("metrics"))):
+            names[f"tasks[{number}].metrics[{place}]"] = metric
+    modules = {key: str(name) for key, name in names.items() if ":" in str(name)}
+    return modules | {f"checks.custom.{check}": str(check) for check in as_dict(checks.get("custom"))}
 
 
 def _iterate_places(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -252,15 +247,6 @@ def _split_server(uri: str) -> SplitResult | None:
         split = urlsplit(uri)
         return split if split.port != 0 else None
     return None
-
-
-def _iterate_task_code(tasks: Any) -> Iterator[tuple[str, str]]:
-    """Yield (key, value) of each loss and metric."""
-    for number, task in enumerate(as_list(tasks)):
-        task = as_dict(task)
-        yield f"tasks[{number}].loss", str(task.get("loss", ""))
-        for place, metric in enumerate(as_list(task.get("metrics"))):
-            yield f"tasks[{number}].metrics[{place}]", str(metric)
 
 
 def _to_text(value: Any) -> str:

@@ -183,8 +183,8 @@ def check_gpus() -> Diagnoses:
     if not kinds:
         what, do = "NVML reports no GPU for this process", "run nvidia-smi, and check CUDA_VISIBLE_DEVICES"
         yield Diagnosis(FAILURE, what, do)
-    with ThreadPoolExecutor(len(kinds) or 1) as pool:
-        yield from pool.map(_diagnose_gpu, names or map(str, range(len(kinds))), kinds)
+    with ThreadPoolExecutor(len(names) or 1) as pool:
+        yield from pool.map(_diagnose_gpu, names, kinds)
 
 
 def _diagnose_gpu(name: str, kind: tuple[str, tuple[int, int]]) -> Diagnosis:

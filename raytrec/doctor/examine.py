@@ -157,26 +157,20 @@ def _run_checks(nodes: ThisHost, storage: list[str], show: Callable[[str], None]
             exam.diagnoses += merge(run_check(name, partial(node_checks[name], nodes), CLUSTER_CHECK_TIMEOUT_S))
             continue
         answers = nodes.ask(check_host, name, limit_s=HOST_CHECKS[name][1] + ANSWER_MARGIN_S)
-        diagnoses = _collect_diagnoses(name, nodes.names, answers)
-        exam.diagnoses += diagnoses
-        if name == "operators":
-            bad = {host for diagnosis in diagnoses if diagnosis.result == FAILURE for host in diagnosis.hosts}
-            nodes.hosts_without_torch.update(i for i, host in enumerate(nodes.names) if host in bad)
+        diagnoses: list[Diagnosis] = []
+        for number, (host, answer) in enumerate(zip(nodes.names, answers, strict=True)):
+            if isinstance(answer, Exception):
+                what = f"this host cannot be checked: {type(answer).__name__}: {get_first_line(answer)}"
+                answer = [Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, name)]
+            diagnoses += [replace(diagnosis, hosts=(host,)) for diagnosis in answer]
+            if name == "operators" and any(diagnosis.result == FAILURE for diagnosis in answer):
+                nodes.hosts_without_torch.add(number)
+        exam.diagnoses += merge(diagnoses)
 
 
 def check_host(name: str) -> list[Diagnosis]:
     """Run one of HOST_CHECKS on this host."""
     return run_check(name, *HOST_CHECKS[name])
-
-
-def _collect_diagnoses(name: str, hosts: list[str], answers: list[Any]) -> list[Diagnosis]:
-    diagnoses = []
-    for host, answer in zip(hosts, answers, strict=True):
-        if isinstance(answer, Exception):
-            what = f"this host cannot be checked: {type(answer).__name__}: {get_first_line(answer)}"
-            answer = [Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, name)]
-        diagnoses += [replace(diagnosis, hosts=(host,)) for diagnosis in answer]
-    return merge(diagnoses)
 
 
 def merge(diagnoses: list[Diagnosis]) -> list[Diagnosis]:

@@ -21,7 +21,7 @@ from raytrec.common.machine import (
     REINSTALL_ADVICE,
     get_build_device,
     get_driver_versions,
-    get_installed_version,
+    get_installed_versions,
     get_torch_cuda_version,
     list_gpu_kinds,
 )
@@ -63,23 +63,22 @@ class Diagnosis:
 
 
 Diagnoses = Iterator[Diagnosis]
-HOST_CHECKS: dict[str, tuple[Callable[[], Diagnoses], float]] = {}  # name → function, limit in seconds
+HostCheck = Callable[[], Diagnoses]
+HOST_CHECKS: dict[str, tuple[HostCheck, float]] = {}  # name → function, limit in seconds
 PRE_RUN_CHECKS = ("driver", "shared memory", "limits", "memory", "Ray's folder")
 
 
-def host_check(
-    name: str, limit_s: float = DEFAULT_CHECK_LIMIT_S
-) -> Callable[[Callable[[], Diagnoses]], Callable[[], Diagnoses]]:
+def host_check(name: str, limit_s: float = DEFAULT_CHECK_LIMIT_S) -> Callable[[HostCheck], HostCheck]:
     """Return a decorator that registers a check of the local host, with a time limit in seconds."""
 
-    def register(function: Callable[[], Diagnoses]) -> Callable[[], Diagnoses]:
+    def register(function: HostCheck) -> HostCheck:
         HOST_CHECKS[name] = function, limit_s
         return function
 
     return register
 
 
-def run_check(name: str, function: Callable[[], Diagnoses], limit_s: float) -> list[Diagnosis]:
+def run_check(name: str, function: HostCheck, limit_s: float) -> list[Diagnosis]:
     """Return the diagnoses of a check; an exception or a timeout becomes one diagnosis."""
     try:
         diagnoses = call_within(limit_s, lambda: list(function()))
@@ -140,8 +139,7 @@ def check_packages() -> Diagnoses:
     if error := find_wrong_versions():
         yield diagnose_error(error)
         return
-    names = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
-    versions = [f"{name} {version}" for name in names if (version := get_installed_version(name))]
+    versions = [f"{name} {version}" for name, version in get_installed_versions().items() if name != "raytrec"]
     cuda = get_torch_cuda_version()
     yield Diagnosis(OK, ", ".join(versions) + (f", CUDA {cuda}" if cuda else ", built for CPUs"))
 
@@ -229,10 +227,8 @@ def check_ray_folder() -> Diagnoses:
     folder = get_logs_folder() if is_on_ray else find_base_folder()
     disk = shutil.disk_usage(folder)
     what = f"{disk.free / GIB:,.1f} GiB free of {disk.total / GIB:,.1f} GiB at {folder}"
-    do = (
-        f"remove old sessions from this folder, or set {RAY_TMPDIR_VARIABLE} to a folder on another disk "
-        "before Ray starts"
-    )
+    do = f"remove old sessions from this folder, or set {RAY_TMPDIR_VARIABLE} to a folder on another disk "
+    do += "before Ray starts"
     if disk.free < MIN_DISK_BYTES:
         yield Diagnosis(FAILURE, what, do)
     elif disk.used / disk.total > RAY_MAX_DISK_SHARE:

@@ -21,7 +21,8 @@ from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnoses, Diagnosi
 from raytrec.doctor.nodes import NO_ANSWER_REPAIR, REPLY_TIMEOUT_S, ThisHost
 
 ALL_REDUCE_ELEMENTS, ROUNDS = 1 << 22, 4  # timed all-reduce: 16 MiB of float32, fastest of four
-PORT_CONNECT_TIMEOUT_S, COLLECTIVE_TIMEOUT_S, IMPORT_ALLOWANCE_S = 5.0, 90.0, 60.0
+PORT_CONNECT_TIMEOUT_S, COLLECTIVE_TIMEOUT_S = 5.0, 90.0
+CHILD_TIMEOUT_S = COLLECTIVE_TIMEOUT_S + 60.0  # importing torch and an all-reduce
 MAX_ALL_REDUCES = 16  # all-reduces of one check; each may take COLLECTIVE_TIMEOUT_S
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 BRIDGE_PATTERN = re.compile(r"docker|br-|virbr|veth|cni|flannel|cali|lxc|podman|vmnet|tunl")
@@ -122,9 +123,8 @@ def check_ports(nodes: ThisHost) -> Diagnoses:
     ports = nodes.ask(listen, host_arguments={i: (nodes.addresses[i],) for i in indices})
     listening = [i for i in indices if isinstance(ports[i], int)]
     places = [(nodes.addresses[i], ports[i]) for i in listening]
-    answers = nodes.ask(
-        find_connection_errors, places, limit_s=REPLY_TIMEOUT_S + PORT_CONNECT_TIMEOUT_S * (1 + len(places) // 64)
-    )
+    limit_s = REPLY_TIMEOUT_S + PORT_CONNECT_TIMEOUT_S * (1 + len(places) // 64)
+    answers = nodes.ask(find_connection_errors, places, limit_s=limit_s)
     for node in indices:
         if failed := [a for a in (ports[node], answers[node]) if isinstance(a, Exception)]:
             nodes.disconnected_pairs |= {frozenset((node, peer)) for peer in indices}
@@ -191,7 +191,7 @@ def join_group(
 
 def time_all_reduce_in_child(*arguments: Any) -> dict[str, Any]:
     """Take part in an all-reduce in a child process, with the arguments of `join_group` except its timeout."""
-    return run_child(join_group, *arguments, COLLECTIVE_TIMEOUT_S, limit_s=COLLECTIVE_TIMEOUT_S + IMPORT_ALLOWANCE_S)
+    return run_child(join_group, *arguments, COLLECTIVE_TIMEOUT_S, limit_s=CHILD_TIMEOUT_S)
 
 
 def check_all_reduce(nodes: ThisHost) -> Diagnoses:
@@ -201,8 +201,7 @@ def check_all_reduce(nodes: ThisHost) -> Diagnoses:
     """
     remaining = [i for i in range(len(nodes.names)) if i not in nodes.hosts_without_torch]
     if len(remaining) < 2:
-        what = "fewer than two nodes can import torch"
-        yield Diagnosis(WARNING, what, "first repair failures of `operators`")
+        yield Diagnosis(WARNING, "fewer than two nodes can import torch", "first repair failures of `operators`")
         return
     if any(frozenset(pair) in nodes.disconnected_pairs for pair in combinations(remaining, 2)):
         yield Diagnosis(WARNING, "not timed: some nodes cannot connect", "first repair failures of `ports`")
@@ -253,9 +252,6 @@ def _reduce(nodes: ThisHost, group: Sequence[int], backend: str) -> Any:
     arguments = {
         node: (rank, len(group), first, port, backend, nodes.addresses[node]) for rank, node in enumerate(group)
     }
-    answers = nodes.ask(
-        time_all_reduce_in_child,
-        host_arguments=arguments,
-        limit_s=COLLECTIVE_TIMEOUT_S + IMPORT_ALLOWANCE_S + REPLY_TIMEOUT_S,
-    )
+    limit_s = CHILD_TIMEOUT_S + REPLY_TIMEOUT_S
+    answers = nodes.ask(time_all_reduce_in_child, host_arguments=arguments, limit_s=limit_s)
     return next((answer for answer in answers if isinstance(answer, Exception)), answers[group[0]])

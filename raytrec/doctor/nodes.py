@@ -283,12 +283,9 @@ def check_storage(nodes: ThisHost, uri: str) -> Diagnoses:
         missing_by_host = nodes.ask(find_missing_files, uri, written, limit_s=STORAGE_TIMEOUT_S)
         for host, reason, missing in zip(nodes.names, reasons, missing_by_host, strict=True):
             if not reason and missing:
-                failed = isinstance(missing, Exception)
-                what = (
-                    f"cannot be listed: {missing}"
-                    if failed
-                    else f"lacks {format_count(len(missing), 'file')} written by other nodes"
-                )
+                what = f"cannot be listed: {missing}"
+                if not isinstance(missing, Exception):
+                    what = f"lacks {format_count(len(missing), 'file')} written by other nodes"
                 mount_repair = f"mount the same storage at {uri} on every node, or use s3://"
                 yield Diagnosis(FAILURE, f"{uri} on this node {what}", mount_repair, hosts=(host,))
         if not any(reasons) and not any(missing_by_host):

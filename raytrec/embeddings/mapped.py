@@ -19,7 +19,7 @@ from torchrec.distributed.types import ShardingPlan
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import format_bytes
 from raytrec.common.memory import prefetch_rows, unmap_file
-from raytrec.compat.fbgemm_lookups import map_table
+from raytrec.compat.torchrec_ import map_table
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.constraints import MMAP_KERNEL, advise_disk_space, find_memory_filesystem, find_mmap_folder

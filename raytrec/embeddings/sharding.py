@@ -180,7 +180,7 @@ class BagSharder(_ShardingTypesMixin, EmbeddingBagCollectionSharder):
 class IdSharder(_ShardingTypesMixin, EmbeddingCollectionSharder):
     """Sharder of tables that produce one vector per id, with fewer sharding types.
 
-    On CPU each of these tables has a separate lookup (compat.fbgemm_lookups.FusedPerIdLookup).
+    On CPU each of these tables has a separate lookup (compat.torchrec_.FusedPerIdLookup).
     """
 
     kinds = BY_ID_TYPES

@@ -15,10 +15,11 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.common.collectives import get_collective_device
-from raytrec.compat.fbgemm import Cache, ResidentRows, find_row_caches
+from raytrec.compat.fbgemm import Cache, find_row_caches
 from raytrec.compat.torch_ import ShardedTensor, list_local_parts
 from raytrec.compat.torchrec_ import iterate_sharded_collections, unwrap_optimizer
 from raytrec.embeddings.hashing import VALUES_PER_BLOCK, compute_initial_values
+from raytrec.embeddings.mapped import HotRowCache
 from raytrec.embeddings.optimizers import TableOptimizer, find_optimizer
 from raytrec.embeddings.pooling import find_table_name, find_weight_name
 
@@ -42,7 +43,7 @@ class Shard:
     rows: range
     columns: range
     values: torch.Tensor | None
-    cache: Cache | ResidentRows | None = None
+    cache: Cache | HotRowCache | None = None
 
     def read(self, rows: torch.Tensor | slice) -> torch.Tensor:
         """Return the current values of `rows`, int64 [n] or a slice, relative to the shard's first row."""
@@ -181,7 +182,7 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
     return collected
 
 
-def _collect_weight(value: torch.Tensor | ShardedTensor, cache: Cache | ResidentRows | None) -> ShardedValues:
+def _collect_weight(value: torch.Tensor | ShardedTensor, cache: Cache | HotRowCache | None) -> ShardedValues:
     if not isinstance(value, ShardedTensor):
         value = value.detach().as_subclass(torch.Tensor)
         whole = Shard(dist.get_rank(), range(value.shape[0]), range(value.shape[1]), value)

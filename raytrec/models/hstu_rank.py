@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, silu
 
-from raytrec.config.models.hstu_rank import HstuRankSection
+from raytrec.config.models.multitask import HstuRankSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import REQUESTS
 from raytrec.models.multitask import TaskTowers

@@ -38,7 +38,7 @@ class TwoTower(nn.Module):
 
     def __init__(self, schema: Schema, config: TwoTowerSection, outputs: int = 1, vectors: bool = False):
         super().__init__()
-        members = config.members(schema)
+        members = config.tower_members(schema)
         self.config = config
         self.queries, self.outputs, self.vectors = outputs + vectors, outputs, vectors
         self.width = config.tower_mlp[-1]

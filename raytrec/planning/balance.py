@@ -205,7 +205,8 @@ class PlanBalancer:
         A change moves a table to other ranks, gives a table another sharding option, or swaps two whole tables
         between the rank `slow` and a less busy rank.
         """
-        movable = {name: placement for name, placement in plan.of.items() if not self._space.is_fixed(name)}
+        free = {name for name, each in self._space.constraints.items() if each.group is None and each.ranks is None}
+        movable = {name: placement for name, placement in plan.of.items() if name in free}
         on_slow = {name: placement for name, placement in movable.items() if slow in placement[1]}
         for name, (current, ranks) in on_slow.items():
             busy, room = plan.busy - current.rank_seconds, plan.room.copy()

@@ -66,14 +66,14 @@ class OperatorCounter(EveryOperator):
         matrices: See DenseWork.
         bytes: See DenseWork.
         launches: See DenseWork.
-        peak: Peak bytes of live tensors created inside the block.
-        recorded_bytes: Bytes of live tensors at the last call of `record_live_bytes`.
+        alive: Bytes of live tensors created inside the block; between forward and backward, the activations.
+        peak: Maximum of `alive`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = self.matrices = self.bytes = self.launches = self.peak = self.recorded_bytes = 0
-        self._alive, self._live = 0, set()
+        self.flops = self.matrices = self.bytes = self.launches = self.alive = self.peak = 0
+        self._storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -89,28 +89,18 @@ class OperatorCounter(EveryOperator):
             else:
                 self.bytes += sum(map(_count_bytes, inputs)) + sum(map(_count_bytes, results))
         input_keys = {get_storage_key(tensor.untyped_storage()) for tensor in inputs}
-        for tensor in results:
-            storage = tensor.untyped_storage()
-            if get_storage_key(storage) not in input_keys:
-                self._record_storage(storage)
+        for storage in (tensor.untyped_storage() for tensor in results):
+            key, size = get_storage_key(storage), storage.nbytes()
+            if key not in input_keys and key not in self._storages:
+                self._storages.add(key)
+                self.alive += size
+                self.peak = max(self.peak, self.alive)
+                weakref.finalize(storage, self._forget, key, size)
         return out
 
-    def record_live_bytes(self) -> None:
-        """Record the bytes of live tensors; between forward and backward, these are the activations."""
-        self.recorded_bytes = self._alive
-
-    def _record_storage(self, storage: torch.UntypedStorage) -> None:
-        key, size = get_storage_key(storage), storage.nbytes()
-        if key in self._live:
-            return
-        self._live.add(key)
-        self._alive += size
-        self.peak = max(self.peak, self._alive)
-        weakref.finalize(storage, self._forget, key, size)
-
     def _forget(self, key: int, size: int) -> None:
-        self._live.discard(key)
-        self._alive -= size
+        self._storages.discard(key)
+        self.alive -= size
 
 
 def _iterate_tensors(value: Any) -> Any:
@@ -175,13 +165,13 @@ def count_dense_layers(
                 looked_up[name] = torch.zeros(shape, device=device, requires_grad=True)
             with counter:
                 loss, _ = head(looked_up, batch)
-                counter.record_live_bytes()
+                live_bytes = counter.alive
                 loss.backward()
         parameters = list(head.parameters())
         size = sum(p.numel() * p.element_size() for p in parameters)
         activations = max(0.0, counter.peak - size)
         work = counter.flops, counter.matrices, counter.bytes, counter.launches
-        return DenseWork(*work, size, len(parameters), activations), counter.recorded_bytes
+        return DenseWork(*work, size, len(parameters), activations), live_bytes
 
     try:
         if rows <= MAX_META_ROWS:

@@ -7,12 +7,10 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from warnings import catch_warnings, simplefilter
-
-import yaml
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.features import resolve_features
@@ -68,11 +66,6 @@ class ClusterEstimate:
     remedies: list[str] = field(default_factory=list)
 
     @property
-    def name(self) -> str:
-        """Return the name of the cluster."""
-        return self.cluster.name
-
-    @property
     def fits(self) -> bool:
         """Return True if there is a plan and every tier has enough memory."""
         return self.refusal is None and not self.lacks
@@ -115,9 +108,8 @@ class ClusterEstimator:
                 simplefilter("ignore", FutureWarning)
                 tables = dry_run(config, self._schema, cluster, self._parameters)
         except ConfigError as refusal:
-            return ClusterEstimate(
-                cluster, refusal=refusal, table_memory_gib=self._estimate_tables_gib(config, cluster)
-            )
+            needed = self._estimate_tables_gib(config, cluster)
+            return ClusterEstimate(cluster, refusal=refusal, table_memory_gib=needed)
         shape = cluster.linked
         loads = LoadCounter(config, self._schema, *shape).count(tables)
         dense = self._count_dense_work(config, cluster)
@@ -146,30 +138,27 @@ class ClusterEstimator:
 
     def _iterate_remedies(self, config: RunConfig, cluster: Cluster) -> Iterator[str]:
         """Yield single changes that make the run fit: first to the configuration, then to the number of hosts."""
-        plan, on_cpu = config.plan, config.scaling.device == "cpu"
+        plan, train, on_cpu = config.plan, config.train, config.scaling.device == "cpu"
         kernels = ["fused", "fused_mmap"] if on_cpu else ["fused", "fused_uvm_caching", "fused_uvm"]
         changes = {
-            f"plan.sharding_types={[*plan.sharding_types, kind]}".replace("'", ""): True
+            f"plan.sharding_types=[{', '.join([*plan.sharding_types, kind])}]": kind not in plan.sharding_types
             for kind in ("row_wise", "column_wise")
-            if kind not in plan.sharding_types
         }
         changes |= {
             f"plan.compute_kernels=[{', '.join(kernels)}]": plan.compute_kernels != kernels,
-            "train.activation_checkpointing=true": not (train := config.train).compile
-            and not train.activation_checkpointing,
+            "train.activation_checkpointing=true": not train.compile and not train.activation_checkpointing,
             "checkpoint.async_save=false": config.checkpoint.async_save and not on_cpu,
             "optim.embeddings.name=rowwise_adagrad": config.optim.embeddings.name in ("adagrad", "adam"),
             "plan.tables.*.dtype=fp16": not plan.tables,
         }
         for change in (change for change, possible in changes.items() if possible):
             try:
-                changed = load_config(yaml.safe_load(config.to_yaml()), [change], allow_code=True)
+                changed = load_config(config, [change], allow_code=True)
             except ConfigError:
                 continue
             if self._predict(changed, cluster).fits:
                 yield change + (" (changes results)" if change.startswith("optim") else "")
-        larger = self.find_smallest_cluster(lambda hosts: cluster._replace(hosts=hosts), cluster.hosts + 1)
-        if larger:
+        if larger := self.find_smallest_cluster(lambda hosts: cluster._replace(hosts=hosts), cluster.hosts + 1):
             yield f"{larger.cluster.hosts} hosts of this type" if not cluster.machine else larger.cluster.name
 
     def find_smallest_cluster(
@@ -186,10 +175,7 @@ class ClusterEstimator:
         if config.plan.compute_kernels == ["fused"]:
             min_hosts = max(min_hosts, math.ceil(needed / room))
         high, low, num_refused = min_hosts, min_hosts - 1, 0
-        while True:
-            estimate = self(make_cluster(high))
-            if estimate.fits:
-                break
+        while not (estimate := self(make_cluster(high))).fits:
             num_refused += estimate.refusal is not None
             is_limit = high >= MAX_HOSTS or high * single_host.gpus >= config.data.global_batch_size
             if is_limit or num_refused == MAX_REFUSALS:
@@ -197,9 +183,8 @@ class ClusterEstimator:
             low, high = high, min(2 * high, MAX_HOSTS)
         while high - low > 1:
             middle = (low + high) // 2
-            middle_estimate = self(make_cluster(middle))
-            if middle_estimate.fits:
-                high, estimate = middle, middle_estimate
+            if (candidate := self(make_cluster(middle))).fits:
+                high, estimate = middle, candidate
             else:
                 low = middle
         return estimate
@@ -219,10 +204,8 @@ class ClusterEstimator:
         Machine types on which the run does not fit are omitted. `prices` maps machine names to prices per hour.
         """
         estimates = [self.find_smallest_cluster(partial(Cluster.from_machine, machine=machine)) for machine in machines]
-        return sorted(
-            (each for each in estimates if each),
-            key=lambda each: (each.cluster.world, compute_hourly_price(each, prices) or 0),
-        )
+        found = [each for each in estimates if each]
+        return sorted(found, key=lambda each: (each.cluster.world, compute_hourly_price(each, prices) or 0))
 
 
 def compute_hourly_price(estimate: ClusterEstimate, prices: Mapping[str, float]) -> float | None:
@@ -259,18 +242,13 @@ def dry_run(
     device = "cpu" if config.scaling.device == "cpu" else "cuda"
     gpus, world, machine = cluster.gpus, cluster.world, cluster.machine
     if min(cluster.hosts, gpus) < 1:
-        raise ConfigError(
-            f"the cluster has {cluster.hosts} hosts with {gpus} GPUs each", expected="at least one of each"
-        )
-    hosts = Hosts(
-        gpus,
-        (),
-        int((config.plan.memory_gib or cluster.memory_gib) * GIB),
-        int(cluster.host_memory_gib * GIB) // gpus,
-        int(cluster.disk_gib * GIB) // gpus,
-        frozenset([machine.gpu] if machine else []),
-        machine.gpu_network if machine else None,
-    )
+        what = f"the cluster has {cluster.hosts} hosts with {gpus} GPUs each"
+        raise ConfigError(what, expected="at least one of each")
+    memory = int((config.plan.memory_gib or cluster.memory_gib) * GIB)
+    host_share, disk_share = int(cluster.host_memory_gib * GIB) // gpus, int(cluster.disk_gib * GIB) // gpus
+    hosts = Hosts(gpus, (), memory, host_share, disk_share)
+    if machine:
+        hosts = replace(hosts, gpus=frozenset([machine.gpu]), network=machine.gpu_network)
     optimizers = resolve_optimizers(config, schema)
     with _set_ranks_per_host(gpus):
         constraints, topology = validate_for_hosts(hosts, world, config, schema, device)

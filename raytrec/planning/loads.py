@@ -104,9 +104,7 @@ class LoadCounter:
         self._batch = -(-self._total // self._world)
         self._on_cpu = config.scaling.device == "cpu"
         self._optimizers = resolve_optimizers(config, schema)
-        self._features_of_table: dict[str, list[str]] = {table: [] for table in schema.tables}
-        for name in schema.sparse:
-            self._features_of_table[schema.sparse[name].table].append(name)
+        self._features_of_table = schema.features_by_table
         qcomms = config.plan.qcomms
         self._fwd, self._bwd = WIRE_BYTES[qcomms.forward_precision], WIRE_BYTES[qcomms.backward_precision]
         self._distinct: dict[tuple[str, float], float] = {}
@@ -153,10 +151,9 @@ class LoadCounter:
         add(out.shards[update_type], 1.0)
         moved, missed_share = ids * row + 2 * distinct * (row + (0.0 if dense else state)), 0.0
         if table.compute_kernel in UVM_KERNELS and not self._on_cpu:
-            is_cached = table.compute_kernel == CACHING_KERNEL
-            missed_share = (
-                1 - estimate_hit_share(table.rows * CACHED_ROWS_SHARE, table_statistics) if is_cached else 1.0
-            )
+            missed_share = 1.0
+            if table.compute_kernel == CACHING_KERNEL:
+                missed_share -= estimate_hit_share(table.rows * CACHED_ROWS_SHARE, table_statistics)
         add(out.host_bytes, missed_share * moved)
         if table.compute_kernel == MMAP_KERNEL:
             add(out.file_rows, distinct)
@@ -218,10 +215,8 @@ def estimate_ids_per_row(schema: Schema, features: Features) -> dict[str, float]
 
 def group_lengths_by_table(schema: Schema, features: Features) -> dict[str, list[float]]:
     """Return the expected ids per row by table: one number for each feature that looks up the table."""
-    lengths: dict[str, list[float]] = {table: [] for table in schema.tables}
-    for name, length in estimate_ids_per_row(schema, features).items():
-        lengths[schema.sparse[name].table].append(length)
-    return lengths
+    lengths = estimate_ids_per_row(schema, features)
+    return {table: [lengths[name] for name in names] for table, names in schema.features_by_table.items()}
 
 
 def _estimate_distinct_rows(draws: float, rows: int, statistics: Statistics | None) -> float:

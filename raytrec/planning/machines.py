@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-from raytrec.common.errors import ConfigError, format_suggestion
+from raytrec.common.errors import ConfigError, make_unknown_word_error
 
 DEFAULT_DISK_GIB = 1e6  # assumed disk size if none is given
 GIB_PATTERN = r"(\d+(?:\.\d+)?)gib"
@@ -122,12 +122,8 @@ def find_machine(name: str, where: str = "--on") -> Machine:
     gpus, _, kind = name.strip().lower().partition("x")
     machine = MACHINES.get(f"{gpus}x{_GPU_ALIASES.get(kind, kind)}")
     if machine is None:
-        raise ConfigError(
-            f"there is no machine '{name}'{format_suggestion(name, MACHINES)}",
-            where=where,
-            expected=f"one of {', '.join(MACHINES)}",
-            do="describe other machines by the memory of their GPUs, such as 2x4x48gib, and pass --rates",
-        )
+        do = "describe other machines by the memory of their GPUs, such as 2x4x48gib, and pass --rates"
+        raise make_unknown_word_error(f"there is no machine '{name}'", name, MACHINES, where, do=do)
     return machine
 
 

@@ -52,11 +52,6 @@ class Footprint(NamedTuple):
     host: int
     disk: int = 0
 
-    @property
-    def total(self) -> int:
-        """Return the sum of the bytes in all tiers."""
-        return self.device + self.host + self.disk
-
 
 def estimate_parts(table: Table, dtype: str, optimizer: str, kernel: str | None = None) -> dict[str, Footprint]:
     """Return the bytes of each part of a table or shard: weights, optimizer state and cache.
@@ -92,25 +87,19 @@ def estimate_footprints(
     config: RunConfig, schema: Schema, constraints: Constraints, device: str
 ) -> dict[str, Footprint]:
     """Return the bytes of each constrained table, including optimizer state, on a cpu or cuda device."""
-    optimizers = resolve_optimizers(config, schema)
-    return {
-        table: add_footprints(
-            estimate_parts(
-                schema.tables[table], spec.dtype, optimizers[table].name, resolve_kernel(device, spec.kernel)
-            ).values()
-        )
-        for table, spec in constraints.items()
-    }
+    optimizers, sizes = resolve_optimizers(config, schema), {}
+    for table, spec in constraints.items():
+        kernel = resolve_kernel(device, spec.kernel)
+        parts = estimate_parts(schema.tables[table], spec.dtype, optimizers[table].name, kernel)
+        sizes[table] = add_footprints(parts.values())
+    return sizes
 
 
 def estimate_id_map_bytes(schema: Schema, world: int) -> int:
     """Return the bytes per rank of the maps of managed ids, which are divided equally among `world` ranks."""
-    table_bytes = (
-        table.rows * (ID_BYTES + (WAITING_ID_BYTES if table.ids.admit_after > 1 else 0))
-        for table in schema.tables.values()
-        if table.ids
-    )
-    return -(-sum(table_bytes) // world)
+    managed = [table for table in schema.tables.values() if table.ids]
+    ids, waiting_ids = sum(t.rows for t in managed), sum(t.rows for t in managed if t.ids.admit_after > 1)
+    return -(-(ids * ID_BYTES + waiting_ids * WAITING_ID_BYTES) // world)
 
 
 @dataclass(frozen=True)

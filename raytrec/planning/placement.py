@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torchrec.distributed.planner.types import ShardingOption
 
-from raytrec.embeddings.constraints import HOST_SHARDING_TYPES, REDUCE_SCATTER_TYPES, TableConstraint
+from raytrec.embeddings.constraints import HOST_SHARDING_TYPES, REDUCE_SCATTER_TYPES
 from raytrec.planning.loads import LoadCounter, Loads
-from raytrec.planning.memory import PlannedTable
+from raytrec.planning.memory import Constraints, PlannedTable
 from raytrec.planning.step_cost import StepTime, estimate_step_time
 
 if TYPE_CHECKING:
@@ -81,12 +81,7 @@ class PlacementSpace:
     """
 
     def __init__(
-        self,
-        search: Search,
-        constraints: Mapping[str, TableConstraint],
-        options: Sequence[ShardingOption],
-        room: np.ndarray,
-        kernels: Mapping[str, str],
+        self, search: Search, constraints: Constraints, options: list[ShardingOption], room: np.ndarray, kernels: dict
     ):
         self._search, self.constraints, self.room, self._kernels = search, constraints, room, kernels
         self._counter, self.world = LoadCounter(search.config, search.schema, *search.linked), len(room)
@@ -145,11 +140,6 @@ class PlacementSpace:
         plan.busy[list(ranks)] += times * way.shard_seconds
         plan.busy += times * way.rank_seconds
         self._counter.add(plan.loads, self._make_table(way.option, ranks), times)
-
-    def is_fixed(self, name: str) -> bool:
-        """Return True if the configuration sets the ranks or the group of a table."""
-        constraint = self.constraints[name]
-        return constraint.group is not None or constraint.ranks is not None
 
     def get_used_shares(self, room: np.ndarray, ranks: Sequence[int] | slice = slice(None)) -> np.ndarray:
         """Return the used share of the fullest memory tier of each rank, float64 [ranks].

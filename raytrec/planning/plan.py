@@ -20,10 +20,10 @@ from raytrec.compat.torch_ import make_rank_placement
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tables import PlanSection
-from raytrec.embeddings.constraints import TableConstraint, measure_free_disk
+from raytrec.embeddings.constraints import measure_free_disk
 from raytrec.planning.dense_work import estimate_dense_work
 from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, find_gpu, find_network_bandwidth, group_linked_ranks
-from raytrec.planning.memory import GIB, check_disk, estimate_host_table_bytes, estimate_id_map_bytes
+from raytrec.planning.memory import GIB, Constraints, check_disk, estimate_host_table_bytes, estimate_id_map_bytes
 from raytrec.planning.rates import Rates
 from raytrec.planning.search import Search
 from raytrec.planning.validation import validate_constraints
@@ -176,7 +176,7 @@ def make_plan(
 
 def validate_for_hosts(
     hosts: Hosts, world: int, config: RunConfig, schema: Schema, device: str
-) -> tuple[dict[str, TableConstraint], Topology]:
+) -> tuple[Constraints, Topology]:
     """Return the tables' validated constraints, and the topology with each rank's memory for tables.
 
     Args:
@@ -221,7 +221,7 @@ def name_devices(plan: ShardingPlan, devices: Sequence[str]) -> ShardingPlan:
 def search_plan(
     hosts: Hosts,
     topology: Topology,
-    constraints: dict[str, TableConstraint],
+    constraints: Constraints,
     schema: Schema,
     config: RunConfig,
     model: nn.Module,

@@ -39,10 +39,8 @@ class Plans:
 
     def cheapest(self) -> ClusterEstimate | None:
         """Return the chosen prediction with the lowest price, or None if no price is known."""
-        priced = [
-            (price, each) for each in self.chosen if (price := compute_hourly_price(each, self.prices)) is not None
-        ]
-        return min(priced, key=lambda pair: pair[0])[1] if priced else None
+        priced = [each for each in self.chosen if compute_hourly_price(each, self.prices) is not None]
+        return min(priced, key=lambda each: compute_hourly_price(each, self.prices), default=None)
 
     def metrics(self) -> dict[str, Any]:
         """Return all predictions as JSON values, with memory in GiB per rank and times in seconds."""
@@ -95,7 +93,7 @@ def print_plans(plans: Plans) -> None:
         console.print(_format_time(plans, estimates))
     for each in estimates:
         for name, load in find_skewed_tables(plans.schema, each.cluster.world).items():
-            text = f"{each.name}: table {name} is skewed: with row_wise, the rank of its most frequent id has"
+            text = f"{each.cluster.name}: table {name} is skewed: with row_wise, the rank of its most frequent id has"
             console.print(f"{text} {load:.1f} × the mean load; column_wise balances it", soft_wrap=True, markup=False)
         for line in _describe_problems(each):
             console.print(line, soft_wrap=True, markup=False)
@@ -128,19 +126,13 @@ def find_skewed_tables(schema: Schema, world: int) -> dict[str, float]:
 def _format_tables(plans: Plans, estimate: ClusterEstimate) -> Table:
     gib: dict[str, float] = {}
     for (name, _), part in compute_rank_parts(estimate.tables, plans.config, plans.schema).items():
-        gib[name] = gib.get(name, 0.0) + part.size.total / GIB
+        gib[name] = gib.get(name, 0.0) + sum(part.size) / GIB
     rows, dim, size = (Column(name, justify="right") for name in ("rows", "dim", "total GiB"))
     lines = Table("table", rows, dim, "sharding_type", "compute_kernel", "ranks", size)
     for table in estimate.tables:
-        lines.add_row(
-            to_plain_text(table.table),
-            f"{table.rows:,}",
-            str(table.dim),
-            table.sharding_type,
-            table.compute_kernel,
-            format_rank_ranges(table.ranks),
-            f"{gib[table.table]:.2f}",
-        )
+        shape, plan = (f"{table.rows:,}", str(table.dim)), (table.sharding_type, table.compute_kernel)
+        ranks, total = format_rank_ranges(table.ranks), f"{gib[table.table]:.2f}"
+        lines.add_row(to_plain_text(table.table), *shape, *plan, ranks, total)
     return lines
 
 
@@ -154,17 +146,14 @@ def _format_memory(estimates: list[ClusterEstimate]) -> Table:
             continue
         for part in parts:
             lines.add_row(f"{name}: {part}", *(_format_gib(each, tier, part) for each in estimates))
-        lines.add_row(
-            f"{name}: total (of {_format_available(estimates, tier)})",
-            *(_format_gib(each, tier) for each in estimates),
-            style="bold",
-        )
+        totals = (_format_gib(each, tier) for each in estimates)
+        lines.add_row(f"{name}: total (of {_format_available(estimates, tier)})", *totals, style="bold")
         lines.add_section()
     return lines
 
 
 def _format_comparison(title: str, estimates: list[ClusterEstimate]) -> Table:
-    columns = (Column(each.name, justify="right") for each in estimates)
+    columns = (Column(each.cluster.name, justify="right") for each in estimates)
     return Table("", *columns, title=title, title_justify="left")
 
 
@@ -182,10 +171,8 @@ def _format_available(estimates: list[ClusterEstimate], tier: str) -> str:
 
 
 def _format_time(plans: Plans, estimates: list[ClusterEstimate]) -> Table:
-    from raytrec.planning.step_cost import STEP_PARTS
-
     lines, times = _format_comparison("ms per step", estimates), [each.time for each in estimates]
-    for part in STEP_PARTS:
+    for part in next(time.parts for time in times if time):
         lines.add_row(part, *(f"{time.parts[part] * 1e3:.2f}" if time else "–" for time in times))
     lines.add_section()
     lines.add_row("step", *(f"{time.step * 1e3:.2f}" if time else "–" for time in times), style="bold")
@@ -204,7 +191,7 @@ def _format_time(plans: Plans, estimates: list[ClusterEstimate]) -> Table:
 
 def _describe_problems(estimate: ClusterEstimate) -> list[str]:
     """Return lines that state why the run does not fit, and changes that would make it fit; [] if it fits."""
-    name, lines = estimate.name, []
+    name, lines = estimate.cluster.name, []
     if estimate.refusal:
         lines.append(f"{name} does not fit: {estimate.refusal.what}; expected {estimate.refusal.expected}")
         needed, free = estimate.table_memory_gib
@@ -240,7 +227,7 @@ def draw(plans: Plans, path: str | Path) -> None:
         raise ConfigError("no machine has a plan to draw", where="--picture", do="omit --picture to see the reasons")
     sizes: list[dict[str, float]] = [{} for _ in range(estimate.cluster.world)]
     for (table, rank), part in compute_rank_parts(estimate.tables, plans.config, plans.schema).items():
-        sizes[rank][table] = part.size.total
+        sizes[rank][table] = sum(part.size)
     figure = tables.memory_map(sizes)
     with convert_write_errors(path, "picture", "--picture"):
         if path.suffix == ".png":

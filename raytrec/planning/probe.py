@@ -30,7 +30,7 @@ BAGS, TABLE_BYTES, NUM_ID_SETS = 512, 64 << 20, 24
 DENSE_UPDATE_BYTES = 4 * (3 + 2 + 3)
 # Shapes of lookups: (tables, columns, ids per bag). The shape determines the numbers of bytes, ids and shards.
 LOOKUP_SHAPES = ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))
-SMALL_COLLECTIVE_VALUES, LARGE_COLLECTIVE_VALUES = 256, 1 << 20  # numbers of values in collectives
+COLLECTIVE_VALUES = (256, 1 << 20)  # numbers of values in small and large collectives
 ROUNDS = 7
 Sample = dict[str, float]
 Lookup = tuple[str, int, int, int]  # update type, followed by one of LOOKUP_SHAPES
@@ -57,10 +57,8 @@ def take_samples(rank: int, world: int, folder: str, limit_s: float) -> dict[str
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    timeout = timedelta(seconds=limit_s)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", f"file://{folder}/store", timeout, rank=rank, world_size=world
-    )
+    backend, timeout = "nccl" if on_gpu else "gloo", timedelta(seconds=limit_s)
+    dist.init_process_group(backend, f"file://{folder}/store", timeout, rank=rank, world_size=world)
     probe = RateProbe(device)
     probe.sample()  # warm-up
     samples = [probe.sample() for _ in range(ROUNDS)]
@@ -84,18 +82,10 @@ def compute_rates(samples: Sequence[Sequence[Sample]]) -> Rates:
         seconds.setdefault(lookup[0], {})[lookup] = medians[f"lookup {lookup}"]
     latency, bandwidth = {}, {}
     for kind in COLLECTIVES:
-        small, large = (
-            medians.get(f"{kind} {size}", 0.0) for size in (SMALL_COLLECTIVE_VALUES, LARGE_COLLECTIVE_VALUES)
-        )
-        latency[kind] = small
-        sent = (
-            4
-            * (LARGE_COLLECTIVE_VALUES - SMALL_COLLECTIVE_VALUES)
-            * (world - 1)
-            / world
-            * (2 if kind == "all_reduce" else 1)
-        )
-        bandwidth[kind] = sent / max(1e-9, large - small) if world > 1 else 1e12
+        latency[kind], large = (medians.get(f"{kind} {size}", 0.0) for size in COLLECTIVE_VALUES)
+        added_bytes = 4 * (COLLECTIVE_VALUES[1] - COLLECTIVE_VALUES[0]) * (2 if kind == "all_reduce" else 1)
+        sent = added_bytes * (world - 1) / world
+        bandwidth[kind] = sent / max(1e-9, large - latency[kind]) if world > 1 else 1e12
     return replace(
         Rates.for_cpu(world) if device == "cpu" else Rates.for_gpu(""),
         source=f"measured with {world} ranks",
@@ -117,18 +107,15 @@ def fit_lookup_rates(durations: Mapping[Lookup, float]) -> LookupRates:
     Args:
         durations: Lookup → measured seconds.
     """
-    rates, used = [0.0, 0.0, 0.0], [0, 1, 2]
+    rates, used = np.zeros(3), [0, 1, 2]
+    work = np.array([count_lookup_work(*shape) for shape in durations]) / np.array([[*durations.values()]]).T
     while used:
-        matrix = (
-            np.array([count_lookup_work(*shape) for shape in durations])[:, used] / np.array([[*durations.values()]]).T
-        )
-        values = np.linalg.lstsq(matrix, np.ones(len(durations)), rcond=None)[0]
+        values = np.linalg.lstsq(work[:, used], np.ones(len(durations)), rcond=None)[0]
         if (values >= 0).all():
-            for column, value in zip(used, values.tolist(), strict=True):
-                rates[column] = value
+            rates[used] = values
             break
         used.pop(int(values.argmin()))
-    return LookupRates(*rates)
+    return LookupRates(*rates.tolist())
 
 
 class RateProbe:
@@ -148,7 +135,8 @@ class RateProbe:
         size = 1 if device.type == "cpu" else 16
         self._x, self._w = values(512 * size, 512).requires_grad_(), values(256 * size, 512).requires_grad_()
         self._layers = [values(512, 512).requires_grad_() for _ in range(4)]
-        self._large = torch.optim.Adagrad([values(1 << 24).requires_grad_()])
+        self._large = values(1 << 24).requires_grad_()
+        self._optimizer = torch.optim.Adagrad([self._large])
         with OperatorCounter() as self._of_layers:
             self._run_layers()
         self._launch_s = (Rates.for_cpu(1) if device.type == "cpu" else Rates.for_gpu("")).launch_s
@@ -177,13 +165,12 @@ class RateProbe:
         layers, work = self._time_min(self._run_layers, 4), self._of_layers
         arithmetic = work.flops / out["matrix fp32"] + work.launches * self._launch_s
         out["copy"] = work.bytes / max(0.1 * layers, layers - arithmetic)
-        (large,) = self._large.param_groups[0]["params"]
-        out["stream"] = DENSE_UPDATE_BYTES * large.numel() / self._time_min(self._run_update, 1)
+        out["stream"] = DENSE_UPDATE_BYTES * self._large.numel() / self._time_min(self._run_update, 1)
         for shape, lookup in self._lookups.items():
             out[f"lookup {shape}"] = self._time_min(lookup, 1)
         if self._world > 1:
             for kind in COLLECTIVES:
-                for size in (SMALL_COLLECTIVE_VALUES, LARGE_COLLECTIVE_VALUES):
+                for size in COLLECTIVE_VALUES:
                     out[f"{kind} {size}"] = self._time_collective(kind, size, clock)
         return out
 
@@ -209,10 +196,9 @@ class RateProbe:
 
     def _run_update(self) -> None:
         """Create gradients and run a dense update."""
-        for weights in self._large.param_groups[0]["params"]:
-            weights.grad = torch.ones_like(weights)
-        self._large.step()
-        self._large.zero_grad()
+        self._large.grad = torch.ones_like(self._large)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
     def _time_min(self, call: Callable[[], object], times: int = 8) -> float:
         """Return the minimum seconds that a call takes: CPU seconds on CPU, elapsed seconds on a GPU."""
@@ -259,17 +245,15 @@ class _Lookup:
         )
 
         rows, on_cpu = TABLE_BYTES // (4 * dim * tables), device.type == "cpu"
-        locations = (EmbeddingLocation.HOST, ComputeDevice.CPU)
-        if not on_cpu:
-            locations = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+        on_gpu = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+        locations = (EmbeddingLocation.HOST, ComputeDevice.CPU) if on_cpu else on_gpu
         if update == DENSE:  # gradients are as large as the tables, so the tables are small
             rows = 1024
             self._kernel: Any = DenseTableBatchedEmbeddingBagsCodegen([(rows, dim)] * tables, use_cpu=on_cpu)
         else:
             kind = optimizer_type_to_emb_opt_type(find_optimizer(update).torch_class())
-            self._kernel = SplitTableBatchedEmbeddingBagsCodegen(
-                [(rows, dim, *locations)] * tables, optimizer=kind, device=device
-            )
+            specs = [(rows, dim, *locations)] * tables
+            self._kernel = SplitTableBatchedEmbeddingBagsCodegen(specs, optimizer=kind, device=device)
         bags = BAGS * tables
         # Each call looks up different ids, as in training: rows of the previous call would still be in caches.
         ids = torch.randint(0, rows, (NUM_ID_SETS, bags * length), generator=rng).to(device)
@@ -285,8 +269,7 @@ def count_lookup_work(update_type: str, tables: int, dim: int, length: int) -> t
     """Return a `_Lookup`'s randomly accessed bytes, ids and shards, as loads.LoadCounter counts them."""
     bags, row, state = BAGS * tables, 4.0 * dim, 0.0
     if update_type != DENSE:
-        state = dim * find_optimizer(update_type).count_state_bytes("value") + find_optimizer(
-            update_type
-        ).count_state_bytes("row")
+        optimizer = find_optimizer(update_type)
+        state = dim * optimizer.count_state_bytes("value") + optimizer.count_state_bytes("row")
     touched = bags * (length * (row + row + 2 * (row + state)) + 2 * row)
     return touched, float(bags * length), float(tables)

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import ConfigDict, PositiveFloat, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PositiveFloat
 
+from raytrec.common.documents import validate_as
 from raytrec.common.errors import ConfigError, convert_os_errors
 from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.embeddings.optimizers import OPTIMIZERS
@@ -128,17 +129,13 @@ class Rates:
             ConfigError: The text does not contain valid rates. The error names `where`.
         """
         try:
-            rates = TypeAdapter(cls).validate_python(parse_json(text))
+            rates = validate_as(parse_json(text), cls)
             if set(rates.bandwidth) != {*COLLECTIVES}:
-                raise ValueError(f"the keys of bandwidth are not {', '.join(COLLECTIVES)}")
+                raise UnreadableError(f"the keys of bandwidth are not {', '.join(COLLECTIVES)}")
             return rates
-        except (UnreadableError, ValueError) as error:
-            reason = str(error)
-            if isinstance(error, ValidationError):
-                first = error.errors()[0]
-                reason = ".".join(map(str, first["loc"])) + f": {first['msg']}"
+        except UnreadableError as error:
             raise ConfigError(
-                f"the file does not contain valid rates: {reason}",
+                f"the file does not contain valid rates: {error}",
                 where=where,
                 do="write the file again with `raytrec doctor --measure FILE`",
             ) from None

@@ -48,6 +48,8 @@ MAX_ADDED_SHARDS = 32_768  # maximum number of shards that sharding types over a
 ALWAYS_SPLIT_SHARE = 0.25  # share of a rank's memory above which a table may always be split
 MANY_RANK_SHARDING_TYPES = ("row_wise", "grid_shard")  # sharding types with shards on every rank, or on many
 
+Upstream = dict[str, ParameterConstraints]  # table → constraint in TorchRec's form
+
 
 @dataclass(frozen=True)
 class Search:
@@ -92,11 +94,9 @@ class Search:
         raise refusal
 
     def _plan(self, constraints: Constraints) -> ShardingPlan:
-        fused = {
-            table: optimizer.name
-            for table, optimizer in resolve_optimizers(self.config, self.schema).items()
-            if self.topology.compute_device in find_optimizer(optimizer.name).devices
-        }
+        optimizers = {table: each.name for table, each in resolve_optimizers(self.config, self.schema).items()}
+        device = self.topology.compute_device
+        fused = {table: name for table, name in optimizers.items() if device in find_optimizer(name).devices}
         kernels = {table: "dense" for table in constraints if table not in fused}
         kernels |= {table: each.kernel for table, each in constraints.items() if each.kernel}
         upstream = self._make_torchrec_constraints(constraints)
@@ -113,16 +113,14 @@ class Search:
         return plan
 
     def _iterate_options(
-        self, upstream: dict[str, ParameterConstraints], fused: Mapping[str, str], on_disk: Set[str]
+        self, upstream: Upstream, fused: Mapping[str, str], on_disk: Set[str]
     ) -> Iterator[ShardingOption]:
         """Yield every sharding option of each table, with the storage of its shards."""
-        yield from CorrectedEnumerator(self.topology, self._batch, upstream, fused, on_disk).enumerate(
-            self.model, self.sharders
-        )
-        for split in split_columns(upstream, {name: table.dim for name, table in self.schema.tables.items()}):
-            enumerator = CorrectedEnumerator(self.topology, self._batch, upstream | split, fused, on_disk)
+        dims = {name: table.dim for name, table in self.schema.tables.items()}
+        for split in (None, *split_columns(upstream, dims)):
+            enumerator = CorrectedEnumerator(self.topology, self._batch, upstream | (split or {}), fused, on_disk)
             for option in enumerator.enumerate(self.model, self.sharders):
-                if option.name in split and option.sharding_type in COLUMN_SHARDED_TYPES:
+                if split is None or (option.name in split and option.sharding_type in COLUMN_SHARDED_TYPES):
                     yield option
 
     @property
@@ -130,16 +128,15 @@ class Search:
         """Return the number of rows in the batch of one rank."""
         return -(-self.config.data.global_batch_size // self.topology.world_size)
 
-    def _get_room(self, upstream: dict[str, ParameterConstraints]) -> np.ndarray:
+    def _get_room(self, upstream: Upstream) -> np.ndarray:
         """Return the bytes available to tables on each rank in (GPU, host, disk), float64 [ranks, 3]."""
         with catch_warnings():  # TorchRec warns that the heuristic may reserve too much
             simplefilter("ignore", FutureWarning)
             reservation = HeuristicalStorageReservation(RESERVED_SHARE)
         remaining = reservation.reserve(self.topology, self._batch, self.model, self.sharders, upstream)
-        storage = [device.storage for device in remaining.devices]
-        return np.array([[of.hbm, of.ddr, of.ssd] for of in storage], float)
+        return np.array([[d.storage.hbm, d.storage.ddr, d.storage.ssd] for d in remaining.devices], float)
 
-    def _make_torchrec_constraints(self, constraints: Constraints) -> dict[str, ParameterConstraints]:
+    def _make_torchrec_constraints(self, constraints: Constraints) -> Upstream:
         world, local = self.topology.world_size, self.topology.local_world_size
         device, out = self.topology.compute_device, {}
         lengths = group_lengths_by_table(self.schema, resolve_features(self.schema, self.config.model))
@@ -163,8 +160,7 @@ class Search:
         kernels = {constraint.kernel for constraint in constraints.values()}
         if self.topology.compute_device == "cuda":
             room = f"{sizes.hbm / GIB:.1f} GiB per GPU, of which 15 % is reserved"
-            if kernels & {*UVM_KERNELS}:
-                room += f", and {sizes.ddr / GIB:.1f} GiB of host memory per GPU"
+            room += f", and {sizes.ddr / GIB:.1f} GiB of host memory per GPU" if kernels & {*UVM_KERNELS} else ""
         else:
             room = f"{sizes.ddr / GIB:.1f} GiB of memory per worker"
             room += f", and {sizes.ssd / GIB:.1f} GiB of disk per worker" if MMAP_KERNEL in kernels else ""
@@ -213,9 +209,7 @@ def narrow_sharding_types(constraints: Constraints, schema: Schema, world: int, 
     return narrowed
 
 
-def split_columns(
-    constraints: dict[str, ParameterConstraints], dims: dict[str, int]
-) -> Iterator[dict[str, ParameterConstraints]]:
+def split_columns(constraints: Upstream, dims: dict[str, int]) -> Iterator[Upstream]:
     """Yield constraints that split the columns of tables into 2, 4, 8, … parts.
 
     Each result contains only tables that may be sharded by column, whose dim can be divided into this number of parts
@@ -262,17 +256,10 @@ class CorrectedEnumerator(EmbeddingEnumerator):
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        batch_size: int,
-        constraints: dict[str, ParameterConstraints],
-        fused: Mapping[str, str],
-        on_disk: Set[str] = frozenset(),
+        self, topology: Topology, batch_size: int, constraints: Upstream, fused: Mapping[str, str], on_disk: Set[str]
     ):
-        storage = EmbeddingStorageEstimator(topology, constraints)
-        super().__init__(topology, batch_size, constraints, storage)
-        self._on_gpus, self._fused = topology.compute_device == "cuda", fused
-        self._on_disk = on_disk
+        super().__init__(topology, batch_size, constraints, EmbeddingStorageEstimator(topology, constraints))
+        self._on_gpus, self._fused, self._on_disk = topology.compute_device == "cuda", fused, on_disk
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Estimate the storage of all shards, including the optimizer state that TorchRec ignores."""

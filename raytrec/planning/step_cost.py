@@ -92,16 +92,14 @@ def estimate_memory(
     arrived = batch * loads.row_values * VALUE_BYTES
     sorting = SORT_BUFFER_BYTES_PER_ID * sum(loads.ids.values()) if device == "cuda" else GLOO_COPIES * loads.summed
     add(DEVICE, "exchange buffers", 2 * loads.pooled + (2 * arrived if world > 1 else 0.0) + sorting)
-    add(
-        DEVICE,
-        "pipeline batches",
-        BATCHES_IN_FLIGHT * estimate_batch_bytes(schema, loads, batch) + 2 * loads.received_ids,
-    )
+    batches = BATCHES_IN_FLIGHT * estimate_batch_bytes(schema, loads, batch)
+    add(DEVICE, "pipeline batches", batches + 2 * loads.received_ids)
+    main_memory = HOST if device == "cuda" else DEVICE
     if config.checkpoint.async_save:
-        add(HOST if device == "cuda" else DEVICE, "checkpoint copies", copies + dense_state)
-    add(HOST if device == "cuda" else DEVICE, "read ahead", config.data.buffer_gib * GIB)
-    add(HOST if device == "cuda" else DEVICE, "process", PROCESS_GIB[device] * GIB)
-    add(HOST if device == "cuda" else DEVICE, "objects", PYTHON_OBJECTS_MIB * 2**20)
+        add(main_memory, "checkpoint copies", copies + dense_state)
+    add(main_memory, "read ahead", config.data.buffer_gib * GIB)
+    add(main_memory, "process", PROCESS_GIB[device] * GIB)
+    add(main_memory, "objects", PYTHON_OBJECTS_MIB * 2**20)
     if device == "cuda":
         add(DEVICE, "CUDA", CUDA_CONTEXT_GIB * GIB)
     return MemoryUse({key: size for key, size in parts.items() if size.any()})
@@ -127,10 +125,6 @@ GRAPH_LAUNCHES_RATIO = 0.15  # assumed host time of replaying a CUDA graph, rela
 # Share of a batch's assembly for which the launching thread waits for Python's lock (benchmarks/results/host.json).
 ASSEMBLY_LOCK_SHARE = 0.43
 ALL_REDUCE_OVERLAP_SHARE = 0.5  # share of dense time that hides an all-reduce: backward except its first layers
-STEP_PARTS = (
-    *("lookup", "input exchange", "output exchange", "dense layers", "all-reduce", "host launches"),
-    *("ingest", "host to device"),
-)
 
 
 @dataclass(frozen=True)
@@ -138,7 +132,7 @@ class StepTime:
     """Predicted time of a step, in seconds.
 
     Attributes:
-        parts: Part (see STEP_PARTS) → seconds that the slowest rank takes if the part runs alone.
+        parts: Part (see `estimate_step_time`) → seconds that the slowest rank takes if the part runs alone.
         step: Seconds of the whole step.
         rows_per_s: Rows per second on all ranks together.
         bottleneck: Part that takes the most time on the critical path.

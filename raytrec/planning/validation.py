@@ -46,7 +46,7 @@ def validate_constraints(
     ranks_per_host: int | None = None,
     memory: int | None = None,
     host_share: int | None = None,
-) -> dict[str, TableConstraint]:
+) -> Constraints:
     """Resolve the constraints of all tables, validate them for this world size, and return them.
 
     Args:
@@ -79,43 +79,41 @@ def validate_constraints(
             _check_kernel(table, constraint, sharding, optimizers[table].name, device)
         allowed = [constraint.kernel] if constraint.kernel else list_kernel_choices(config, device, is_managed)
         if is_managed and allowed in ([CACHING_KERNEL], []):
-            raise make_plan_error(
-                table,
-                f"managed ids do not support kernel {CACHING_KERNEL}, whose cache keeps rows of replaced ids",
-                "fused, fused_uvm or dense as compute_kernel or in plan.compute_kernels",
-            )
-        _check_dtype(table, constraint, optimizers[table].name, device)
+            what = f"managed ids do not support kernel {CACHING_KERNEL}, whose cache keeps rows of replaced ids"
+            expected = "fused, fused_uvm or dense as compute_kernel or in plan.compute_kernels"
+            raise make_plan_error(table, what, expected)
         if constraint.ranks:
             _check_ranks(table, schema.tables[table], constraint, world, ranks_per_host)
-    _check_room(config, schema, constraints, device, world, memory, host_share)
+    room = None if host_share is None else estimate_host_table_bytes(config, schema, constraints, world, host_share)
+    _check_shared_ranks(config, schema, constraints, device, memory, room)
+    if device == "cuda" and host_share is not None and config.checkpoint.async_save:
+        _check_copies(config, schema, constraints, world, host_share)
     return constraints
 
 
 def _check_kernel(table: str, constraint: TableConstraint, sharding: str, optimizer: str, device: str) -> None:
+    kernel, what = constraint.kernel, ""
+    is_fused = kernel not in (None, "dense")
     if sharding in COLUMN_SHARDED_TYPES and find_optimizer(optimizer).has_row_state():
-        raise make_plan_error(
-            table,
-            f"{sharding} does not support optimizer {optimizer}, whose state is one value per row: each "
-            "column shard would keep a separate value",
-            "another optimizer, such as adagrad, or a sharding type that keeps rows whole",
-        )
-    if sharding == "data_parallel" and constraint.kernel not in (None, "dense"):
-        raise make_plan_error(table, f"data_parallel does not support kernel {constraint.kernel}", "dense or null")
-    if constraint.kernel == MMAP_KERNEL and device == "cuda":
-        raise make_plan_error(
-            table,
-            "GPUs do not support kernel fused_mmap, which reads tables from files",
-            "fused_uvm or fused_uvm_caching for tables in host memory (fused_mmap is for workers on CPU)",
-        )
-    if device not in find_optimizer(optimizer).devices and constraint.kernel not in (None, "dense"):
-        raise make_plan_error(
-            table,
-            f"FBGEMM has no kernel {constraint.kernel} for optimizer {optimizer} on {DEVICE_NAMES[device]}",
-            "compute_kernel: dense",
-        )
+        what = f"{sharding} does not support optimizer {optimizer}, whose state is one value per row: each "
+        what += "column shard would keep a separate value"
+        expected = "another optimizer, such as adagrad, or a sharding type that keeps rows whole"
+    elif sharding == "data_parallel" and is_fused:
+        what, expected = f"data_parallel does not support kernel {kernel}", "dense or null"
+    elif kernel == MMAP_KERNEL and device == "cuda":
+        what = "GPUs do not support kernel fused_mmap, which reads tables from files"
+        expected = "fused_uvm or fused_uvm_caching for tables in host memory (fused_mmap is for workers on CPU)"
+    elif is_fused and device not in find_optimizer(optimizer).devices:
+        what = f"FBGEMM has no kernel {kernel} for optimizer {optimizer} on {DEVICE_NAMES[device]}"
+        expected = "compute_kernel: dense"
+    elif constraint.dtype != "fp32" and _has_dense_update(constraint, sharding, optimizer, device):
+        what = f"dense kernels do not support dtype {constraint.dtype}, which the optimizer state would share"
+        expected = "fp32, or a fused kernel (not data_parallel, and an optimizer that has one on this device)"
+    if what:
+        raise make_plan_error(table, what, expected)
 
 
-def check_decay(constraints: dict[str, TableConstraint], optimizers: dict[str, EmbeddingOptim], device: str) -> None:
+def check_decay(constraints: Constraints, optimizers: dict[str, EmbeddingOptim], device: str) -> None:
     """Check that no table with weight decay can be placed on a fused kernel on `device` (cpu or cuda).
 
     Weight decay has the semantics of torch.optim: every row decays at every step. FBGEMM's fused kernels
@@ -145,24 +143,12 @@ def _has_dense_update(constraint: TableConstraint, sharding: str, optimizer: str
     return constraint.kernel == "dense" or sharding == "data_parallel" or not fused
 
 
-def _check_dtype(table: str, constraint: TableConstraint, optimizer: str, device: str) -> None:
-    dense = any(_has_dense_update(constraint, sharding, optimizer, device) for sharding in constraint.sharding)
-    if constraint.dtype != "fp32" and dense:
-        raise make_plan_error(
-            table,
-            f"dense kernels do not support dtype {constraint.dtype}, which the optimizer state would share",
-            "fp32, or a fused kernel (not data_parallel, and an optimizer that has one on this device)",
-        )
-
-
 def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: int, per_host: int | None) -> None:
     """Check plan.tables.*.ranks; what depends on hosts is checked by the workers if `per_host` is None."""
     ranks, sharding = constraint.ranks, constraint.sharding[0]
-    outside = [r for r in ranks if r >= world]
-    if outside:
-        raise make_plan_error(
-            table, f"there is no rank {outside[0]}", f"ranks 0 to {world - 1} (scaling.num_workers={world})"
-        )
+    if outside := [rank for rank in ranks if rank >= world]:
+        expected = f"ranks 0 to {world - 1} (scaling.num_workers={world})"
+        raise make_plan_error(table, f"there is no rank {outside[0]}", expected)
     if len(set(ranks)) < len(ranks):
         raise make_plan_error(table, f"ranks {list(ranks)} contain duplicates", "each rank once")
     if per_host is None:
@@ -186,19 +172,14 @@ def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: in
     if sharding in COLUMN_SHARDED_TYPES:
         num_parts = len(ranks) // per_host if sharding == "grid_shard" else len(ranks)
         if count_column_shards(spec.dim, constraint.sharding, ranks, world, per_host) != num_parts:
-            raise make_plan_error(
-                table,
-                f"{sharding} cannot split {spec.dim} columns into {num_parts} parts",
-                "parts of equal width, which is a multiple of 4",
-            )
+            what = f"{sharding} cannot split {spec.dim} columns into {num_parts} parts"
+            raise make_plan_error(table, what, "parts of equal width, which is a multiple of 4")
 
 
 INT8_SCALE_BYTES = 8  # bytes per group of int8 values for its minimum and step size
 
 
-def check_qcomms(
-    config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], world: int, local: int | None
-) -> None:
+def check_qcomms(config: RunConfig, schema: Schema, constraints: Constraints, world: int, local: int | None) -> None:
     """Check that int8 in plan.qcomms makes exchanges smaller.
 
     Sharding types that do not support int8 are excluded in constraints.py. `local` is the number of ranks per
@@ -227,21 +208,15 @@ def check_qcomms(
         )
 
 
-def _check_room(
-    config: RunConfig,
-    schema: Schema,
-    constraints: Constraints,
-    device: str,
-    world: int,
-    memory: int | None,
-    host_share: int | None,
+def _check_shared_ranks(
+    config: RunConfig, schema: Schema, constraints: Constraints, device: str, memory: int | None, room: int | None
 ) -> None:
-    """Check that tables that must share a rank fit, and that checkpoint copies fit.
+    """Check that tables that must share a rank fit into its device (`memory`) and host memory (`room`), in bytes.
 
     The search checks the other tables.
 
     Raises:
-        ConfigError: Tables that must share a rank, or checkpoint copies, do not fit into memory.
+        ConfigError: Tables that must share a rank do not fit.
     """
     groups: dict[tuple, list[str]] = {}
     for table, constraint in constraints.items():
@@ -249,28 +224,27 @@ def _check_room(
             groups.setdefault(("rank", constraint.ranks[0]), []).append(table)
         elif constraint.group is not None:
             groups.setdefault(("group", constraint.group), []).append(table)
-    room = None if host_share is None else estimate_host_table_bytes(config, schema, constraints, world, host_share)
     for tables in groups.values():
         sizes = estimate_footprints(config, schema, {table: constraints[table] for table in tables}, device)
         _check_fits({table: size.device for table, size in sizes.items()}, memory, DEVICE_MEMORY_WORDING)
         _check_fits({table: size.host for table, size in sizes.items()}, room, HOST_MEMORY_WORDING)
-    if device == "cuda" and host_share is not None and config.checkpoint.async_save:
-        copies, ahead = estimate_copy_bytes(config, schema, constraints, world)
-        if copies + ahead > host_share:  # the first save would exhaust the host's memory
-            raise ConfigError(
-                f"checkpoints copy {copies / GIB:.1f} GiB from each GPU to main memory, in addition to "
-                f"{ahead / GIB:.1f} GiB of rows read ahead by each worker",
-                where="checkpoint.async_save",
-                expected=f"at most {host_share / GIB:.1f} GiB, a worker's share of its host (or container)",
-                do="set checkpoint.async_save=false (no copies, but training waits for each save), or use "
-                "more workers or hosts with more memory",
-            )
+
+
+def _check_copies(config: RunConfig, schema: Schema, constraints: Constraints, world: int, host_share: int) -> None:
+    copies, ahead = estimate_copy_bytes(config, schema, constraints, world)
+    if copies + ahead > host_share:  # the first save would exhaust the host's memory
+        raise ConfigError(
+            f"checkpoints copy {copies / GIB:.1f} GiB from each GPU to main memory, in addition to "
+            f"{ahead / GIB:.1f} GiB of rows read ahead by each worker",
+            where="checkpoint.async_save",
+            expected=f"at most {host_share / GIB:.1f} GiB, a worker's share of its host (or container)",
+            do="set checkpoint.async_save=false (no copies, but training waits for each save), or use "
+            "more workers or hosts with more memory",
+        )
 
 
 def _check_fits(sizes: dict[str, int], memory: int | None, wording: tuple[str, str]) -> None:
     if memory is not None and (size := sum(sizes.values())) > memory:
-        raise make_plan_error(
-            ", ".join(table for table, bytes_ in sizes.items() if bytes_),
-            f"{size / GIB:.2f} GiB {wording[0]} are required, including optimizer state",
-            f"at most {memory / GIB:.2f} GiB {wording[1]}",
-        )
+        tables = ", ".join(table for table, bytes_ in sizes.items() if bytes_)
+        what = f"{size / GIB:.2f} GiB {wording[0]} are required, including optimizer state"
+        raise make_plan_error(tables, what, f"at most {memory / GIB:.2f} GiB {wording[1]}")

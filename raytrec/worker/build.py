@@ -20,7 +20,7 @@ from raytrec.common import messages
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.compat.fbgemm import CACHE_SETTINGS, pad_empty_shards
-from raytrec.compat.fbgemm_lookups import substitute_torchrec_kernels, use_custom_lookups
+from raytrec.compat.torchrec_ import substitute_torchrec_kernel, use_custom_lookups
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -104,7 +104,7 @@ def build_step(
     # FBGEMM (1.8.0) finds distinct ids only on GPUs, and in fp16 the sum of many gradients may overflow.
     deduplicate = device.type == "cuda" and world > 1 and config.plan.qcomms.backward_precision != "fp16"
     files = MappedFileFactory(config, shares[dist.get_rank()])
-    with use_custom_lookups(files), substitute_torchrec_kernels(plan, {MMAP_KERNEL: "fused"}):
+    with use_custom_lookups(files), substitute_torchrec_kernel(plan, MMAP_KERNEL, "fused"):
         sharded = DistributedModelParallel(
             model,
             device=device,

@@ -189,7 +189,7 @@ SOURCES = {
         "module_input_post_prefetch",
         "module_contexts_post_prefetch",
     ],
-    # fbgemm_lookups.py
+    # torchrec_.py: customized lookups
     KERNELS + "BatchedFusedEmbedding.__init__": ["self.init_parameters()"],
     KERNELS + "BatchedFusedEmbeddingBag.__init__": ["self.init_parameters()"],
     KERNELS + "BatchedDenseEmbedding.__init__": ["self.init_parameters()"],

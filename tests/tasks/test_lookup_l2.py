@@ -96,7 +96,7 @@ def test_lookup_l2_rejects_lists_and_weighted_ids():
         ({"name": "dlrm", "lookup_l2": {"users": 0.1}}, "did you mean 'user'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_model(make_small_schema(), SECTIONS["dlrm"].model_validate(values))
+            check_model(make_small_schema(), SECTIONS["dlrm"].model_validate(values), False, {})
     settings = make_small_config(1, {}, model=lists)
     form = type("Form", (), {"lists": frozenset(["friends"])})
     datasets = {"train": type("Dataset", (), {"form": form})}

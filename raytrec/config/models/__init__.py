@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.registry import PYTHON_PATH
 from raytrec.config.base import build_section_union
 from raytrec.config.models.base import MODELS, Lengths, ModelSection, check_lengths
 from raytrec.config.models.retrieval import Towers
@@ -65,27 +64,18 @@ class PythonSection(ModelSection):
         """Return the path of the class as module:Class."""
         return self.name
 
-    @field_validator("name")
-    @classmethod
-    def _path(cls, value: str) -> str:
-        if not PYTHON_PATH.fullmatch(value):
-            raise ValueError("model.name: expected module:Class")
-        return value
-
 
 SECTIONS: dict[str, type[ModelSection]] = {**MODELS.parts, OWN: PythonSection}
 
 
-def check_model(
-    schema: Schema, config: ModelSection, vectors: bool = False, tasks: Mapping[str, int] | None = None
-) -> None:
+def check_model(schema: Schema, config: ModelSection, vectors: bool, tasks: Mapping[str, int]) -> None:
     """Check that a model can be built for a schema and its tasks.
 
     Args:
         schema: Schema of the run.
         config: Section of the model.
         vectors: True if a task's loss reads query and item vectors.
-        tasks: Task → number of its logit columns; None if unknown.
+        tasks: Task → number of its logit columns.
 
     Raises:
         ConfigError: The model cannot be built.
@@ -101,8 +91,7 @@ def check_model(
     check_lengths(schema, config)
     config.l2_factors(schema)
     config.check(schema)
-    if tasks is not None:
-        config.check_tasks(schema, tasks)
+    config.check_tasks(schema, tasks)
 
 
 if TYPE_CHECKING:

@@ -45,12 +45,12 @@ class ModelSection(Section):
 
     @property
     def own_loss(self) -> bool:
-        """Return True if the model returns its own loss.
+        """Return True if the model returns its own loss, which models with the key `negatives` do if it is set.
 
         An additional column, after the outputs and before any vectors, contains each row's share of the loss;
         the share is 0 in evaluations.
         """
-        return False
+        return getattr(self, "negatives", None) is not None
 
     def sequence_lengths(self, schema: Schema) -> dict[str, int]:
         """Return a mapping from sequence feature to maximum number of ids, for features that the model reads id by id.
@@ -72,9 +72,8 @@ class ModelSection(Section):
         factors = self.lookup_l2 if isinstance(self.lookup_l2, dict) else dict.fromkeys(schema.tables, self.lookup_l2)
         for table in factors:
             if table not in schema.tables:
-                raise make_unknown_word_error(
-                    f"'{table}' is not a table", table, schema.tables, f"model.lookup_l2.{table}"
-                )
+                where = f"model.lookup_l2.{table}"
+                raise make_unknown_word_error(f"'{table}' is not a table", table, schema.tables, where)
         result = {f: factors[spec.table] for f, spec in schema.sparse.items() if factors.get(spec.table)}
         for feature in result:
             if schema.sparse[feature].weights:
@@ -260,9 +259,8 @@ def find_side_feature(schema: Schema, feature: str, column: str, where: str) -> 
     if column not in columns:
         expected = f"a side feature of {feature} ({', '.join(columns) or 'none is configured'})"
         do = f"correct the name, or add {column} to side_features of {feature} in schema.yaml"
-        raise make_unknown_word_error(
-            f"'{column}' is not a side feature of {feature}", column, columns, where, expected, do
-        )
+        what = f"'{column}' is not a side feature of {feature}"
+        raise make_unknown_word_error(what, column, columns, where, expected, do)
     return columns.index(column)
 
 

@@ -56,22 +56,20 @@ class DcnSection(ModelSection):
             )
 
 
-def _check_first_order(
-    schema: Schema, model: str, tasks: Mapping[str, int], features: Collection[str] | None = None
-) -> None:
+def _check_first_order(schema: Schema, model: str, tasks: Mapping[str, int], features: Collection[str]) -> None:
     """Check that table rows have room for one first-order weight per output and a vector.
 
     Args:
         schema: Schema of the run.
         model: Name of the model, for errors.
         tasks: Task → number of its logit columns.
-        features: Features with first-order weights; None: all features.
+        features: Features with first-order weights.
 
     Raises:
         ConfigError: The dim of a table is not larger than the number of outputs.
     """
     outputs = sum(tasks.values())
-    for feature in schema.sparse if features is None else features:
+    for feature in features:
         table = schema.sparse[feature].table
         if (dim := schema.tables[table].dim) <= outputs:
             raise ConfigError(
@@ -144,7 +142,7 @@ class FirstOrderSection(OneDimSection):
 
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
         """Check that the tables have room for first-order weights."""
-        _check_first_order(schema, self.name, tasks)
+        _check_first_order(schema, self.name, tasks, schema.sparse)
 
 
 @model("deepfm", "raytrec.models.first_order:DeepFM")

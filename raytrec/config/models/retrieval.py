@@ -46,26 +46,30 @@ class SampledSection(ModelSection):
     """Strength, from 0 to 1, of gBCE's calibration of scores as log-odds of an item among all items; requires
     loss: bce. Without calibration, scores are too high if few negatives are drawn from many items."""
 
-    @property
-    def own_loss(self) -> bool:
-        """Return True if negatives are configured."""
-        return self.negatives is not None
-
     def sequence_lengths(self, schema: Schema) -> dict[str, int]:
         """Return {negatives: max_negatives}, because negatives are read id by id; {} if `negatives` is not set."""
         return {} if self.negatives is None else {self.negatives: self.max_negatives}
 
     def check_negatives(self, schema: Schema, item: str) -> None:
-        """Check the keys of the model's own loss, and that `negatives` is a sequence over the item's table.
+        """Check the keys of the model's own loss, and that `negatives`, if set, is a sequence over the item's table.
 
         Raises:
-            ConfigError: The feature does not exist, is not a sequence or looks up another table, or a key has no
-                effect.
+            ConfigError: The feature does not exist, is not a sequence or looks up another table, or share_negatives,
+                log_share or gbce is set without a loss that uses the key.
         """
-        if self.negatives is not None:
+        has_negatives = self.negatives is not None
+        if has_negatives:
             check_feature(schema, self.negatives, "model.negatives", sequence=True)
             check_same_table(schema, self.negatives, item, "model.negatives")
-        self.check_own_loss()
+        is_softmax = has_negatives and self.share_negatives and self.loss == "softmax"
+        for key, needed, is_met in (
+            ("share_negatives", "model.negatives", has_negatives),
+            ("log_share", "model.share_negatives and model.loss=softmax", is_softmax),
+            ("gbce", "model.negatives and model.loss=bce", has_negatives and self.loss == "bce"),
+        ):
+            if getattr(self, key) and not is_met:
+                what, do = f"model.{key} is set without {needed}", f"set {needed}, or remove {key}"
+                raise ConfigError(what, where=f"model.{key}", expected=needed, do=do)
         self.find_log_share_index(schema)
 
     def find_log_share_index(self, schema: Schema) -> int | None:
@@ -77,26 +81,6 @@ class SampledSection(ModelSection):
         if self.log_share is None or self.negatives is None:
             return None
         return find_side_feature(schema, self.negatives, self.log_share, "model.log_share")
-
-    def check_own_loss(self) -> None:
-        """Check that share_negatives, log_share and gbce are only set with a loss that uses them.
-
-        Raises:
-            ConfigError: A key is set without such a loss.
-        """
-        shared = self.negatives is not None and self.share_negatives
-        for key, needed, is_met in (
-            ("share_negatives", "model.negatives", self.negatives is not None),
-            ("log_share", "model.share_negatives and model.loss=softmax", shared and self.loss == "softmax"),
-            ("gbce", "model.negatives and model.loss=bce", self.negatives is not None and self.loss == "bce"),
-        ):
-            if getattr(self, key) and not is_met:
-                raise ConfigError(
-                    f"model.{key} is set without {needed}",
-                    where=f"model.{key}",
-                    expected=needed,
-                    do=f"set {needed}, or remove {key}",
-                )
 
     def _with_ids(self, *features: str) -> list[str]:
         """Return `features` and the negatives if rows share their negatives, else []."""
@@ -243,27 +227,21 @@ class TwoTowerSection(SampledSection):
 
     def check(self, schema: Schema) -> None:
         """Check that each feature is in one tower and that negatives, if any, fit the item tower."""
-        of_item = self.members(schema)["item"]
-        if self.negatives is None:
-            return self.check_own_loss()
-        if len(of_item) > 1 or not of_item <= set(schema.sparse):
+        of_item = self.tower_members(schema)["item"]
+        if self.negatives is not None and (len(of_item) > 1 or not of_item <= set(schema.sparse)):
             raise ConfigError(
                 f"the item tower reads {', '.join(sorted(of_item))}, but only the ids of negatives are known",
                 where="model.towers.item, model.negatives",
                 expected="a single sparse feature in the item tower, with the same ids as the negatives",
                 do="remove negatives (in_batch_softmax needs none), or remove the other features",
             )
-        self.check_negatives(schema, *of_item)
+        self.check_negatives(schema, next(iter(of_item)))
 
     def reads_ids(self, schema: Schema) -> list[str]:
         """Return the features of the item tower and the negatives if negatives are shared, else []."""
-        return self._with_ids(*self.members(schema)["item"])
+        return self._with_ids(*self.tower_members(schema)["item"])
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
-        """Return a mapping from tower (query and item) to its features and columns."""
-        return self.members(schema)
-
-    def members(self, schema: Schema) -> dict[str, set[str]]:
         """Return the features and columns of each tower. All names in the schema except negatives are in one tower.
 
         Raises:

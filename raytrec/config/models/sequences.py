@@ -128,11 +128,6 @@ class DienSection(TargetedSection):
     top_mlp: Sizes = Field([200, 80])
     """Hidden sizes of the MLP from all concatenated vectors to the logit."""
 
-    @property
-    def own_loss(self) -> bool:
-        """Return True if negatives are configured, which enables the auxiliary loss."""
-        return self.negatives is not None
-
     def sequences(self, schema: Schema) -> list[str]:
         """Return all sequences except the negatives."""
         return [feature for feature in super().sequences(schema) if feature != self.negatives]
@@ -235,20 +230,14 @@ class NextItemSection(SampledSection):
         return {"query": {self.history}, "item": {self.item}}
 
     def check(self, schema: Schema) -> None:
-        """Check that history, item and negatives exist and share a table."""
+        """Check that history, item and negatives exist and share a table, and that the heads divide the width."""
         check_feature(schema, self.history, "model.history", sequence=True)
         check_feature(schema, self.item, "model.item")
         check_same_table(schema, self.history, self.item, "model.history")
         self.check_negatives(schema, self.item)
-
-    def check_heads(self, schema: Schema, width: int | None = None) -> None:
-        """Check that model.heads divides `width`, or the dim of the items' table if `width` is None.
-
-        Raises:
-            ConfigError: The width is not a multiple of the number of heads.
-        """
-        what = f"the dim of table {schema.sparse[self.item].table}" if width is None else "model.width"
-        width = width or schema.get_feature_dim(self.item)
+        width, what = getattr(self, "width", None), "model.width"  # a key of hstu
+        if width is None:
+            width, what = schema.get_feature_dim(self.item), f"the dim of table {schema.sparse[self.item].table}"
         check_heads(self.heads, width, f"{what} is {width}")
 
 
@@ -261,11 +250,6 @@ class SasrecSection(NextItemSection):
     """Hidden size of each layer's feedforward network; default: the table's dim."""
     attention_dropout: Dropout = 0.0
     """Dropout of attention weights during training; values above 0 are slow on CPU."""
-
-    def check(self, schema: Schema) -> None:
-        """Check the features, negatives and heads."""
-        super().check(schema)
-        self.check_heads(schema)
 
 
 @model("hstu", "raytrec.models.next_item:HSTU")
@@ -286,9 +270,7 @@ class HstuSection(NextItemSection):
     def check(self, schema: Schema) -> None:
         """Check the features, negatives, heads and time column."""
         super().check(schema)
-        self.check_heads(schema, self.width)
-        if self.time is not None:
-            self.find_time_index(schema)
+        self.find_time_index(schema)
 
     def find_time_index(self, schema: Schema) -> int | None:
         """Return the index of model.time among the history's side features, or None if model.time is null."""
