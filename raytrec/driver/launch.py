@@ -135,7 +135,7 @@ def run_group(
 
     from raytrec.compat.ray_train import ControlledTrainer
     from raytrec.driver.coordinator import fetch_cause, start_coordinator
-    from raytrec.driver.policies import FailedGpus, GroupFailurePolicy, NodeCapacityPolicy
+    from raytrec.driver.policies import GroupFailurePolicy, NodeCapacityPolicy
     from raytrec.worker.rendezvous import OwnAddressConfig
 
     coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S)
@@ -155,12 +155,8 @@ def run_group(
         reader_cpus=scaling.max_workers * config.data.readers if cpu_nodes_read else 0,
         autoscaler_exists=not has_local_ray(),
     )
-    failure_policy = GroupFailurePolicy(
-        ray.train.FailureConfig(),
-        coordinator,
-        scaling.max_failures if saves or restarts else 0,
-        FailedGpus(scaling.min_workers),
-    )
+    max_failures = scaling.max_failures if saves or restarts else 0
+    failure_policy = GroupFailurePolicy(coordinator, max_failures, scaling.min_workers)
     stop = StopSignalHandler(coordinator, scaling.shutdown_grace_s if saves else 0)
     lifeline = RayMonitor(scaling.hang_timeout_s, is_own_ray=has_local_ray())
     task = WorkerTask(config, schema, datasets, coordinator, checkpoint, fingerprint)

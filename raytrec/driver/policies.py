@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any
 
 import ray
+from ray.train import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError
 
 from raytrec.cluster.local_ray import listens
@@ -38,45 +39,6 @@ OLD_GROUP_TIMEOUT_S = 10.0  # time after which a new group starts although the o
 SCALE_UP_INTERVAL_S = 15.0  # time between two attempts to add workers, while fewer than the maximum run
 
 
-class FailedGpus:
-    """Failed GPUs that this run excludes until its controller ends.
-
-    Ray cannot remove a GPU from a node, so an actor reserves each failed GPU.
-
-    Args:
-        least: Minimum number of workers. Without an autoscaler, no GPU is excluded if fewer would remain.
-    """
-
-    def __init__(self, least: int):
-        self._least = least
-        self._held: list[Any] = []
-
-    def leave_out(self, failed: GpuFailedError) -> bool:
-        """Reserve a failed GPU, so that no worker gets it, and return True on success.
-
-        Return False if the run needs all GPUs, or if the GPU is not released within GPU_RELEASE_TIMEOUT_S.
-        """
-        gpus = sum(node["Resources"].get("GPU", 0) for node in list_alive_nodes())
-        if gpus - len(self._held) - 1 < self._least and not has_autoscaler():
-            return False
-        node, gpu = failed.place
-        holder = ray.remote(num_gpus=1)(_GpuReservation).options(**pin_to_node(node))
-        reservations, deadline = [], monotonic() + GPU_RELEASE_TIMEOUT_S
-        try:
-            # Ray chooses among the free GPUs, so GPUs are reserved until Ray chooses the failed GPU.
-            while (remaining_s := deadline - monotonic()) > 0:
-                reservations.append(holder.remote())
-                if ray.get(reservations[-1].gpu.remote(), timeout=remaining_s) == gpu:
-                    self._held.append(reservations.pop())
-                    return True
-        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
-            pass
-        finally:
-            for reservation in reservations:
-                ray.kill(reservation)
-        return False
-
-
 class _GpuReservation:
     def gpu(self) -> str:
         return ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
@@ -90,15 +52,15 @@ class GroupFailurePolicy(FailurePolicy):
     two texts may differ, such as a GPU's free memory. Failed GPUs are excluded while enough other GPUs remain.
 
     Args:
-        config: Failure configuration of Ray Train.
         coordinator: Coordinator of the run.
         max_failures: Maximum number of counted failures.
-        gpus: Failed GPUs of the run.
+        min_workers: Minimum number of workers. Without an autoscaler, no GPU is excluded if fewer would remain.
     """
 
-    def __init__(self, config: Any, coordinator: Any, max_failures: int, gpus: FailedGpus):
-        super().__init__(config)
-        self._coordinator, self._left, self._gpus = coordinator, max_failures, gpus
+    def __init__(self, coordinator: Any, max_failures: int, min_workers: int):
+        super().__init__(FailureConfig())
+        self._coordinator, self._left, self._min_workers = coordinator, max_failures, min_workers
+        self._reserved: list[Any] = []  # actors that reserve failed GPUs
         self._last: tuple[str, int] | None = None
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
@@ -133,7 +95,7 @@ class GroupFailurePolicy(FailurePolicy):
         """Decide whether to restart a group that did not start, e.g. because a node has left or is unreachable."""
         failure = error.controller_failure
         cause = find_cause({0: failure})
-        if isinstance(cause.error, GpuFailedError) and self._gpus.leave_out(cause.error):
+        if isinstance(cause.error, GpuFailedError) and self._exclude_gpu(cause.error):
             self._coordinator.failed.remote(None, f"{cause.text}; the GPU is excluded", True, True)
             return FailureDecision.RETRY
         retry = isinstance(failure, RETRYABLE_CONTROLLER_ERRORS)
@@ -142,6 +104,32 @@ class GroupFailurePolicy(FailurePolicy):
         text = cause.text if cause.kind == FailureKind.RAYTREC_ERROR else f"a worker {cause.text}"
         self._coordinator.failed.remote(None, f"workers did not start: {text}", True, retry)
         return FailureDecision.RETRY if retry else FailureDecision.RAISE
+
+    def _exclude_gpu(self, failed: GpuFailedError) -> bool:
+        """Reserve a failed GPU, so that no worker gets it until the controller ends, and return True on success.
+
+        Ray cannot remove a GPU from a node, so an actor reserves it. Return False if the run needs all GPUs, or
+        if the GPU is not released within GPU_RELEASE_TIMEOUT_S.
+        """
+        gpus = sum(node["Resources"].get("GPU", 0) for node in list_alive_nodes())
+        if gpus - len(self._reserved) - 1 < self._min_workers and not has_autoscaler():
+            return False
+        node, gpu = failed.place
+        holder = ray.remote(num_gpus=1)(_GpuReservation).options(**pin_to_node(node))
+        reservations, deadline = [], monotonic() + GPU_RELEASE_TIMEOUT_S
+        try:
+            # Ray chooses among the free GPUs, so GPUs are reserved until Ray chooses the failed GPU.
+            while (remaining_s := deadline - monotonic()) > 0:
+                reservations.append(holder.remote())
+                if ray.get(reservations[-1].gpu.remote(), timeout=remaining_s) == gpu:
+                    self._reserved.append(reservations.pop())
+                    return True
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
+            pass
+        finally:
+            for reservation in reservations:
+                ray.kill(reservation)
+        return False
 
 
 class NodeCapacityPolicy(RequestingPolicy):

@@ -110,23 +110,19 @@ class Watch:
         if isinstance(message, messages.Event) and message.event == ENDED_EARLY:
             self.ended_early_at = message.details["step"]
         if self._record:
-            for warning in self._record_message(message):
-                self.console.warn(warning)
+            self._record_message(message)
         if show := getattr(self.console, message.KIND, None):
             show(**{name: value for name, value in message.values().items() if name != "unix_s"})
 
-    def _record_message(self, message: Message) -> list[str]:
-        """Record a message, and return warnings and advice to show.
-
-        Any exception becomes a warning, because later messages must still be read.
-        """
+    def _record_message(self, message: Message) -> None:
+        """Record a message. Any exception becomes a warning, because later messages must still be read."""
         try:
-            return self._record.store_message(message)
+            self._record.store_message(message)
         except Exception as error:
             warning = f"messages of kind {message.KIND} are not recorded: {type(error).__name__}: {error}"
-            is_new = warning not in self._unrecorded
-            self._unrecorded.add(warning)
-            return [warning] if is_new else []
+            if warning not in self._unrecorded:
+                self._unrecorded.add(warning)
+                self.console.warn(warning)
 
 
 class Record:
@@ -134,21 +130,20 @@ class Record:
 
     Args:
         folder: Run folder.
+        warn: Function called with warnings about the run folder, and with advice on performance.
 
     Attributes:
         checks: Number of passed (True) and of failed (False) live checks since the beginning of the run.
         times: Times of all steps since the beginning of the run.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, warn: Callable[[str], None]):
         self.checks = Counter(check.passed for check in read_messages(folder, CHECKS))
         self.times = Times()
         for line in read_messages(folder, RANKS):
             self.times.add(line)
-        self._folder = folder
+        self._folder, self._warn, self._journal = folder, warn, Journal(folder, warn)
         self._groups, self._advised = StepBuffer(), set()
-        self._warnings: list[str] = []  # warnings about the run folder
-        self._journal = Journal(folder, self._warnings.append)
         self._attempt: int | None = None  # attempt whose first interval has ended
         self._recent: list[RankLine] = []  # each rank's intervals since then, up to MIN_INTERVAL_S seconds
 
@@ -179,52 +174,44 @@ class Record:
             )
         return None
 
-    def close(self) -> list[str]:
-        """Write buffered lines, and return warnings about lines that could not be written."""
-        missing = self._journal.missing()
-        return [*self._take_warnings(), *filter(None, [missing])]
+    def close(self) -> None:
+        """Write buffered lines, and warn about lines that could not be written."""
+        if missing := self._journal.missing():
+            self._warn(missing)
 
-    def store_message(self, message: Message) -> list[str]:
-        """Write one message, and return warnings and advice to show."""
+    def store_message(self, message: Message) -> None:
+        """Write one message, and give advice on performance if the message shows a problem."""
         if message.FILE and message.values().get("unix_s") is None:
             message = replace(message, unix_s=time())  # type: ignore[call-arg]
         if message.FILE:
             self._append(message)
-        advice: list[str] = []
         if isinstance(message, messages.Outcome):
             self.checks[message.passed] += 1
         elif isinstance(message, messages.RankLine):
             self.times.add(message)
-            advice = self._advise(message)
+            self._advise(message)
         elif isinstance(message, messages.Start):
             self._journal.put(PLAN, json.dumps(message.plan, indent=2) + "\n")
-        return [*self._take_warnings(), *advice]
 
-    def _advise(self, line: RankLine) -> list[str]:
-        """Return advice on performance once all ranks have reported an interval; give each kind of advice once."""
+    def _advise(self, line: RankLine) -> None:
+        """Give advice on performance once all ranks have reported an interval; give each kind of advice once."""
         lines = self._groups.add(line)
         if lines is None:
-            return []
+            return
         if line.attempt != self._attempt:  # in the first interval, ranks wait for readers that are starting
             self._attempt, self._recent = line.attempt, []
-            return []
+            return
         if any(each.seconds >= MIN_INTERVAL_S for each in self._recent):
             self._recent = []
         self._recent = sum_over_time([*self._recent, *lines])
-        sentences = []
         for advise in (find_straggler, find_low_utilization, find_hot_rank):
             if advise not in self._advised and (sentence := advise(self._recent)):
                 self._advised.add(advise)
-                sentences.append(sentence)
-        return sentences
+                self._warn(sentence)
 
     def _append(self, message: Message) -> None:
         """Append a message to its file in the run folder as a line of JSON; NaN becomes null."""
         self._journal.add(message.FILE, hide_all(null_nonfinite(message.line())))
-
-    def _take_warnings(self) -> list[str]:
-        warnings, self._warnings[:] = list(self._warnings), []
-        return warnings
 
 
 def _fetch_messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -> list[Message]:

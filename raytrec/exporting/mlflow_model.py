@@ -21,7 +21,7 @@ from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
 from raytrec.common.storage import join_uri, quote_for_shell, read_bytes
 from raytrec.data.arrow import list_element_type
-from raytrec.driver.track import load_tracked_config
+from raytrec.driver.followers import load_tracked_config
 from raytrec.scoring.manifest import GOLDEN, Manifest
 from raytrec.tracking.delivery import LOGIN_HINT
 from raytrec.tracking.feed import DeliveryState

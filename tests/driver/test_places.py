@@ -149,7 +149,7 @@ def test_failed_gpu_is_excluded_if_others_remain(ray_with_gpus):
     import ray
     from ray.train.v2.api.exceptions import ControllerError
 
-    from raytrec.driver.policies import FailedGpus, GroupFailurePolicy
+    from raytrec.driver.policies import GroupFailurePolicy
 
     (node,) = list_alive_nodes()
     failed = GpuFailedError("GPU 1 of 127.0.0.1 has failed", do="reset it")
@@ -164,12 +164,11 @@ def test_failed_gpu_is_excluded_if_others_remain(ray_with_gpus):
     said = []
     coordinator = SimpleNamespace(failed=SimpleNamespace(remote=lambda *about: said.append(about)))
     for least, decision in ((2, "RAISE"), (1, "RETRY")):
-        gpus = FailedGpus(least)
-        policy = GroupFailurePolicy(ray.train.FailureConfig(), coordinator, 0, gpus)
+        policy = GroupFailurePolicy(coordinator, 0, least)
         assert policy.make_decision(training_failed_error=ControllerError(failed)).value == decision
     assert [again for *_, again in said] == [False, True] and "the GPU is excluded" in said[1][1]
     assert ray.get([given.remote() for _ in range(3)], timeout=60) == [["0"]] * 3
-    (holder,) = gpus._held
+    (holder,) = policy._reserved
     ray.kill(holder)
 
 
