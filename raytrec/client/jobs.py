@@ -109,14 +109,14 @@ class Jobs:
                     raise
                 time.sleep(1)
 
-    def list_submitted_jobs(self) -> list[tuple[str, str, float]]:
-        """Return all submitted jobs, newest first: id, status, and start time (Unix time in seconds)."""
-        submitted = [
-            (job.submission_id, str(job.status.value), (job.start_time or 0) / 1000)
-            for job in self._call_api(self._client.list_jobs)
-            if job.submission_id
-        ]
-        return sorted(submitted, key=lambda job: job[2], reverse=True)
+    def runs(self) -> list[dict[str, Any]]:
+        """Return all submitted jobs, newest first: name (job id), folder (None), state, unix_s (start time)."""
+        runs = []
+        for job in self._call_api(self._client.list_jobs):
+            state, unix_s = STATES.get(str(job.status.value), "running"), (job.start_time or 0) / 1000
+            if job.submission_id:
+                runs.append({"name": job.submission_id, "folder": None, "state": state, "unix_s": unix_s})
+        return sorted(runs, key=lambda run: run["unix_s"], reverse=True)
 
     def newest(self) -> str:
         """Return the id of the most recently submitted job.
@@ -124,8 +124,8 @@ class Jobs:
         Raises:
             RunError: No job has been submitted.
         """
-        for job, _, _ in self.list_submitted_jobs():
-            return job
+        for run in self.runs():
+            return run["name"]
         raise RunError("no job has been submitted to this cluster", where=self.address)
 
     def status(self, job: str) -> str:
