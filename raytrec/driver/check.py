@@ -129,14 +129,13 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
                     if precision != "fp32":
                         console.note(f"checking in fp32, because {setting}={precision} would hide errors")
                 comparison = run_group(check_worker, config, schema, {}, "", Watch(console))
+            store = delivery and f"MLflow       mlflow ui --backend-store-uri {shorten_store_uri(delivery.uri)}"
             result = CheckResult(
                 config.run.name,
                 path=folder,
                 seconds=round(perf_counter() - began, 3),
                 mlflow_run_id=delivery.run_id if delivery else None,
-                next_steps=[f"MLflow       mlflow ui --backend-store-uri {shorten_store_uri(delivery.uri)}"]
-                if delivery
-                else [],
+                next_steps=[store] if store else [],
                 **comparison,
             )
             write_json(folder / CHECK_RESULT, result.metrics | {"plan": result.plan, "findings": result.findings})
@@ -179,13 +178,13 @@ def print_check(result: CheckResult) -> None:
             Text("pass", "green") if all(f["passed"] for f in findings) else Text("FAIL", "red"),
         )
     console.print(table)
-    for f in result.findings:
-        if not f["passed"]:
-            line = (
-                f"FAIL  {CHECK_LABELS[f['check']]} of {f['name']}: relative error {_format_error(f['error'])}, limit "
-            )
-            console.print(to_plain_text(line + f"{f['limit']:.0e}"), soft_wrap=True)
-    for line in result.next_steps:
+    failed = [
+        f"FAIL  {CHECK_LABELS[f['check']]} of {f['name']}: relative error {_format_error(f['error'])}, "
+        f"limit {f['limit']:.0e}"
+        for f in result.findings
+        if not f["passed"]
+    ]
+    for line in [*failed, *result.next_steps]:
         console.print(to_plain_text(line), soft_wrap=True)
 
 

@@ -91,7 +91,7 @@ class RankState:
     pid: int
     node: str
     node_id: str
-    progress: Progress = Progress()
+    progress: Progress = field(default_factory=Progress)
     last_heartbeat_at: float = field(default_factory=monotonic)
     last_progress_at: float = field(default_factory=monotonic)
 

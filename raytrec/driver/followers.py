@@ -140,12 +140,12 @@ class DeliveryProcess:
                 return False
             *lines, self._read = (self._read + data).split(b"\n")
             for line in lines:
-                self._handle_report(**json.loads(line))
+                self._handle_report(json.loads(line))
             if lines:
                 return True
         return True
 
-    def _handle_report(self, **values) -> None:
+    def _handle_report(self, values: dict[str, Any]) -> None:
         """Handle one line of tracking.delivery.follow."""
         self._answered = True
         if "note" in values:

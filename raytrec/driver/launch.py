@@ -27,15 +27,8 @@ from raytrec.compat.ray_core import (
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset
+from raytrec.driver import nodes
 from raytrec.driver.failure_analysis import to_raytrec_error, write_traceback
-from raytrec.driver.nodes import (
-    build_worker_bundle,
-    check_constraints,
-    choose_device,
-    count_local_cpus,
-    list_gpu_nodes,
-    reads_on_cpu_nodes,
-)
 from raytrec.driver.recorder import Watch
 from raytrec.planning.memory import disable_async_save, exclude_training_memory
 from raytrec.worker.context import WorkerTask
@@ -47,7 +40,7 @@ T = TypeVar("T")
 def open_session(config: RunConfig) -> Iterator[None]:
     """Run the block in a Ray session (cluster.session); a local cluster forks its workers from a warm process."""
     address = config.scaling.address
-    with keep_warm_process(starts_local_ray(address)), ray_session(address, count_local_cpus(config)):
+    with keep_warm_process(starts_local_ray(address)), ray_session(address, nodes.count_local_cpus(config)):
         yield
 
 
@@ -124,10 +117,10 @@ def run_group(
     import ray
 
     scaling = config.scaling
-    nodes = list_gpu_nodes() if scaling.device != "cpu" else []
-    device = choose_device(config, nodes, watch.console)
+    gpu_nodes = nodes.list_gpu_nodes() if scaling.device != "cpu" else []
+    device = nodes.choose_device(config, gpu_nodes, watch.console)
     checked_config = config if saves else exclude_training_memory(config) if checkpoint else disable_async_save(config)
-    check_constraints(checked_config, schema, device, nodes, watch.console)
+    nodes.check_constraints(checked_config, schema, device, gpu_nodes, watch.console)
     watch.console.phase("starting the workers")
     for name, value in RAY_TRAIN_ENV.items():
         os.environ.setdefault(name, value)
@@ -139,8 +132,8 @@ def run_group(
     from raytrec.worker.rendezvous import OwnAddressConfig
 
     coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S)
-    cpu_nodes_read = reads_on_cpu_nodes(config, device)
-    resources = build_worker_bundle(config, device, cpu_nodes_read)
+    cpu_nodes_read = nodes.reads_on_cpu_nodes(config, device)
+    resources = nodes.build_worker_bundle(config, device, cpu_nodes_read)
     ray_scaling = ray.train.ScalingConfig(
         num_workers=(scaling.min_workers, scaling.max_workers) if scaling.elastic else scaling.max_workers,
         use_gpu=device == "cuda",
@@ -189,7 +182,7 @@ def run_group(
             if stop.signal is None:
                 raise to_raytrec_error(error, config, fetch_cause(coordinator)) from None
     if watch.result is None and stop.signal is not None:
-        raise Interrupted(stop.signal, watch.stopped_at)
+        raise Interrupted(stop.signal)
     if watch.result is None:
         do = resume_command(config) if saves else "run the same command again"
         raise RunError("the workers exited without a result", where=config.run.dir, do=do)
@@ -240,12 +233,11 @@ class Interrupted(KeyboardInterrupt):
 
     Attributes:
         signal: Number of the signal.
-        step: Step at which the state was saved; None if it was not saved.
     """
 
-    def __init__(self, signal: int, step: int | None):
+    def __init__(self, signal: int):
         super().__init__(f"interrupted by signal {signal}")
-        self.signal, self.step = signal, step
+        self.signal = signal
 
 
 class StopSignalHandler(AbstractContextManager):

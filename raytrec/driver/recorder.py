@@ -42,7 +42,6 @@ class Watch:
     Attributes:
         result: Metrics of rank 0; None until rank 0 has reported its result.
         unsaved: Error that prevented the trained model from being saved; None if the model was saved.
-        stopped_at: Step at which the run was stopped; None if it was not stopped.
         ended_early_at: Step at which evaluations ended training (train.early_stopping); None if they did not.
     """
 
@@ -55,7 +54,6 @@ class Watch:
     ):
         self.console, self._ended, self._saved = console, ended, saved
         self.result: dict[str, Any] | None = None
-        self.stopped_at: int | None = None
         self.ended_early_at: int | None = None
         self.unsaved: RunError | None = None
         self._record, self._unrecorded = record, set()
@@ -105,8 +103,6 @@ class Watch:
             return
         if isinstance(message, messages.Saved) and self._saved:
             self._saved(message)
-        if isinstance(message, messages.Stopped):
-            self.stopped_at = message.step
         if isinstance(message, messages.Event) and message.event == ENDED_EARLY:
             self.ended_early_at = message.details["step"]
         if self._record:

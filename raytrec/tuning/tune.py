@@ -129,7 +129,7 @@ def _run(search: Search, at_once: int | None) -> Search:
                 console.phase("writing the outcome")
                 write_outcome(search, console.warn)
                 if runner.signal is not None:
-                    raise Interrupted(runner.signal, None)
+                    raise Interrupted(runner.signal)
             except KeyboardInterrupt:
                 console.note(resume_hint)
                 raise

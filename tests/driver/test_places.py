@@ -243,9 +243,9 @@ def test_evaluation_reserves_no_memory_for_training(monkeypatch, saves, checkpoi
         seen.append(config)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(launch, "list_gpu_nodes", list)
-    monkeypatch.setattr(launch, "choose_device", lambda *_: "cuda")
-    monkeypatch.setattr(launch, "check_constraints", check)
+    monkeypatch.setattr(nodes, "list_gpu_nodes", list)
+    monkeypatch.setattr(nodes, "choose_device", lambda *_: "cuda")
+    monkeypatch.setattr(nodes, "check_constraints", check)
     with pytest.raises(ConfigError, match="enough"):
         watch = SimpleNamespace(console=None)
         launch.run_group(None, settings(), None, {}, checkpoint, watch, saves=bool(saves))
