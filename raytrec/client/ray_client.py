@@ -56,8 +56,7 @@ class RayClient:
 
     def run(self, run: str) -> Run:
         """Return an existing run, given its name or folder."""
-        connection = self._connections[()]
-        return ClientRun(connection, connection.call(queries.news, run, {})["folder"])
+        return ClientRun(self._connections[()], run)
 
     def runs(self) -> list[dict[str, Any]]:
         """Return the runs in RAYTREC_ROOT/runs (`queries.runs`)."""
@@ -74,7 +73,7 @@ class ClientRun(Run):
 
     Args:
         connection: Connection to the cluster.
-        folder: Run folder.
+        folder: Run folder; for an existing run, also its name.
         driver: Actor (queries.Driver) that then trains the run; None for an existing run.
     """
 
@@ -129,7 +128,7 @@ class ClientRun(Run):
                     with suppress(ValueError):  # not a message of this file
                         if message := decode(file, line):
                             self.history.add(message)
-            before, self._since = self._since, news["since"]
+            before, self._since, self._folder = self._since, news["since"], news["folder"]
             if self._since == before or news["state"] not in ENDED:  # all data is read, or later calls read more
                 break
         self.history.result = news["result"]

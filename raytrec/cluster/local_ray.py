@@ -287,19 +287,14 @@ def _build_environment(root: Path) -> tuple[str, dict[str, str]]:
     # cluster of this user removes the folder.
     folder, owner = make_folder()
     os.set_inheritable(owner, True)
-    environment = (
-        {RAY_TMPDIR_VARIABLE: str(folder)}
-        | get_loopback_environment()
-        | {TOKEN_PATH_VARIABLE: str(token_file().absolute())}
-    )
     python = Path(sys.executable)
     if " " in str(python):  # Ray (2.60.0) writes this path unquoted into shell commands
         (folder / "python").symlink_to(sys.prefix)
         python = folder / "python" / "bin" / python.name
-    # Jobs use the `python` of this environment.
-    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
-    return str(python), environment | {
-        "PATH": path,
+    return str(python), get_loopback_environment() | {
+        RAY_TMPDIR_VARIABLE: str(folder),
+        TOKEN_PATH_VARIABLE: str(token_file().absolute()),
+        "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",  # jobs use the `python` of this environment
         "RAYTREC_ROOT": str(root.expanduser().absolute()),
         "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_TIMEOUT_S),
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # a single-node cluster has nowhere to drain to

@@ -143,21 +143,12 @@ class NodeCapacityPolicy(RequestingPolicy):
         coordinator: Coordinator of the run.
         min_workers: Minimum number of workers.
         max_workers: Maximum number of workers.
-        reader_cpus: CPUs for reading that an autoscaler provides in addition to the workers' CPUs; read tasks
-            request none themselves (nodes.build_worker_bundle).
-        autoscaler_exists: True if an autoscaler may exist, from which resources are then requested.
+        **requests: reader_cpus and autoscaler_exists, as for RequestingPolicy; read tasks request no CPUs themselves
+            (nodes.build_worker_bundle).
     """
 
-    def __init__(
-        self,
-        scaling_config: Any,
-        coordinator: Any,
-        min_workers: int,
-        max_workers: int,
-        reader_cpus: int = 0,
-        autoscaler_exists: bool = True,
-    ):
-        super().__init__(scaling_config, max_workers, reader_cpus, autoscaler_exists)
+    def __init__(self, scaling_config: Any, coordinator: Any, min_workers: int, max_workers: int, **requests: Any):
+        super().__init__(scaling_config, max_workers, **requests)
         self._coordinator, self._min_workers, self._max_workers = coordinator, min_workers, max_workers
         self._checked_at, self._had_room = monotonic(), False
         self._held: Counter[str] = Counter()  # node → workers of the running group

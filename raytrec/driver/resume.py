@@ -254,10 +254,8 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
 
 
 def _list_optimizer_names(config: RunConfig, schema: Schema) -> dict[str, str]:
-    of_tables = resolve_optimizers(config, schema).items()
-    return {"the dense layers": config.optim.dense.name} | {
-        f"table {table}": optimizer.name for table, optimizer in of_tables
-    }
+    of_tables = {f"table {table}": each.name for table, each in resolve_optimizers(config, schema).items()}
+    return {"the dense layers": config.optim.dense.name, **of_tables}
 
 
 def _check_dense(config: RunConfig, old_config: RunConfig, old_schema: Schema, schema: Schema) -> None:

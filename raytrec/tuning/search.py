@@ -93,6 +93,7 @@ class Trial:
         points: Step → value of the compared metric in the evaluation at this step; NaN values are excluded.
         step: Last step recorded in the run folder.
         error: Reason for a failure; empty if the trial has not failed.
+        deaths: Number of times that its process has died in this search process.
     """
 
     number: int
@@ -103,6 +104,7 @@ class Trial:
     points: dict[int, float] = field(default_factory=dict)
     step: int = 0
     error: str = ""
+    deaths: int = 0
     _run: RunFolder | None = None
 
     @property
