@@ -26,6 +26,7 @@ from raytrec.driver.recorder import Watch, write_json
 from raytrec.driver.run import shorten_store_uri
 from raytrec.tracking.journal import append_line
 from raytrec.tracking.run_folder import CHECK_RESULT
+from raytrec.worker.context import WorkerTask
 from raytrec.worker.loop import check_worker
 
 
@@ -128,7 +129,8 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
                 for setting, precision in precisions.items():
                     if precision != "fp32":
                         console.note(f"checking in fp32, because {setting}={precision} would hide errors")
-                comparison = run_group(check_worker, config, schema, {}, "", Watch(console))
+                task = WorkerTask(config, schema, {}, None, "")
+                comparison = run_group(check_worker, task, Watch(console))
             store = delivery and f"MLflow       mlflow ui --backend-store-uri {shorten_store_uri(delivery.uri)}"
             result = CheckResult(
                 config.run.name,

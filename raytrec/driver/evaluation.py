@@ -30,6 +30,7 @@ from raytrec.driver.resume import load_stored_schema
 from raytrec.metrics.selection import Selection
 from raytrec.planning.loads import compute_recorded_lengths, replace_lengths
 from raytrec.tracking.run_folder import CONFIG, RunFolder, check_run_folder
+from raytrec.worker.context import WorkerTask
 from raytrec.worker.loop import evaluate_worker
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def evaluate(
         show_file_counts(console, {data or key if name == "test" else name: each for name, each in datasets.items()})
         for line in (left_out := record_skipped_files(Path(config.run.dir), datasets)):
             console.warn(line)
-        figures = run_group(evaluate_worker, config, schema, datasets, folder, Watch(console))
+        figures = run_group(evaluate_worker, WorkerTask(config, schema, datasets, None, folder), Watch(console))
     metrics = {
         **figures,
         "skipped_files": len(left_out),

@@ -25,8 +25,6 @@ from raytrec.compat.ray_core import (
     WORKER_GROUP_START_TIMEOUT_S,
 )
 from raytrec.config.run_config import RunConfig
-from raytrec.config.schema import Schema
-from raytrec.data.fragments import Dataset
 from raytrec.driver import nodes
 from raytrec.driver.failure_analysis import to_raytrec_error, write_traceback
 from raytrec.driver.recorder import Watch
@@ -83,13 +81,9 @@ def resume_command(config: RunConfig, command: str = "train") -> str:
 
 def run_group(
     worker: Callable[[WorkerTask], None],
-    config: RunConfig,
-    schema: Schema,
-    datasets: dict[str, Dataset],
-    checkpoint: str,
+    task: WorkerTask,
     watch: Watch,
     *,
-    fingerprint: str = "",
     saves: bool = False,
     restarts: bool = False,
     on_poll: Callable[[], None] = lambda: None,
@@ -98,12 +92,9 @@ def run_group(
 
     Args:
         worker: Function that each rank runs, such as worker.loop.train_worker.
-        config: Configuration of the run.
-        schema: Schema of the run.
-        datasets: Datasets by name.
-        checkpoint: Folder of all checkpoints if `saves`, else the checkpoint to read; empty: none.
+        task: Task of the ranks, to which the coordinator is added. Its checkpoint is the folder of all checkpoints if
+            `saves`, else the checkpoint to read; empty: none.
         watch: Receiver of the group's messages.
-        fingerprint: Fingerprint of the training data (data.files.file_identity), which is stored in checkpoints.
         saves: True if the function saves checkpoints, so that it can be restarted and asked to stop.
         restarts: True if the function can be restarted although it does not save.
         on_poll: Function called every half second while the group runs; a ConfigError that it raises ends the group.
@@ -116,11 +107,11 @@ def run_group(
     """
     import ray
 
-    scaling = config.scaling
+    config, checkpoint, scaling = task.config, task.checkpoint, task.config.scaling
     gpu_nodes = nodes.list_gpu_nodes() if scaling.device != "cpu" else []
     device = nodes.choose_device(config, gpu_nodes, watch.console)
     checked_config = config if saves else exclude_training_memory(config) if checkpoint else disable_async_save(config)
-    nodes.check_constraints(checked_config, schema, device, gpu_nodes, watch.console)
+    nodes.check_constraints(checked_config, task.schema, device, gpu_nodes, watch.console)
     watch.console.phase("starting the workers")
     for name, value in RAY_TRAIN_ENV.items():
         os.environ.setdefault(name, value)
@@ -131,7 +122,7 @@ def run_group(
     from raytrec.driver.policies import GroupFailurePolicy, NodeCapacityPolicy
     from raytrec.worker.rendezvous import OwnAddressConfig
 
-    coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S)
+    coordinator = task.coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S)
     cpu_nodes_read = nodes.reads_on_cpu_nodes(config, device)
     resources = nodes.build_worker_bundle(config, device, cpu_nodes_read)
     ray_scaling = ray.train.ScalingConfig(
@@ -152,7 +143,6 @@ def run_group(
     failure_policy = GroupFailurePolicy(coordinator, max_failures, scaling.min_workers)
     stop = StopSignalHandler(coordinator, scaling.shutdown_grace_s if saves else 0)
     lifeline = RayMonitor(scaling.hang_timeout_s, is_own_ray=has_local_ray())
-    task = WorkerTask(config, schema, datasets, coordinator, checkpoint, fingerprint)
     trainer = ControlledTrainer(
         worker,
         train_loop_config=task,

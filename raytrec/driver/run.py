@@ -33,6 +33,7 @@ from raytrec.report.findings import find_bound, find_poor_fit
 from raytrec.report.report import BackgroundRenderer
 from raytrec.tracking.mlflow_records import collect_run_tags
 from raytrec.tracking.run_folder import TAGS, RunFolder
+from raytrec.worker.context import WorkerTask
 from raytrec.worker.loop import count_total_steps, train_worker
 
 PREVIOUS_DRIVER_TIMEOUT_S = 60.0  # wait for the end of an earlier driver, in addition to scaling.shutdown_grace_s
@@ -135,17 +136,9 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
             write_json(folder / TAGS, hide_all(collect_run_tags() | config.tracking.tags))
             data = contents.result()
             record_data(folder, datasets, data)
-            return run_group(
-                train_worker,
-                config,
-                plan.schema,
-                datasets,
-                config.checkpoint_root,
-                watch,
-                fingerprint=fingerprint(data["train"]),
-                saves=True,
-                on_poll=poll,
-            )
+            rows = fingerprint(data["train"])
+            task = WorkerTask(config, plan.schema, datasets, None, config.checkpoint_root, rows)
+            return run_group(train_worker, task, watch, saves=True, on_poll=poll)
 
         figures = run_in_session(config, watch.failed, work)
         exports.finish(console.phase)

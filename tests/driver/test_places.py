@@ -23,6 +23,7 @@ from raytrec.driver import run as driver
 from raytrec.driver.nodes import GpuNode
 from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.planning.memory import estimate_copy_bytes
+from raytrec.worker.context import WorkerTask
 
 pytestmark = pytest.mark.slow
 
@@ -248,7 +249,7 @@ def test_evaluation_reserves_no_memory_for_training(monkeypatch, saves, checkpoi
     monkeypatch.setattr(nodes, "check_constraints", check)
     with pytest.raises(ConfigError, match="enough"):
         watch = SimpleNamespace(console=None)
-        launch.run_group(None, settings(), None, {}, checkpoint, watch, saves=bool(saves))
+        launch.run_group(None, WorkerTask(settings(), None, {}, None, checkpoint), watch, saves=bool(saves))
     assert (seen[0].optim.embeddings.name != "sgd") == state
     assert seen[0].checkpoint.async_save == copies
 
