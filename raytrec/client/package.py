@@ -60,16 +60,13 @@ def code(places: list[Path] | tuple = (), reserved_names: tuple[str, ...] = ()) 
                 )
     uploads |= package_files
     _check_size(uploads)
-    folder = Path(tempfile.mkdtemp(prefix="raytrec-job-"))  # 0700
-    try:
+    with tempfile.TemporaryDirectory(prefix="raytrec-job-") as folder:  # 0700
         for path, file in uploads.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            where = f"--include {file}"
+            target, where = Path(folder, path), f"--include {file}"
+            target.parent.mkdir(parents=True, exist_ok=True)
             with convert_os_errors("cannot copy the file", ConfigError, where=where, expected="a readable file"):
-                shutil.copy2(file, folder / path)
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+                shutil.copy2(file, target)
+        yield Path(folder)
 
 
 def get_config_file_name(source: Source) -> str:

@@ -151,20 +151,16 @@ def _remove(folder: Path) -> None:
 
 
 @contextmanager
-def isolate_sessions(
-    folder: Path, environment: dict[str, str], on_raylet: Callable[[int], None]
-) -> Iterator[Callable[[], None]]:
+def isolate_sessions(folder: Path, environment: dict[str, str], on_raylet: Callable[[int], None]) -> Iterator[None]:
     """Keep files of a Ray cluster started in the block in a folder, and its processes in separate sessions.
 
-    The kernel still ends Ray's processes with this process (Ray sets PR_SET_PDEATHSIG).
+    The kernel still ends Ray's processes with this process (Ray sets PR_SET_PDEATHSIG). Processes that remain after
+    the block, which shuts Ray down, are ended.
 
     Args:
         folder: Folder for Ray's files.
         environment: Additional environment variables of Ray's processes.
         on_raylet: Function called with the raylet's process id after its start.
-
-    Yields:
-        A function that ends the processes remaining after ray.shutdown().
     """
     started: list[int] = []
 
@@ -175,7 +171,10 @@ def isolate_sessions(
 
     environment = INFREQUENT_REPORTS_ENV | environment | {RAY_TMPDIR_VARIABLE: str(folder)}
     with replace_popen({"start_new_session": True}, environment, began):
-        yield lambda: end_sessions(started)
+        try:
+            yield
+        finally:
+            end_sessions(started)
 
 
 def read_stderr_tails(logs: Path) -> str:

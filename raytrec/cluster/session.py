@@ -128,16 +128,13 @@ def _start_ray_once(num_cpus: int | None) -> Iterator[None]:
     with (
         create_private_folder() as folder,
         fork_workers(folder) as (environment, on_raylet),
-        isolate_sessions(folder, environment, on_raylet) as end_rest,
+        isolate_sessions(folder, environment, on_raylet),
+        _shut_down_in_time(),
     ):
-        try:
-            with _shut_down_in_time():
-                with ray_start.omit_unneeded_processes():
-                    _connect("a new local cluster", **ray_start.make_folder_arguments(folder / "ray"), **options)
-                _state.is_own = True
-                yield
-        finally:
-            end_rest()
+        with ray_start.omit_unneeded_processes():
+            _connect("a new local cluster", **ray_start.make_folder_arguments(folder / "ray"), **options)
+        _state.is_own = True
+        yield
 
 
 @dataclass
