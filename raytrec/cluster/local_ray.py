@@ -115,11 +115,10 @@ def list_local_heads() -> list[str]:
 
 def listens(host: str, port: int, timeout_s: float = 2.0) -> bool:
     """Return True if a connection to this port is accepted within `timeout_s` seconds."""
-    try:
+    with suppress(OSError):
         socket.create_connection((host, port), timeout_s).close()
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _sweep_folder(folder: Path) -> None:
@@ -133,10 +132,8 @@ def _sweep_folder(folder: Path) -> None:
             _remove(folder)
         return
     try:
-        if lock_file(owner):
+        if lock_file(owner):  # raises an OSError if the owner is running
             _remove(folder)
-    except BlockingIOError:  # the owner is running
-        return
     finally:
         os.close(owner)
 

@@ -291,10 +291,8 @@ def find_interface(address: str) -> str | None:
     """Return the name of the network interface with an IP address, or None if this machine has no such interface."""
     import psutil
 
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == address for each in addresses):
-            return name
-    return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, found in interfaces if any(each.address == address for each in found)), None)
 
 
 def is_set_in_nccl_files(name: str) -> bool:
