@@ -62,11 +62,11 @@ class Settings:
         ConfigError: A number is out of range.
     """
 
-    trials: int = 10
-    metric: str | None = None
-    seed: int = 0
-    grace_steps: int | None = None
-    factor: float = 4.0
+    trials: int
+    metric: str | None
+    seed: int
+    grace_steps: int | None
+    factor: float
 
     def __post_init__(self) -> None:
         grace = self.grace_steps
