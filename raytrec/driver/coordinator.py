@@ -293,11 +293,11 @@ def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
     return actor.remote(hang_timeout_s, patience_s, lambda: ray.get_runtime_context().was_current_actor_reconstructed)
 
 
-def fetch_cause(coordinator: Any) -> str:
-    """Return the cause of a group's end in one sentence; "" if it is unknown or the coordinator does not respond."""
+def fetch(method: Any, default: Any) -> Any:
+    """Return the result of a method of the coordinator, or `default` if the coordinator does not respond."""
     import ray
 
     try:
-        return ray.get(coordinator.cause.remote(), timeout=10)
-    except ray.exceptions.RayError:
-        return ""
+        return ray.get(method.remote(), timeout=10)
+    except ray.exceptions.RayError:  # Ray may be restarting the coordinator
+        return default

@@ -118,7 +118,7 @@ def run_group(
     import ray.train
 
     from raytrec.compat.ray_train import ControlledTrainer
-    from raytrec.driver.coordinator import fetch_cause, start_coordinator
+    from raytrec.driver.coordinator import fetch, start_coordinator
     from raytrec.driver.policies import GroupFailurePolicy, NodeCapacityPolicy
     from raytrec.worker.rendezvous import OwnAddressConfig
 
@@ -164,13 +164,13 @@ def run_group(
             raise
         except ConfigError as error:
             if isinstance(error, ray.exceptions.RayError):  # raised by a rank
-                raise to_raytrec_error(error, config, fetch_cause(coordinator)) from None
+                raise to_raytrec_error(error, config, fetch(coordinator.cause, "")) from None
             stop.abort()
             raise
         except Exception as error:
             lifeline.confirm()
             if stop.signal is None:
-                raise to_raytrec_error(error, config, fetch_cause(coordinator)) from None
+                raise to_raytrec_error(error, config, fetch(coordinator.cause, "")) from None
     if watch.result is None and stop.signal is not None:
         raise Interrupted(stop.signal)
     if watch.result is None:

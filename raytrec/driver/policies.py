@@ -29,6 +29,7 @@ from raytrec.compat.ray_train import (
     RequestingPolicy,
     ResizeDecision,
 )
+from raytrec.driver.coordinator import fetch
 from raytrec.driver.failure_analysis import Cause, FailureKind, find_cause
 
 NUMBER_PATTERN = re.compile(r"\d[\d.]*( bytes| [KMGT]iB)?")
@@ -80,16 +81,10 @@ class GroupFailurePolicy(FailurePolicy):
         if cause.kind == FailureKind.RAYTREC_ERROR:
             return False
         self._left -= 1
-        failure = NUMBER_PATTERN.sub("#", cause.text), self._fetch_step()
+        failure = NUMBER_PATTERN.sub("#", cause.text), fetch(self._coordinator.step, -1)
         is_repeated = cause.kind == FailureKind.ERROR and self._last == failure
         self._last = failure
         return self._left >= 0 and not is_repeated
-
-    def _fetch_step(self) -> int:
-        try:
-            return ray.get(self._coordinator.step.remote(), timeout=10)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # Ray is restarting the coordinator
-            return -1
 
     def _decide_failed_start(self, error: ControllerError) -> FailureDecision:
         """Decide whether to restart a group that did not start, e.g. because a node has left or is unreachable."""
