@@ -87,10 +87,8 @@ class RayMonitor:
         except OSError:
             gone_s = self._patience_s
         if monotonic() - self._since.setdefault(part, monotonic()) > gone_s:
-            lost = RayLost(
-                f"Ray's {part}, {PART_DESCRIPTIONS[part]}, has exited, which ended all workers",
-                where="{}:{}".format(*place),
-            )
+            what = f"Ray's {part}, {PART_DESCRIPTIONS[part]}, has exited, which ended all workers"
+            lost = RayLost(what, where="{}:{}".format(*place))
             lost.part = part
             raise lost
 

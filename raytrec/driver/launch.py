@@ -131,24 +131,18 @@ def run_group(
         resources_per_worker=resources,
         placement_strategy="PACK" if device == "cuda" else "SPREAD",
     )
-    scaling_policy = NodeCapacityPolicy(
-        ray_scaling,
-        coordinator,
-        scaling.min_workers,
-        scaling.max_workers,
-        reader_cpus=scaling.max_workers * config.data.readers if cpu_nodes_read else 0,
-        autoscaler_exists=not has_local_ray(),
-    )
+    reader_cpus = scaling.max_workers * config.data.readers if cpu_nodes_read else 0
+    requests = {"reader_cpus": reader_cpus, "autoscaler_exists": not has_local_ray()}
+    scaling_policy = NodeCapacityPolicy(ray_scaling, coordinator, scaling.min_workers, scaling.max_workers, **requests)
     max_failures = scaling.max_failures if saves or restarts else 0
     failure_policy = GroupFailurePolicy(coordinator, max_failures, scaling.min_workers)
     stop = StopSignalHandler(coordinator, scaling.shutdown_grace_s if saves else 0)
     lifeline = RayMonitor(scaling.hang_timeout_s, is_own_ray=has_local_ray())
+    backend = OwnAddressConfig("nccl" if device == "cuda" else "gloo", compute_collective_timeout(config, device))
     trainer = ControlledTrainer(
         worker,
         train_loop_config=task,
-        backend_config=OwnAddressConfig(
-            "nccl" if device == "cuda" else "gloo", compute_collective_timeout(config, device)
-        ),
+        backend_config=backend,
         scaling_config=ray_scaling,
         run_config=_make_ray_run_config(checkpoint if saves else join_uri(config.run.dir, "ray")),
         policies={"scaling_policy": scaling_policy, "failure_policy": failure_policy},

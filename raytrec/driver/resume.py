@@ -204,12 +204,8 @@ def load_stored_schema(folder: Path) -> Schema:
         SchemaError: The file is not a schema.
     """
     file = folder / SCHEMA
-    with convert_os_errors(
-        f"cannot read {file.name} of the run",
-        where=str(file),
-        expected="the original file of the run",
-        do="restore the file from a backup",
-    ):
+    advice = {"expected": "the original file of the run", "do": "restore the file from a backup"}
+    with convert_os_errors(f"cannot read {file.name} of the run", where=str(file), **advice):
         text = read_text(file)
     return Schema.parse_stored(text, str(file))
 
