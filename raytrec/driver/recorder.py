@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Thread
 from time import time
@@ -30,6 +30,7 @@ WAIT_S = 0.5  # interval at which the reader checks whether Ray is lost
 MESSAGE_WAIT_S = 5.0  # maximum wait of a call for messages; each call costs driver and coordinator a few milliseconds
 
 
+@dataclass
 class Watch:
     """Reader of messages from the ranks and the coordinator while Ray Train runs.
 
@@ -37,7 +38,7 @@ class Watch:
         console: Console that shows the messages.
         record: Record that stores the messages; None if nothing is trained.
         ended: Function called when the result has arrived, before the workers end.
-        saved: Function called with each message about a saved or failed checkpoint; None: no function.
+        saved: Function called with each message about a saved or failed checkpoint.
 
     Attributes:
         result: Metrics of rank 0; None until rank 0 has reported its result.
@@ -45,18 +46,14 @@ class Watch:
         ended_early_at: Step at which evaluations ended training (train.early_stopping); None if they did not.
     """
 
-    def __init__(
-        self,
-        console: Any,
-        record: Record | None = None,
-        ended: Callable[[], None] = lambda: None,
-        saved: Callable[[messages.Saved], None] | None = None,
-    ):
-        self.console, self._ended, self._saved = console, ended, saved
-        self.result: dict[str, Any] | None = None
-        self.ended_early_at: int | None = None
-        self.unsaved: RunError | None = None
-        self._record, self._unrecorded = record, set()
+    console: Any
+    record: Record | None = None
+    ended: Callable[[], None] = lambda: None
+    saved: Callable[[messages.Saved], None] = lambda saved: None
+    result: dict[str, Any] | None = None
+    ended_early_at: int | None = None
+    unsaved: RunError | None = None
+    _unrecorded: set[str] = field(default_factory=set)
 
     @contextmanager
     def reading(self, coordinator: Any) -> Iterator[None]:
@@ -99,13 +96,13 @@ class Watch:
         if isinstance(message, messages.Result):
             self.result = null_nonfinite(message.figures)
             self.unsaved = RunError(**message.unsaved) if message.unsaved else None
-            self._ended()
+            self.ended()
             return
-        if isinstance(message, messages.Saved) and self._saved:
-            self._saved(message)
+        if isinstance(message, messages.Saved):
+            self.saved(message)
         if isinstance(message, messages.Event) and message.event == ENDED_EARLY:
             self.ended_early_at = message.details["step"]
-        if self._record:
+        if self.record:
             self._record_message(message)
         if show := getattr(self.console, message.KIND, None):
             show(**{name: value for name, value in message.values().items() if name != "unix_s"})
@@ -113,7 +110,7 @@ class Watch:
     def _record_message(self, message: Message) -> None:
         """Record a message. Any exception becomes a warning, because later messages must still be read."""
         try:
-            self._record.store_message(message)
+            self.record.store_message(message)
         except Exception as error:
             warning = f"messages of kind {message.KIND} are not recorded: {type(error).__name__}: {error}"
             if warning not in self._unrecorded:
