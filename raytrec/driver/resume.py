@@ -205,7 +205,7 @@ def load_stored_schema(folder: Path) -> Schema:
     """
     file = folder / SCHEMA
     advice = {"expected": "the original file of the run", "do": "restore the file from a backup"}
-    with convert_os_errors(f"cannot read {file.name} of the run", where=str(file), **advice):
+    with convert_os_errors(f"cannot read {file.name} of the run", RunError, where=str(file), **advice):
         text = read_text(file)
     return Schema.parse_stored(text, str(file))
 
