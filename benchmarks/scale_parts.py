@@ -196,7 +196,7 @@ def records(world: int, tables: int, folder: Path) -> dict:
     run.mkdir()
     with ray_session(num_cpus=1):
         actor = start_coordinator(60, 600)
-        watch = Watch(SimpleNamespace(warn=lambda text: None), Record(run))
+        watch = Watch(SimpleNamespace(warn=lambda text: None), Record(run, lambda text: None))
         process = _process_of(actor)
         start_bytes, began, cpu_s, growth = process.memory_info().rss, time.monotonic(), 0.0, 0
         with watch.reading(actor):

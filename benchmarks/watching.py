@@ -36,8 +36,8 @@ from raytrec.checkpoint.state import LogicalState
 from raytrec.common.messages import Message
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.data.batch import Batch
+from raytrec.driver.followers import DeliveryProcess
 from raytrec.driver.recorder import Record
-from raytrec.driver.track import DeliveryProcess
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import MetricSums
 from raytrec.tracking.mlflow_records import RecordReader
@@ -157,7 +157,7 @@ def main(
         (folder / "config.yaml").write_text(config.to_yaml())
         follower = DeliveryProcess(config, print)
         follower.ready()
-        record, queue, turns = Record(folder), spawn.Queue(), spawn.Semaphore(0)
+        record, queue, turns = Record(folder, print), spawn.Queue(), spawn.Semaphore(0)
         messages: dict[int, list[Message]] = {side: [] for side in range(len(SIDES))}
 
         def write() -> None:

@@ -88,6 +88,12 @@ def with_options(
     return run
 
 
+def call_and_print(function: Callable[..., Result], options: dict[str, Any]) -> None:
+    """Call a function with the options of a command, the first by position, and print the result (--json: as JSON)."""
+    as_json, place = options.pop("json"), options.pop(next(iter(options)))
+    print_result(function(place, **options), as_json)
+
+
 def print_result(result: Result, as_json: bool) -> None:
     """Print the result of a command as JSON or as a table."""
     from raytrec.driver.console import print_summary

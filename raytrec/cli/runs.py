@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+import raytrec
 from raytrec.cli.options import AllowCode, Config, Json, Overrides, RequiredConfig, print_json, print_result
 
 
@@ -32,7 +33,6 @@ def train(
     """
     from raytrec.common.errors import ConfigError
     from raytrec.driver.run import Unfinished
-    from raytrec.driver.run import train as run
 
     overrides, earlier = overrides or [], warm_start or resume
     if earlier and config and "=" in config:  # no CONFIG: the first argument is an override
@@ -49,7 +49,7 @@ def train(
             "no config was given", expected="raytrec train CONFIG, or raytrec train --warm-start RUN, or --resume RUN"
         )
     try:
-        result = run(config, overrides, warm_start, resume, resume_latest, allow_code)
+        result = raytrec.train(config, overrides, warm_start, resume, resume_latest, allow_code)
     except Unfinished as error:  # the error contains a partial result
         print_result(error.result, json)
         raise
@@ -89,18 +89,16 @@ def tune(
     options = {**locals()}
     del options["json"]
     from raytrec.tuning.tune import print_outcome
-    from raytrec.tuning.tune import tune as run
 
-    search = run(options.pop("config"), **options)
+    search = raytrec.tune(options.pop("config"), **options)
     print_json(search.metrics) if json else print_outcome(search)
 
 
 def check(config: RequiredConfig, overrides: Overrides = None, json: Json = False):
     """Compare a config's sharded training with plain torch in one process. The exit code is 1 if they differ."""
-    from raytrec.driver.check import check as run
     from raytrec.driver.check import print_check
 
-    result = run(config, overrides or [])
+    result = raytrec.check(config, overrides or [])
     print_json(result.metrics) if json else print_check(result)
     if not result.passed:
         raise typer.Exit(1)

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from raytrec.cli.options import AllowCode, Changes, Checkpoint, Json, Run, RunFolder, Workers, print_result
+import raytrec
+from raytrec.cli.options import AllowCode, Changes, Checkpoint, Json, Run, RunFolder, Workers, call_and_print
 
 
 def evaluate(
@@ -25,11 +26,7 @@ def evaluate(
         data: Parquet folder or file; default: the run's data.test, else its data.valid.
         batch_size: Global batch size; default: as in training.
     """
-    options = {**locals()}
-    del options["json"]
-    from raytrec.driver.evaluation import evaluate as run_evaluate
-
-    print_result(run_evaluate(options.pop("run"), **options), json)
+    call_and_print(raytrec.evaluate, {**locals()})
 
 
 def predict(
@@ -53,11 +50,7 @@ def predict(
             no columns.
         vectors: Write the vectors of this tower instead of scores; the data needs only the tower's features.
     """
-    options = {**locals()}
-    del options["json"]
-    from raytrec.prediction.predict import predict as run_predict
-
-    print_result(run_predict(options.pop("run"), **options), json)
+    call_and_print(raytrec.predict, {**locals()})
 
 
 def index(
@@ -85,11 +78,7 @@ def index(
         queries: Parquet data on which the recall of faiss is measured; default: the run's data.test, else its
             data.valid.
     """
-    options = {**locals()}
-    del options["json"]
-    from raytrec.retrieval.build import index as run_index
-
-    print_result(run_index(options.pop("run"), **options), json)
+    call_and_print(raytrec.index, {**locals()})
 
 
 def export(
@@ -117,11 +106,7 @@ def export(
         mlflow: Log the export as a model of the run's MLflow run.
         embed: Copy the export into the MLflow model; default: the model refers to the export.
     """
-    options = {**locals()}
-    del options["json"]
-    from raytrec.exporting.export import export as run_export
-
-    print_result(run_export(**options), json)
+    call_and_print(raytrec.export, {**locals()})
 
 
 def apply_deltas(
@@ -141,10 +126,9 @@ def apply_deltas(
         to (NUMBER): Last delta to apply; default: the newest one.
     """
     options = {**locals()}
-    del options["json"]
     from raytrec.exporting.apply_deltas import apply_deltas as run_apply
 
-    print_result(run_apply(**options), json)
+    call_and_print(run_apply, options)
 
 
 def convert(
@@ -196,7 +180,7 @@ def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
         follow: Continue until standard input ends, while another process executes the run.
     """
     from raytrec.common.redaction import hide
-    from raytrec.driver.track import track
+    from raytrec.driver.followers import track
 
     config = track(run, allow_code=allow_code, follow=follow)
     if follow:

@@ -47,13 +47,6 @@ class JobApi(Jobs):
             )
         return JobRun(self, job)
 
-    def runs(self) -> list[dict[str, Any]]:
-        """Return all jobs of the cluster, newest first: name (job id), folder (None), state, unix_s (start time)."""
-        return [
-            {"name": job, "folder": None, "state": STATES.get(status, "running"), "unix_s": unix_s}
-            for job, status, unix_s in self.list_submitted_jobs()
-        ]
-
     def close(self) -> None:
         """Do nothing: the job API keeps no connection open."""
 

@@ -12,6 +12,7 @@ import shlex
 import time
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,11 +79,8 @@ class Jobs:
         environment |= {"RAYTREC_ROOT": root} if root else {}
         with code([*find_user_modules(config), *map(Path, include)], reserved_names=(name,)) as folder:
             (folder / name).write_text(config.to_yaml())
-            return self.start(
-                f"python -m raytrec train {shlex.quote(name)} --resume-latest",
-                {"working_dir": str(folder), "env_vars": environment},
-                Path(name).stem,
-            )
+            command = f"python -m raytrec train {shlex.quote(name)} --resume-latest"
+            return self.start(command, {"working_dir": str(folder), "env_vars": environment}, Path(name).stem)
 
     def start(self, command: str, runtime_env: dict[str, Any], name: str) -> str:
         """Start a command as a job, and return the job's id, which begins with `name`.
@@ -98,25 +96,24 @@ class Jobs:
         _check_no_secrets(command, runtime_env)
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # the name becomes part of URLs
         job = f"{name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        submit = partial(self._client.submit_job, entrypoint=command, submission_id=job, runtime_env=runtime_env)
         deadline = time.monotonic() + CLUSTER_READY_TIMEOUT_S
         while True:
             try:
-                return self._call_api(
-                    lambda: self._client.submit_job(entrypoint=command, submission_id=job, runtime_env=runtime_env)
-                )
+                return self._call_api(submit)
             except RunError as error:  # the cluster has just been started
                 if NO_AGENT_TEXT not in error.what or time.monotonic() > deadline:
                     raise
                 time.sleep(1)
 
-    def list_submitted_jobs(self) -> list[tuple[str, str, float]]:
-        """Return all submitted jobs, newest first: id, status, and start time (Unix time in seconds)."""
-        submitted = [
-            (job.submission_id, str(job.status.value), (job.start_time or 0) / 1000)
-            for job in self._call_api(self._client.list_jobs)
-            if job.submission_id
-        ]
-        return sorted(submitted, key=lambda job: job[2], reverse=True)
+    def runs(self) -> list[dict[str, Any]]:
+        """Return all submitted jobs, newest first: name (job id), folder (None), state, unix_s (start time)."""
+        runs = []
+        for job in self._call_api(self._client.list_jobs):
+            state, unix_s = STATES.get(str(job.status.value), "running"), (job.start_time or 0) / 1000
+            if job.submission_id:
+                runs.append({"name": job.submission_id, "folder": None, "state": state, "unix_s": unix_s})
+        return sorted(runs, key=lambda run: run["unix_s"], reverse=True)
 
     def newest(self) -> str:
         """Return the id of the most recently submitted job.
@@ -124,8 +121,8 @@ class Jobs:
         Raises:
             RunError: No job has been submitted.
         """
-        for job, _, _ in self.list_submitted_jobs():
-            return job
+        for run in self.runs():
+            return run["name"]
         raise RunError("no job has been submitted to this cluster", where=self.address)
 
     def status(self, job: str) -> str:

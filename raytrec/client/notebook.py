@@ -1,4 +1,4 @@
-"""Display a run in a notebook or on a terminal."""
+"""Display a run in a notebook."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ REDRAW_INTERVAL_S = 3.0  # time between two redraws of the curves
 COLOURS = {"finished": "#009e73", "failed": "#d55e00", "interrupted": "#d55e00", "stopped": "#e69f00"}
 
 
-def display(name: str) -> NotebookDisplay | TerminalDisplay:
-    """Return a callable that shows the current state of a run, in this notebook or on the terminal, when called."""
+def find_notebook_display(name: str) -> NotebookDisplay | None:
+    """Return a display of a run in the current cell of this notebook, or None outside of notebooks."""
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module else None
-    return NotebookDisplay(name) if hasattr(shell, "kernel") else TerminalDisplay()
+    return NotebookDisplay(name) if hasattr(shell, "kernel") else None
 
 
 class NotebookDisplay:
@@ -58,18 +58,6 @@ class NotebookDisplay:
             self._outputs[output].update(content)
         else:
             self._outputs[output] = put(content, display_id=True)
-
-
-class TerminalDisplay:
-    """Display of a run that prints new lines of its log to stderr."""
-
-    def __init__(self) -> None:
-        self._printed = 0
-
-    def __call__(self, run: Run) -> None:
-        """Print the new lines of the run's log."""
-        print("".join(run.log[self._printed :]), end="", file=sys.stderr, flush=True)
-        self._printed = len(run.log)
 
 
 class Pictures(dict):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from raytrec.common.errors import ConfigError, convert_os_errors
 from raytrec.config.data import to_run_name
@@ -47,29 +48,22 @@ def code(places: list[Path] | tuple = (), reserved_names: tuple[str, ...] = ()) 
     for place in places:
         for path, file in _list_place_files(place):
             if path in package_files and not _is_working_directory(place):
-                raise _make_include_error(place, f"{path} is a file of raytrec itself", "another name")
+                _refuse(place, f"{path} is a file of raytrec itself", "another name")
             if str(path) in reserved_names and not _is_working_directory(place):
-                raise _make_include_error(place, f"{path} is the name of the uploaded config file", "another name")
+                _refuse(place, f"{path} is the name of the uploaded config file", "another name")
             if uploads.setdefault(path, file).resolve() != file.resolve():
-                raise _make_include_error(
-                    place, f"{path} is included twice: {uploads[path]}, {file}", "only one of them"
-                )
+                _refuse(place, f"{path} is included twice: {uploads[path]}, {file}", "only one of them")
             if len(uploads) > MAX_UPLOAD_FILES:
-                raise _make_include_error(
-                    place, f"the upload has more than {MAX_UPLOAD_FILES:,} files", "code and small files"
-                )
+                _refuse(place, f"the upload has more than {MAX_UPLOAD_FILES:,} files", "code and small files")
     uploads |= package_files
     _check_size(uploads)
-    folder = Path(tempfile.mkdtemp(prefix="raytrec-job-"))  # 0700
-    try:
+    with tempfile.TemporaryDirectory(prefix="raytrec-job-") as folder:  # 0700
         for path, file in uploads.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            where = f"--include {file}"
+            target, where = Path(folder, path), f"--include {file}"
+            target.parent.mkdir(parents=True, exist_ok=True)
             with convert_os_errors("cannot copy the file", ConfigError, where=where, expected="a readable file"):
-                shutil.copy2(file, folder / path)
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+                shutil.copy2(file, target)
+        yield Path(folder)
 
 
 def get_config_file_name(source: Source) -> str:
@@ -96,14 +90,14 @@ def _list_place_files(place: Path) -> Iterator[tuple[Path, Path]]:
         has_name = place.name not in ("", ".", "..")
         source = place.absolute().parent.resolve() / place.name if has_name else place.resolve()
         if not source.exists():
-            raise _make_include_error(place, "there is no such file or folder", "a file or folder on this machine")
+            _refuse(place, "there is no such file or folder", "a file or folder on this machine")
         top = source.relative_to(working_dir) if source.is_relative_to(working_dir) else Path(source.name)
         if working_dir.is_relative_to(source) and working_dir != source:
-            raise _make_include_error(place, "the folder contains the working directory", "the needed files")
+            _refuse(place, "the folder contains the working directory", "the needed files")
         for path, file in _walk_files(source, str(place)):
             yield top / path, file
     except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, or an invalid name
-        raise _make_include_error(place, f"cannot read the path: {error}", "a readable path") from None
+        _refuse(place, f"cannot read the path: {error}", "a readable path")
 
 
 def _walk_files(source: Path, label: str) -> Iterator[tuple[Path, Path]]:
@@ -115,7 +109,7 @@ def _walk_files(source: Path, label: str) -> Iterator[tuple[Path, Path]]:
     """
     if not source.is_dir():
         if not source.is_file():
-            raise _make_include_error(Path(label), "the path is not a file or folder", "a file or folder")
+            _refuse(label, "the path is not a file or folder", "a file or folder")
         yield Path(), source
         return
     parents: dict[str, tuple[str, ...]] = {str(source): (os.path.realpath(source),)}
@@ -126,15 +120,13 @@ def _walk_files(source: Path, label: str) -> Iterator[tuple[Path, Path]]:
             path = os.path.join(folder, name)
             real = os.path.realpath(path)
             if real in parents[folder]:
-                raise _make_include_error(
-                    Path(label), f"{path} is a link to one of its parent folders", "links without cycles"
-                )
+                _refuse(label, f"{path} is a link to one of its parent folders", "links without cycles")
             parents[path] = (*parents[folder], real)
         for name in sorted(set(files) - skipped):
             file = Path(folder, name)
             if not file.is_file():
                 what = "is a broken symbolic link" if file.is_symlink() else "is not a regular file"
-                raise _make_include_error(Path(label), f"{file} {what}", "regular files and folders")
+                _refuse(label, f"{file} {what}", "regular files and folders")
             yield file.relative_to(source), file
 
 
@@ -146,8 +138,8 @@ def _is_working_directory(place: Path) -> bool:
     return place.resolve() == Path.cwd().resolve()
 
 
-def _make_include_error(place: Path, what: str, expected: str) -> ConfigError:
-    return ConfigError(what, where=f"--include {place}", expected=expected)
+def _refuse(place: Path | str, what: str, expected: str) -> NoReturn:
+    raise ConfigError(what, where=f"--include {place}", expected=expected) from None
 
 
 def _check_size(files: dict[Path, Path]) -> None:

@@ -93,16 +93,11 @@ def file(run: str, name: str) -> bytes:
 def pictures(run: str) -> dict[str, bytes]:
     """Return the pictures of a run's report: name → PNG. Missing pictures are drawn first if there is a report."""
     folder = run_folder(run)
-    if not (png_files := _list_png_files(folder)) and (folder / "report.html").is_file():
+    if not any((folder / PICTURES).glob("*.png")) and (folder / "report.html").is_file():
         from raytrec.report.report import pictures as draw
 
         draw(folder)
-        png_files = _list_png_files(folder)
-    return {path.stem: _read_run_file(path) for path in png_files}
-
-
-def _list_png_files(folder: Path) -> list[Path]:
-    return sorted((folder / PICTURES).glob("*.png"))
+    return {path.stem: _read_run_file(path) for path in sorted((folder / PICTURES).glob("*.png"))}
 
 
 def stop(run: str) -> None:

@@ -6,8 +6,8 @@ The functions of queries.py run on the head node of the cluster.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 from time import sleep
@@ -56,8 +56,7 @@ class RayClient:
 
     def run(self, run: str) -> Run:
         """Return an existing run, given its name or folder."""
-        connection = self._connections[()]
-        return ClientRun(connection, connection.call(queries.news, run, {})["folder"])
+        return ClientRun(self._connections[()], run)
 
     def runs(self) -> list[dict[str, Any]]:
         """Return the runs in RAYTREC_ROOT/runs (`queries.runs`)."""
@@ -74,19 +73,17 @@ class ClientRun(Run):
 
     Args:
         connection: Connection to the cluster.
-        folder: Run folder.
+        folder: Run folder; for an existing run, also its name.
         driver: Actor (queries.Driver) that then trains the run; None for an existing run.
     """
 
     def __init__(self, connection: Connection, folder: str, driver: Any = None):
         super().__init__()
         self._connection, self._folder, self._since = connection, folder, {}
-        self._driver, self._result = driver, None  # Ray ends an actor when its last handle is deleted
+        self._driver = driver  # Ray ends an actor when its last handle is deleted
+        self._result = None if driver is None else connection.start(driver.train)
         if driver is None:
             self._poll()
-            return
-        with connection.activate_context():
-            self._result = driver.train.remote()
 
     @property
     def folder(self) -> str:
@@ -129,7 +126,7 @@ class ClientRun(Run):
                     with suppress(ValueError):  # not a message of this file
                         if message := decode(file, line):
                             self.history.add(message)
-            before, self._since = self._since, news["since"]
+            before, self._since, self._folder = self._since, news["since"], news["folder"]
             if self._since == before or news["state"] not in ENDED:  # all data is read, or later calls read more
                 break
         self.history.result = news["result"]
@@ -156,7 +153,8 @@ class Connection:
     """
 
     def __init__(self, address: str, places: tuple[Path, ...]):
-        self.address, self._lock, self._remote = address, RLock(), {}
+        self.address, self._remote = address, {}
+        self._lock = RLock()  # a call makes the connection Ray's current context, so only one thread at a time can call
         use_token()
         require_versions()
         check_cluster(address, address)
@@ -164,45 +162,39 @@ class Connection:
         with code(places) as folder:
             self._context = _connect(address, folder)
         check_cluster_version(self._context.ray_version, where=address)
-        with self.activate_context():
-            self._head, *_ = find_head_nodes()
-
-    @contextmanager
-    def activate_context(self) -> Iterator[None]:
-        """Use this connection for Ray calls in the block.
-
-        Only one thread at a time can be in the block, because Ray's current context is replaced.
-        """
         with self._lock, self._context:
-            yield
+            self._head, *_ = find_head_nodes()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function on the head node, and return its result. Errors are as in `result`."""
         import ray
 
-        with self.activate_context():
+        with self._lock, self._context:
             if function not in self._remote:
                 self._remote[function] = ray.remote(function).options(**pin_to_node(self._head))
         return self.ask(self._remote[function], *arguments)
 
     def ask(self, remote: Any, *arguments: Any, timeout: float | None = ANSWER_TIMEOUT_S) -> Any:
         """Call a remote function or actor method, and return its result. Errors are as in `result`."""
-        with self.activate_context():
-            reference = remote.remote(*arguments)
-        return self.result(reference, timeout)
+        return self.result(self.start(remote, *arguments), timeout)
+
+    def start(self, remote: Any, *arguments: Any) -> Any:
+        """Call a remote function or actor method, and return the object reference of its result."""
+        with self._lock, self._context:
+            return remote.remote(*arguments)
 
     def actor(self, kind: type) -> Any:
         """Start an actor of class `kind` on the head node."""
         import ray
 
-        with self.activate_context():
+        with self._lock, self._context:
             return ray.remote(kind).options(**pin_to_node(self._head)).remote()
 
     def is_done(self, reference: Any) -> bool:
         """Return True if the result of an object reference is available."""
         import ray
 
-        with self.activate_context():
+        with self._lock, self._context:
             return bool(ray.wait([reference], timeout=0)[0])
 
     def result(self, reference: Any, timeout: float | None = ANSWER_TIMEOUT_S) -> Any:
@@ -220,7 +212,7 @@ class Connection:
         from ray.exceptions import GetTimeoutError, RayError
 
         try:
-            with self.activate_context():
+            with self._lock, self._context:
                 return ray.get(reference, timeout=timeout)
         except GetTimeoutError:
             raise RunError(f"the cluster did not respond within {timeout} s", where=self.address) from None

@@ -6,6 +6,7 @@ The module requires Ray in the cluster's version, but neither torch nor torchrec
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from time import monotonic, sleep, time
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from raytrec.client import queries
-from raytrec.client.notebook import Page, Pictures, display
+from raytrec.client.notebook import Page, Pictures, find_notebook_display
 from raytrec.client.package import Source
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.common.messages import Eval, Measured, Train
@@ -171,16 +172,14 @@ class Run:
     def logs(self) -> Iterator[str]:
         """Yield the lines of the run's log, from its beginning until the run ends."""
         line_count = 0
-        while True:
-            ended = self._poll() in ENDED
+        for _ in self._updates():
             yield from self.log[line_count:]
             line_count = len(self.log)
-            if ended:
-                return
-            sleep(self.poll_s)
 
     def watch(self) -> dict[str, Any] | None:
-        """Show progress and curves until the run ends. An interrupt ends the display, and the run continues.
+        """Show progress and curves (in notebooks) or the log on stderr until the run ends.
+
+        An interrupt ends the display, and the run continues.
 
         Returns:
             Content of result.json as returned by `wait`, or None after an interrupt.
@@ -188,12 +187,14 @@ class Run:
         Raises:
             RaytrecError: The run failed (its error is raised), was stopped, or was interrupted.
         """
-        show = display(self.name)
+        show = find_notebook_display(self.name)
         try:
-            while self._poll() not in ENDED:
-                show(self)
-                sleep(self.poll_s)
-            show(self)
+            if show:
+                for _ in self._updates():
+                    show(self)
+            else:
+                for line in self.logs():
+                    print(line, end="", file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             print("detached; the run continues. Call run.watch() to reattach, or run.stop() to stop the run")
             return None
@@ -210,11 +211,10 @@ class Run:
                 after `timeout` seconds.
         """
         began = monotonic()
-        while self._poll() not in ENDED:
-            if timeout is not None and monotonic() - began > timeout:
+        for _ in self._updates():
+            if timeout is not None and monotonic() - began > timeout and self.state not in ENDED:
                 what = f"the run is still running after {timeout} s"
                 raise RunError(what, where=self.job or self.name, do="wait again, or pass a larger timeout")
-            sleep(self.poll_s)
         return self._outcome()
 
     def evaluate(self, data: str, **options: Any) -> dict[str, Any]:
@@ -292,6 +292,13 @@ class Run:
             if self._first is None and self.history.step:
                 self._first = time(), self.history.step
         return self.state
+
+    def _updates(self) -> Iterator[None]:
+        """Read new data at intervals until the run has ended, and yield each time."""
+        while self._poll() not in ENDED:
+            yield
+            sleep(self.poll_s)
+        yield
 
     def _outcome(self) -> dict[str, Any]:
         if self.state == "finished":

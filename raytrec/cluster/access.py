@@ -57,9 +57,8 @@ def use_token(*, create: bool = False, is_local_only: bool = False) -> None:
     """
     if os.path.expanduser("~") == "~":  # user without passwd entry; importing Ray Train requires a home
         os.environ["HOME"] = UNWRITABLE_HOME
-    if AUTH_MODE_VARIABLE not in os.environ and JOB_CONFIG_VARIABLE in os.environ:
-        return
-    if os.environ.get(AUTH_MODE_VARIABLE, "token").lower() != "token":
+    default_mode = "disabled" if JOB_CONFIG_VARIABLE in os.environ else "token"
+    if os.environ.get(AUTH_MODE_VARIABLE, default_mode).lower() != "token":
         return
     if not os.environ.get(TOKEN):
         _require_token_file(create, is_local_only)
@@ -70,18 +69,15 @@ def use_token(*, create: bool = False, is_local_only: bool = False) -> None:
 
 def token_file() -> Path:
     """Return the path of the file in which Ray looks for the token."""
-    named = os.environ.get(TOKEN_PATH_VARIABLE)
     # Without a home (e.g. a container user without passwd entry), `~` is not expanded and no file exists.
-    return Path(os.path.expanduser(named or "~/.ray/auth_token"))
+    return Path(os.path.expanduser(os.environ.get(TOKEN_PATH_VARIABLE) or "~/.ray/auth_token"))
 
 
 def describe_token_source() -> str:
     """Return a noun phrase for messages that names the place where the token is, or where to store it."""
-    return (
-        f"the environment variable {TOKEN}"
-        if os.environ.get(TOKEN)
-        else f"{token_file()} (or in the file that {TOKEN_PATH_VARIABLE} names)"
-    )
+    if os.environ.get(TOKEN):
+        return f"the environment variable {TOKEN}"
+    return f"{token_file()} (or in the file that {TOKEN_PATH_VARIABLE} names)"
 
 
 def load_or_create_token(file: Path) -> str:

@@ -201,10 +201,7 @@ def _detach_child(sockets: list) -> None:
 
 
 def _reap_workers(pids: set[int]) -> None:
-    while pids:
-        pid, _ = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            return
+    while pids and (pid := os.waitpid(-1, os.WNOHANG)[0]):
         pids.discard(pid)
 
 

@@ -78,21 +78,17 @@ class RayMonitor:
     def _check(self, part: str, place: tuple[str, int]) -> None:
         try:
             socket.create_connection(place, LIFELINE_CONNECT_TIMEOUT_S).close()
-        except OSError as error:
-            refused = isinstance(error, ConnectionRefusedError)
-        else:
             self._since.pop(part, None)
             return
-        began = self._since.setdefault(part, monotonic())
-        comes_back = part == GCS and not self._own
-        gone_s = (
-            float(os.environ.get(GCS_RECONNECT_VARIABLE, GCS_RESTART_TIMEOUT_S)) if comes_back else REFUSED_TIMEOUT_S
-        )
-        if monotonic() - began > (gone_s if refused else self._patience_s):
-            lost = RayLost(
-                f"Ray's {part}, {PART_DESCRIPTIONS[part]}, has exited, which ended all workers",
-                where="{}:{}".format(*place),
-            )
+        except ConnectionRefusedError:
+            gone_s = REFUSED_TIMEOUT_S
+            if part == GCS and not self._own:  # it may be restarting
+                gone_s = float(os.environ.get(GCS_RECONNECT_VARIABLE, GCS_RESTART_TIMEOUT_S))
+        except OSError:
+            gone_s = self._patience_s
+        if monotonic() - self._since.setdefault(part, monotonic()) > gone_s:
+            what = f"Ray's {part}, {PART_DESCRIPTIONS[part]}, has exited, which ended all workers"
+            lost = RayLost(what, where="{}:{}".format(*place))
             lost.part = part
             raise lost
 

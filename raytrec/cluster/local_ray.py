@@ -115,11 +115,10 @@ def list_local_heads() -> list[str]:
 
 def listens(host: str, port: int, timeout_s: float = 2.0) -> bool:
     """Return True if a connection to this port is accepted within `timeout_s` seconds."""
-    try:
+    with suppress(OSError):
         socket.create_connection((host, port), timeout_s).close()
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _sweep_folder(folder: Path) -> None:
@@ -133,10 +132,8 @@ def _sweep_folder(folder: Path) -> None:
             _remove(folder)
         return
     try:
-        if lock_file(owner):
+        if lock_file(owner):  # raises an OSError if the owner is running
             _remove(folder)
-    except BlockingIOError:  # the owner is running
-        return
     finally:
         os.close(owner)
 
@@ -151,20 +148,16 @@ def _remove(folder: Path) -> None:
 
 
 @contextmanager
-def isolate_sessions(
-    folder: Path, environment: dict[str, str], on_raylet: Callable[[int], None]
-) -> Iterator[Callable[[], None]]:
+def isolate_sessions(folder: Path, environment: dict[str, str], on_raylet: Callable[[int], None]) -> Iterator[None]:
     """Keep files of a Ray cluster started in the block in a folder, and its processes in separate sessions.
 
-    The kernel still ends Ray's processes with this process (Ray sets PR_SET_PDEATHSIG).
+    The kernel still ends Ray's processes with this process (Ray sets PR_SET_PDEATHSIG). Processes that remain after
+    the block, which shuts Ray down, are ended.
 
     Args:
         folder: Folder for Ray's files.
         environment: Additional environment variables of Ray's processes.
         on_raylet: Function called with the raylet's process id after its start.
-
-    Yields:
-        A function that ends the processes remaining after ray.shutdown().
     """
     started: list[int] = []
 
@@ -175,7 +168,10 @@ def isolate_sessions(
 
     environment = INFREQUENT_REPORTS_ENV | environment | {RAY_TMPDIR_VARIABLE: str(folder)}
     with replace_popen({"start_new_session": True}, environment, began):
-        yield lambda: end_sessions(started)
+        try:
+            yield
+        finally:
+            end_sessions(started)
 
 
 def read_stderr_tails(logs: Path) -> str:
@@ -287,19 +283,14 @@ def _build_environment(root: Path) -> tuple[str, dict[str, str]]:
     # cluster of this user removes the folder.
     folder, owner = make_folder()
     os.set_inheritable(owner, True)
-    environment = (
-        {RAY_TMPDIR_VARIABLE: str(folder)}
-        | get_loopback_environment()
-        | {TOKEN_PATH_VARIABLE: str(token_file().absolute())}
-    )
     python = Path(sys.executable)
     if " " in str(python):  # Ray (2.60.0) writes this path unquoted into shell commands
         (folder / "python").symlink_to(sys.prefix)
         python = folder / "python" / "bin" / python.name
-    # Jobs use the `python` of this environment.
-    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
-    return str(python), environment | {
-        "PATH": path,
+    return str(python), get_loopback_environment() | {
+        RAY_TMPDIR_VARIABLE: str(folder),
+        TOKEN_PATH_VARIABLE: str(token_file().absolute()),
+        "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",  # jobs use the `python` of this environment
         "RAYTREC_ROOT": str(root.expanduser().absolute()),
         "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_TIMEOUT_S),
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # a single-node cluster has nowhere to drain to

@@ -16,8 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -25,15 +24,8 @@ from raytrec.compat.ray_core import drain, list_free_resources
 
 POLL_INTERVAL_S = 2.0
 METADATA_TIMEOUT_S = 2.0  # timeout of the cloud's metadata server
+Cloud = Literal["aws", "gcp", "now"]  # cloud whose notice the program waits for; now: do not wait
 NOTICE_S = {"aws": 120, "gcp": 30}  # seconds from the notice to the termination
-
-
-class Cloud(StrEnum):
-    """Cloud whose notice the program waits for; NOW: do not wait."""
-
-    AWS = "aws"
-    GCP = "gcp"
-    NOW = "now"
 
 
 def has_aws_notice(base: str = "http://169.254.169.254") -> bool:
@@ -119,8 +111,8 @@ def main(
 ) -> None:
     """Wait for a preemption notice, ask Ray to drain the node, and exit when the node is empty or its time is over."""
     seconds = NOTICE_S.get(cloud, 60) if seconds is None else seconds
-    if cloud is not Cloud.NOW:
-        wait_for(has_aws_notice if cloud is Cloud.AWS else has_gcp_notice)
+    if cloud != "now":
+        wait_for(has_aws_notice if cloud == "aws" else has_gcp_notice)
     node = announce_preemption(seconds, node, address)
     print(f"node {node} will be terminated within {seconds:.0f} s", flush=True)
     wait_until_empty(node, seconds)

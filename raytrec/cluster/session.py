@@ -18,18 +18,8 @@ from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
 from raytrec.cluster.local_ray import create_private_folder, isolate_sessions, list_local_heads, listens
 from raytrec.cluster.warm_process import TRAINING, fork_workers, warm_up
 from raytrec.common.errors import RunError, get_first_line
+from raytrec.compat import ray_start
 from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE, get_own_address, resolve_bootstrap_address
-from raytrec.compat.ray_start import (
-    STARTUP_TIMEOUT_TEXT,
-    disable_auto_connect,
-    get_logs_folder,
-    get_loopback_env,
-    keep_loopback,
-    make_folder_arguments,
-    make_idle_arguments,
-    omit_unneeded_processes,
-    silence_workers,
-)
 from raytrec.compat.versions import require_versions
 
 RAY_SHUTDOWN_TIMEOUT_S = {RAYLET: 20.0, GCS: 1.0}  # Ray may need 13 s to notice the end of its raylet
@@ -94,13 +84,8 @@ def ray_session(address: str | None = None, num_cpus: int | None = None, any_ver
     in_environment = os.environ.get("RAY_ADDRESS")
     alone = not (address or in_environment)
     use_token(create=alone, is_local_only=alone)
-    if alone:
-        session = _start_local_ray(num_cpus)
-    elif address:
-        session = _join_cluster(address, f"scaling.address={address}")
-    else:
-        session = _join_cluster(in_environment, f"RAY_ADDRESS={in_environment}")
-    with session:
+    source = f"scaling.address={address}" if address else f"RAY_ADDRESS={in_environment}"
+    with _start_local_ray(num_cpus) if alone else _join_cluster(address or in_environment, source):
         yield
 
 
@@ -130,7 +115,7 @@ def _start_local_ray(num_cpus: int | None) -> Iterator[None]:
         try:
             stack.enter_context(_start_ray_once(num_cpus))
         except RunError as error:
-            if STARTUP_TIMEOUT_TEXT not in error.what:
+            if ray_start.STARTUP_TIMEOUT_TEXT not in error.what:
                 raise
             stack.enter_context(_start_ray_once(num_cpus))
         yield
@@ -139,20 +124,17 @@ def _start_local_ray(num_cpus: int | None) -> Iterator[None]:
 @contextmanager
 def _start_ray_once(num_cpus: int | None) -> Iterator[None]:
     stay_on_loopback()
-    options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, **make_idle_arguments()}
+    options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, **ray_start.make_idle_arguments()}
     with (
         create_private_folder() as folder,
         fork_workers(folder) as (environment, on_raylet),
-        isolate_sessions(folder, environment, on_raylet) as end_rest,
+        isolate_sessions(folder, environment, on_raylet),
+        _shut_down_in_time(),
     ):
-        try:
-            with _shut_down_in_time():
-                with omit_unneeded_processes():
-                    _connect("a new local cluster", **make_folder_arguments(folder / "ray"), **options)
-                _state.is_own = True
-                yield
-        finally:
-            end_rest()
+        with ray_start.omit_unneeded_processes():
+            _connect("a new local cluster", **ray_start.make_folder_arguments(folder / "ray"), **options)
+        _state.is_own = True
+        yield
 
 
 @dataclass
@@ -181,7 +163,7 @@ def find_log_folder() -> Path | None:
 
     The folder is removed when the cluster stops.
     """
-    return get_logs_folder() if _state.is_own else None
+    return ray_start.get_logs_folder() if _state.is_own else None
 
 
 def is_stuck() -> bool:
@@ -235,7 +217,7 @@ def _connect(where: str, **options: Any) -> None:
     import ray
 
     # After this cluster has ended, late calls from other threads must not start or join another cluster.
-    disable_auto_connect()
+    ray_start.disable_auto_connect()
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception as error:  # Ray raises a plain Exception if it does not start in time
@@ -248,7 +230,7 @@ def _connect(where: str, **options: Any) -> None:
         )
         do = START_CLUSTER_HINT if "ADDRESS" in where.upper() else "try again when the machine has less load"
         raise RunError(f"cannot connect to Ray: {get_first_line(error)}", where=where, do=do) from None
-    silence_workers()  # raytrec reports worker exits itself
+    ray_start.silence_workers()  # raytrec reports worker exits itself
     if current_thread() is main_thread():  # the exit code of Ray's own handler is 15
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
@@ -285,13 +267,13 @@ def stay_on_loopback() -> None:
     Ray's module is set as well.
     """
     os.environ |= get_loopback_environment()
-    keep_loopback()
+    ray_start.keep_loopback()
 
 
 def get_loopback_environment() -> dict[str, str]:
     """Return the environment variables that restrict a new cluster, gloo and NCCL to loopback (stay_on_loopback)."""
     interfaces = {name: os.environ.get(name, value) for name, value in get_interface_variables("lo").items()}
-    return get_loopback_env() | (interfaces if sys.platform == "linux" else {})
+    return ray_start.get_loopback_env() | (interfaces if sys.platform == "linux" else {})
 
 
 def get_interface_variables(interface: str) -> dict[str, str]:
@@ -309,10 +291,8 @@ def find_interface(address: str) -> str | None:
     """Return the name of the network interface with an IP address, or None if this machine has no such interface."""
     import psutil
 
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == address for each in addresses):
-            return name
-    return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, found in interfaces if any(each.address == address for each in found)), None)
 
 
 def is_set_in_nccl_files(name: str) -> bool:

@@ -36,10 +36,8 @@ ON_RAY = (
     "raytrec.worker.loop",
     "raytrec.worker.build",
     "raytrec.worker.checkpointing",
-    "raytrec.worker.evaluate",
+    "raytrec.worker.evaluate",  # also imports the readers
     "raytrec.worker.observers",
-    "raytrec.data.stream",
-    "raytrec.data.item_reader",
     "torchrec.metrics.rec_metric",  # also imports torchmetrics and PIL, which the first step needs
 )
 # Modules to import before and after the start of Ray, for each purpose. Replicas, Serve's controller and the

@@ -18,14 +18,15 @@ from raytrec.config.overrides import Overrides
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.console import RunConsole
+from raytrec.driver.followers import DELIVERY_TIMEOUT_S
 from raytrec.driver.launch import open_session, run_group
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import resolve
 from raytrec.driver.recorder import Watch, write_json
 from raytrec.driver.run import shorten_store_uri
-from raytrec.driver.track import DELIVERY_TIMEOUT_S
 from raytrec.tracking.journal import append_line
 from raytrec.tracking.run_folder import CHECK_RESULT
+from raytrec.worker.context import WorkerTask
 from raytrec.worker.loop import check_worker
 
 
@@ -128,15 +129,15 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
                 for setting, precision in precisions.items():
                     if precision != "fp32":
                         console.note(f"checking in fp32, because {setting}={precision} would hide errors")
-                comparison = run_group(check_worker, config, schema, {}, "", Watch(console))
+                task = WorkerTask(config, schema, {}, None, "")
+                comparison = run_group(check_worker, task, Watch(console))
+            store = delivery and f"MLflow       mlflow ui --backend-store-uri {shorten_store_uri(delivery.uri)}"
             result = CheckResult(
                 config.run.name,
                 path=folder,
                 seconds=round(perf_counter() - began, 3),
                 mlflow_run_id=delivery.run_id if delivery else None,
-                next_steps=[f"MLflow       mlflow ui --backend-store-uri {shorten_store_uri(delivery.uri)}"]
-                if delivery
-                else [],
+                next_steps=[store] if store else [],
                 **comparison,
             )
             write_json(folder / CHECK_RESULT, result.metrics | {"plan": result.plan, "findings": result.findings})
@@ -179,13 +180,13 @@ def print_check(result: CheckResult) -> None:
             Text("pass", "green") if all(f["passed"] for f in findings) else Text("FAIL", "red"),
         )
     console.print(table)
-    for f in result.findings:
-        if not f["passed"]:
-            line = (
-                f"FAIL  {CHECK_LABELS[f['check']]} of {f['name']}: relative error {_format_error(f['error'])}, limit "
-            )
-            console.print(to_plain_text(line + f"{f['limit']:.0e}"), soft_wrap=True)
-    for line in result.next_steps:
+    failed = [
+        f"FAIL  {CHECK_LABELS[f['check']]} of {f['name']}: relative error {_format_error(f['error'])}, "
+        f"limit {f['limit']:.0e}"
+        for f in result.findings
+        if not f["passed"]
+    ]
+    for line in [*failed, *result.next_steps]:
         console.print(to_plain_text(line), soft_wrap=True)
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from time import monotonic, time
-from typing import Any
+from typing import Any, NamedTuple
 
 from raytrec.cluster.session import pin_to_node
 from raytrec.common.messages import HEARTBEAT_INTERVAL_S, Command, Event, Message, compute_heartbeat_interval
@@ -48,6 +48,33 @@ COORDINATOR_LOST = "the run's coordinator, an actor on the driver's node, has en
 SLOW_PHASES = PHASES.keys() - {"step"}
 
 
+class Progress(NamedTuple):
+    """Progress of a rank, as reported by a heartbeat.
+
+    Attributes:
+        ticks: Number of progress ticks; -1 before the first heartbeat.
+        step: Last step that the rank has reported.
+        phase: One of PHASES.
+        where: Line of code that the rank is executing if it makes no progress; empty while it makes progress.
+        waiting: True if that line waits for other ranks.
+        unfinished: First (step, phase) that the GPU has not finished; None if the GPU has finished all steps.
+    """
+
+    ticks: int = -1
+    step: int = 0
+    phase: str = "start"
+    where: str = ""
+    waiting: bool = False
+    unfinished: tuple[int, str] | None = None
+
+    @property
+    def behind(self) -> tuple[int, int, bool, float, int]:
+        """Return a sort key by which the slowest rank comes first; the progress of GPUs breaks ties."""
+        step, phase = self.unfinished or (inf, "")
+        place = list(GPU_PHASE_TEXTS).index(phase) if phase in GPU_PHASE_TEXTS else len(GPU_PHASE_TEXTS)
+        return self.step, self.ticks, self.waiting, step, place
+
+
 @dataclass
 class RankState:
     """State of a rank as known to the coordinator: its process and its last progress.
@@ -55,12 +82,7 @@ class RankState:
     Attributes:
         node: Address of the rank's node.
         node_id: Ray's id of that node.
-        ticks: Number of progress ticks in the last heartbeat; -1 before the first heartbeat.
-        step: Last step that the rank has reported.
-        phase: One of PHASES.
-        where: Line of code that the rank is executing if it makes no progress; empty while it makes progress.
-        waiting: True if that line waits for other ranks.
-        unfinished: First (step, phase) that the GPU has not finished; None if the GPU has finished all steps.
+        progress: Progress in the last heartbeat.
         last_heartbeat_at: Time of the last heartbeat (monotonic, in seconds).
         last_progress_at: Time of the last heartbeat with a new number of ticks (monotonic, in seconds).
     """
@@ -69,24 +91,12 @@ class RankState:
     pid: int
     node: str
     node_id: str
-    ticks: int = -1
-    step: int = 0
-    phase: str = "start"
-    where: str = ""
-    waiting: bool = False
-    unfinished: tuple[int, str] | None = None
+    progress: Progress = field(default_factory=Progress)
     last_heartbeat_at: float = field(default_factory=monotonic)
     last_progress_at: float = field(default_factory=monotonic)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid} on {self.node})"
-
-    @property
-    def behind(self) -> tuple[int, int, bool, float, int]:
-        """Return a sort key by which the slowest rank comes first; the progress of GPUs breaks ties."""
-        step, phase = self.unfinished or (inf, "")
-        place = list(GPU_PHASE_TEXTS).index(phase) if phase in GPU_PHASE_TEXTS else len(GPU_PHASE_TEXTS)
-        return self.step, self.ticks, self.waiting, step, place
 
 
 class Coordinator:
@@ -149,26 +159,15 @@ class Coordinator:
             self._watcher = asyncio.get_running_loop().create_task(self._watch_ranks())
         return self._attempts - 1
 
-    async def beat(
-        self,
-        attempt: str,
-        rank: int,
-        ticks: int,
-        step: int,
-        phase: str,
-        where: str,
-        waiting: bool,
-        unfinished: tuple[int, str] | None = None,
-    ) -> int:
-        """Record the heartbeat of a rank, and return the current command."""
+    async def beat(self, attempt: str, rank: int, *progress: Any) -> int:
+        """Record the heartbeat of a rank with the fields of its Progress, and return the current command."""
         member = self._members.get(rank)
         if attempt != self._attempt or member is None:
             return Command.ABORT  # the rank's group has been given up
-        now = monotonic()
-        if ticks != member.ticks:
-            member.last_progress_at = now
-        member.last_heartbeat_at, member.ticks, member.step, member.phase = now, ticks, step, phase
-        member.where, member.waiting, member.unfinished = where, waiting, unfinished
+        previous, member.progress = member.progress, Progress(*progress)
+        member.last_heartbeat_at = monotonic()
+        if member.progress.ticks != previous.ticks:
+            member.last_progress_at = member.last_heartbeat_at
         return self._command
 
     async def current(self, attempt: str) -> bool:
@@ -190,7 +189,7 @@ class Coordinator:
 
     async def step(self) -> int:
         """Return the highest step that a rank of the last group has reached."""
-        return max((m.step for m in self._members.values()), default=0)
+        return max((m.progress.step for m in self._members.values()), default=0)
 
     async def waiting(self, room: int, least: int) -> None:
         """Report that there is room for `room` workers only, fewer than the required `least`."""
@@ -207,25 +206,25 @@ class Coordinator:
             dead: True if the cause is known: a process that died, or an error that the rank itself caused.
             again: True if the group is restarted.
         """
-        silent = None
         if not dead and not self._cause:
             for _ in range(round(40 * self._beat_s)):  # find a rank that is silent while others fail
-                if silent := self._find_silent_rank(3 * self._beat_s):
-                    cause = f"{silent} died at step {silent.step}"
+                if silent := self._list_silent_ranks(3 * self._beat_s):
+                    rank, cause = silent[0].rank, f"{silent[0]} died at step {silent[0].progress.step}"
                     break
                 await asyncio.sleep(0.1)
         self._cause = cause if rank is None else self._cause or cause
-        step = await self.step()
-        self._report_event("failed", cause=self._cause, rank=silent.rank if silent else rank, step=step, again=again)
+        self._report_event("failed", cause=self._cause, rank=rank, step=await self.step(), again=again)
         self._attempt = ""  # given up: its ranks, even unreachable ones, must end
 
     async def cause(self) -> str:
         """Return the cause of the group's end in one sentence; empty if the cause is unknown."""
         return self._cause
 
-    def _find_silent_rank(self, seconds: float) -> RankState | None:
-        first = min(self._members.values(), key=lambda member: member.last_heartbeat_at, default=None)
-        return first if first and monotonic() - first.last_heartbeat_at > seconds else None
+    def _list_silent_ranks(self, seconds: float) -> list[RankState]:
+        """Return the ranks without a heartbeat for more than `seconds`, longest first."""
+        since = monotonic() - seconds
+        silent = [member for member in self._members.values() if member.last_heartbeat_at < since]
+        return sorted(silent, key=lambda member: member.last_heartbeat_at)
 
     @property
     def _heartbeat_timeout_s(self) -> float:
@@ -245,25 +244,27 @@ class Coordinator:
         """Return a sentence about the rank that keeps the others waiting, or None before the timeout."""
         now, members = monotonic(), list(self._members.values())
         idle = now - max(m.last_progress_at for m in members)
-        culprit = self._find_silent_rank(self._heartbeat_timeout_s) or min(members, key=lambda m: m.behind)
-        is_slow = culprit.phase in SLOW_PHASES and now - culprit.last_heartbeat_at < self._heartbeat_timeout_s
-        if idle < (self._patience_s if is_slow else self._hang_s):
+        silent = self._list_silent_ranks(self._heartbeat_timeout_s)
+        culprit = silent[0] if silent else min(members, key=lambda m: m.progress.behind)
+        last = culprit.progress
+        if idle < (self._patience_s if last.phase in SLOW_PHASES and not silent else self._hang_s):
             return None
         others = [m for m in members if m is not culprit]
-        if now - culprit.last_heartbeat_at > self._heartbeat_timeout_s:
+        if silent:
             finding = f"{culprit} hangs: no heartbeat for {now - culprit.last_heartbeat_at:.0f} s"
-        elif culprit.unfinished:
-            alone = not others or len({m.unfinished for m in members}) > 1
-            (step, phase), whose = culprit.unfinished, "its GPU has not" if alone else "no GPU has"
+        elif last.unfinished:
+            alone = not others or len({m.progress.unfinished for m in members}) > 1
+            (step, phase), whose = last.unfinished, "its GPU has not" if alone else "no GPU has"
             at = f"step {step}" + (f" ({GPU_PHASE_TEXTS[phase]})" if GPU_PHASE_TEXTS.get(phase) else "")
             finding = f"{culprit} has made no progress for {idle:.0f} s: {whose} finished {at}; the rank is"
-        elif culprit.waiting and len({m.ticks for m in members}) == 1:
+        elif last.waiting and len({m.progress.ticks for m in members}) == 1:
             finding = f"all ranks have waited for each other for {idle:.0f} s; {culprit} is"
         else:
             finding = f"{culprit} has made no progress for {idle:.0f} s"
-        where = f", {PHASES[culprit.phase]}" + (f" ({culprit.where})" if culprit.where else "")
-        waiting = f"; rank {others[0].rank} waits at {others[0].where}" if others and others[0].where else ""
-        return f"{finding} at step {culprit.step}{where}{waiting}"
+        where = f", {PHASES[last.phase]}" + (f" ({last.where})" if last.where else "")
+        place = others[0].progress.where if others else ""
+        waiting = f"; rank {others[0].rank} waits at {place}" if place else ""
+        return f"{finding} at step {last.step}{where}{waiting}"
 
     def _kill_silent_ranks(self) -> None:
         """Kill the process of each rank whose last heartbeat is older than the timeout.
@@ -272,10 +273,8 @@ class Coordinator:
         """
         import ray
 
-        now = monotonic()
-        for member in self._members.values():
-            if now - member.last_heartbeat_at > self._heartbeat_timeout_s:
-                ray.remote(_kill).options(**pin_to_node(member.node_id)).remote(member.pid)
+        for member in self._list_silent_ranks(self._heartbeat_timeout_s):
+            ray.remote(_kill).options(**pin_to_node(member.node_id)).remote(member.pid)
 
 
 def _kill(pid: int) -> None:
@@ -294,11 +293,11 @@ def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
     return actor.remote(hang_timeout_s, patience_s, lambda: ray.get_runtime_context().was_current_actor_reconstructed)
 
 
-def fetch_cause(coordinator: Any) -> str:
-    """Return the cause of a group's end in one sentence; "" if it is unknown or the coordinator does not respond."""
+def fetch(method: Any, default: Any) -> Any:
+    """Return the result of a method of the coordinator, or `default` if the coordinator does not respond."""
     import ray
 
     try:
-        return ray.get(coordinator.cause.remote(), timeout=10)
-    except ray.exceptions.RayError:
-        return ""
+        return ray.get(method.remote(), timeout=10)
+    except ray.exceptions.RayError:  # Ray may be restarting the coordinator
+        return default

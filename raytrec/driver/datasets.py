@@ -76,14 +76,10 @@ def open_inputs(
     Raises:
         DataError: Files, columns or types differ from the schema.
     """
-    plan = ReadPlan(
-        schema,
-        select_needed_transforms(tuple(config.data.transforms), [*schema.inputs, *reserve_columns]),
-        reserved=ReservedColumnSet(
-            reserve_columns, groups=reserve_columns, named_by=dict.fromkeys(reserve_columns, reserved_by)
-        ),
-        read_labels=False,
-    )
+    transforms = select_needed_transforms(tuple(config.data.transforms), [*schema.inputs, *reserve_columns])
+    named_by = dict.fromkeys(reserve_columns, reserved_by)
+    reserved = ReservedColumnSet(reserve_columns, groups=reserve_columns, named_by=named_by)
+    plan = ReadPlan(schema, transforms, reserved=reserved, read_labels=False)
     return scan(places, plan, key, skip=config.data.on_error == "skip", trained=trained)
 
 
@@ -273,18 +269,11 @@ def open_dataset(
     data, tasks = config.data, resolve_tasks(config.tasks, schema)
     check_group_columns(tasks, config.eval.slices, data.reserve_columns)
     to_train = key == "data.train"
-    evaluated = held_out or not to_train
-    slices = config.eval.slices if evaluated else []
-    retrieval = config.eval.retrieval if evaluated else None
-    dataset = scan(
-        places,
-        build_read_plan(tasks, schema, data.transforms, slices, retrieval),
-        key,
-        between=(data.partitions.from_, data.partitions.to) if to_train else (None, None),
-        declared=data.reserve_columns,
-        skip=data.on_error == "skip",
-        trained=trained,
-    )
+    needed_by = (config.eval.slices, config.eval.retrieval) if held_out or not to_train else ()
+    plan = build_read_plan(tasks, schema, data.transforms, *needed_by)
+    between = (data.partitions.from_, data.partitions.to) if to_train else (None, None)
+    skip, declared = data.on_error == "skip", data.reserve_columns
+    dataset = scan(places, plan, key, between=between, declared=declared, skip=skip, trained=trained)
     check_frequency_columns(tasks, dataset.form.types, dataset.uri)
     return dataset
 

@@ -150,22 +150,18 @@ def _write_record(folder: Path, note: DriverRecord) -> None:
 
 @contextmanager
 def _tee_stderr(path: Path) -> Iterator[None]:
-    if sys.stderr is None or sys.stderr.isatty():
-        yield
-        return
-    stderr = sys.stderr
-    try:
-        file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-    except OSError:  # a full disk, which the run itself reports
-        yield
-        return
-    sys.stderr = _TeeStream(stderr, file)
+    stderr, file = sys.stderr, None
+    if stderr is not None and not stderr.isatty():
+        with suppress(OSError):  # a full disk, which the run itself reports
+            file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            sys.stderr = _TeeStream(stderr, file)
     try:
         yield
     finally:
         sys.stderr = stderr
-        with suppress(OSError):  # text that could not be written to a full disk
-            file.close()
+        if file:
+            with suppress(OSError):  # text that could not be written to a full disk
+                file.close()
 
 
 class _TeeStream:

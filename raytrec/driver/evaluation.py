@@ -14,7 +14,7 @@ from raytrec.checkpoint.index import INDEX
 from raytrec.checkpoint.rows import parse_stored_schema
 from raytrec.common.errors import ConfigError, RunError, SchemaError, make_unknown_word_error
 from raytrec.common.messages import RANKS
-from raytrec.common.storage import join_uri, make_absolute, open_filesystem
+from raytrec.common.storage import join_uri, make_absolute, query_file_info
 from raytrec.config.overrides import Overrides, get_section_name, to_override_texts
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
@@ -29,6 +29,7 @@ from raytrec.driver.resume import load_stored_schema
 from raytrec.metrics.selection import Selection
 from raytrec.planning.loads import compute_recorded_lengths, replace_lengths
 from raytrec.tracking.run_folder import CONFIG, RunFolder, check_run_folder
+from raytrec.worker.context import WorkerTask
 from raytrec.worker.loop import evaluate_worker
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def evaluate(
         show_file_counts(console, {data or key if name == "test" else name: each for name, each in datasets.items()})
         for line in (left_out := record_skipped_files(Path(config.run.dir), datasets)):
             console.warn(line)
-        figures = run_group(evaluate_worker, config, schema, datasets, folder, Watch(console))
+        figures = run_group(evaluate_worker, WorkerTask(config, schema, datasets, None, folder), Watch(console))
     metrics = {
         **figures,
         "skipped_files": len(left_out),
@@ -238,8 +239,7 @@ def convert(
     saved = resolve_checkpoint(place, checkpoint, [], allow_code)
     schema, folder, index = saved.schema, saved.folder, saved.index
     kinds, out = _parse_table_kinds(tables, schema), make_absolute(out).rstrip("/")
-    filesystem, index_file = open_filesystem(join_uri(out, INDEX))
-    if filesystem.get_file_info(index_file).is_file:
+    if query_file_info(join_uri(out, INDEX)).is_file:
         expected = "a folder without a checkpoint"
         raise ConfigError("the folder already contains a checkpoint", where=f"--out {out}", expected=expected)
     from raytrec.checkpoint.convert import rewrite_checkpoint
@@ -275,10 +275,8 @@ def _build_table_change(folder: str, index: dict, schema: Schema, name: str, kin
     from raytrec.checkpoint.convert import resize_table, to_hash, to_managed
 
     table = schema.tables[name]
-    if kind == "managed":
-        return to_managed(name, table)
-    if kind == "hash":
-        return to_hash(name, table)
+    if convert_table := {"managed": to_managed, "hash": to_hash}.get(kind):
+        return convert_table(name, table)
     rows = kind.partition(":")[2].replace("_", "")
     if not rows.isdecimal() or not 0 < int(rows) < 2**62:
         raise ConfigError(f"invalid --table {name}={kind}", expected="resize:ROWS, such as resize:100000")

@@ -62,13 +62,8 @@ GPU_ERROR_PHRASES = (
 )
 # Lower-case phrases of gloo and NCCL in errors that the end of another rank causes (torch 2.13.0).
 COLLECTIVE_ERROR_PHRASES = (
-    "gloo",
-    "nccl",
-    "connection closed by peer",
-    "timed out waiting",
-    "socket",
-    "c10d",
-    "connection reset",
+    *("gloo", "nccl", "c10d", "socket"),
+    *("connection closed by peer", "connection reset", "timed out waiting"),
 )
 
 

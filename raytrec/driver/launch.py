@@ -25,17 +25,8 @@ from raytrec.compat.ray_core import (
     WORKER_GROUP_START_TIMEOUT_S,
 )
 from raytrec.config.run_config import RunConfig
-from raytrec.config.schema import Schema
-from raytrec.data.fragments import Dataset
+from raytrec.driver import nodes
 from raytrec.driver.failure_analysis import to_raytrec_error, write_traceback
-from raytrec.driver.nodes import (
-    build_worker_bundle,
-    check_constraints,
-    choose_device,
-    count_local_cpus,
-    list_gpu_nodes,
-    reads_on_cpu_nodes,
-)
 from raytrec.driver.recorder import Watch
 from raytrec.planning.memory import disable_async_save, exclude_training_memory
 from raytrec.worker.context import WorkerTask
@@ -47,7 +38,7 @@ T = TypeVar("T")
 def open_session(config: RunConfig) -> Iterator[None]:
     """Run the block in a Ray session (cluster.session); a local cluster forks its workers from a warm process."""
     address = config.scaling.address
-    with keep_warm_process(starts_local_ray(address)), ray_session(address, count_local_cpus(config)):
+    with keep_warm_process(starts_local_ray(address)), ray_session(address, nodes.count_local_cpus(config)):
         yield
 
 
@@ -90,13 +81,9 @@ def resume_command(config: RunConfig, command: str = "train") -> str:
 
 def run_group(
     worker: Callable[[WorkerTask], None],
-    config: RunConfig,
-    schema: Schema,
-    datasets: dict[str, Dataset],
-    checkpoint: str,
+    task: WorkerTask,
     watch: Watch,
     *,
-    fingerprint: str = "",
     saves: bool = False,
     restarts: bool = False,
     on_poll: Callable[[], None] = lambda: None,
@@ -105,12 +92,9 @@ def run_group(
 
     Args:
         worker: Function that each rank runs, such as worker.loop.train_worker.
-        config: Configuration of the run.
-        schema: Schema of the run.
-        datasets: Datasets by name.
-        checkpoint: Folder of all checkpoints if `saves`, else the checkpoint to read; empty: none.
+        task: Task of the ranks, to which the coordinator is added. Its checkpoint is the folder of all checkpoints if
+            `saves`, else the checkpoint to read; empty: none.
         watch: Receiver of the group's messages.
-        fingerprint: Fingerprint of the training data (data.files.file_identity), which is stored in checkpoints.
         saves: True if the function saves checkpoints, so that it can be restarted and asked to stop.
         restarts: True if the function can be restarted although it does not save.
         on_poll: Function called every half second while the group runs; a ConfigError that it raises ends the group.
@@ -123,53 +107,42 @@ def run_group(
     """
     import ray
 
-    scaling = config.scaling
-    nodes = list_gpu_nodes() if scaling.device != "cpu" else []
-    device = choose_device(config, nodes, watch.console)
+    config, checkpoint, scaling = task.config, task.checkpoint, task.config.scaling
+    gpu_nodes = nodes.list_gpu_nodes() if scaling.device != "cpu" else []
+    device = nodes.choose_device(config, gpu_nodes, watch.console)
     checked_config = config if saves else exclude_training_memory(config) if checkpoint else disable_async_save(config)
-    check_constraints(checked_config, schema, device, nodes, watch.console)
+    nodes.check_constraints(checked_config, task.schema, device, gpu_nodes, watch.console)
     watch.console.phase("starting the workers")
     for name, value in RAY_TRAIN_ENV.items():
         os.environ.setdefault(name, value)
     import ray.train
 
     from raytrec.compat.ray_train import ControlledTrainer
-    from raytrec.driver.coordinator import fetch_cause, start_coordinator
-    from raytrec.driver.policies import FailedGpus, GroupFailurePolicy, NodeCapacityPolicy
+    from raytrec.driver.coordinator import fetch, start_coordinator
+    from raytrec.driver.policies import GroupFailurePolicy, NodeCapacityPolicy
     from raytrec.worker.rendezvous import OwnAddressConfig
 
-    coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S)
-    cpu_nodes_read = reads_on_cpu_nodes(config, device)
-    resources = build_worker_bundle(config, device, cpu_nodes_read)
+    coordinator = task.coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S)
+    cpu_nodes_read = nodes.reads_on_cpu_nodes(config, device)
+    resources = nodes.build_worker_bundle(config, device, cpu_nodes_read)
     ray_scaling = ray.train.ScalingConfig(
         num_workers=(scaling.min_workers, scaling.max_workers) if scaling.elastic else scaling.max_workers,
         use_gpu=device == "cuda",
         resources_per_worker=resources,
         placement_strategy="PACK" if device == "cuda" else "SPREAD",
     )
-    scaling_policy = NodeCapacityPolicy(
-        ray_scaling,
-        coordinator,
-        scaling.min_workers,
-        scaling.max_workers,
-        reader_cpus=scaling.max_workers * config.data.readers if cpu_nodes_read else 0,
-        autoscaler_exists=not has_local_ray(),
-    )
-    failure_policy = GroupFailurePolicy(
-        ray.train.FailureConfig(),
-        coordinator,
-        scaling.max_failures if saves or restarts else 0,
-        FailedGpus(scaling.min_workers),
-    )
+    reader_cpus = scaling.max_workers * config.data.readers if cpu_nodes_read else 0
+    requests = {"reader_cpus": reader_cpus, "autoscaler_exists": not has_local_ray()}
+    scaling_policy = NodeCapacityPolicy(ray_scaling, coordinator, scaling.min_workers, scaling.max_workers, **requests)
+    max_failures = scaling.max_failures if saves or restarts else 0
+    failure_policy = GroupFailurePolicy(coordinator, max_failures, scaling.min_workers)
     stop = StopSignalHandler(coordinator, scaling.shutdown_grace_s if saves else 0)
     lifeline = RayMonitor(scaling.hang_timeout_s, is_own_ray=has_local_ray())
-    task = WorkerTask(config, schema, datasets, coordinator, checkpoint, fingerprint)
+    backend = OwnAddressConfig("nccl" if device == "cuda" else "gloo", compute_collective_timeout(config, device))
     trainer = ControlledTrainer(
         worker,
         train_loop_config=task,
-        backend_config=OwnAddressConfig(
-            "nccl" if device == "cuda" else "gloo", compute_collective_timeout(config, device)
-        ),
+        backend_config=backend,
         scaling_config=ray_scaling,
         run_config=_make_ray_run_config(checkpoint if saves else join_uri(config.run.dir, "ray")),
         policies={"scaling_policy": scaling_policy, "failure_policy": failure_policy},
@@ -185,15 +158,15 @@ def run_group(
             raise
         except ConfigError as error:
             if isinstance(error, ray.exceptions.RayError):  # raised by a rank
-                raise to_raytrec_error(error, config, fetch_cause(coordinator)) from None
+                raise to_raytrec_error(error, config, fetch(coordinator.cause, "")) from None
             stop.abort()
             raise
         except Exception as error:
             lifeline.confirm()
             if stop.signal is None:
-                raise to_raytrec_error(error, config, fetch_cause(coordinator)) from None
+                raise to_raytrec_error(error, config, fetch(coordinator.cause, "")) from None
     if watch.result is None and stop.signal is not None:
-        raise Interrupted(stop.signal, watch.stopped_at)
+        raise Interrupted(stop.signal)
     if watch.result is None:
         do = resume_command(config) if saves else "run the same command again"
         raise RunError("the workers exited without a result", where=config.run.dir, do=do)
@@ -244,12 +217,11 @@ class Interrupted(KeyboardInterrupt):
 
     Attributes:
         signal: Number of the signal.
-        step: Step at which the state was saved; None if it was not saved.
     """
 
-    def __init__(self, signal: int, step: int | None):
+    def __init__(self, signal: int):
         super().__init__(f"interrupted by signal {signal}")
-        self.signal, self.step = signal, step
+        self.signal = signal
 
 
 class StopSignalHandler(AbstractContextManager):

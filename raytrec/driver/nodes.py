@@ -89,13 +89,10 @@ def list_gpu_nodes() -> list[GpuNode]:
         inspect = ray.remote(max_retries=0)(inspect_this_node)
         references = [inspect.options(**pin_to_node(node["NodeID"])).remote() for node in nodes]
         answers = collect_answers(references, NODE_ANSWER_TIMEOUT_S)
+    found = [{} if isinstance(info, Exception) else info for info in answers]  # workers report the loss of a node
     return [
-        GpuNode(
-            node["NodeManagerAddress"],
-            int(node["Resources"]["GPU"]),
-            **({} if isinstance(info, Exception) else info),  # if the node is gone, workers will report the loss
-        )
-        for node, info in zip(nodes, answers, strict=True)
+        GpuNode(node["NodeManagerAddress"], int(node["Resources"]["GPU"]), **info)
+        for node, info in zip(nodes, found, strict=True)
     ]
 
 
@@ -225,16 +222,9 @@ def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: lis
     elif memory is None and local:
         memory = measure_system_memory() // max_workers
     for workers in range(min_workers, max_workers + 1):
-        constraints = validate_constraints(
-            config,
-            schema,
-            device,
-            world=workers,
-            ranks_per_host=workers if local else None,
-            memory=memory,
-            host_share=_compute_host_memory_share(nodes, workers, local),
-        )
-    share = _compute_host_memory_share(nodes, min_workers, local)
+        hosts = {"ranks_per_host": workers if local else None, "host_share": _compute_host_share(nodes, workers, local)}
+        constraints = validate_constraints(config, schema, device, world=workers, memory=memory, **hosts)
+    share = _compute_host_share(nodes, min_workers, local)
     if device == "cuda" and share and config.checkpoint.async_save:
         copies, ahead = estimate_copy_bytes(config, schema, constraints, min_workers)
         if copies + ahead > (1 - HOST_RESERVE_SHARE) * share:
@@ -245,7 +235,7 @@ def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: lis
             )
 
 
-def _compute_host_memory_share(nodes: list[GpuNode], workers: int, local: bool) -> int | None:
+def _compute_host_share(nodes: list[GpuNode], workers: int, local: bool) -> int | None:
     """Return the main memory per worker in bytes; None if unknown."""
     if local:
         return measure_system_memory() // workers

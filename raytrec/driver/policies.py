@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any
 
 import ray
+from ray.train import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError
 
 from raytrec.cluster.local_ray import listens
@@ -28,6 +29,7 @@ from raytrec.compat.ray_train import (
     RequestingPolicy,
     ResizeDecision,
 )
+from raytrec.driver.coordinator import fetch
 from raytrec.driver.failure_analysis import Cause, FailureKind, find_cause
 
 NUMBER_PATTERN = re.compile(r"\d[\d.]*( bytes| [KMGT]iB)?")
@@ -36,45 +38,6 @@ RAYLET_CONNECT_TIMEOUT_S = 1.0
 GPU_RELEASE_TIMEOUT_S = 10.0  # time for the processes of the group to release their GPUs
 OLD_GROUP_TIMEOUT_S = 10.0  # time after which a new group starts although the old one seems to hold its resources
 SCALE_UP_INTERVAL_S = 15.0  # time between two attempts to add workers, while fewer than the maximum run
-
-
-class FailedGpus:
-    """Failed GPUs that this run excludes until its controller ends.
-
-    Ray cannot remove a GPU from a node, so an actor reserves each failed GPU.
-
-    Args:
-        least: Minimum number of workers. Without an autoscaler, no GPU is excluded if fewer would remain.
-    """
-
-    def __init__(self, least: int):
-        self._least = least
-        self._held: list[Any] = []
-
-    def leave_out(self, failed: GpuFailedError) -> bool:
-        """Reserve a failed GPU, so that no worker gets it, and return True on success.
-
-        Return False if the run needs all GPUs, or if the GPU is not released within GPU_RELEASE_TIMEOUT_S.
-        """
-        gpus = sum(node["Resources"].get("GPU", 0) for node in list_alive_nodes())
-        if gpus - len(self._held) - 1 < self._least and not has_autoscaler():
-            return False
-        node, gpu = failed.place
-        holder = ray.remote(num_gpus=1)(_GpuReservation).options(**pin_to_node(node))
-        reservations, deadline = [], monotonic() + GPU_RELEASE_TIMEOUT_S
-        try:
-            # Ray chooses among the free GPUs, so GPUs are reserved until Ray chooses the failed GPU.
-            while (remaining_s := deadline - monotonic()) > 0:
-                reservations.append(holder.remote())
-                if ray.get(reservations[-1].gpu.remote(), timeout=remaining_s) == gpu:
-                    self._held.append(reservations.pop())
-                    return True
-        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
-            pass
-        finally:
-            for reservation in reservations:
-                ray.kill(reservation)
-        return False
 
 
 class _GpuReservation:
@@ -90,15 +53,15 @@ class GroupFailurePolicy(FailurePolicy):
     two texts may differ, such as a GPU's free memory. Failed GPUs are excluded while enough other GPUs remain.
 
     Args:
-        config: Failure configuration of Ray Train.
         coordinator: Coordinator of the run.
         max_failures: Maximum number of counted failures.
-        gpus: Failed GPUs of the run.
+        min_workers: Minimum number of workers. Without an autoscaler, no GPU is excluded if fewer would remain.
     """
 
-    def __init__(self, config: Any, coordinator: Any, max_failures: int, gpus: FailedGpus):
-        super().__init__(config)
-        self._coordinator, self._left, self._gpus = coordinator, max_failures, gpus
+    def __init__(self, coordinator: Any, max_failures: int, min_workers: int):
+        super().__init__(FailureConfig())
+        self._coordinator, self._left, self._min_workers = coordinator, max_failures, min_workers
+        self._reserved: list[Any] = []  # actors that reserve failed GPUs
         self._last: tuple[str, int] | None = None
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
@@ -118,22 +81,16 @@ class GroupFailurePolicy(FailurePolicy):
         if cause.kind == FailureKind.RAYTREC_ERROR:
             return False
         self._left -= 1
-        failure = NUMBER_PATTERN.sub("#", cause.text), self._fetch_step()
+        failure = NUMBER_PATTERN.sub("#", cause.text), fetch(self._coordinator.step, -1)
         is_repeated = cause.kind == FailureKind.ERROR and self._last == failure
         self._last = failure
         return self._left >= 0 and not is_repeated
-
-    def _fetch_step(self) -> int:
-        try:
-            return ray.get(self._coordinator.step.remote(), timeout=10)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # Ray is restarting the coordinator
-            return -1
 
     def _decide_failed_start(self, error: ControllerError) -> FailureDecision:
         """Decide whether to restart a group that did not start, e.g. because a node has left or is unreachable."""
         failure = error.controller_failure
         cause = find_cause({0: failure})
-        if isinstance(cause.error, GpuFailedError) and self._gpus.leave_out(cause.error):
+        if isinstance(cause.error, GpuFailedError) and self._exclude_gpu(cause.error):
             self._coordinator.failed.remote(None, f"{cause.text}; the GPU is excluded", True, True)
             return FailureDecision.RETRY
         retry = isinstance(failure, RETRYABLE_CONTROLLER_ERRORS)
@@ -142,6 +99,32 @@ class GroupFailurePolicy(FailurePolicy):
         text = cause.text if cause.kind == FailureKind.RAYTREC_ERROR else f"a worker {cause.text}"
         self._coordinator.failed.remote(None, f"workers did not start: {text}", True, retry)
         return FailureDecision.RETRY if retry else FailureDecision.RAISE
+
+    def _exclude_gpu(self, failed: GpuFailedError) -> bool:
+        """Reserve a failed GPU, so that no worker gets it until the controller ends, and return True on success.
+
+        Ray cannot remove a GPU from a node, so an actor reserves it. Return False if the run needs all GPUs, or
+        if the GPU is not released within GPU_RELEASE_TIMEOUT_S.
+        """
+        gpus = sum(node["Resources"].get("GPU", 0) for node in list_alive_nodes())
+        if gpus - len(self._reserved) - 1 < self._min_workers and not has_autoscaler():
+            return False
+        node, gpu = failed.place
+        holder = ray.remote(num_gpus=1)(_GpuReservation).options(**pin_to_node(node))
+        reservations, deadline = [], monotonic() + GPU_RELEASE_TIMEOUT_S
+        try:
+            # Ray chooses among the free GPUs, so GPUs are reserved until Ray chooses the failed GPU.
+            while (remaining_s := deadline - monotonic()) > 0:
+                reservations.append(holder.remote())
+                if ray.get(reservations[-1].gpu.remote(), timeout=remaining_s) == gpu:
+                    self._reserved.append(reservations.pop())
+                    return True
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
+            pass
+        finally:
+            for reservation in reservations:
+                ray.kill(reservation)
+        return False
 
 
 class NodeCapacityPolicy(RequestingPolicy):
@@ -155,21 +138,12 @@ class NodeCapacityPolicy(RequestingPolicy):
         coordinator: Coordinator of the run.
         min_workers: Minimum number of workers.
         max_workers: Maximum number of workers.
-        reader_cpus: CPUs for reading that an autoscaler provides in addition to the workers' CPUs; read tasks
-            request none themselves (nodes.build_worker_bundle).
-        autoscaler_exists: True if an autoscaler may exist, from which resources are then requested.
+        **requests: reader_cpus and autoscaler_exists, as for RequestingPolicy; read tasks request no CPUs themselves
+            (nodes.build_worker_bundle).
     """
 
-    def __init__(
-        self,
-        scaling_config: Any,
-        coordinator: Any,
-        min_workers: int,
-        max_workers: int,
-        reader_cpus: int = 0,
-        autoscaler_exists: bool = True,
-    ):
-        super().__init__(scaling_config, max_workers, reader_cpus, autoscaler_exists)
+    def __init__(self, scaling_config: Any, coordinator: Any, min_workers: int, max_workers: int, **requests: Any):
+        super().__init__(scaling_config, max_workers, **requests)
         self._coordinator, self._min_workers, self._max_workers = coordinator, min_workers, max_workers
         self._checked_at, self._had_room = monotonic(), False
         self._held: Counter[str] = Counter()  # node → workers of the running group

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Thread
 from time import time
@@ -30,6 +30,7 @@ WAIT_S = 0.5  # interval at which the reader checks whether Ray is lost
 MESSAGE_WAIT_S = 5.0  # maximum wait of a call for messages; each call costs driver and coordinator a few milliseconds
 
 
+@dataclass
 class Watch:
     """Reader of messages from the ranks and the coordinator while Ray Train runs.
 
@@ -37,28 +38,22 @@ class Watch:
         console: Console that shows the messages.
         record: Record that stores the messages; None if nothing is trained.
         ended: Function called when the result has arrived, before the workers end.
-        saved: Function called with each message about a saved or failed checkpoint; None: no function.
+        saved: Function called with each message about a saved or failed checkpoint.
 
     Attributes:
         result: Metrics of rank 0; None until rank 0 has reported its result.
         unsaved: Error that prevented the trained model from being saved; None if the model was saved.
-        stopped_at: Step at which the run was stopped; None if it was not stopped.
         ended_early_at: Step at which evaluations ended training (train.early_stopping); None if they did not.
     """
 
-    def __init__(
-        self,
-        console: Any,
-        record: Record | None = None,
-        ended: Callable[[], None] = lambda: None,
-        saved: Callable[[messages.Saved], None] | None = None,
-    ):
-        self.console, self._ended, self._saved = console, ended, saved
-        self.result: dict[str, Any] | None = None
-        self.stopped_at: int | None = None
-        self.ended_early_at: int | None = None
-        self.unsaved: RunError | None = None
-        self._record, self._unrecorded = record, set()
+    console: Any
+    record: Record | None = None
+    ended: Callable[[], None] = lambda: None
+    saved: Callable[[messages.Saved], None] = lambda saved: None
+    result: dict[str, Any] | None = None
+    ended_early_at: int | None = None
+    unsaved: RunError | None = None
+    _unrecorded: set[str] = field(default_factory=set)
 
     @contextmanager
     def reading(self, coordinator: Any) -> Iterator[None]:
@@ -101,32 +96,26 @@ class Watch:
         if isinstance(message, messages.Result):
             self.result = null_nonfinite(message.figures)
             self.unsaved = RunError(**message.unsaved) if message.unsaved else None
-            self._ended()
+            self.ended()
             return
-        if isinstance(message, messages.Saved) and self._saved:
-            self._saved(message)
-        if isinstance(message, messages.Stopped):
-            self.stopped_at = message.step
+        if isinstance(message, messages.Saved):
+            self.saved(message)
         if isinstance(message, messages.Event) and message.event == ENDED_EARLY:
             self.ended_early_at = message.details["step"]
-        if self._record:
-            for warning in self._record_message(message):
-                self.console.warn(warning)
+        if self.record:
+            self._record_message(message)
         if show := getattr(self.console, message.KIND, None):
             show(**{name: value for name, value in message.values().items() if name != "unix_s"})
 
-    def _record_message(self, message: Message) -> list[str]:
-        """Record a message, and return warnings and advice to show.
-
-        Any exception becomes a warning, because later messages must still be read.
-        """
+    def _record_message(self, message: Message) -> None:
+        """Record a message. Any exception becomes a warning, because later messages must still be read."""
         try:
-            return self._record.store_message(message)
+            self.record.store_message(message)
         except Exception as error:
             warning = f"messages of kind {message.KIND} are not recorded: {type(error).__name__}: {error}"
-            is_new = warning not in self._unrecorded
-            self._unrecorded.add(warning)
-            return [warning] if is_new else []
+            if warning not in self._unrecorded:
+                self._unrecorded.add(warning)
+                self.console.warn(warning)
 
 
 class Record:
@@ -134,21 +123,20 @@ class Record:
 
     Args:
         folder: Run folder.
+        warn: Function called with warnings about the run folder, and with advice on performance.
 
     Attributes:
         checks: Number of passed (True) and of failed (False) live checks since the beginning of the run.
         times: Times of all steps since the beginning of the run.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, warn: Callable[[str], None]):
         self.checks = Counter(check.passed for check in read_messages(folder, CHECKS))
         self.times = Times()
         for line in read_messages(folder, RANKS):
             self.times.add(line)
-        self._folder = folder
+        self._folder, self._warn, self._journal = folder, warn, Journal(folder, warn)
         self._groups, self._advised = StepBuffer(), set()
-        self._warnings: list[str] = []  # warnings about the run folder
-        self._journal = Journal(folder, self._warnings.append)
         self._attempt: int | None = None  # attempt whose first interval has ended
         self._recent: list[RankLine] = []  # each rank's intervals since then, up to MIN_INTERVAL_S seconds
 
@@ -179,52 +167,44 @@ class Record:
             )
         return None
 
-    def close(self) -> list[str]:
-        """Write buffered lines, and return warnings about lines that could not be written."""
-        missing = self._journal.missing()
-        return [*self._take_warnings(), *filter(None, [missing])]
+    def close(self) -> None:
+        """Write buffered lines, and warn about lines that could not be written."""
+        if missing := self._journal.missing():
+            self._warn(missing)
 
-    def store_message(self, message: Message) -> list[str]:
-        """Write one message, and return warnings and advice to show."""
+    def store_message(self, message: Message) -> None:
+        """Write one message, and give advice on performance if the message shows a problem."""
         if message.FILE and message.values().get("unix_s") is None:
             message = replace(message, unix_s=time())  # type: ignore[call-arg]
         if message.FILE:
             self._append(message)
-        advice: list[str] = []
         if isinstance(message, messages.Outcome):
             self.checks[message.passed] += 1
         elif isinstance(message, messages.RankLine):
             self.times.add(message)
-            advice = self._advise(message)
+            self._advise(message)
         elif isinstance(message, messages.Start):
             self._journal.put(PLAN, json.dumps(message.plan, indent=2) + "\n")
-        return [*self._take_warnings(), *advice]
 
-    def _advise(self, line: RankLine) -> list[str]:
-        """Return advice on performance once all ranks have reported an interval; give each kind of advice once."""
+    def _advise(self, line: RankLine) -> None:
+        """Give advice on performance once all ranks have reported an interval; give each kind of advice once."""
         lines = self._groups.add(line)
         if lines is None:
-            return []
+            return
         if line.attempt != self._attempt:  # in the first interval, ranks wait for readers that are starting
             self._attempt, self._recent = line.attempt, []
-            return []
+            return
         if any(each.seconds >= MIN_INTERVAL_S for each in self._recent):
             self._recent = []
         self._recent = sum_over_time([*self._recent, *lines])
-        sentences = []
         for advise in (find_straggler, find_low_utilization, find_hot_rank):
             if advise not in self._advised and (sentence := advise(self._recent)):
                 self._advised.add(advise)
-                sentences.append(sentence)
-        return sentences
+                self._warn(sentence)
 
     def _append(self, message: Message) -> None:
         """Append a message to its file in the run folder as a line of JSON; NaN becomes null."""
         self._journal.add(message.FILE, hide_all(null_nonfinite(message.line())))
-
-    def _take_warnings(self) -> list[str]:
-        warnings, self._warnings[:] = list(self._warnings), []
-        return warnings
 
 
 def _fetch_messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -> list[Message]:

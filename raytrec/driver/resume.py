@@ -204,12 +204,8 @@ def load_stored_schema(folder: Path) -> Schema:
         SchemaError: The file is not a schema.
     """
     file = folder / SCHEMA
-    with convert_os_errors(
-        f"cannot read {file.name} of the run",
-        where=str(file),
-        expected="the original file of the run",
-        do="restore the file from a backup",
-    ):
+    advice = {"expected": "the original file of the run", "do": "restore the file from a backup"}
+    with convert_os_errors(f"cannot read {file.name} of the run", RunError, where=str(file), **advice):
         text = read_text(file)
     return Schema.parse_stored(text, str(file))
 
@@ -254,10 +250,8 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
 
 
 def _list_optimizer_names(config: RunConfig, schema: Schema) -> dict[str, str]:
-    of_tables = resolve_optimizers(config, schema).items()
-    return {"the dense layers": config.optim.dense.name} | {
-        f"table {table}": optimizer.name for table, optimizer in of_tables
-    }
+    of_tables = {f"table {table}": each.name for table, each in resolve_optimizers(config, schema).items()}
+    return {"the dense layers": config.optim.dense.name, **of_tables}
 
 
 def _check_dense(config: RunConfig, old_config: RunConfig, old_schema: Schema, schema: Schema) -> None:

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raytrec.checkpoint.files import find_newest_checkpoint, get_step_folder
 from raytrec.cluster.session import describe_connection
@@ -23,20 +23,18 @@ from raytrec.data.files.file_identity import FileIdentity, fingerprint, identify
 from raytrec.driver.console import Result, RunConsole
 from raytrec.driver.datasets import record_skipped_files, show_file_counts
 from raytrec.driver.driver_state import hold_run_lock, record_driver
+from raytrec.driver.followers import DeliveryProcess, DeltaExports
 from raytrec.driver.launch import resume_command, run_group, run_in_session
 from raytrec.driver.preflight import check_plan
 from raytrec.driver.prepare import RunPlan, make_run_folder, open_run, resolve_config, write_config
 from raytrec.driver.recorder import Record, Watch, write_json
 from raytrec.driver.resume import check_same_data, check_unfinished, record_data
-from raytrec.driver.track import DeliveryProcess
 from raytrec.report.findings import find_bound, find_poor_fit
 from raytrec.report.report import BackgroundRenderer
 from raytrec.tracking.mlflow_records import collect_run_tags
 from raytrec.tracking.run_folder import TAGS, RunFolder
+from raytrec.worker.context import WorkerTask
 from raytrec.worker.loop import count_total_steps, train_worker
-
-if TYPE_CHECKING:
-    from raytrec.driver.delta_exports import DeltaExports
 
 PREVIOUS_DRIVER_TIMEOUT_S = 60.0  # wait for the end of an earlier driver, in addition to scaling.shutdown_grace_s
 
@@ -120,16 +118,15 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
     """
     config, datasets = plan.config, plan.datasets
     folder, status, page = Path(config.run.dir), "FAILED", None
-    exports = _make_exports(config, console)
+    exports = DeltaExports(config, console.warn)
     follower = DeliveryProcess(config, console.warn)
-    record, renderer = Record(folder), BackgroundRenderer(folder)
+    record, renderer = Record(folder, console.warn), BackgroundRenderer(folder)
     ended = renderer.begin if config.tracking.report else lambda: None
-    watch = Watch(console, record, ended, exports.add if exports else None)
+    watch = Watch(console, record, ended, exports.add)
 
     def poll() -> None:
         follower.check()
-        if exports:
-            exports.poll()
+        exports.poll()
 
     try:
         console.phase(describe_connection(config.scaling.address))
@@ -139,21 +136,12 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
             write_json(folder / TAGS, hide_all(collect_run_tags() | config.tracking.tags))
             data = contents.result()
             record_data(folder, datasets, data)
-            return run_group(
-                train_worker,
-                config,
-                plan.schema,
-                datasets,
-                config.checkpoint_root,
-                watch,
-                fingerprint=fingerprint(data["train"]),
-                saves=True,
-                on_poll=poll,
-            )
+            rows = fingerprint(data["train"])
+            task = WorkerTask(config, plan.schema, datasets, None, config.checkpoint_root, rows)
+            return run_group(train_worker, task, watch, saves=True, on_poll=poll)
 
         figures = run_in_session(config, watch.failed, work)
-        if exports:
-            exports.finish(console.phase)
+        exports.finish(console.phase)
         renderer.confirm()
         store_error = _find_store_error(follower, folder)
         metrics = {
@@ -186,24 +174,14 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
         console.note(f"resume with: {resume_command(config)}")
         raise
     finally:
-        if exports:
-            exports.close()
+        exports.close()
         if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():
             console.phase("writing the report")
             page = _write_report(renderer, console)
-        for lost in [*record.close(), follower.close(status)]:
-            if lost:
-                console.warn(lost)
+        record.close()
+        if lost := follower.close(status):
+            console.warn(lost)
     return Result(metrics, folder, _list_next_steps(config, metrics.get("code"), page))
-
-
-def _make_exports(config: RunConfig, console: RunConsole) -> DeltaExports | None:
-    """Return the exporter of deltas, or None if export.deltas is not set."""
-    if config.export.deltas is None:
-        return None
-    from raytrec.driver.delta_exports import DeltaExports
-
-    return DeltaExports(config, console.warn)
 
 
 def add_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> RaytrecError:

@@ -45,6 +45,7 @@ from raytrec.prediction.folder import (
 from raytrec.prediction.inputs import MIN_SPAN_ROWS, CarriedColumns, choose_columns
 from raytrec.prediction.worker import predict_worker, write_empty
 from raytrec.tasks.task import Task, resolve_tasks
+from raytrec.worker.context import WorkerTask
 
 
 @dataclass(frozen=True)
@@ -237,15 +238,8 @@ def _predict_missing(
             console.warn(f"skipped {error.where}: {error.what}")
         if complete:
             console.note(f"{len(complete)} of {len(task.files)} files are already complete")
-        result = run_group(
-            partial(predict_worker, task),
-            config,
-            saved.schema,
-            {"predict": dataset},
-            saved.folder,
-            Watch(console),
-            restarts=True,
-        )
+        of_ranks = WorkerTask(config, saved.schema, {"predict": dataset}, None, saved.folder)
+        result = run_group(partial(predict_worker, task), of_ranks, Watch(console), restarts=True)
     speed = result["predicted"] / result["predict_s"] if result["predict_s"] else None
     return {"predict.rows_per_s": speed and round(speed, 1), "world_size": result["world_size"]}
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from raytrec.common.documents import read_document
@@ -50,14 +50,7 @@ class TrialRecord(TypedDict):
     error: str | None
 
 
-def _check_complete(values: Any) -> Any:
-    if isinstance(values, dict) and (missing := asdict(Settings()).keys() - values.keys()):
-        raise ValueError(f"{min(missing)} is missing")
-    return values
-
-
 Records = Annotated[list[TrialRecord], Field(min_length=1)]
-StoredSettings = Annotated[Settings, BeforeValidator(_check_complete)]
 
 
 def write_search(search: Search) -> None:
@@ -95,7 +88,7 @@ def read_settings(folder: Path) -> Settings:
         RunError: There is no search, or the file is damaged.
         ConfigError: A number is out of range.
     """
-    return read_document(str(folder), SEARCH, StoredSettings, "search", "raytrec tune")
+    return read_document(str(folder), SEARCH, Settings, "search", "raytrec tune")
 
 
 def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s: float = 0) -> Search:

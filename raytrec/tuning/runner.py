@@ -147,7 +147,6 @@ class Runner:
         self._signalled_at = 0.0
         self._search, self._console, self._halving = search, console, SuccessiveHalving(search)
         self._waiting = deque(trial for trial in search.trials if trial.state not in ENDED_STATES)
-        self._deaths: Counter[int] = Counter()  # trial number → deaths of its process
         for trial in search.trials:  # registers evaluations from before a resume
             self._halving.falls_behind(trial)
 
@@ -227,8 +226,8 @@ class Runner:
         trial = process.trial
         trial.state, trial.error = process.outcome(status)
         if trial.state == State.RUNNING:
-            self._deaths[trial.number] += 1
-            if self._deaths[trial.number] < MAX_STARTS:
+            trial.deaths += 1
+            if trial.deaths < MAX_STARTS:
                 self._console.warn(f"the process of trial {trial.number} died; restarting")
                 return self._waiting.appendleft(trial)
             trial.state = State.FAILED

@@ -62,11 +62,11 @@ class Settings:
         ConfigError: A number is out of range.
     """
 
-    trials: int = 10
-    metric: str | None = None
-    seed: int = 0
-    grace_steps: int | None = None
-    factor: float = 4.0
+    trials: int
+    metric: str | None
+    seed: int
+    grace_steps: int | None
+    factor: float
 
     def __post_init__(self) -> None:
         grace = self.grace_steps
@@ -93,6 +93,7 @@ class Trial:
         points: Step → value of the compared metric in the evaluation at this step; NaN values are excluded.
         step: Last step recorded in the run folder.
         error: Reason for a failure; empty if the trial has not failed.
+        deaths: Number of times that its process has died in this search process.
     """
 
     number: int
@@ -103,6 +104,7 @@ class Trial:
     points: dict[int, float] = field(default_factory=dict)
     step: int = 0
     error: str = ""
+    deaths: int = 0
     _run: RunFolder | None = None
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import isnan
 from pathlib import Path
-from threading import Thread
 from time import time
 from typing import Any
 
@@ -19,6 +18,7 @@ from raytrec.common.storage import make_absolute, make_relative, quote_for_shell
 from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
 from raytrec.config.overrides import Overrides
 from raytrec.config.run_config import RunConfig, load_config
+from raytrec.doctor.host_checks import call_within
 from raytrec.driver.driver_state import hold_run_lock, record_driver
 from raytrec.driver.launch import Interrupted, resume_command
 from raytrec.driver.prepare import resolve, write_marked_file
@@ -129,7 +129,7 @@ def _run(search: Search, at_once: int | None) -> Search:
                 console.phase("writing the outcome")
                 write_outcome(search, console.warn)
                 if runner.signal is not None:
-                    raise Interrupted(runner.signal, None)
+                    raise Interrupted(runner.signal)
             except KeyboardInterrupt:
                 console.note(resume_hint)
                 raise
@@ -154,12 +154,11 @@ def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
     if all(trial.state in ENDED_STATES or trial.error for trial in search.trials):
         write_json(folder / OUTCOME, search.metrics)
     if search.config.tracking.enabled:
-        failed = ["no response within a minute"]
-        thread = Thread(target=_write_mlflow_run, args=(search, failed), name="mlflow", daemon=True)
-        thread.start()
-        thread.join(MLFLOW_TIMEOUT_S)
-        if failed:
-            warn(f"MLflow lacks the outcome of the search ({failed[-1]}); it is stored in {folder}")
+        try:
+            call_within(MLFLOW_TIMEOUT_S, lambda: _write_mlflow_run(search))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            warn(f"MLflow lacks the outcome of the search ({reason}); it is stored in {folder}")
 
 
 def format_best_config(search: Search, best: Trial) -> str:
@@ -209,28 +208,19 @@ def _build_table(search: Search, keys: list[str]) -> Table:
     return table
 
 
-def _write_mlflow_run(search: Search, failed: list[str]) -> None:
-    """Write the space, the metrics of the best trial and best.yaml to the MLflow run that is the parent of the trials.
-
-    Args:
-        search: Search to write.
-        failed: List whose last element is the reason for a failure; cleared on success, and extended on an error.
-    """
+def _write_mlflow_run(search: Search) -> None:
+    """Write the space, the best trial and best.yaml to the MLflow run that is the parent of the trials."""
     folder, store = search.folder, Store(search.config, search.folder)
     draws = {f"space.{INVALID_NAME_CHARACTERS.sub('_', draw.key)}": draw for draw in search.space.draws}
     tags = {"trials": str(len(search.trials)), "metric": search.figure.key}
-    try:
-        store.open_parent()
-        store.write_params({key: f"{draw.kind} {list(draw.values)}" for key, draw in draws.items()})
-        if best := search.best:
-            tags |= {"best.trial": str(best.number)} | {f"best.{k}": str(v) for k, v in best.values.items()}
-            figures: dict[str, Any] = {EVAL_PREFIX + search.figure.key: best.value} | best.read_last_figures()
-            figures = {key: value for key, value in figures.items() if not isnan(parse_number(value))}
-            store.write_metrics([Record(figures, best.step, round(time() * 1000))])
-        store.write_tags(tags)
-        for file in (SPACE, BEST_FILE):
-            if (folder / file).is_file():
-                store.upload(folder / file, "")
-        failed.clear()
-    except Exception as error:
-        failed.append(f"{type(error).__name__}: {error}".splitlines()[0])
+    store.open_parent()
+    store.write_params({key: f"{draw.kind} {list(draw.values)}" for key, draw in draws.items()})
+    if best := search.best:
+        tags |= {"best.trial": str(best.number)} | {f"best.{k}": str(v) for k, v in best.values.items()}
+        figures: dict[str, Any] = {EVAL_PREFIX + search.figure.key: best.value} | best.read_last_figures()
+        figures = {key: value for key, value in figures.items() if not isnan(parse_number(value))}
+        store.write_metrics([Record(figures, best.step, round(time() * 1000))])
+    store.write_tags(tags)
+    for file in (SPACE, BEST_FILE):
+        if (folder / file).is_file():
+            store.upload(folder / file, "")

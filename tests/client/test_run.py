@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -105,8 +106,13 @@ class FakeJobs(JobApi):
     def read(self, job, log_offset):
         return self.log[log_offset:], self.now
 
-    def list_submitted_jobs(self):
-        return [("mine-1", self.now, 5.0)]
+    def _call_api(self, ask):
+        return ask()
+
+    @property
+    def _client(self):
+        job = SimpleNamespace(submission_id="mine-1", status=SimpleNamespace(value=self.now), start_time=5000)
+        return SimpleNamespace(list_jobs=lambda: [job])
 
     def message(self, job):
         return "no node"

@@ -126,11 +126,10 @@ def coordinator(ray_cluster):
 
 def make_decisions(coordinator, budget, *failures):
     """Return the decisions of the failure policy for a sequence of group errors."""
-    import ray.train
 
-    from raytrec.driver.policies import FailedGpus, GroupFailurePolicy
+    from raytrec.driver.policies import GroupFailurePolicy
 
-    policy = GroupFailurePolicy(ray.train.FailureConfig(), coordinator, budget, FailedGpus(1))
+    policy = GroupFailurePolicy(coordinator, budget, 1)
     errors = [f if isinstance(f, Exception) else WorkerGroupError("", f) for f in failures]
     return [policy.make_decision(training_failed_error=e).value for e in errors]
 

@@ -23,6 +23,7 @@ from raytrec.driver import run as driver
 from raytrec.driver.nodes import GpuNode
 from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.planning.memory import estimate_copy_bytes
+from raytrec.worker.context import WorkerTask
 
 pytestmark = pytest.mark.slow
 
@@ -149,7 +150,7 @@ def test_failed_gpu_is_excluded_if_others_remain(ray_with_gpus):
     import ray
     from ray.train.v2.api.exceptions import ControllerError
 
-    from raytrec.driver.policies import FailedGpus, GroupFailurePolicy
+    from raytrec.driver.policies import GroupFailurePolicy
 
     (node,) = list_alive_nodes()
     failed = GpuFailedError("GPU 1 of 127.0.0.1 has failed", do="reset it")
@@ -164,12 +165,11 @@ def test_failed_gpu_is_excluded_if_others_remain(ray_with_gpus):
     said = []
     coordinator = SimpleNamespace(failed=SimpleNamespace(remote=lambda *about: said.append(about)))
     for least, decision in ((2, "RAISE"), (1, "RETRY")):
-        gpus = FailedGpus(least)
-        policy = GroupFailurePolicy(ray.train.FailureConfig(), coordinator, 0, gpus)
+        policy = GroupFailurePolicy(coordinator, 0, least)
         assert policy.make_decision(training_failed_error=ControllerError(failed)).value == decision
     assert [again for *_, again in said] == [False, True] and "the GPU is excluded" in said[1][1]
     assert ray.get([given.remote() for _ in range(3)], timeout=60) == [["0"]] * 3
-    (holder,) = gpus._held
+    (holder,) = policy._reserved
     ray.kill(holder)
 
 
@@ -244,12 +244,12 @@ def test_evaluation_reserves_no_memory_for_training(monkeypatch, saves, checkpoi
         seen.append(config)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(launch, "list_gpu_nodes", list)
-    monkeypatch.setattr(launch, "choose_device", lambda *_: "cuda")
-    monkeypatch.setattr(launch, "check_constraints", check)
+    monkeypatch.setattr(nodes, "list_gpu_nodes", list)
+    monkeypatch.setattr(nodes, "choose_device", lambda *_: "cuda")
+    monkeypatch.setattr(nodes, "check_constraints", check)
     with pytest.raises(ConfigError, match="enough"):
         watch = SimpleNamespace(console=None)
-        launch.run_group(None, settings(), None, {}, checkpoint, watch, saves=bool(saves))
+        launch.run_group(None, WorkerTask(settings(), None, {}, None, checkpoint), watch, saves=bool(saves))
     assert (seen[0].optim.embeddings.name != "sgd") == state
     assert seen[0].checkpoint.async_save == copies
 

@@ -69,14 +69,14 @@ def fake_group(monkeypatch):
     class Group(list):
         stop_after = None
 
-        def __call__(self, worker, config, schema, datasets, checkpoint, watch, *, restarts):
+        def __call__(self, worker, task, watch, *, restarts):
             (predictions,) = worker.args
-            self.append((checkpoint, predictions))
+            self.append((task.checkpoint, predictions))
             assert restarts and watch.console
             folder = PredictionFolder(predictions.out)
             names = folder.list_names()
             complete = folder.find_finished(predictions, names)
-            spans = cut_spans(datasets["predict"], predictions.batch_rows, predictions.span_rows)
+            spans = cut_spans(task.datasets["predict"], predictions.batch_rows, predictions.span_rows)
             todo = [s for s in spans if s.path not in complete and predictions.part_of(s) not in names]
             writer = SpanWriter(predictions, False)
             for span in todo[: self.stop_after]:

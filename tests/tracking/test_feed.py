@@ -17,7 +17,7 @@ import tracked
 from raytrec.cli import main
 from raytrec.common import messages
 from raytrec.common.errors import RunError
-from raytrec.driver import track as track_module
+from raytrec.driver import followers
 from raytrec.driver.recorder import Record
 from raytrec.tracking.delivery import Delivery
 from raytrec.tracking.journal import append_line
@@ -242,7 +242,8 @@ def test_lines_reach_mlflow_once_after_a_full_disk(feed_store_uri, tmp_path):
     with disks.small_disk(tmp_path / "disk", "1m") as folder:
         delivery = make_feed_delivery(feed_store_uri, folder)
         delivery.deliver()
-        record = Record(folder)
+        said: list[str] = []
+        record = Record(folder, said.append)
         append_messages(folder, 1, 2)
         disks.fill_disk(folder)
         wide = {f"wide/{i}": float(i) for i in range(300)}  # does not fit into the last page of the file
@@ -255,7 +256,8 @@ def test_lines_reach_mlflow_once_after_a_full_disk(feed_store_uri, tmp_path):
         (folder / "ballast").unlink()
         for each in make_messages(30, 31):
             record.store_message(each)
-        assert [text for text in record.close() if "lacks" in text] == []
+        record.close()
+        assert not [text for text in said if "lacks" in text]
         assert delivery.finish("FINISHED", 60) is None
         wanted = list_expected_metrics(range(1, 31))
         assert read_stored_metrics(feed_store_uri, delivery.run_id, wanted) == wanted
@@ -275,7 +277,7 @@ def test_track_command_delivers_missing_records(feed_store_uri, tmp_path, monkey
 
     began = perf_counter()
     with pytest.raises(RunError, match=r"MLflow lacks 1[0-9] records and the end of the run \(.*refused") as error:
-        track_module.track(folder, allow_code=True)
+        followers.track(folder, allow_code=True)
     assert perf_counter() - began < 30, "the delivery waited for too long"
     assert "tracking.uri=http://127.0.0.1:9" in error.value.where and "training" not in capsys.readouterr().err
     values["tracking"]["uri"] = feed_store_uri

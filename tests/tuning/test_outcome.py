@@ -4,12 +4,13 @@ import json
 import re
 
 import pytest
+from searches import make_settings
 from test_searching import prepare_test_search
 
 from raytrec.config.run_config import load_config
 from raytrec.config.trust import is_own_file
 from raytrec.tuning.folder import write_search
-from raytrec.tuning.search import Settings, State, make_trial_config
+from raytrec.tuning.search import State, make_trial_config
 from raytrec.tuning.tune import print_outcome, write_outcome
 
 SPACE = """\
@@ -23,7 +24,7 @@ model.top_mlp: {choice: [[16], [32, 16]]}
 @pytest.fixture
 def search(tiny_data, tmp_path):
     """Return a search with one finished, one stopped, one failed and one waiting trial."""
-    made = prepare_test_search(tiny_data, tmp_path, SPACE, Settings(trials=4), tracking__enabled=False)
+    made = prepare_test_search(tiny_data, tmp_path, SPACE, make_settings(trials=4), tracking__enabled=False)
     write_search(made)
     key = made.figure.key
     for trial, state, points in zip(
@@ -80,7 +81,7 @@ optim.schedule: {choice: [{}, {decay: linear, decay_steps: 1000}]}
 
 def make_wide_search(data, tmp_path):
     """Return a search of 12 finished trials with many keys."""
-    made = prepare_test_search(data, tmp_path, WIDE_SPACE, Settings(trials=12), tracking__enabled=False)
+    made = prepare_test_search(data, tmp_path, WIDE_SPACE, make_settings(trials=12), tracking__enabled=False)
     for trial in made.trials:
         trial.state, trial.step = State.FINISHED, 200
         trial.points = {100: 0.7, 200: 0.7 + 0.01 * trial.number}

@@ -7,12 +7,13 @@ from threading import Thread
 from time import sleep
 
 import pytest
+from searches import make_settings
 from test_searching import prepare_test_search
 from waiting import wait_for
 
 from raytrec.tuning import runner
 from raytrec.tuning.folder import write_search
-from raytrec.tuning.search import Settings, State
+from raytrec.tuning.search import State
 
 # Replaces `raytrec train`; `body` is the code that runs in the folder of the trial.
 TRIAL_SCRIPT = """\
@@ -36,7 +37,9 @@ def run_trials(tiny_data, tmp_path, monkeypatch):
 
     def inner(body, trials=1, at_once=1):
         steps = {"eval_every_steps": 1, "max_steps": 20}
-        search = prepare_test_search(tiny_data, tmp_path, settings=Settings(trials, "auc"), train=steps)
+        search = prepare_test_search(
+            tiny_data, tmp_path, settings=make_settings(trials=trials, metric="auc"), train=steps
+        )
         write_search(search)
         script = TRIAL_SCRIPT.format(key=search.figure.key, body=body)
         monkeypatch.setattr(runner, "TRAIN_COMMAND", (sys.executable, "-c", script))

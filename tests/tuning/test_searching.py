@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import parquet
 import pytest
+from searches import make_settings
 
 from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.common.reading import parse_yaml
@@ -15,7 +16,7 @@ from raytrec.metrics.registry import METRICS
 from raytrec.metrics.selection import Selection
 from raytrec.tuning import runner
 from raytrec.tuning.folder import find_matching_search, is_search, reopen_search, write_search
-from raytrec.tuning.search import Settings, State, make_trial_config, prepare_search
+from raytrec.tuning.search import State, make_trial_config, prepare_search
 from raytrec.tuning.space import Space
 from raytrec.tuning.tune import tune
 
@@ -31,7 +32,7 @@ def make_config_values(data, tmp_path, **changes):
 def prepare_test_search(data, tmp_path, space=SPACE, settings=None, **changes):
     """Prepare a search with these configuration values."""
     config = resolve(load_config(make_config_values(data, tmp_path, **changes)), "own.yaml", "tune")
-    return prepare_search(config, Space.parse(space, "space.yaml"), settings or Settings(trials=3))
+    return prepare_search(config, Space.parse(space, "space.yaml"), settings or make_settings(trials=3))
 
 
 def test_trials_have_drawn_values_and_separate_folders(tiny_data, tmp_path):
@@ -47,7 +48,7 @@ def test_trials_have_drawn_values_and_separate_folders(tiny_data, tmp_path):
     assert search.figure.better in ("higher", "lower")
     again = prepare_test_search(tiny_data, tmp_path)
     assert [t.values for t in again.trials] == [t.values for t in search.trials]
-    other = prepare_test_search(tiny_data, tmp_path, settings=Settings(trials=3, seed=1))
+    other = prepare_test_search(tiny_data, tmp_path, settings=make_settings(trials=3, seed=1))
     assert [t.values for t in other.trials] != [t.values for t in search.trials]
 
 
@@ -77,7 +78,7 @@ def test_invalid_combination_of_drawn_values_is_refused(tiny_data, tmp_path):
     with pytest.raises(ConfigError, match=r"data.lanes = 1: "):  # the configuration has 2 workers
         prepare_test_search(tiny_data, tmp_path, space)
     with pytest.raises(ConfigError, match=r"trial \d \(.*num_workers = 2.*lanes") as error:
-        prepare_test_search(tiny_data, tmp_path, space, Settings(trials=4), scaling__num_workers=1)
+        prepare_test_search(tiny_data, tmp_path, space, make_settings(trials=4), scaling__num_workers=1)
     assert "a choice of whole sections" in error.value.do
 
 
@@ -133,7 +134,7 @@ def test_space_is_read_from_the_working_directory(tiny_data, tmp_path, monkeypat
 def test_tune_selects_the_metric_by_name(tiny_data, tmp_path):
     search = prepare_test_search(tiny_data, tmp_path)
     for figure in Selection.from_config(search.config, search.schema).figures:
-        named = prepare_test_search(tiny_data, tmp_path, settings=Settings(trials=1, metric=figure.key))
+        named = prepare_test_search(tiny_data, tmp_path, settings=make_settings(trials=1, metric=figure.key))
         assert named.figure == figure and figure.better == METRICS.parts[figure.key].better
 
 
@@ -267,7 +268,7 @@ def test_untrusted_space_and_trials_must_not_draw_code(tiny_data, tmp_path, monk
 
 def test_repeated_tune_command_finds_its_search(tiny_data, tmp_path):
     given = make_config_values(tiny_data, tmp_path) | {"run": {"root": str(tmp_path)}}
-    space, settings = Space.parse(SPACE, "space.yaml"), Settings(trials=3)
+    space, settings = Space.parse(SPACE, "space.yaml"), make_settings(trials=3)
 
     def new(*overrides):
         return resolve(load_config(given, overrides), "own.yaml", "tune")
@@ -287,7 +288,7 @@ def test_repeated_tune_command_finds_its_search(tiny_data, tmp_path):
 
 
 def test_concurrent_trials_fill_the_cpus(tiny_data, tmp_path, monkeypatch):
-    search = prepare_test_search(tiny_data, tmp_path, "data.readers: {choice: [1, 3]}", Settings(trials=2))
+    search = prepare_test_search(tiny_data, tmp_path, "data.readers: {choice: [1, 3]}", make_settings(trials=2))
     configs = [trial.config for trial in search.trials]  # 2 workers each: 4 and 8 CPUs
     for processors, places in ((4, 1), (16, 2), (17, 2)):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, processors=processors: set(range(processors)))
@@ -326,7 +327,7 @@ def test_concurrent_trials_fill_the_nodes_of_a_cluster(tiny_data, tmp_path, monk
 
 def test_reopened_search_draws_the_same_models(tiny_data, tmp_path):
     space = "model.name: {choice: [dlrm, dcn, deepfm, masknet]}\noptim.schedule.warmup_steps: {choice: [0, 1]}"
-    search = prepare_test_search(tiny_data, tmp_path, space, Settings(trials=8), model={"top_mlp": [8]})
+    search = prepare_test_search(tiny_data, tmp_path, space, make_settings(trials=8), model={"top_mlp": [8]})
     write_search(search)
     again = reopen_search(search.folder, None, False)
     assert [trial.config for trial in again.trials] == [trial.config for trial in search.trials]

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from searches import make_settings
 
 from raytrec.config.run_config import load_config
 from raytrec.metrics.registry import METRICS
 from raytrec.metrics.selection import MetricDisplay
 from raytrec.tuning.runner import SuccessiveHalving
-from raytrec.tuning.search import Search, Settings, State, Trial, make_trial_config
+from raytrec.tuning.search import Search, State, Trial, make_trial_config
 from raytrec.tuning.space import Space
 
 HIGH = MetricDisplay("area", "area", "area", "higher", "{:.4f}", False)
@@ -33,7 +34,7 @@ def make_trial(number, state, value=nan):
 
 
 def make_ranked_search(trials, figure):
-    return Search(load_config(BASE), None, Space("space.yaml", "", ()), Settings(), figure, trials)
+    return Search(load_config(BASE), None, Space("space.yaml", "", ()), make_settings(trials=10), figure, trials)
 
 
 @pytest.mark.parametrize("figure, order", [(HIGH, [2, 3, 1]), (LOW, [1, 3, 2]), (NEAR_1, [3, 2, 1])])
@@ -102,7 +103,7 @@ TRIAL_CONFIG = load_config(TRIAL_VALUES)
 
 def make_halving_rule(factor=2.0, grace=None, trials=30):
     made = {number: Trial(number, {}, TRIAL_CONFIG, STEPS) for number in range(trials)}
-    settings = Settings(grace_steps=grace, factor=factor)
+    settings = make_settings(trials=10, grace_steps=grace, factor=factor)
     search = SimpleNamespace(config=TRIAL_CONFIG, settings=settings, figure=HIGH, trials=list(made.values()))
     return SuccessiveHalving(search), made
 
