@@ -189,11 +189,3 @@ class PlanSection(Section):
     used by in-memory tables caches the most frequent rows of tables in files."""
     mmap_dir: Annotated[str, AfterValidator(_check_local)] | None = None
     """Folder on a disk of each node for tables with compute_kernel fused_mmap; default: the run folder."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_balance(cls, values: Any) -> Any:
-        """Drop plan.balance, which configurations of earlier runs contain."""
-        if isinstance(values, dict):
-            return {key: value for key, value in values.items() if key != "balance"}
-        return values

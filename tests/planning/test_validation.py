@@ -333,10 +333,3 @@ def test_planner_counts_sequence_lengths():
     found = SEQUENCES.model_copy(update={"statistics": {"history": Statistics(**known)}})
     assert group_lengths_by_table(found, Features(SEQUENCES, {}))["item"] == [1.0, 70.5]
     assert group_lengths_by_table(found, Features(SEQUENCES, {"history": 50}))["item"] == [1.0, 50.0]
-
-
-def test_config_ignores_removed_balance_key():
-    given = {"data": {"train": "d/train"}, "plan": {"balance": False, "memory_gib": 2}}
-    assert load_config(given).plan.model_dump() == load_config(given, ["plan.balance=true"]).plan.model_dump()
-    with pytest.raises(ConfigError, match="balanced: unknown key"):
-        load_config({"data": {"train": "d/train"}, "plan": {"balanced": False}})
