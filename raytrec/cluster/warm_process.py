@@ -33,11 +33,7 @@ ON_RAY = (
     "ray.train.torch",
     "raytrec.driver.policies",
     "raytrec.driver.coordinator",
-    "raytrec.worker.loop",
-    "raytrec.worker.build",
-    "raytrec.worker.checkpointing",
-    "raytrec.worker.evaluate",  # also imports the readers
-    "raytrec.worker.observers",
+    "raytrec.worker.trainer",  # also imports the readers
     "torchrec.metrics.rec_metric",  # also imports torchmetrics and PIL, which the first step needs
 )
 # Modules to import before and after the start of Ray, for each purpose. Replicas, Serve's controller and the

@@ -1,9 +1,9 @@
-"""Worker functions that run on every rank: training, evaluation of a checkpoint, and the parity check."""
+"""Worker functions that run on every rank: training, evaluation of a checkpoint, and the parity check.
+
+The driver imports this module, so torch is imported only when a rank calls a function.
+"""
 
 from __future__ import annotations
-
-from contextlib import suppress
-from typing import Any
 
 from raytrec.common import messages
 from raytrec.config.run_config import RunConfig
@@ -19,119 +19,9 @@ def train_worker(task: WorkerTask) -> None:
 
     If an earlier group of the same run was interrupted, training resumes from its newest checkpoint.
     """
-    from raytrec.checkpoint.state import LogicalState
-    from raytrec.embeddings.sharding import describe_plan
-    from raytrec.metrics.selection import Selection
-    from raytrec.metrics.sums import MetricSums
-    from raytrec.worker.build import begin_or_resume, build_step
-    from raytrec.worker.checkpointing import CheckpointManager, Stopped
-    from raytrec.worker.evaluate import EarlyStopping, can_shrink, evaluate, evaluate_shrunk, shrink
-    from raytrec.worker.nonfinite import RecentBatches
-    from raytrec.worker.observers import make_observers
-    from raytrec.worker.process import freeze_gc
-    from raytrec.worker.progress import Progress, RankRun
-    from raytrec.worker.step_timing import compute_flop_rates
+    from raytrec.worker.trainer import Trainer
 
-    context = WorkerContext.enter(task)
-    config, order = task.config, make_train_order(task.config)
-    train, evaluation = context.stream("train", order), make_evaluation_order(config)
-    valid, test, items = (context.stream(name, evaluation) for name in ("valid", "test", "items"))
-    valid, test = valid or test, test or valid
-    epoch_steps, total = order.steps(train.dataset.rows), count_total_steps(config, train.dataset.rows)
-
-    context.enter_phase("building the model", "plan")
-    if config.train.compile:
-        context.heartbeat.watch_compiler()
-    step, plan = build_step(config, task.schema, context.device, fill=False, steps=total)
-    selection = Selection.from_config(config, task.schema)
-    window = MetricSums(selection, context.device)
-    state, progress = LogicalState(step.model, step.optimizer), Progress(window)
-    about = begin_or_resume(context, step, state, progress)
-    freeze_gc()
-    stopping = EarlyStopping(config.train.early_stopping, progress, context.device)
-    epochs = train.epochs(resolve_epochs(config, train.dataset.rows), progress.step)
-    batches = RecentBatches(context.heartbeat.count_batches(epochs), progress.step)
-    folders: dict[int, Any] = {}
-    by_folder = config.train.eval_every_steps == "next_folder"
-    if by_folder:
-        parts = valid.dataset.split_after_first_folder(order.batch_rows)
-        folders = {first: valid.narrow(part) for first, part in parts.items()}
-    shrinks = "valid" in task.datasets and not by_folder and can_shrink(step)
-    evaluate_valid = evaluate_shrunk if shrinks else evaluate
-    run = RankRun(context, step, plan, state, progress, batches, total)
-    observers = make_observers(run)
-    checkpoints = CheckpointManager(run, observers, about)
-    context.report(
-        messages.Start(
-            total=total,
-            step=progress.step,
-            workers=context.world,
-            plan=describe_plan(plan),
-            metrics=selection.describe_metrics(training=True),
-        )
-    )
-    try:
-        for observer in observers:
-            observer.begin()
-        pauses = list_pauses(total, resolve_evaluation_interval(config, total), progress.step)
-        for pause in sorted({*pauses, *(first for first in folders if progress.step <= first < total)}):
-            if stopping.over:
-                break
-            progress.clock.resume()
-            for outputs in step.train(batches, pause - progress.step):
-                rows = order.global_rows(train.dataset.rows, progress.step % epoch_steps)
-                progress.count(rows, outputs)
-                if progress.step % config.train.log_every_steps == 0 or progress.step == total:
-                    progress.end_window()
-                progress.report(context)
-                context.heartbeat.tick("step", progress.step)
-                for observer in observers:
-                    observer.after_step(rows)
-                checkpoints.after_step(outputs)
-            progress.clock.pause(context.device)
-            progress.report(context, wait=True)
-            if (progress.step < total or stopping.restores) and not progress.evaluated:
-                held_out = folders.get(progress.step, valid)
-                figures, curves, *_ = evaluate_valid(step, held_out, context.device, selection, items)
-                progress.evaluation = {"step": progress.step, **figures}
-                stopping.after_evaluation()
-                context.report(messages.Eval(step=progress.step, figures=figures, curves=curves))
-                checkpoints.after_evaluation()
-        if (best := stopping.best_step()) not in (None, progress.step):
-            checkpoints.roll_back(best)
-        if shrinks and progress.deep_share is None:
-            context.enter_phase("scaling the deep part on held-out rows", "evaluate")
-            _, _, progress.deep_share = evaluate_shrunk(step, valid, context.device, selection)
-            shrink(step, progress.deep_share)
-        checkpoints.finish(again=progress.deep_share is not None or best is not None)
-        stopping.report(context)
-    except Stopped:
-        progress.report(context, wait=True)
-        context.report(messages.Stopped(step=progress.step))
-        return context.close()
-    except messages.Restart:
-        progress.report(context, wait=True)
-        context.close()
-        raise
-    except Exception:
-        with suppress(Exception):  # an error because the driver has exited must not hide this one
-            context.heartbeat.send()
-        raise
-    finally:
-        epochs.close()
-        for observer in observers:
-            observer.close()
-
-    result = progress.result() | stopping.result() | {"world_size": context.world}
-    rows = min(order.batch_rows, train.dataset.rows)
-    result |= compute_flop_rates(step.flops, rows, progress.clock.rows_per_s, context.device, config.train.matmul)
-    if test:
-        context.enter_phase("evaluating", "evaluate")
-        figures, curves = evaluate(step, test, context.device, selection, items)
-        context.report(messages.Final(step=progress.step, figures=figures, curves=curves))
-        result |= selection.result(figures)
-    context.report(messages.Result(step=progress.step, figures=result, unsaved=checkpoints.find_unsaved_error()))
-    return context.close()
+    Trainer(WorkerContext.enter(task)).run()
 
 
 def evaluate_worker(task: WorkerTask) -> None:

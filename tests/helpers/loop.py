@@ -1,4 +1,4 @@
-"""The training loop of raytrec/worker/loop.py on a rank of run_on_ranks, without Ray and data files."""
+"""The training loop of raytrec/worker/trainer.py on a rank of run_on_ranks, without Ray and data files."""
 
 import json
 from dataclasses import dataclass
