@@ -25,7 +25,7 @@ from raytrec.serving.challenger import ShadowQueue, is_in_share
 from raytrec.serving.inference_protocol import MODEL_TEMPLATES, decode_inference, describe_tensors, match_path
 from raytrec.serving.loaded_exports import LoadedExport, LoadedExports
 from raytrec.serving.openapi import Endpoint, describe, make_example_text, make_page
-from raytrec.serving.replica_metrics import ReplicaMetrics
+from raytrec.serving.replica_state import ReplicaMetrics
 from raytrec.serving.request_log import LoggedRequest, RequestLog
 
 if TYPE_CHECKING:

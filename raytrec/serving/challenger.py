@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 
 from raytrec.common.errors import get_first_line
-from raytrec.serving.replica_metrics import ReplicaMetrics
-from raytrec.serving.replica_state import Challenger
+from raytrec.serving.replica_state import Challenger, ReplicaMetrics
 
 _log = logging.getLogger(__name__)
 MAX_WAITING_BYTES = 2 << 20  # maximum total size of the bodies of waiting requests

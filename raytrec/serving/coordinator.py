@@ -21,8 +21,7 @@ from time import monotonic
 from typing import Any
 
 from raytrec.common.errors import RunError
-from raytrec.serving.replica_metrics import write_metrics
-from raytrec.serving.replica_state import Challenger, Export, ReplicaCommand, ReplicaState
+from raytrec.serving.replica_state import Challenger, Export, ReplicaCommand, ReplicaState, write_metrics
 
 log = logging.getLogger(__name__)
 

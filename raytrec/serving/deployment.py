@@ -28,8 +28,7 @@ from raytrec.serving.listener import Listener
 from raytrec.serving.loaded_exports import execute_command, get_containing_folder, load_either, resolve_export
 from raytrec.serving.openapi import Endpoint
 from raytrec.serving.options import TOKEN, Promotion, ServiceOptions
-from raytrec.serving.replica_metrics import ReplicaMetrics, describe_model
-from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaState
+from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaMetrics, ReplicaState, describe_model
 from raytrec.serving.request_log import RequestLog
 from raytrec.serving.served_state import list_endpoints
 

@@ -22,8 +22,15 @@ from raytrec.serving.challenger import is_in_share
 from raytrec.serving.command import promote
 from raytrec.serving.loaded_exports import LoadedExports, execute_command
 from raytrec.serving.options import Promotion
-from raytrec.serving.replica_metrics import ReplicaMetrics, describe_model, write_metrics
-from raytrec.serving.replica_state import Challenger, Export, ReplicaCommand, ReplicaState
+from raytrec.serving.replica_state import (
+    Challenger,
+    Export,
+    ReplicaCommand,
+    ReplicaMetrics,
+    ReplicaState,
+    describe_model,
+    write_metrics,
+)
 from raytrec.serving.request_log import RequestLog
 from raytrec.skew.compare import skew
 

@@ -15,7 +15,7 @@ from raytrec.scoring.load import load
 from raytrec.serving.app import Service
 from raytrec.serving.loaded_exports import LoadedExports
 from raytrec.serving.options import ServiceOptions
-from raytrec.serving.replica_metrics import ReplicaMetrics
+from raytrec.serving.replica_state import ReplicaMetrics
 from raytrec.serving.table_shards import actors, pooling
 
 

@@ -35,8 +35,7 @@ from raytrec.serving.table_shards import shard as shard_module
 from raytrec.serving.table_shards.connection import FAILURES, ShardConnection, TableState
 from raytrec.serving.table_shards.loaded_tables import load_tables
 from raytrec.serving.table_shards.messages import StackRequest, decode_key, decode_request, encode_request
-from raytrec.serving.table_shards.pooling import ShardedStack
-from raytrec.serving.table_shards.row_cache import RowCache
+from raytrec.serving.table_shards.pooling import RowCache, ShardedStack
 
 
 @pytest.fixture(scope="module")
