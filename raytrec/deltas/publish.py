@@ -15,12 +15,16 @@ from torch import nn
 
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common.collectives import Peers
+from raytrec.common.documents import read_document
 from raytrec.common.errors import RunError
+from raytrec.common.messages import DELTA_STREAM
 from raytrec.config.run_config import RunConfig
+from raytrec.deltas.chain import list_exports
 from raytrec.deltas.changes import IdChanges, IdRowChanges, RowChanges, RowPiece, TakenRows, count_bytes, iterate_pieces
-from raytrec.deltas.files import DeltaFiles
+from raytrec.deltas.files import DeltaFiles, DeltaOutcome, ManifestWriter, describe_failure
 from raytrec.deltas.format import (
     DeltaManifest,
+    DeltaStream,
     DeltaTable,
     Operation,
     UnusableDeltaError,
@@ -28,7 +32,6 @@ from raytrec.deltas.format import (
     read_batches,
     select_tables,
 )
-from raytrec.deltas.stream import DeltaOutcome, ManifestWriter, describe_failure, list_exports, read_stream
 from raytrec.embeddings.managed.batches import ManagedBatches
 
 MAX_COPY_BYTES = 1 << 30  # maximum copy of a rank's changed rows; training waits until a larger delta is written
@@ -79,7 +82,7 @@ class DeltaPublisher:
         warn: Callable[[str], None],
     ):
         self._section, self._folder, self._state = config.export.deltas, config.export.deltas.to, state
-        self._stream = read_stream(config)
+        self._stream = read_document(config.run.dir, DELTA_STREAM, DeltaStream, "stream of deltas", "raytrec train")
         self._warn = warn
         self._sizes = {name: DeltaTable(rows=t.shape[0], dim=t.shape[1]) for name, t in state.tables.items()}
         self._rows, self._ids = RowChanges(model, state.tables), IdChanges(managed.maps if managed else {})

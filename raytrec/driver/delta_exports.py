@@ -15,8 +15,8 @@ from raytrec.checkpoint.retention import pin, unpin
 from raytrec.common.errors import get_last_line
 from raytrec.common.messages import Saved
 from raytrec.config.run_config import RunConfig
+from raytrec.deltas.chain import list_exports, open_stream, remove_old_files
 from raytrec.deltas.format import get_export_uri
-from raytrec.deltas.stream import list_exports, open_stream, remove_old_files
 
 EXPORT_NICENESS = 19
 EXPORT_POLL_INTERVAL_S = 0.2
@@ -32,7 +32,7 @@ class DeltaExports:
         warn: Function called with warnings for the user.
 
     Raises:
-        ConfigError, RunError: The run cannot or must not write to the folder; see `deltas.stream.open_stream`.
+        ConfigError, RunError: The run cannot or must not write to the folder; see `deltas.chain.open_stream`.
     """
 
     def __init__(self, config: RunConfig, warn: Callable[[str], None]):

@@ -19,9 +19,15 @@ from raytrec import __version__
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError, SchemaError, shorten_repr
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.batching import RETRY_AFTER_S, Batcher, UnavailableError, VersionedScores, make_busy_refusal
+from raytrec.serving.batching import (
+    RETRY_AFTER_S,
+    Batcher,
+    ShadowQueue,
+    UnavailableError,
+    VersionedScores,
+    make_busy_refusal,
+)
 from raytrec.serving.bodies import JSON, Limits, Query, RefusedRequest, decode_request, encode_response, json_response
-from raytrec.serving.challenger import ShadowQueue, is_in_share
 from raytrec.serving.inference_protocol import MODEL_TEMPLATES, decode_inference, describe_tensors, match_path
 from raytrec.serving.loaded_exports import LoadedExport, LoadedExports
 from raytrec.serving.openapi import Endpoint, describe, make_example_text, make_page
@@ -175,7 +181,7 @@ class Service:
         if not loaded or loaded.challenger.mode != mode:
             return None
         key = request.headers.get("x-request-key", "").encode() or await self.read(request)
-        return loaded if is_in_share(key, loaded.challenger) else None
+        return loaded if loaded.challenger.includes(key) else None
 
     async def read(self, request: Request) -> bytes:
         """Return the body of a request, which may be read several times.

@@ -17,9 +17,10 @@ from urllib.parse import SplitResult, urlsplit
 
 from raytrec.cluster.local_ray import check_ports
 from raytrec.cluster.warm_process import SERVING, keep_warm_process
-from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.errors import ConfigError, RunError, convert_os_errors
 from raytrec.common.redaction import hide
-from raytrec.common.storage import make_absolute, open_filesystem
+from raytrec.common.storage import make_absolute, open_filesystem, query_file_info
+from raytrec.scoring.manifest import MANIFEST_FILE
 from raytrec.serving.options import TOKEN, ServiceOptions, find_token, read_token, token_file
 
 PORT_TIMEOUT_S = 40  # timeout of waiting for a service on the port to end
@@ -78,7 +79,7 @@ def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
     Raises:
         RunError: There is no full export after EXPORT_TIMEOUT_S, or the folder has other content or cannot be read.
     """
-    from raytrec.deltas.chain import check_is_stream, find_stream, iterate_exports
+    from raytrec.deltas.chain import find_stream, iterate_exports
 
     check_is_stream(folder)
     deadline, printed = monotonic() + EXPORT_TIMEOUT_S, ""
@@ -97,6 +98,30 @@ def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
             printed = state
             print(f"waiting      up to {deadline - monotonic():.0f} s: {state} ({hide(folder)})", flush=True)
         sleep(interval_s)
+
+
+def check_is_stream(folder: str) -> None:
+    """Check that a place is a folder of deltas, has no files yet, or does not exist yet.
+
+    Raises:
+        RunError: The place is a file or a folder with other content, or cannot be read.
+    """
+    from raytrec.deltas.chain import find_stream, list_names
+    from raytrec.deltas.format import STREAM_FILE
+
+    expected, do = "a folder of export.deltas.to", None
+    with convert_os_errors("the folder of deltas cannot be read", where=folder):
+        if query_file_info(folder).is_file:
+            raise RunError("this is a file, not a folder of deltas", where=folder, expected=expected)
+        names = list_names(folder)
+    # A run may be writing the first file, under a name that begins with STREAM_FILE.
+    others = [name for name in names if not name.startswith((".", STREAM_FILE)) and name != "lost+found"]
+    if not others or find_stream(folder):
+        return
+    what = "the folder contains other files, but no deltas"
+    if MANIFEST_FILE in names:
+        what, do = "the folder contains an export, not deltas", "omit --follow to serve the export"
+    raise RunError(what, where=folder, expected=expected, do=do)
 
 
 def wait_for_port(port: int) -> None:

@@ -16,8 +16,15 @@ from prometheus_client import Counter, Gauge
 from raytrec.common.errors import RaytrecError, RunError, get_first_line
 from raytrec.common.storage import split_query
 from raytrec.deltas.apply import PreparedDeltas, read_delta
-from raytrec.deltas.chain import Position, check_gap, find_stream, iterate_exports, make_missing_export_error, read_next
-from raytrec.deltas.stream import find_newest_delta
+from raytrec.deltas.chain import (
+    Position,
+    check_gap,
+    find_newest_delta,
+    find_stream,
+    iterate_exports,
+    make_missing_export_error,
+    read_next,
+)
 from raytrec.scoring.load import LookupMaker
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.batching import UnavailableError

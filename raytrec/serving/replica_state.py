@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from hashlib import blake2b
 from math import inf
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from raytrec.common.errors import RaytrecError
 
@@ -43,6 +44,14 @@ class Challenger(Export):
 
     share: float
     mode: Literal["canary", "shadow"]
+
+    def includes(self, key: bytes) -> bool:
+        """Return True if a key is in the challenger's share. The result depends only on key, version and share.
+
+        A larger share includes the keys of a smaller share. Different versions select different keys.
+        """
+        digest = blake2b(key, digest_size=8, key=self.version.encode()[: blake2b.MAX_KEY_SIZE]).digest()
+        return int.from_bytes(digest) < self.share * 2**64
 
 
 @dataclass(frozen=True)
@@ -152,14 +161,6 @@ def describe_model(scorer: Scorer) -> dict[str, Any]:
     }
 
 
-class _MergedCollector(Collector):
-    def __init__(self, metrics: Iterable[Metric]):
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics
-
-
 def write_metrics(metrics_by_replica: Mapping[str, Collection[Metric]]) -> bytes:
     """Return the text of /metrics with the series of all replicas.
 
@@ -173,4 +174,5 @@ def write_metrics(metrics_by_replica: Mapping[str, Collection[Metric]]) -> bytes
             family = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
             family.samples += [s._replace(labels=s.labels | {"replica": replica}) for s in metric.samples]
     replicas = GaugeMetricFamily("raytrec_replicas", "Replicas of the service.", len(metrics_by_replica))
-    return generate_latest(_MergedCollector([*merged.values(), replicas]))
+    registry: Any = SimpleNamespace(collect=lambda: [*merged.values(), replicas])
+    return generate_latest(registry)

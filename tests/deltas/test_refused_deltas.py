@@ -10,10 +10,11 @@ from deltas import STREAM, DeltaFolder, make_row_table
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.config.schema import Schema
 from raytrec.deltas.apply import read_delta
-from raytrec.deltas.chain import Position, check_gap, check_is_stream, find_position, read_next
+from raytrec.deltas.chain import Position, check_gap, find_position, read_next
 from raytrec.deltas.format import format_number, read_delta_manifest
 from raytrec.exporting.apply_deltas import _read_chain
 from raytrec.scoring.manifest import ExportSource
+from raytrec.serving.command import check_is_stream
 
 SCHEMA = Schema.parse(
     {

@@ -19,7 +19,7 @@ from waiting import wait_for
 
 import raytrec
 from raytrec.common.errors import ConfigError, RunError
-from raytrec.deltas.stream import remove_old_files
+from raytrec.deltas.chain import remove_old_files
 from raytrec.serving import command, follow
 from raytrec.serving.batching import UnavailableError
 from raytrec.serving.options import ServiceOptions
