@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from struct import error as StructError
 
 import numpy as np
 import pyarrow as pa
@@ -84,7 +83,7 @@ def refuse_unusable(folder: str, position: Position) -> Iterator[None]:
     """Convert errors about the content of a delta to a RunError that refuses the delta."""
     try:
         yield
-    except (OSError, ValueError, StructError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise make_refusal(folder, position.number, get_first_line(error)) from None
 
 

@@ -191,16 +191,21 @@ def check_gap(folder: str, position: Position) -> None:
     """Raise an error if the next delta is missing and will not appear.
 
     Raises:
-        RunError: The next delta is missing, and the delta after it exists or the consumer's delta has been removed.
+        RunError: The folder contains another stream, or the next delta is missing, and the delta after it exists or
+            the consumer's delta has been removed.
         OSError: The store cannot be read.
     """
-    number = position.number + 1
+    number, stream, own_stream = position.number + 1, find_stream(folder), position.manifest.stream
+    if stream and stream.id != own_stream:
+        expected = f"stream {own_stream}, or a full export of the new stream"
+        do = "wait for the first full export of the new stream"
+        raise RunError(f"the folder contains another stream: {stream.id}", where=folder, expected=expected, do=do)
     manifests = (get_manifest_uri(folder, each) for each in (number + 1, position.number, number))
     after, own, now = (query_file_info(uri).is_file for uri in manifests)
     if after and not now:
         raise make_refusal(folder, number, f"it is missing, but delta {number + 1} exists")
     if not own and not now:
-        if not query_file_info(join_uri(folder, STREAM_FILE)).is_file:
+        if stream is None:
             do = "restore the folder, or restart the service with another folder"
             raise RunError("the folder of deltas no longer exists", where=folder, do=do)
         raise make_refusal(folder, number, f"it is missing, and delta {position.number} has been removed")
@@ -281,8 +286,7 @@ def remove_old_files(folder: str, keep: int) -> None:
             with suppress(FileNotFoundError):  # the export was incomplete
                 output.delete(f"{name}/{MANIFEST_FILE}")
             output.remove(name)
-    for name in sorted(
-        list_names(join_uri(folder, DELTAS_FOLDER)), key=lambda name: (not name.endswith(".json"), name)
-    ):
+    names = sorted(list_names(join_uri(folder, DELTAS_FOLDER)))
+    for name in sorted(names, key=lambda name: not name.endswith(".json")):
         if name < format_number(exports[0]):
             (output.delete if name.endswith(".json") else output.remove)(f"{DELTAS_FOLDER}/{name}")

@@ -107,8 +107,9 @@ class Service:
                 Endpoint("GET", f"{path}/ready", self._model_ready, "Readiness of the model."),
                 Endpoint("POST", f"{path}/infer", self._infer, "Predictions for rows in tensors."),
             ]
-        self._table = {(each.method, each.path): each for each in self.endpoints}
-        self._open = {each.path for each in self.endpoints if each.is_open}
+        self._by_path: dict[str, dict[str, Endpoint]] = {}
+        for endpoint in self.endpoints:
+            self._by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve an HTTP request (ASGI)."""
@@ -119,7 +120,7 @@ class Service:
         response.headers["X-Model-Version"] = getattr(request.state, "version", self.versions.version)
         # Metrics use the export's version, because deltas change the model's version every few seconds.
         version = getattr(request.state, "scorer", self.versions.current.scorer).export_version
-        path = path if any(path == known for _, known in self._table) else "other"
+        path = path if path in self._by_path else "other"
         self.figures.requests.labels(path, response.status_code, version).inc()
         await response(scope, receive, send)
         self.figures.seconds.labels(path, version).observe(perf_counter() - began)
@@ -149,21 +150,19 @@ class Service:
         Raises:
             RefusedRequest: There is no such endpoint, or the token is missing or wrong.
         """
-        method = request.method
-        if self._token is not None and path not in self._open:
+        method, endpoints = request.method, self._by_path.get(path, {})
+        if self._token is not None and not any(each.is_open for each in endpoints.values()):
             authorization = request.headers.get("authorization", "")
             if not hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode()):
                 expected = "Authorization: Bearer TOKEN"
                 error = RunError("the token is missing or wrong", where="Authorization", expected=expected)
                 raise RefusedRequest(401, error, **{"WWW-Authenticate": "Bearer"})
-        if endpoint := self._table.get((method, path)):
-            return endpoint
-        methods = ", ".join(sorted(verb for verb, known_path in self._table if known_path == path))
-        missing = DataError(
-            f"{method} {request.scope['path']}: " + ("method not allowed" if methods else "path not found"),
-            expected=methods or "a path listed in /openapi.json",
-        )
-        raise RefusedRequest(405, missing, Allow=methods) if methods else RefusedRequest(404, missing)
+        if method in endpoints:
+            return endpoints[method]
+        what, methods = f"{method} {request.scope['path']}", ", ".join(sorted(endpoints))
+        if methods:
+            raise RefusedRequest(405, DataError(f"{what}: method not allowed", expected=methods), Allow=methods)
+        raise RefusedRequest(404, DataError(f"{what}: path not found", expected="a path listed in /openapi.json"))
 
     async def _choose_scorer(self, request: Request) -> Scorer:
         """Return the model that serves a request, and store the model and its version in the request's state."""
@@ -255,12 +254,9 @@ class Service:
 
     async def _infer(self, request: Request, scorer: Scorer) -> Response:
         name, body = self._check_model(request, scorer), await self.read(request)
-        inference = decode_inference(request.headers, body, scorer, self.limits)
-
-        def decode(challenger: Scorer) -> Query:
-            return decode_inference(request.headers, body, challenger, self.limits).query
-
-        scores, headers = await self._score(request, inference.query, decode)
+        decode = partial(decode_inference, request.headers, body, limits=self.limits)
+        inference = decode(scorer)
+        scores, headers = await self._score(request, inference.query, lambda other: decode(other).query)
         self._check_model(request, scorer)  # the version may have changed
         return inference.encode(name, scores, headers)
 
@@ -271,11 +267,10 @@ class Service:
             RefusedRequest: The name or the version is not that of the model that serves the request.
         """
         (name, version), run = request.path_params.values(), scorer.manifest.source.run
-        current = request.state.version
-        names, versions = [self._name or run, run], [current]
-        for what, value, known in (("model", name, names), ("version", version or current, versions)):
+        names, current = dict.fromkeys([self._name or run, run]), request.state.version
+        for what, value, known in (("model", name, names), ("version", version or current, [current])):
             if value not in known:
-                expected = " or ".join(dict.fromkeys(known))
+                expected = " or ".join(known)
                 error = DataError(f"{what} {shorten_repr(value)} not found", where="the path", expected=expected)
                 raise RefusedRequest(404, error)
         return name

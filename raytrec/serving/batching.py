@@ -23,6 +23,7 @@ from raytrec.serving.replica_state import ReplicaMetrics
 
 _log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1  # seconds after which a refused client may try again
+MAX_QUEUED_ROWS = 32_768  # maximum number of waiting rows; further requests are refused unless no rows are waiting
 MIN_FULL_BATCH_ROWS = 32  # minimum size of a full batch, even if it exceeds the time budget
 MAX_SHADOW_BYTES = 2 << 20  # maximum total size of the bodies of requests that wait in a ShadowQueue
 IDLE_INTERVAL_S = 0.001  # interval at which a ShadowQueue checks whether the replica is idle
@@ -71,7 +72,6 @@ class Batcher:
     Args:
         budget_s: Approximate maximum time of a batch in seconds. Larger requests are scored in parts, between
             which other requests are scored.
-        max_waiting_rows: Maximum number of waiting rows; further requests are refused unless no rows are waiting.
         observe: Function that is called with the number of rows of each batch.
         threads: Number of threads that score, each one batch at a time; 0: the event loop scores.
 
@@ -79,14 +79,8 @@ class Batcher:
         waiting: Number of rows that wait or are being scored.
     """
 
-    def __init__(
-        self,
-        budget_s: float = 0.02,
-        max_waiting_rows: int = 32_768,
-        observe: Callable[[int], object] = lambda rows: None,
-        threads: int = 0,
-    ):
-        self._budget_s, self._max_waiting, self._observe = budget_s, max_waiting_rows, observe
+    def __init__(self, budget_s: float = 0.02, observe: Callable[[int], object] = lambda rows: None, threads: int = 0):
+        self._budget_s, self._observe = budget_s, observe
         self._queue: deque[_BatchPart | Callable[[], object]] = deque()
         self._row_s = budget_s / 1024  # seconds per row, averaged over recent batches
         self._threads = ThreadPoolExecutor(threads, "score") if threads else None
@@ -109,7 +103,9 @@ class Batcher:
             DataError: A value does not fit the model.
         """
         rows, max_rows = query.rows, self._max_batch_rows
-        self._admit(len(rows))
+        if self.waiting and self.waiting + len(rows) > MAX_QUEUED_ROWS:
+            raise make_busy_refusal(f"{self.waiting:,} rows are waiting", f"at most {MAX_QUEUED_ROWS:,}")
+        self.waiting += len(rows)
         loop, is_whole = asyncio.get_running_loop(), len(rows) <= max_rows
         parts = [rows] if is_whole else [rows[at : at + max_rows] for at in range(0, len(rows), max_rows)]
         pieces = [_BatchPart(query, part, loop.create_future()) for part in parts]
@@ -130,11 +126,6 @@ class Batcher:
     @property
     def _max_batch_rows(self) -> int:
         return max(MIN_FULL_BATCH_ROWS, int(self._budget_s / self._row_s))
-
-    def _admit(self, rows: int) -> None:
-        if self.waiting and self.waiting + rows > self._max_waiting:
-            raise make_busy_refusal(f"{self.waiting:,} rows are waiting", f"at most {self._max_waiting:,}")
-        self.waiting += rows
 
     async def _run(self) -> None:
         """Score batches until the queue is empty."""

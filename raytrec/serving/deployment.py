@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +21,7 @@ from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.app import Service
+from raytrec.serving.batching import UnavailableError
 from raytrec.serving.bodies import JSON, Limits, RefusedRequest, check_type, json_response
 from raytrec.serving.coordinator import FOLLOW_INTERVAL_S, LOAD_TIMEOUT_S, NAMESPACE, Coordinator, get_coordinator_name
 from raytrec.serving.listener import Listener
@@ -145,30 +145,29 @@ class Replica:
             do = "start a service of the export without --follow"
             raise RefusedRequest(409, RunError(what, where="/promote", expected=expected, do=do))
         uri = resolve_export(promotion.uri, self._promote_from) if promotion.uri else None
-        arguments = uri, promotion.share, promotion.shadow
-        return json_response(await self._ask_coordinator(lambda: self._coordinator.promote.remote(*arguments)))
+        ask = self._ask_coordinator(self._coordinator.promote, uri, promotion.share, promotion.shadow)
+        return json_response(await ask)
 
     async def _versions(self, request: Request, scorer: Scorer) -> Response:
-        return json_response(await self._ask_coordinator(self._coordinator.versions.remote))
+        return json_response(await self._ask_coordinator(self._coordinator.versions))
 
     async def _metrics(self, request: Request, scorer: Scorer) -> Response:
-        text = await self._ask_coordinator(self._coordinator.metrics.remote)
+        text = await self._ask_coordinator(self._coordinator.metrics)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _model(self, request: Request, scorer: Scorer) -> Response:
-        overview = await self._ask_coordinator(self._coordinator.overview.remote)
+        overview = await self._ask_coordinator(self._coordinator.overview)
         freshness = {"freshness": self._follower.describe()} if self._follower else {}
         return json_response(overview | {"model": describe_model(scorer)} | freshness)
 
-    async def _ask_coordinator(self, ask: Callable[[], Any]) -> Any:
-        """Return the coordinator's response; convert the coordinator's errors to refusals for the client."""
+    async def _ask_coordinator(self, method: Any, *arguments: Any) -> Any:
+        """Return the result of a method of the coordinator; convert its errors to refusals for the client."""
         from ray.exceptions import RayActorError
 
         try:
-            return await ask()
+            return await method.remote(*arguments)
         except RayActorError:
-            restarting = RunError("the coordinator is restarting", where="the service", do="retry")
-            raise RefusedRequest(503, restarting, **{"Retry-After": "1"}) from None
+            raise UnavailableError("the coordinator is restarting", where="the service", do="retry") from None
         except Exception as error:
             cause = getattr(error, "cause", error)
             if isinstance(cause, RaytrecError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -67,7 +68,7 @@ class Follower:
     def __init__(self, folder: str, allow_code: bool = False, make_maker: Callable[..., LookupMaker] | None = None):
         self._folder, self._allow_code, self._make_maker = folder, allow_code, make_maker
         self.problem: str | None = None
-        self._reasons: set[str] = set()
+        self._reasons: deque[str] = deque(maxlen=MAX_REASONS)
         self._skips = False  # True if table shards no longer have states that follow the replica's state
         self._interval_s = STORE_INTERVAL_S if "://" in folder else LOCAL_INTERVAL_S
         self._applied = Counter("raytrec_serve_deltas_applied", "Applied deltas.", registry=None)
@@ -76,7 +77,8 @@ class Follower:
         if loaded is None:
             raise make_missing_export_error(folder)
         self.versions, self.position = loaded
-        self._check_due, self._heal_due, self._switch = 0.0, 0.0, _call
+        self._check_due, self._heal_due = 0.0, 0.0
+        self._switch: Callable[[Callable[[], None]], None] = lambda action: action()
 
     def start(self, service: Service, listener: Listener) -> None:
         """Follow the run in a thread until the process ends; changes are made in the event loop of the listener."""
@@ -124,9 +126,6 @@ class Follower:
             self._clear_problem()
             return advanced
         except Exception as error:
-            if isinstance(error, OutdatedStateError) and not self._skips:
-                self._skips = True
-                return True
             self.problem = self._record_refusal(error)
             if isinstance(error, UnavailableError) or monotonic() < self._heal_due:
                 return False
@@ -155,7 +154,6 @@ class Follower:
         if prepared is None:
             if self.problem or monotonic() > self._check_due:
                 self._check_due = monotonic() + CHECK_INTERVAL_S
-                self._check_stream()
                 check_gap(self._folder, self.position)
             return False
         self._switch(lambda: self._adopt(prepared))
@@ -181,7 +179,13 @@ class Follower:
                 raise
         if prepared.position is None:
             return None
-        prepared.finish()
+        try:
+            prepared.finish()
+        except OutdatedStateError:
+            if self._skips:
+                raise
+            self._skips = True
+            return self._prepare_next(scorer, position)
         return prepared
 
     def _adopt(self, prepared: PreparedDeltas) -> None:
@@ -189,23 +193,11 @@ class Follower:
         prepared.apply()
         self.position, self._skips = prepared.position, False
 
-    def _check_stream(self) -> None:
-        stream, own = find_stream(self._folder), self.position.manifest.stream
-        if stream and stream.id != own:
-            raise RunError(
-                f"the folder contains another stream: {stream.id}",
-                where=self._folder,
-                expected=f"stream {own}, or a full export of the new stream",
-                do="wait for the first full export of the new stream",
-            )
-
     def _record_refusal(self, error: Exception) -> str:
         """Return the reason for keeping the state, without the folder's location; count and log each reason once."""
         reason = str(error) if isinstance(error, RaytrecError) else f"{self._folder}: {get_first_line(error)}"
         if reason not in self._reasons:
-            if len(self._reasons) == MAX_REASONS:
-                self._reasons.clear()
-            self._reasons.add(reason)
+            self._reasons.append(reason)
             self._refused.inc()
             _log.warning("this replica serves step %s: %s", self.position.manifest.step, reason)
         if not isinstance(error, RaytrecError):
@@ -260,19 +252,12 @@ class Follower:
             try:
                 prepared = self._prepare_next(scorer, position)
             except Exception as error:  # the export can be served without this delta
-                if isinstance(error, OutdatedStateError) and not self._skips:
-                    self._skips = True
-                    continue
                 _log.warning("not all deltas after the full export can be applied: %s", error)
                 return position
             if prepared is None:
                 return position
             prepared.apply()
             position, self._skips = prepared.position, False
-
-
-def _call(action: Callable[[], None]) -> None:
-    action()
 
 
 def _complete(done: Future[None], action: Callable[[], None]) -> None:

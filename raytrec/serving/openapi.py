@@ -22,6 +22,8 @@ from raytrec.data.arrow import list_element_type
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.bodies import JSON
 
+JSON_TYPES = (types.is_integer, "integer"), (types.is_floating, "number"), (types.is_boolean, "boolean")
+
 
 class Endpoint(NamedTuple):
     """Entry of the table that dispatches and documents requests.
@@ -84,13 +86,7 @@ def _type(kind: pa.DataType) -> dict[str, Any]:
     inner = list_element_type(kind)
     if inner is not None:
         return {"type": ["array", "null"], "items": _type(inner)}
-    name = "string"
-    if types.is_integer(kind):
-        name = "integer"
-    elif types.is_floating(kind):
-        name = "number"
-    elif types.is_boolean(kind):
-        name = "boolean"
+    name = next((name for is_type, name in JSON_TYPES if is_type(kind)), "string")
     return {"type": [name, "null"]}
 
 

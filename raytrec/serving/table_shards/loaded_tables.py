@@ -65,9 +65,6 @@ class LoadedTables:
     ):
         self._manifest, self._tables, self._part, self._lock = manifest, tables, part, Lock()
         self._stacks: list[Any] = [tables[each.tables[0]].stack for each in manifest.stacks]
-        dims = [dim for _, dim in manifest.stack_shapes]
-        sizes = [each.precision.row_bytes(dim) for each, dim in zip(self._stacks, dims, strict=True)]
-        self._row_bytes = dict(zip(self._stacks, sizes, strict=True))
         self.folder, self._position, self.used_s = folder, position, monotonic()
         self.precisions, version = manifest.stack_precisions, position.version if position else manifest.version
         self._states: tuple[_State, ...] = (_State(self._name(version), {}),)
@@ -123,7 +120,7 @@ class LoadedTables:
     def _find_own(self, stack: RowStack, rows_N: torch.Tensor) -> torch.Tensor:
         """Return the positions of the shard's rows among rows of a stack: int64 [N] → int64 [n]."""
         number, count = self._part
-        is_own_N = find_shards(rows_N.numpy(), self._row_bytes[stack], count) == number
+        is_own_N = find_shards(rows_N.numpy(), stack.read(0, 1).nbytes, count) == number
         return torch.from_numpy(is_own_N.nonzero()[0])
 
     def look_up(self, key: str, request: memoryview) -> np.ndarray:

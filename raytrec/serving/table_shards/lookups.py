@@ -63,7 +63,7 @@ class ShardedLookups(Lookups):
         total = sum(rows * dim for rows, dim in shapes)
         for entry, (rows, dim) in zip(manifest.stacks, shapes, strict=True):
             row_bytes, cache = PRECISIONS[entry.precision].row_bytes(dim), cache_bytes * rows * dim // total
-            stacks.append(ShardedStack(rows, dim, row_bytes, len(connections), RowCache(rows, dim, cache)))
+            stacks.append(ShardedStack(dim, row_bytes, len(connections), RowCache(rows, dim, cache)))
         self._stacks = stacks
         super().__init__(manifest.features, place_tables(manifest, self._stacks), ids)
         self._state, self._connections, self._figures = connections[0].state, connections, figures

@@ -95,14 +95,12 @@ class ShardedStack:
     """Stack (tables of one dimension and precision, in order) whose rows are distributed over shards.
 
     Attributes:
-        rows: Number of rows.
         dim: Embedding dimension.
         row_bytes: Size of a stored row in bytes.
         shards: Number of shards.
         cache: Cache of rows.
     """
 
-    rows: int
     dim: int
     row_bytes: int
     shards: int
