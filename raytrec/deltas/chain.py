@@ -27,6 +27,7 @@ from raytrec.deltas.format import (
     format_number,
     get_export_uri,
     get_manifest_uri,
+    has_manifest,
     read_delta_manifest,
 )
 from raytrec.scoring.manifest import MANIFEST_FILE, ExportSource, format_version, read_manifest
@@ -104,12 +105,10 @@ def open_stream(config: RunConfig) -> None:
             OutputFolder(folder).write(STREAM_FILE, to_json_document(stream))
             OutputFolder(config.run.dir).write(DELTA_STREAM, to_json_document(stream))
         elif stored is None or stored != own:
-            raise ConfigError(
-                f"the folder contains the deltas of {f'another run, {stored.run}' if stored else 'an unknown run'}",
-                where=where,
-                expected="a new folder, or the folder that this run has written",
-                do="choose another export.deltas.to, or remove the folder",
-            )
+            owner = f"another run, {stored.run}" if stored else "an unknown run"
+            expected = "a new folder, or the folder that this run has written"
+            do = "choose another export.deltas.to, or remove the folder"
+            raise ConfigError(f"the folder contains the deltas of {owner}", where=where, expected=expected, do=do)
 
 
 def find_stream(folder: str) -> DeltaStream | None:
@@ -200,8 +199,7 @@ def check_gap(folder: str, position: Position) -> None:
         expected = f"stream {own_stream}, or a full export of the new stream"
         do = "wait for the first full export of the new stream"
         raise RunError(f"the folder contains another stream: {stream.id}", where=folder, expected=expected, do=do)
-    manifests = (get_manifest_uri(folder, each) for each in (number + 1, position.number, number))
-    after, own, now = (query_file_info(uri).is_file for uri in manifests)
+    after, own, now = (has_manifest(folder, each) for each in (number + 1, position.number, number))
     if after and not now:
         raise make_refusal(folder, number, f"it is missing, but delta {number + 1} exists")
     if not own and not now:
@@ -259,12 +257,10 @@ def find_position(folder: str, export: str, source: ExportSource) -> Position:
                 found.append(Position(source.run, *entry))
     if len(found) != 1:
         which = ", ".join(str(each.number) for each in found) or "none"
-        raise RunError(
-            f"step {source.step:,} of the export is not the step of exactly one delta: {which}",
-            where=folder,
-            expected="the delta of a checkpoint from which the export was made",
-            do=f"apply deltas to a full export in {EXPORTS_FOLDER}/",
-        )
+        what = f"step {source.step:,} of the export is not the step of exactly one delta: {which}"
+        expected = "the delta of a checkpoint from which the export was made"
+        do = f"apply deltas to a full export in {EXPORTS_FOLDER}/"
+        raise RunError(what, where=folder, expected=expected, do=do)
     return found[0]
 
 

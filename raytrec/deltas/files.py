@@ -12,11 +12,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from raytrec.common.documents import to_json_document
 from raytrec.common.errors import RaytrecError, RunError, get_first_line
 from raytrec.common.formatting import as_dict
 from raytrec.common.output_folder import OutputFolder
 from raytrec.common.reading import UnreadableError
-from raytrec.common.storage import join_uri, query_file_info
+from raytrec.common.storage import join_uri
 from raytrec.deltas.chain import NewestDelta, find_newest_delta
 from raytrec.deltas.changes import IdRowChanges, RowPiece
 from raytrec.deltas.format import (
@@ -25,9 +26,8 @@ from raytrec.deltas.format import (
     DeltaStream,
     DeltaTable,
     Operation,
-    encode_manifest,
     format_number,
-    get_manifest_uri,
+    has_manifest,
     make_arrow_schema,
     read_delta_manifest,
 )
@@ -206,15 +206,15 @@ class ManifestWriter:
         )
         for operation, files in (item for rank_entries in entries for item in rank_entries.items()):
             manifest.files.setdefault(operation, {}).update(files)
-        content, sha256 = encode_manifest(manifest)
+        content = to_json_document(manifest)
         try:
             self._confirm()
-            if query_file_info(get_manifest_uri(self._folder, number)).is_file:
+            if has_manifest(self._folder, number):
                 raise RunError(f"delta {number} exists already")
             OutputFolder(join_uri(self._folder, DELTAS_FOLDER)).write(f"{format_number(number)}.json", content)
         except (OSError, RaytrecError) as failure:
             return describe_failure(failure)
-        self._newest = NewestDelta(number, sha256)
+        self._newest = NewestDelta(number, hashlib.sha256(content).hexdigest())
         return None
 
     def give_up(self, number: int, attempt: str) -> None:
@@ -226,7 +226,7 @@ class ManifestWriter:
         """
         self._newest = None
         with suppress(OSError, RaytrecError):  # a store may have created the manifest in spite of the error
-            if not query_file_info(get_manifest_uri(self._folder, number)).is_file:
+            if not has_manifest(self._folder, number):
                 OutputFolder(join_uri(self._folder, DELTAS_FOLDER)).remove(attempt)
 
 

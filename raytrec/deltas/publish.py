@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import monotonic, time
@@ -140,7 +140,7 @@ class DeltaPublisher:
         taken = self._rows.take()
         self._cut = cut = _Cut(step, time(), last, taken, self._ids.take(), self._copy_dense())
         fits = count_bytes(taken) <= MAX_COPY_BYTES
-        pieces = list(iterate_pieces(taken)) if fits else None
+        pieces = list(iterate_pieces(taken)) if fits else iterate_pieces(taken)
         self._running = self._thread.submit(self._publish, cut, pieces)
         if not fits:
             wait([self._running])
@@ -165,10 +165,8 @@ class DeltaPublisher:
                 part.mark(rows)
             self._ids.put_back(self._cut.ids)
             if not self._has_failed:
-                self._warn(
-                    f"delta {outcome.number + 1} was not written: {outcome.error}; training continues, and the next "
-                    "delta will contain its changes"
-                )
+                failure = f"delta {outcome.number + 1} was not written: {outcome.error}"
+                self._warn(f"{failure}; training continues, and the next delta will contain its changes")
         self._cut, self._has_failed = None, outcome.error is not None
 
     def wait_until_written(self) -> None:
@@ -225,7 +223,7 @@ class DeltaPublisher:
             for table, places in select_tables(batch, self._sizes):
                 yield table, torch.from_numpy(rows[places])
 
-    def _publish(self, cut: _Cut, pieces: list[RowPiece] | None) -> DeltaOutcome:
+    def _publish(self, cut: _Cut, pieces: Iterable[RowPiece]) -> DeltaOutcome:
         """Write this rank's files, and on rank 0 the manifest. Runs in the background thread."""
         rank, begun = dist.get_rank(), None
         if rank == 0:
@@ -236,7 +234,7 @@ class DeltaPublisher:
         number, name = newest + 1, f"{format_number(newest + 1)}-{attempt}"
         files = DeltaFiles(self._folder, name, self._sizes)
         try:
-            files.write_rows(f"rows-{rank:05d}.arrow", iterate_pieces(cut.rows) if pieces is None else pieces)
+            files.write_rows(f"rows-{rank:05d}.arrow", pieces)
             files.write_ids(f"ids-{rank:05d}.arrow", cut.ids)
             if cut.dense:
                 self._check_dense(cut.dense)

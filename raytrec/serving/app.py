@@ -32,7 +32,7 @@ from raytrec.serving.inference_protocol import MODEL_TEMPLATES, decode_inference
 from raytrec.serving.loaded_exports import LoadedExport, LoadedExports
 from raytrec.serving.openapi import Endpoint, describe, make_example_text, make_page
 from raytrec.serving.replica_state import ReplicaMetrics
-from raytrec.serving.request_log import LoggedRequest, RequestLog
+from raytrec.serving.request_log import RequestLog
 
 if TYPE_CHECKING:
     from raytrec.serving.follow import Follower
@@ -299,7 +299,7 @@ class Service:
         figures.shadow_seconds.labels(version).observe(perf_counter() - began)
         figures.shadow_rows.labels(version).inc(len(scores[0]))
         if self.request_log and log_id:
-            self.request_log.add(LoggedRequest("shadow", query, scores, log_id))
+            self.request_log.offer("shadow", query, scores, log_id)
         for column, values in query.name_scores(scores).items():
             answer = answers.get(column)
             if answer is not None and answer.shape == values.shape:

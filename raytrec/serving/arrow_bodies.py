@@ -17,22 +17,15 @@ PLAIN_COLUMNS_TEXT = (
 )
 
 
-class ExpansionLimitError(Exception):
-    """Error for rows that expand to more bytes than a body may contain."""
-
-
-def read_stream(body: bytes, columns: Collection[str], max_expanded_bytes: int) -> pa.Table:
-    """Return the rows of an Arrow stream.
+def read_stream(body: bytes, columns: Collection[str]) -> tuple[pa.Table, int]:
+    """Return the rows of an Arrow stream, and the size of their shared values if each row had its own copy, in bytes.
 
     Args:
         body: Bytes of the stream.
-        columns: Names of columns, or of struct fields (column.field), that are used; the limit ignores other columns.
-        max_expanded_bytes: Maximum size of shared values, in bytes, after each row has received its own copy.
+        columns: Names of columns, or of struct fields (column.field), that are used; the size ignores other columns.
 
     Raises:
-        ValueError: The body is not an Arrow stream.
-        DataError: The stream is compressed or a column has an unsupported type.
-        ExpansionLimitError: The columns exceed `max_expanded_bytes`.
+        DataError: The body is not an Arrow stream, the stream is compressed, or a column has an unsupported type.
     """
     try:
         if has_compressed_buffers(body):
@@ -40,17 +33,11 @@ def read_stream(body: bytes, columns: Collection[str], max_expanded_bytes: int) 
         table = pa.ipc.open_stream(body).read_all()
         table.validate(full=True)  # offsets outside of the body would crash the process
     except (pa.ArrowException, OSError, StructError) as error:
-        raise ValueError(get_first_line(error)) from None
-    sharing = [place for place, each in enumerate(table.schema) if _may_share(each.type)]
-    if sharing:
-        used = {name.partition(".")[0] for name in columns} | set(columns)
-        names = table.column_names
-        if (
-            sum(_count_expanded_bytes(table.column(i), names[i]) for i in sharing if names[i] in used)
-            > max_expanded_bytes
-        ):
-            raise ExpansionLimitError
-    return table
+        what = f"the body is not an Arrow stream: {get_first_line(error)}"
+        raise DataError(what, where="the body", expected="a schema followed by record batches") from None
+    sharing = [(place, each.name) for place, each in enumerate(table.schema) if _may_share(each.type)]
+    used = {name.partition(".")[0] for name in columns} | set(columns) if sharing else set()
+    return table, sum(_count_expanded_bytes(table.column(place), name) for place, name in sharing if name in used)
 
 
 def _may_share(kind: pa.DataType) -> bool:

@@ -87,13 +87,9 @@ def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
         stream = find_stream(folder)
         state = f"run {stream.run} has not written a full export" if stream else "no run has written to the folder"
         if monotonic() > deadline:
+            what = f"there is no full export after {EXPORT_TIMEOUT_S} s: {state}"
             do = "check that a run with this folder as export.deltas.to is training and saving checkpoints"
-            raise RunError(
-                f"there is no full export after {EXPORT_TIMEOUT_S} s: {state}",
-                where=folder,
-                expected="a full export",
-                do=do,
-            )
+            raise RunError(what, where=folder, expected="a full export", do=do)
         if state != printed:
             printed = state
             print(f"waiting      up to {deadline - monotonic():.0f} s: {state} ({hide(folder)})", flush=True)
@@ -196,12 +192,9 @@ def _call(function: str, *arguments: Any) -> None:
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:
-        raise RunError(
-            f"Ray Serve cannot be imported: {error}",
-            where="raytrec serve",
-            expected="the extra raytrec[serve]",
-            do="pip install --no-deps -r requirements/serve.txt (docs/serving.md)",
-        ) from None
+        what, expected = f"Ray Serve cannot be imported: {error}", "the extra raytrec[serve]"
+        do = "pip install --no-deps -r requirements/serve.txt (docs/serving.md)"
+        raise RunError(what, where="raytrec serve", expected=expected, do=do) from None
     from raytrec.serving import deployment
 
     getattr(deployment, function)(*arguments)
@@ -238,9 +231,8 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
             respond.
     """
     if (uri is None) != rollback or (rollback and any(challenger.values())):
-        raise ConfigError(
-            "promote requires either a URI or --rollback alone", where="raytrec promote", expected="one of the two"
-        )
+        what = "promote requires either a URI or --rollback alone"
+        raise ConfigError(what, where="raytrec promote", expected="one of the two")
     parse_address(service)
     token = find_token(name)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})

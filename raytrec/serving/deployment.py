@@ -75,10 +75,9 @@ class Replica:
                 ray.get(self._coordinator.fall_back.remote(current, failed))
         gc.collect()
         gc.freeze()  # later collections, which interrupt scoring, then skip modules and programs
+        promote = "Promote the export at uri or make it the challenger; {}: roll back."
         endpoints = [
-            Endpoint(
-                "POST", "/promote", self._promote, "Promote the export at uri or make it the challenger; {}: roll back."
-            ),
+            Endpoint("POST", "/promote", self._promote, promote),
             Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
             Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
             Endpoint("GET", "/model", self._model, "Current model, previous version and challenger."),
@@ -87,7 +86,7 @@ class Replica:
         self.service = Service(versions, token, Limits(), endpoints, service_options.name, figures, threads)
         if folder := service_options.log_requests:
             self.service.request_log = RequestLog(folder, service_options.log_sample, self._id, self.service.figures)
-        self._promote_from = service_options.promote_from or service_options.uri
+        self._promote_from = service_options.promote_from
         self._join()
         self._busy = perf_counter(), process_time()
         self._listener = Listener(self.service, service_options.host, service_options.port)
@@ -236,12 +235,9 @@ def app(args: dict[str, Any]) -> Any:
     """
     served, token = ServiceOptions.model_validate(args), os.environ.get(TOKEN)
     if not (token or served.no_token):
-        raise ConfigError(
-            f"{TOKEN} is not set",
-            where="the node that builds the application",
-            expected="the token that clients send",
-            do=f"set {TOKEN} on all nodes from a Secret, or no_token: true if access is restricted elsewhere",
-        )
+        where, expected = "the node that builds the application", "the token that clients send"
+        do = f"set {TOKEN} on all nodes from a Secret, or no_token: true if access is restricted elsewhere"
+        raise ConfigError(f"{TOKEN} is not set", where=where, expected=expected, do=do)
     import ray
 
     served = served.fill_name()

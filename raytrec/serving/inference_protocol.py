@@ -264,9 +264,8 @@ def to_table(tensors: Mapping[str, Tensor], columns: pa.Schema) -> pa.Table:
             is_valid = lengths_B.dtype.kind in "iu" and ((lengths_B >= 0) & (lengths_B <= len(values))).all()
             if not is_valid or lengths_B.sum() != len(values):
                 expected = f"nonnegative integers that add up to {len(values):,}"
-                raise DataError(
-                    "the lengths do not match the values", where=f"input {name}{LENGTHS}", expected=expected
-                )
+                what = "the lengths do not match the values"
+                raise DataError(what, where=f"input {name}{LENGTHS}", expected=expected)
             offsets = np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int32)
             arrays[name] = pa.ListArray.from_arrays(offsets, values)
         elif len(shape) == 1 or (shape[1] == 1 and (places[name] < 0 or not is_list(columns.field(name).type))):

@@ -44,7 +44,7 @@ class LoggedRequest:
     path: str
     query: Query
     scores: VersionedScores
-    id: str = field(default_factory=lambda: uuid4().hex)
+    id: str
     time: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 
@@ -70,17 +70,21 @@ class RequestLog:
         self._thread = Thread(target=self._run, name="request-log", daemon=True)
         self._thread.start()
 
-    def offer(self, path: str, query: Query, scores: VersionedScores) -> str | None:
+    def offer(self, path: str, query: Query, scores: VersionedScores, id: str | None = None) -> str | None:
         """Add a completed request to the log if it is in the sample, and return its id in the log.
 
-        Returns:
-            Id of the request; None if the request is not logged.
-        """
-        return self.add(LoggedRequest(path, query, scores)) if random() < self._sample else None
+        Args:
+            path: Path of the URL; see LoggedRequest.
+            query: Rows of the request.
+            scores: Scores of the rows.
+            id: Id of the request if the log already contains it with other scores; None: a new request.
 
-    def add(self, logged: LoggedRequest) -> str | None:
-        """Add a request to the log, and return its id, or None if too many rows are waiting."""
-        rows = len(logged.scores[0])
+        Returns:
+            Id of the request; None if it is not in the sample, or too many rows are waiting.
+        """
+        if id is None and random() >= self._sample:
+            return None
+        logged, rows = LoggedRequest(path, query, scores, id or uuid4().hex), len(scores[0])
         with self._lock:
             fits = self._waiting + rows <= MAX_WAITING_ROWS
             self._waiting += rows if fits else 0

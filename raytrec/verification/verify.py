@@ -78,9 +78,8 @@ class ReplicaConnection:
                     raise RunError(f"the service does not respond: {error}", where=self._service) from None
                 raise ServiceChangedError(f"replica {self.replica} does not respond: {error}") from None
             if answer.status != 200:
-                raise parse_error(
-                    content, f"the service responds with status {answer.status}", self._service, answer.status
-                )
+                what = f"the service responds with status {answer.status}"
+                raise parse_error(content, what, self._service, answer.status)
             replica, version = answer.getheader(REPLICA_HEADER, self.replica), answer.getheader("X-Model-Version")
             if self.replica in (None, replica):
                 if self._version not in (None, version):
@@ -225,12 +224,9 @@ def _check_states(replicas: Sequence[ReplicaConnection], about: dict[str, Any], 
             other_step = "repeat the command after the run has ended or has been stopped, or pass another checkpoint"
         else:
             other_step = f"pass RUN/{served_step}, or repeat the command when the service has reached step {step}"
-        raise RunError(
-            f"the service serves step {served_step} of run {served_run}, but the checkpoint contains step {step} of "
-            f"run {run}",
-            where=f"{service}, {folder}",
-            do=other_step if served_run == run else other_run,
-        )
+        served, stored = f"step {served_step} of run {served_run}", f"step {step} of run {run}"
+        what = f"the service serves {served}, but the checkpoint contains {stored}"
+        raise RunError(what, where=f"{service}, {folder}", do=other_step if served_run == run else other_run)
 
 
 def _compare(replicas: Sequence[ReplicaConnection], stored: StoredState, console: RunConsole) -> list[Difference]:
@@ -250,10 +246,9 @@ def _compare(replicas: Sequence[ReplicaConnection], stored: StoredState, console
                 for each in replicas:
                     get = partial(each.get, "/state/block", part=part, name=name, first=first, end=end)
                     if get().decode() != digest:
-                        key = each.replica, part, name
-                        found.setdefault(key, Difference(*key)).add(
-                            *stored.compare(part, name, first, values, get(values=1))
-                        )
+                        key, differing = (each.replica, part, name), get(values=1)
+                        difference = found.setdefault(key, Difference(*key))
+                        difference.add(*stored.compare(part, name, first, values, differing))
                 if part == "rows":
                     rows += len(values)
                     share = format_percent(rows / _count(state, "rows"))
