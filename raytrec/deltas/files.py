@@ -84,11 +84,7 @@ class DeltaFiles:
             sink = _HashedSink(stream)
             with pa.ipc.new_file(sink, schema) as writer:
                 for columns in (first, *batches):
-                    arrays = [
-                        column if isinstance(column, pa.Array) else pa.array(column, field.type)
-                        for column, field in zip(columns, schema, strict=True)
-                    ]
-                    writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+                    writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
         self.entries[operation] = {place: FileEntry(bytes=sink.size, sha256=sink.digest.hexdigest())}
 
     def _to_row_columns(self, piece: RowPiece) -> list[Any]:
@@ -232,6 +228,5 @@ class ManifestWriter:
 
 def describe_failure(failure: Exception) -> str:
     """Return the reason for a failure in one line."""
-    if isinstance(failure, RaytrecError):
-        return failure.what
-    return (isinstance(failure, OSError) and failure.strerror) or get_first_line(failure)
+    reason = failure.what if isinstance(failure, RaytrecError) else getattr(failure, "strerror", None)
+    return reason or get_first_line(failure)

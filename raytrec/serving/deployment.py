@@ -59,7 +59,7 @@ class Replica:
         self._id = serve.get_replica_context().replica_id.unique_id
         figures, make_maker, threads, self._follower = ReplicaMetrics(), None, 0, None
         if service_options.table_shards:
-            from raytrec.serving.table_shards.actors import make_lookup_maker
+            from raytrec.serving.table_shards.shard import make_lookup_maker
 
             make_maker, threads = partial(make_lookup_maker, service_options, figures), LOOKUP_THREADS
         if service_options.follow:
@@ -255,7 +255,7 @@ def declare(service_options: ServiceOptions) -> Any:
     from raytrec.compat.ray_core import load_actor_value, store_actor_value
 
     if service_options.table_shards:
-        from raytrec.serving.table_shards.actors import start_shards
+        from raytrec.serving.table_shards.shard import start_shards
 
         start_shards(service_options)
     version = "" if service_options.follow else read_manifest(service_options.uri).version
@@ -329,6 +329,6 @@ def shut_down_service(name: str, table_shards: int = 0) -> None:
     with suppress(ValueError):  # the actor does not exist
         ray.kill(ray.get_actor(get_coordinator_name(name), NAMESPACE))
     if table_shards:
-        from raytrec.serving.table_shards.actors import end_shards
+        from raytrec.serving.table_shards.shard import end_shards
 
         end_shards(name, table_shards)
