@@ -233,17 +233,16 @@ class Follower:
         Raises:
             RaytrecError: No export can be loaded.
         """
-        errors: list[RaytrecError] = []
+        failure: RaytrecError | None = None
         for uri, position in iterate_exports(self._folder, newer_than):
             try:
                 make_lookups = self._make_maker and self._make_maker(position=position)
                 versions = LoadedExports(uri, self._allow_code, background, make_lookups)
+                return versions, self._catch_up(versions.current.scorer, position)
             except RaytrecError as error:
-                errors.append(error)
-                continue
-            return versions, self._catch_up(versions.current.scorer, position)
-        if errors:
-            raise errors[0]
+                failure = failure or error
+        if failure:
+            raise failure
         return None
 
     def _catch_up(self, scorer: Scorer, position: Position) -> Position:
