@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +20,7 @@ from raytrec.scoring.scorer import Scorer
 from raytrec.scoring.stored_tables import PRECISIONS, RowChanges, encode_rows
 
 
-@dataclass(frozen=True)
-class IdChanges:
+class IdChanges(NamedTuple):
     """Changes of a table's managed ids.
 
     Attributes:
@@ -161,7 +161,7 @@ def _read_ids(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, IdChan
         _check_range(name, rows, schema.tables[name].own_rows)
         if len(np.unique(rows)) < len(rows):
             raise UnusableDeltaError(f"a row of table {name} is listed twice in the changes of ids")
-        changes[name] = IdChanges(*(torch.from_numpy(each) for each in (rows, ids[has_id], rows[has_id])))
+        changes[name] = IdChanges(*map(torch.from_numpy, (rows, ids[has_id], rows[has_id])))
     return changes
 
 
@@ -216,7 +216,7 @@ class PreparedDeltas:
                 if delta.dense[name := key.partition("/")[2]].shape != value.shape:
                     raise UnusableDeltaError(f"weight {name} has different shapes in the programs")
             ids = {name: self._ids.get(name, lookups.ids[name]) for name in delta.ids}
-            ids = {name: ids[name].replace(each.listed, each.ids, each.rows) for name, each in delta.ids.items()}
+            ids = {name: ids[name].replace(*each) for name, each in delta.ids.items()}
             if lookups.is_remote:  # a shard that refuses this delta also refuses all later deltas
                 for name, each in rows.items():
                     encode_rows(name, each, PRECISIONS[precisions[name]])

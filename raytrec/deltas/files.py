@@ -62,7 +62,11 @@ class DeltaFiles:
 
     def write_ids(self, name: str, changes: Mapping[str, IdRowChanges]) -> None:
         """Write rows with changed ids; no file is written if there are none. OSError is raised as in `write_rows`."""
-        columns = (self._to_id_columns(table, each) for table, each in changes.items() if len(each.rows))
+        columns = (
+            [self._repeat(table, len(rows)), rows.numpy(), pa.array(ids.numpy(), mask=~has_id.numpy())]
+            for table, (rows, ids, has_id) in changes.items()
+            if len(rows)
+        )
         self._write("ids", name, columns)
 
     def write_dense(self, name: str, values: Mapping[str, torch.Tensor]) -> None:
@@ -94,10 +98,6 @@ class DeltaFiles:
             raise ValueError(f"rows of table {piece.table} contain NaN or infinity")
         lists = pa.LargeListArray.from_arrays(np.arange(count + 1) * width, values.reshape(-1).numpy())
         return [self._repeat(piece.table, count), piece.rows.numpy(), np.full(count, piece.column, np.int32), lists]
-
-    def _to_id_columns(self, table: str, changes: IdRowChanges) -> list[Any]:
-        ids = pa.array(changes.ids.numpy(), mask=~changes.has_id.numpy())
-        return [self._repeat(table, len(ids)), changes.rows.numpy(), ids]
 
     def _repeat(self, table: str, count: int) -> pa.Array:
         return pa.DictionaryArray.from_arrays(np.full(count, self._tables[table], np.int32), list(self._tables))

@@ -87,29 +87,27 @@ class Service:
         self._shadows = ShadowQueue(self.figures, lambda: self.batcher.waiting > 0)
         self._shadow_batcher = Batcher(budget_s=0.005, threads=threads)  # a new request may have to wait this long
         self.endpoints = [
-            Endpoint("POST", "/predict", self._predict, "Predictions for rows or for one user's candidates."),
-            Endpoint("POST", "/vectors", self._vectors, "Query or item vectors of two-tower models."),
-            Endpoint("GET", "/", self._page, "Page with the model and an example request.", True),
+            Endpoint("POST", "/predict", self._predict),
+            Endpoint("POST", "/vectors", self._vectors),
+            Endpoint("GET", "/", self._page, True),
             # These checks score no rows, because the golden rows were compared when the version was loaded.
-            Endpoint("GET", "/health", self._health, "Version of the current model.", True),
-            Endpoint("GET", "/ready", self._health, "Version of the current model.", True),
-            Endpoint("GET", "/-/healthz", self._healthz, "Health check for KubeRay.", True),
-            Endpoint("GET", "/openapi.json", self._openapi, "This document."),
-            Endpoint("GET", "/example", self._example, "Example request body for /predict."),
-            Endpoint("GET", "/v2", self._server, "Name, version and extensions of the server."),
-            Endpoint("GET", "/v2/health/live", self._live, "Liveness of the server.", True),
-            Endpoint("GET", "/v2/health/ready", self._live, "Readiness of the server.", True),
+            Endpoint("GET", "/health", self._health, True),
+            Endpoint("GET", "/ready", self._health, True),
+            Endpoint("GET", "/-/healthz", self._healthz, True),
+            Endpoint("GET", "/openapi.json", self._openapi),
+            Endpoint("GET", "/example", self._example),
+            Endpoint("GET", "/v2", self._server),
+            Endpoint("GET", "/v2/health/live", self._live, True),
+            Endpoint("GET", "/v2/health/ready", self._live, True),
             *extra_endpoints,
         ]
         for path in MODEL_TEMPLATES:
             self.endpoints += [
-                Endpoint("GET", path, self._model_tensors, "Input and output tensors of the model."),
-                Endpoint("GET", f"{path}/ready", self._model_ready, "Readiness of the model."),
-                Endpoint("POST", f"{path}/infer", self._infer, "Predictions for rows in tensors."),
+                Endpoint("GET", path, self._model_tensors),
+                Endpoint("GET", f"{path}/ready", self._model_ready),
+                Endpoint("POST", f"{path}/infer", self._infer),
             ]
-        self._by_path: dict[str, dict[str, Endpoint]] = {}
-        for endpoint in self.endpoints:
-            self._by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
+        self._by_path = {each.path: each for each in self.endpoints}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve an HTTP request (ASGI)."""
@@ -150,19 +148,20 @@ class Service:
         Raises:
             RefusedRequest: There is no such endpoint, or the token is missing or wrong.
         """
-        method, endpoints = request.method, self._by_path.get(path, {})
-        if self._token is not None and not any(each.is_open for each in endpoints.values()):
+        endpoint = self._by_path.get(path)
+        if self._token is not None and not (endpoint and endpoint.is_open):
             authorization = request.headers.get("authorization", "")
             if not hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode()):
                 expected = "Authorization: Bearer TOKEN"
                 error = RunError("the token is missing or wrong", where="Authorization", expected=expected)
                 raise RefusedRequest(401, error, **{"WWW-Authenticate": "Bearer"})
-        if method in endpoints:
-            return endpoints[method]
-        what, methods = f"{method} {request.scope['path']}", ", ".join(sorted(endpoints))
-        if methods:
-            raise RefusedRequest(405, DataError(f"{what}: method not allowed", expected=methods), Allow=methods)
-        raise RefusedRequest(404, DataError(f"{what}: path not found", expected="a path listed in /openapi.json"))
+        what = f"{request.method} {request.scope['path']}"
+        if endpoint is None:
+            raise RefusedRequest(404, DataError(f"{what}: path not found", expected="a path listed in /openapi.json"))
+        if request.method != endpoint.method:
+            error = DataError(f"{what}: method not allowed", expected=endpoint.method)
+            raise RefusedRequest(405, error, Allow=endpoint.method)
+        return endpoint
 
     async def _choose_scorer(self, request: Request) -> Scorer:
         """Return the model that serves a request, and store the model and its version in the request's state."""

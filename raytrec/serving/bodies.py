@@ -224,10 +224,7 @@ def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
     """Return the model's columns of a body as a table; other columns are ignored."""
     if not isinstance(lists, dict) or not all(isinstance(values, list) for values in lists.values()):
         raise _make_refusal("columns is not an object of lists", "columns", "a list of values for each column")
-    arrays = {}
-    for field in columns:
-        if field.name in lists:
-            arrays[field.name] = to_column(lists[field.name], field)
+    arrays = {field.name: to_column(lists[field.name], field) for field in columns if field.name in lists}
     if len({len(array) for array in arrays.values()}) > 1:
         raise _make_refusal("the columns have different numbers of values", "columns", "one value per row")
     return pa.table(arrays)

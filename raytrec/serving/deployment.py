@@ -75,12 +75,11 @@ class Replica:
                 ray.get(self._coordinator.fall_back.remote(current, failed))
         gc.collect()
         gc.freeze()  # later collections, which interrupt scoring, then skip modules and programs
-        promote = "Promote the export at uri or make it the challenger; {}: roll back."
         endpoints = [
-            Endpoint("POST", "/promote", self._promote, promote),
-            Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
-            Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
-            Endpoint("GET", "/model", self._model, "Current model, previous version and challenger."),
+            Endpoint("POST", "/promote", self._promote),
+            Endpoint("GET", "/versions", self._versions),
+            Endpoint("GET", "/metrics", self._metrics),
+            Endpoint("GET", "/model", self._model),
             *list_endpoints(self._id),
         ]
         self.service = Service(versions, token, Limits(), endpoints, service_options.name, figures, threads)

@@ -74,7 +74,7 @@ class Replicas:
 
     def __init__(self, export, names=("one",), unreached=()):
         self.on_listing = lambda: None
-        versions = Endpoint("GET", "/versions", self._list_versions, "Current version of each replica.")
+        versions = Endpoint("GET", "/versions", self._list_versions)
         self.scorers, self._listeners = {}, []
         for name in names:
             service = Service(LoadedExports(str(export)), TOKEN, extra_endpoints=[*list_endpoints(name), versions])

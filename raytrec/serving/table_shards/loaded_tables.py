@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from threading import Lock
 from time import monotonic
 from typing import Any, cast
 
@@ -40,7 +39,7 @@ class _State:
 
 
 class LoadedTables:
-    """Mapped tables of an export, without its programs. All methods are thread-safe.
+    """Mapped tables of an export, without its programs. All methods except `advance` are thread-safe.
 
     Args:
         manifest: Manifest of the export.
@@ -63,7 +62,7 @@ class LoadedTables:
         folder: str = "",
         position: Position | None = None,
     ):
-        self._manifest, self._tables, self._part, self._lock = manifest, tables, part, Lock()
+        self._manifest, self._tables, self._part = manifest, tables, part
         self._stacks: list[Any] = [tables[each.tables[0]].stack for each in manifest.stacks]
         self.folder, self._position, self.used_s = folder, position, monotonic()
         self.precisions, version = manifest.stack_precisions, position.version if position else manifest.version
@@ -83,16 +82,15 @@ class LoadedTables:
         return self._position.number if self._position else 0
 
     def advance(self, delta: int) -> None:
-        """Apply the existing deltas after the newest state, up to and including this number.
+        """Apply the existing deltas after the newest state, up to and including this number, in one thread at a time.
 
         Raises:
             RunError: A delta cannot be used.
         """
-        with self._lock:
-            while self._position and self._position.number < delta:
-                if (following := read_next(self.folder, self._position)) is None:
-                    return
-                self._apply(following)
+        while self._position and self._position.number < delta:
+            if (following := read_next(self.folder, self._position)) is None:
+                return
+            self._apply(following)
 
     def _apply(self, following: Position) -> None:
         changes = read_row_changes(self.folder, following, self._manifest.data_schema)
