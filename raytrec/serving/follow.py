@@ -6,7 +6,6 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from threading import Thread
 from time import monotonic, sleep, time
 from typing import TYPE_CHECKING, Any
@@ -111,7 +110,14 @@ class Follower:
 
         def switch(action: Callable[[], None]) -> None:
             done: Future[None] = Future()
-            loop.call_soon_threadsafe(service.batcher.call_between, partial(_complete, done, action))
+
+            def complete() -> None:
+                try:
+                    done.set_result(action())
+                except BaseException as error:
+                    done.set_exception(error)
+
+            loop.call_soon_threadsafe(service.batcher.call_between, complete)
             done.result()
 
         self._switch = switch
@@ -257,12 +263,3 @@ class Follower:
                 return position
             prepared.apply()
             position, self._skips = prepared.position, False
-
-
-def _complete(done: Future[None], action: Callable[[], None]) -> None:
-    """Call a function in the event loop, and pass its result or error to the waiting thread."""
-    try:
-        action()
-        done.set_result(None)
-    except BaseException as error:
-        done.set_exception(error)

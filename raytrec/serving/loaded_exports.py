@@ -66,12 +66,18 @@ class LoadedExports:
         """Return all exports in memory."""
         return [each for each in (self.current, self.previous, self.challenger, self._prepared) if each]
 
-    def prepare(self, uri: str) -> str:
+    def prepare(self, uri: str | None) -> str | None:
         """Load another export unless it is in memory, compare checksums and golden rows, and return its version.
+
+        Args:
+            uri: URI of the export; None: release the prepared export.
 
         Raises:
             RunError, ConfigError: The export cannot be used.
         """
+        if uri is None:
+            self._prepared = None
+            return None
         key = uri, read_manifest(uri).version
         loaded = next((each for each in self.loaded if (each.uri, each.scorer.version) == key), None)
         self._prepared = loaded or LoadedExport(uri, self._load(uri, background=True))
@@ -109,10 +115,6 @@ class LoadedExports:
             return get_first_line(error)
         self.challenger = loaded._replace(challenger=challenger) if challenger else None
         return None
-
-    def forget(self) -> None:
-        """Release the prepared export."""
-        self._prepared = None
 
 
 def load_either(
@@ -154,10 +156,7 @@ def execute_command(versions: LoadedExports, order: ReplicaCommand, last_report:
                 versions.prepare(answer.uri)
             versions.commit(answer.version)
         challenger_error = versions.set_challenger(order.challenger)
-        if order.prepare:
-            prepared = versions.prepare(order.prepare)
-        else:
-            versions.forget()
+        prepared = versions.prepare(order.prepare)
     except RaytrecError as failed:
         error = copy(failed)  # the traceback would keep the exports of its frames alive
     except Exception as failed:
