@@ -208,8 +208,7 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
             # A copy of binary values is aligned for NumPy and Arrow.
             parts = _flatten(entry.data, entry.shape) if size is None else bytes(binary[:size])
             values = _from_bytes(parts, kind) if isinstance(parts, bytes) else to_array(parts, kind)
-            nulls = values.null_count if isinstance(values, pa.Array) else 0
-            if nulls:
+            if isinstance(values, pa.Array) and values.null_count:
                 raise ValueError("the protocol does not support null")
             if len(values) != math.prod(entry.shape):
                 raise ValueError(f"there are {len(values):,} values")
