@@ -159,8 +159,8 @@ class Service:
         if endpoint is None:
             raise RefusedRequest(404, DataError(f"{what}: path not found", expected="a path listed in /openapi.json"))
         if request.method != endpoint.method:
-            error = DataError(f"{what}: method not allowed", expected=endpoint.method)
-            raise RefusedRequest(405, error, Allow=endpoint.method)
+            refused = DataError(f"{what}: method not allowed", expected=endpoint.method)
+            raise RefusedRequest(405, refused, Allow=endpoint.method)
         return endpoint
 
     async def _choose_scorer(self, request: Request) -> Scorer:

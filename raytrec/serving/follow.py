@@ -113,7 +113,8 @@ class Follower:
 
             def complete() -> None:
                 try:
-                    done.set_result(action())
+                    action()
+                    done.set_result(None)
                 except BaseException as error:
                     done.set_exception(error)
 
