@@ -51,25 +51,21 @@ def _count_expanded_bytes(array: pa.Array | pa.ChunkedArray, name: str) -> int:
     Raises:
         DataError: Rows of this type could share values other than texts and numbers.
     """
-    if isinstance(array, pa.ChunkedArray):
-        return sum(_count_expanded_bytes(chunk, name) for chunk in array.chunks)
     kind = array.type
-    if types.is_dictionary(kind):
-        if kind.value_type.num_fields or kind.value_type.has_variadic_buffers:
-            raise _make_type_error(kind, name)
-        if not is_text(kind.value_type):
+    if isinstance(array, pa.ChunkedArray):
+        parts = array.chunks
+    elif types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        parts = [array.flatten()]
+    elif types.is_struct(kind):
+        parts = array.flatten()
+    elif types.is_map(kind):
+        parts = [array.keys, array.items]
+    else:
+        value_type = kind.value_type if types.is_dictionary(kind) else kind
+        if value_type.num_fields or value_type.has_variadic_buffers:
+            where = f"the body, column {name}"
+            raise DataError(f"unsupported type {kind}", where=where, expected=PLAIN_COLUMNS_TEXT)
+        if not (types.is_dictionary(kind) and is_text(value_type)):
             return 0
         return pc.sum(pc.binary_length(array.dictionary).take(array.indices)).as_py() or 0
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _count_expanded_bytes(array.flatten(), name)
-    if types.is_struct(kind):
-        return sum(_count_expanded_bytes(part, name) for part in array.flatten())
-    if types.is_map(kind):
-        return _count_expanded_bytes(array.keys, name) + _count_expanded_bytes(array.items, name)
-    if kind.num_fields or kind.has_variadic_buffers or types.is_list_view(kind):
-        raise _make_type_error(kind, name)
-    return 0
-
-
-def _make_type_error(kind: pa.DataType, name: str) -> DataError:
-    return DataError(f"unsupported type {kind}", where=f"the body, column {name}", expected=PLAIN_COLUMNS_TEXT)
+    return sum(_count_expanded_bytes(part, name) for part in parts)
