@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pyarrow import fs
 
-from raytrec.common.documents import find_document, to_json_document, validate_as
+from raytrec.common.documents import find_document, read_document, to_json_document, validate_as
 from raytrec.common.errors import ConfigError, RunError, convert_os_errors, get_first_line
 from raytrec.common.messages import DELTA_STREAM
 from raytrec.common.output_folder import OutputFolder
@@ -109,6 +109,15 @@ def open_stream(config: RunConfig) -> None:
             expected = "a new folder, or the folder that this run has written"
             do = "choose another export.deltas.to, or remove the folder"
             raise ConfigError(f"the folder contains the deltas of {owner}", where=where, expected=expected, do=do)
+
+
+def read_stream(config: RunConfig) -> DeltaStream:
+    """Return the stream that `open_stream` has recorded in the run folder.
+
+    Raises:
+        RunError: The record cannot be read.
+    """
+    return read_document(config.run.dir, DELTA_STREAM, DeltaStream, "stream of deltas", "raytrec train")
 
 
 def find_stream(folder: str) -> DeltaStream | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ from raytrec.deltas.changes import IdRowChanges, RowPiece
 from raytrec.deltas.format import (
     DELTAS_FOLDER,
     DeltaManifest,
-    DeltaStream,
     DeltaTable,
     Operation,
     format_number,
@@ -136,12 +136,12 @@ class ManifestWriter:
 
     Args:
         folder: Folder of deltas.
-        stream: Stream of the run.
+        stream: Id of the run's stream (DeltaStream.id).
         tables: Sizes of all tables.
         confirm: Function called before a delta is committed; raises RunError if this group no longer owns the run.
     """
 
-    def __init__(self, folder: str, stream: DeltaStream, tables: dict[str, DeltaTable], confirm: Callable[[], None]):
+    def __init__(self, folder: str, stream: str, tables: dict[str, DeltaTable], confirm: Callable[[], None]):
         self._folder, self._stream, self._tables, self._confirm = folder, stream, tables, confirm
         self._newest: NewestDelta | None = None  # None: unknown
 
@@ -159,7 +159,7 @@ class ManifestWriter:
             The number, 0 if the folder cannot be read; and the manifests of the deltas, None if they are unknown.
         """
         first = 0 if position is None else as_dict(position).get("number")
-        is_same = position is None or as_dict(position).get("stream") == self._stream.id
+        is_same = position is None or as_dict(position).get("stream") == self._stream
         try:
             self._newest = newest = find_newest_delta(self._folder)
         except OSError:
@@ -175,19 +175,24 @@ class ManifestWriter:
         deltas = [delta for delta, _ in found]
         return newest.number, deltas[1:] if first and deltas[0].step == step else deltas
 
-    def begin(self, known: int) -> tuple[int, str | None]:
-        """Return the number of the newest delta, and the reason why the next delta cannot be started, or None.
+    def begin(self, known: int) -> tuple[int, str | None, str]:
+        """Start the next delta.
 
         Args:
             known: Number of the newest known delta. A newer delta exists if the store has created a manifest in
                 spite of an error, or if another process writes deltas.
+
+        Returns:
+            Number of the newest delta, the reason why the next delta cannot be started, or None, and the name of the
+            subfolder for the next delta's files.
         """
         try:
             self._newest = self._newest or find_newest_delta(self._folder)
         except (OSError, RaytrecError) as failure:
-            return known, describe_failure(failure)
+            return known, describe_failure(failure), ""
         number = self._newest.number
-        return number, None if number == known else f"delta {number} exists already"
+        error = None if number == known else f"delta {number} exists already"
+        return number, error, f"{format_number(number + 1)}-{uuid.uuid4().hex[:8]}"
 
     def commit(self, number: int, entries: Iterable[dict[Operation, dict[str, FileEntry]]], **about: Any) -> str | None:
         """Write the manifest of a delta. Return None, or the reason why the manifest was not written.
@@ -198,7 +203,7 @@ class ManifestWriter:
             **about: Fields step, cut_unix_s and last of the manifest.
         """
         manifest = DeltaManifest(
-            stream=self._stream.id, number=number, parent=self._newest.sha256, tables=self._tables, **about
+            stream=self._stream, number=number, parent=self._newest.sha256, tables=self._tables, **about
         )
         for operation, files in (item for rank_entries in entries for item in rank_entries.items()):
             manifest.files.setdefault(operation, {}).update(files)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -15,23 +14,12 @@ from torch import nn
 
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common.collectives import Peers
-from raytrec.common.documents import read_document
 from raytrec.common.errors import RunError
-from raytrec.common.messages import DELTA_STREAM
 from raytrec.config.run_config import RunConfig
-from raytrec.deltas.chain import list_exports
+from raytrec.deltas.chain import list_exports, read_stream
 from raytrec.deltas.changes import IdChanges, IdRowChanges, RowChanges, RowPiece, TakenRows, count_bytes, iterate_pieces
 from raytrec.deltas.files import DeltaFiles, DeltaOutcome, ManifestWriter, describe_failure
-from raytrec.deltas.format import (
-    DeltaManifest,
-    DeltaStream,
-    DeltaTable,
-    Operation,
-    UnusableDeltaError,
-    format_number,
-    read_batches,
-    select_tables,
-)
+from raytrec.deltas.format import DeltaManifest, DeltaTable, Operation, UnusableDeltaError, read_batches, select_tables
 from raytrec.embeddings.managed.batches import ManagedBatches
 
 MAX_COPY_BYTES = 1 << 30  # maximum copy of a rank's changed rows; training waits until a larger delta is written
@@ -82,8 +70,7 @@ class DeltaPublisher:
         warn: Callable[[str], None],
     ):
         self._section, self._folder, self._state = config.export.deltas, config.export.deltas.to, state
-        self._stream = read_document(config.run.dir, DELTA_STREAM, DeltaStream, "stream of deltas", "raytrec train")
-        self._warn = warn
+        self._stream, self._warn = read_stream(config).id, warn
         self._sizes = {name: DeltaTable(rows=t.shape[0], dim=t.shape[1]) for name, t in state.tables.items()}
         self._rows, self._ids = RowChanges(model, state.tables), IdChanges(managed.maps if managed else {})
         if managed:
@@ -144,7 +131,7 @@ class DeltaPublisher:
         self._running = self._thread.submit(self._publish, cut, pieces)
         if not fits:
             wait([self._running])
-        return {"deltas": {"stream": self._stream.id, "number": self._number + 1}}
+        return {"deltas": {"stream": self._stream, "number": self._number + 1}}
 
     def collect(self, block: bool = True) -> None:
         """Process the outcome of the last delta. If the delta was not written, the next delta includes its changes.
@@ -225,13 +212,12 @@ class DeltaPublisher:
 
     def _publish(self, cut: _Cut, pieces: Iterable[RowPiece]) -> DeltaOutcome:
         """Write this rank's files, and on rank 0 the manifest. Runs in the background thread."""
-        rank, begun = dist.get_rank(), None
-        if rank == 0:
-            begun = *self._manifests.begin(self._number), uuid.uuid4().hex[:8]
-        newest, error, attempt = self._peers.objects(begun)[0]
+        rank = dist.get_rank()
+        begun = self._manifests.begin(self._number) if rank == 0 else None
+        newest, error, name = self._peers.objects(begun)[0]
         if error is not None:
             return DeltaOutcome(newest, error)
-        number, name = newest + 1, f"{format_number(newest + 1)}-{attempt}"
+        number = newest + 1
         files = DeltaFiles(self._folder, name, self._sizes)
         try:
             files.write_rows(f"rows-{rank:05d}.arrow", pieces)

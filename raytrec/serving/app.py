@@ -19,14 +19,7 @@ from raytrec import __version__
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError, SchemaError, shorten_repr
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.batching import (
-    RETRY_AFTER_S,
-    Batcher,
-    ShadowQueue,
-    UnavailableError,
-    VersionedScores,
-    make_busy_refusal,
-)
+from raytrec.serving.batching import Batcher, ShadowQueue, UnavailableError, VersionedScores, make_busy_refusal
 from raytrec.serving.bodies import JSON, Limits, Query, RefusedRequest, decode_request, encode_response, json_response
 from raytrec.serving.inference_protocol import MODEL_TEMPLATES, decode_inference, describe_tensors, match_path
 from raytrec.serving.loaded_exports import LoadedExport, LoadedExports
@@ -131,16 +124,19 @@ class Service:
         except (DataError, ConfigError, SchemaError) as error:
             refused = RefusedRequest(400, error)
         except UnavailableError as error:
-            refused = RefusedRequest(503, error, **{"Retry-After": str(RETRY_AFTER_S)})
+            refused = error.to_refusal()
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
             log.exception("a request failed")
             reported = error if isinstance(error, RaytrecError) else RunError("internal error", do="check the log")
             refused = RefusedRequest(500, reported)
-        refused.error.do = refused.error.do or ADVICE.get(refused.status)
-        body = to_json({"error": str(refused.error)}) if f"{path}/".startswith("/v2/") else refused.body
-        return Response(body, refused.status, refused.headers, JSON)
+        failure = refused.error
+        failure.do = failure.do or ADVICE.get(refused.status)
+        parts = {"error": str(failure)}
+        if not f"{path}/".startswith("/v2/"):  # the Open Inference Protocol defines no other parts
+            parts = {"error" if name == "what" else name: text for name, text in failure.parts.items() if text}
+        return Response(to_json(parts), refused.status, refused.headers, JSON)
 
     def _endpoint(self, request: Request, path: str) -> Endpoint:
         """Return the endpoint of a request, given its path or path template, after checking the token.

@@ -30,7 +30,11 @@ IDLE_INTERVAL_S = 0.001  # interval at which a ShadowQueue checks whether the re
 
 
 class UnavailableError(RunError):
-    """Error for a request that the client can repeat; the response has status 503 and Retry-After."""
+    """Error for a request that the client can repeat."""
+
+    def to_refusal(self) -> RefusedRequest:
+        """Return the refusal of the request, with status 503 and Retry-After."""
+        return RefusedRequest(503, self, **{"Retry-After": str(RETRY_AFTER_S)})
 
 
 class VersionedScores(list[np.ndarray]):

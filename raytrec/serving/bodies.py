@@ -52,12 +52,6 @@ class RefusedRequest(Exception):
         super().__init__(str(error))
         self.status, self.error, self.headers = status, error, headers
 
-    @property
-    def body(self) -> bytes:
-        """Return the body of the response: JSON with error, where, expected and do, without empty parts."""
-        parts = {"error" if name == "what" else name: text for name, text in self.error.parts.items()}
-        return to_json({name: text for name, text in parts.items() if text})
-
 
 @dataclass(frozen=True)
 class Query:

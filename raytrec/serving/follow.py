@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from math import inf
 from threading import Thread
 from time import monotonic, sleep, time
 from typing import TYPE_CHECKING, Any
@@ -16,15 +17,7 @@ from prometheus_client import Counter, Gauge
 from raytrec.common.errors import RaytrecError, RunError, get_first_line
 from raytrec.common.storage import split_query
 from raytrec.deltas.apply import PreparedDeltas, read_delta
-from raytrec.deltas.chain import (
-    Position,
-    check_gap,
-    find_newest_delta,
-    find_stream,
-    iterate_exports,
-    make_missing_export_error,
-    read_next,
-)
+from raytrec.deltas.chain import Position, check_gap, find_stream, iterate_exports, make_missing_export_error, read_next
 from raytrec.scoring.load import LookupMaker
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.batching import UnavailableError
@@ -173,9 +166,7 @@ class Follower:
         Shards keep MAX_STATES states. The replica advances by fewer deltas at a time, so that the shards still have its
         current state. If other replicas are so far ahead that they do not, the replica skips to the newest delta.
         """
-        at_once = MAX_STATES - 1 if scorer.lookups.is_remote else 1
-        if self._skips:
-            at_once = max(at_once, find_newest_delta(self._folder).number - position.number)
+        at_once = inf if self._skips else MAX_STATES - 1 if scorer.lookups.is_remote else 1
         prepared, schema, weights = PreparedDeltas(self._folder, scorer), scorer.manifest.data_schema, scorer.weights
         try:
             while at_once and (following := read_next(self._folder, prepared.position or position)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import monotonic
@@ -137,7 +137,8 @@ class LoadedTables:
         """Return the vectors of single rows, followed by the sums of bags, float32 [s + b, dim]."""
         rows_N = torch.from_numpy(request.rows.copy())
         vectors_ND = stack.vectors(rows_N)
-        self._restore(stack, key, rows_N, vectors_ND, stack.precision.decode)
+        for is_replaced_N, stored in self._find_replaced(stack, key, rows_N):
+            vectors_ND[is_replaced_N] = stack.precision.decode(stored)
         if not len(request.lengths):
             return vectors_ND
         single = len(request.rows) - int(request.lengths.sum())
@@ -161,18 +162,16 @@ class LoadedTables:
         all_N = torch.arange(first, end)
         rows_N = all_N[self._find_own(stack, all_N)]
         stored_N = stack.read_rows(rows_N)
-        self._restore(stack, key, rows_N, stored_N, lambda stored: stored)
+        for is_replaced_N, stored in self._find_replaced(stack, key, rows_N):
+            stored_N[is_replaced_N] = stored
         return stored_N
 
-    def _restore(
-        self,
-        stack: RowStack,
-        key: str,
-        rows_N: torch.Tensor,
-        values_N: torch.Tensor,
-        convert: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        """Change values that have just been read, [N, …], to the values of an earlier state, in place.
+    def _find_replaced(
+        self, stack: RowStack, key: str, rows_N: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (True for rows that have been replaced, bool [N], and their stored values) from the newest state back.
+
+        The values of an earlier state are the values that have just been read, overwritten in this order.
 
         Raises:
             ValueError: The state can no longer be looked up.
@@ -182,7 +181,7 @@ class LoadedTables:
             if stack in state.replaced and len((replaced := state.replaced[stack])[0]):
                 places_N = torch.searchsorted(replaced[0], rows_N).clamp(max=len(replaced[0]) - 1)
                 is_replaced_N = replaced[0][places_N] == rows_N
-                values_N[is_replaced_N] = convert(replaced[1][places_N[is_replaced_N]])
+                yield is_replaced_N, replaced[1][places_N[is_replaced_N]]
 
 
 def load_tables(uri: str, part: tuple[int, int], folder: str = "", position: Position | None = None) -> LoadedTables:
