@@ -119,7 +119,7 @@ def test_valid_delta_is_read(folder):
     write_second(folder, column_parts=2)
     delta = read_second(folder)
     assert delta.rows["user"].rows.tolist() == [1, 3] and delta.rows["user"].values.eq(1).all()
-    assert [each.tolist() for each in vars(delta.ids["item"]).values()] == [[2, 3], [10**18], [2]]
+    assert [each.tolist() for each in delta.ids["item"]] == [[2, 3], [10**18], [2]]
     assert delta.dense.keys() == WEIGHTS.keys()
 
 
