@@ -151,13 +151,13 @@ class Service:
                 expected = "Authorization: Bearer TOKEN"
                 error = RunError("the token is missing or wrong", where="Authorization", expected=expected)
                 raise RefusedRequest(401, error, **{"WWW-Authenticate": "Bearer"})
+        if endpoint and request.method == endpoint.method:
+            return endpoint
         what = f"{request.method} {request.scope['path']}"
         if endpoint is None:
             raise RefusedRequest(404, DataError(f"{what}: path not found", expected="a path listed in /openapi.json"))
-        if request.method != endpoint.method:
-            refused = DataError(f"{what}: method not allowed", expected=endpoint.method)
-            raise RefusedRequest(405, refused, Allow=endpoint.method)
-        return endpoint
+        refused = DataError(f"{what}: method not allowed", expected=endpoint.method)
+        raise RefusedRequest(405, refused, Allow=endpoint.method)
 
     async def _choose_scorer(self, request: Request) -> Scorer:
         """Return the model that serves a request, and store the model and its version in the request's state."""

@@ -145,16 +145,12 @@ class TableShard:
     def _load(self, state: TableState) -> None:
         """Load a state unless another call has just loaded it."""
         if not self._find(state.key):
-            tables = self._load_followed(state) if state.delta else self._load_export(state)
+            tables = self._load_followed(state) if state.delta else load_tables(state.uri, self._part)
+            if state.key not in tables.keys:
+                what = f"the export has been changed in place from version {state.key} to {tables.keys[0]}"
+                raise RunError(what, where=state.uri)
             newest = sorted(self._tables, key=lambda each: each.used_s)[1 - MAX_LOADED :]
             self._tables = [*newest, tables]
-
-    def _load_export(self, state: TableState) -> LoadedTables:
-        tables = load_tables(state.uri, self._part)
-        if tables.keys != [state.key]:
-            what = f"the export has been changed in place from version {state.key} to {tables.keys[0]}"
-            raise RunError(what, where=state.uri)
-        return tables
 
     def _load_followed(self, state: TableState) -> LoadedTables:
         """Load the newest usable export that is not newer than a state, and apply the deltas up to the state.
