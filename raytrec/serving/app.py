@@ -133,7 +133,7 @@ class Service:
             refused = RefusedRequest(500, reported)
         failure = refused.error
         failure.do = failure.do or ADVICE.get(refused.status)
-        parts = {"error": str(failure)}
+        parts: dict[str, Any] = {"error": str(failure)}
         if not f"{path}/".startswith("/v2/"):  # the Open Inference Protocol defines no other parts
             parts = {"error" if name == "what" else name: text for name, text in failure.parts.items() if text}
         return Response(to_json(parts), refused.status, refused.headers, JSON)
