@@ -32,12 +32,12 @@ def read_stream(body: bytes, columns: Collection[str]) -> tuple[pa.Table, int]:
             raise DataError("the Arrow buffers are compressed", where="the body", expected="an uncompressed stream")
         table = pa.ipc.open_stream(body).read_all()
         table.validate(full=True)  # offsets outside of the body would crash the process
-    except (pa.ArrowException, OSError, StructError) as error:
+        sharing = [(place, each.name) for place, each in enumerate(table.schema) if _may_share(each.type)]
+        used = {name.partition(".")[0] for name in columns} | set(columns) if sharing else set()
+        return table, sum(_count_expanded_bytes(table.column(place), name) for place, name in sharing if name in used)
+    except (pa.ArrowException, OSError, StructError, ValueError) as error:  # ValueError: a name that is not UTF-8
         what = f"the body is not an Arrow stream: {get_first_line(error)}"
         raise DataError(what, where="the body", expected="a schema followed by record batches") from None
-    sharing = [(place, each.name) for place, each in enumerate(table.schema) if _may_share(each.type)]
-    used = {name.partition(".")[0] for name in columns} | set(columns) if sharing else set()
-    return table, sum(_count_expanded_bytes(table.column(place), name) for place, name in sharing if name in used)
 
 
 def _may_share(kind: pa.DataType) -> bool:
