@@ -53,8 +53,8 @@ def build(rank: int, world: int, folder: str | None) -> tuple[Any, Any, Any]:
     ]
     if folder is None:
         return rank_rig.step, rank_rig.repeat(pieces), None
+    from raytrec.deltas.chain import open_stream
     from raytrec.deltas.publish import DeltaPublisher
-    from raytrec.deltas.stream import open_stream
 
     config = RunConfig.model_validate(
         {

@@ -38,11 +38,10 @@ from raytrec.data.assembler import AssembledTensors, Bags
 from raytrec.scoring.load import load
 from raytrec.scoring.manifest import read_manifest
 from raytrec.serving.options import ServiceOptions
-from raytrec.serving.replica_metrics import ReplicaMetrics
-from raytrec.serving.table_shards.actors import end_shards, make_lookup_maker, start_shards
+from raytrec.serving.replica_state import ReplicaMetrics
 from raytrec.serving.table_shards.connection import TableState
 from raytrec.serving.table_shards.lookups import ShardedLookups
-from raytrec.serving.table_shards.shard import TableShard
+from raytrec.serving.table_shards.shard import TableShard, end_shards, make_lookup_maker, start_shards
 
 KEYS_PER_TABLE, CLIENTS, NAME = 77, (1, 10), "bench"
 HEADER = ("lookups of 2,002 keys", "p50 ms", "p99 ms", "keys/s per core")

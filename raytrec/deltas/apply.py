@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from struct import error as StructError
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +20,7 @@ from raytrec.scoring.scorer import Scorer
 from raytrec.scoring.stored_tables import PRECISIONS, RowChanges, encode_rows
 
 
-@dataclass(frozen=True)
-class IdChanges:
+class IdChanges(NamedTuple):
     """Changes of a table's managed ids.
 
     Attributes:
@@ -84,7 +83,7 @@ def refuse_unusable(folder: str, position: Position) -> Iterator[None]:
     """Convert errors about the content of a delta to a RunError that refuses the delta."""
     try:
         yield
-    except (OSError, ValueError, StructError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise make_refusal(folder, position.number, get_first_line(error)) from None
 
 
@@ -162,7 +161,7 @@ def _read_ids(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, IdChan
         _check_range(name, rows, schema.tables[name].own_rows)
         if len(np.unique(rows)) < len(rows):
             raise UnusableDeltaError(f"a row of table {name} is listed twice in the changes of ids")
-        changes[name] = IdChanges(*(torch.from_numpy(each) for each in (rows, ids[has_id], rows[has_id])))
+        changes[name] = IdChanges(*map(torch.from_numpy, (rows, ids[has_id], rows[has_id])))
     return changes
 
 
@@ -217,7 +216,7 @@ class PreparedDeltas:
                 if delta.dense[name := key.partition("/")[2]].shape != value.shape:
                     raise UnusableDeltaError(f"weight {name} has different shapes in the programs")
             ids = {name: self._ids.get(name, lookups.ids[name]) for name in delta.ids}
-            ids = {name: ids[name].replace(each.listed, each.ids, each.rows) for name, each in delta.ids.items()}
+            ids = {name: ids[name].replace(*each) for name, each in delta.ids.items()}
             if lookups.is_remote:  # a shard that refuses this delta also refuses all later deltas
                 for name, each in rows.items():
                     encode_rows(name, each, PRECISIONS[precisions[name]])

@@ -1,28 +1,35 @@
-"""Chain of a run's full exports and deltas, which consumers follow. Does not import torch."""
+"""Folder of a run's deltas: its stream, and the chain of full exports and deltas. Does not import torch."""
 
 from __future__ import annotations
 
+import hashlib
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pyarrow import fs
 
-from raytrec.common.documents import validate_as
-from raytrec.common.errors import RunError, convert_os_errors, get_first_line
+from raytrec.common.documents import find_document, read_document, to_json_document, validate_as
+from raytrec.common.errors import ConfigError, RunError, convert_os_errors, get_first_line
+from raytrec.common.messages import DELTA_STREAM
+from raytrec.common.output_folder import OutputFolder
 from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.common.storage import join_uri, open_filesystem, query_file_info, read_bytes, split_query
+from raytrec.config.run_config import RunConfig
 from raytrec.deltas.format import (
     DELTAS_FOLDER,
     EXPORTS_FOLDER,
     STREAM_FILE,
     DeltaManifest,
     DeltaStream,
+    format_number,
     get_export_uri,
     get_manifest_uri,
+    has_manifest,
     read_delta_manifest,
 )
-from raytrec.deltas.stream import list_numbers
 from raytrec.scoring.manifest import MANIFEST_FILE, ExportSource, format_version, read_manifest
 
 REFUSAL_ADVICE = "wait for the run's next full export, which replaces all deltas before it"
@@ -53,6 +60,18 @@ class Position:
         return format_version(self.run, self.manifest.step, self.checksum)
 
 
+class NewestDelta(NamedTuple):
+    """Newest delta of a folder; (0, "") if the folder contains no delta.
+
+    Attributes:
+        number: Number of the delta.
+        sha256: SHA-256 of its manifest file.
+    """
+
+    number: int
+    sha256: str
+
+
 def make_refusal(folder: str, number: int, reason: str, expected: str | None = None) -> RunError:
     """Return the error for a delta that must not be applied."""
     what, where = f"delta {number} cannot be applied: {reason}", get_manifest_uri(folder, number)
@@ -63,6 +82,42 @@ def make_missing_export_error(folder: str) -> RunError:
     """Return the error for a folder of deltas without a full export."""
     what, expected = "the run has not written a full export yet", "a folder of export.deltas.to with a full export"
     return RunError(what, where=folder, expected=expected, do="retry")
+
+
+def open_stream(config: RunConfig) -> None:
+    """Create the stream of a run before training starts, or check that the run owns the stream in the folder.
+
+    Raises:
+        ConfigError: The folder contains deltas of another or an unknown run, or is the run folder or checkpoint folder.
+        RunError: The folder cannot be written.
+    """
+    folder = config.export.deltas.to
+    where = f"export.deltas.to={folder}"
+    if folder in (config.run.dir, config.checkpoint_root):
+        expected = f"a folder other than {config.run.dir} and {config.checkpoint_root}"
+        raise ConfigError("deltas need a separate folder", where=where, expected=expected)
+    with convert_os_errors("the folder of deltas cannot be written", where=where):
+        stored = find_document(join_uri(folder, STREAM_FILE), DeltaStream)
+        own = find_document(join_uri(config.run.dir, DELTA_STREAM), DeltaStream)
+        is_unused = not (list_numbers(folder, DELTAS_FOLDER) or list_numbers(folder, EXPORTS_FOLDER))
+        if is_unused and (stored is None or stored.run == config.run.name):  # the run may have written no delta
+            stream = DeltaStream(id=uuid.uuid4().hex, run=config.run.name)
+            OutputFolder(folder).write(STREAM_FILE, to_json_document(stream))
+            OutputFolder(config.run.dir).write(DELTA_STREAM, to_json_document(stream))
+        elif stored is None or stored != own:
+            owner = f"another run, {stored.run}" if stored else "an unknown run"
+            expected = "a new folder, or the folder that this run has written"
+            do = "choose another export.deltas.to, or remove the folder"
+            raise ConfigError(f"the folder contains the deltas of {owner}", where=where, expected=expected, do=do)
+
+
+def read_stream(config: RunConfig) -> DeltaStream:
+    """Return the stream that `open_stream` has recorded in the run folder.
+
+    Raises:
+        RunError: The record cannot be read.
+    """
+    return read_document(config.run.dir, DELTA_STREAM, DeltaStream, "stream of deltas", "raytrec train")
 
 
 def find_stream(folder: str) -> DeltaStream | None:
@@ -81,26 +136,41 @@ def find_stream(folder: str) -> DeltaStream | None:
         raise RunError(what, where=uri, expected=expected) from None
 
 
-def check_is_stream(folder: str) -> None:
-    """Check that a place is a folder of deltas, has no files yet, or does not exist yet.
+def list_names(folder: str) -> list[str]:
+    """Return the names of all files and subfolders of a folder; [] if the folder does not exist.
 
     Raises:
-        RunError: The place is a file or a folder with other content, or cannot be read.
+        OSError: The store cannot be read.
     """
     filesystem, path = open_filesystem(folder)
-    expected, do = "a folder of export.deltas.to", None
-    with convert_os_errors("the folder of deltas cannot be read", where=folder):
-        if filesystem.get_file_info(path).is_file:
-            raise RunError("this is a file, not a folder of deltas", where=folder, expected=expected)
-        names = {each.base_name for each in filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))}
-    # A run may be writing the first file, under a name that begins with STREAM_FILE.
-    others = [name for name in names if not name.startswith((".", STREAM_FILE)) and name != "lost+found"]
-    if not others or find_stream(folder):
-        return
-    what = "the folder contains other files, but no deltas"
-    if MANIFEST_FILE in names:
-        what, do = "the folder contains an export, not deltas", "omit --follow to serve the export"
-    raise RunError(what, where=folder, expected=expected, do=do)
+    return [info.base_name for info in filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))]
+
+
+def list_numbers(folder: str, subfolder: str) -> list[int]:
+    """Return the numbers of the deltas (subfolder deltas) or full exports (exports) of a folder, ascending.
+
+    Errors are as in `list_names`.
+    """
+    names = [name.removesuffix(".json") for name in list_names(join_uri(folder, subfolder))]
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+
+def list_exports(folder: str) -> list[int]:
+    """Return the numbers of the complete full exports of a folder, ascending. Errors are as in `list_names`."""
+    numbers = list_numbers(folder, EXPORTS_FOLDER)
+    return [each for each in numbers if query_file_info(join_uri(get_export_uri(folder, each), MANIFEST_FILE)).is_file]
+
+
+def find_newest_delta(folder: str) -> NewestDelta:
+    """Return the newest delta of a folder.
+
+    Raises:
+        OSError: The store cannot be read.
+    """
+    numbers = list_numbers(folder, DELTAS_FOLDER)
+    if not numbers:
+        return NewestDelta(0, "")
+    return NewestDelta(numbers[-1], hashlib.sha256(read_bytes(get_manifest_uri(folder, numbers[-1]))).hexdigest())
 
 
 def read_next(folder: str, position: Position) -> Position | None:
@@ -129,16 +199,20 @@ def check_gap(folder: str, position: Position) -> None:
     """Raise an error if the next delta is missing and will not appear.
 
     Raises:
-        RunError: The next delta is missing, and the delta after it exists or the consumer's delta has been removed.
+        RunError: The folder contains another stream, or the next delta is missing, and the delta after it exists or
+            the consumer's delta has been removed.
         OSError: The store cannot be read.
     """
-    number = position.number + 1
-    manifests = (get_manifest_uri(folder, each) for each in (number + 1, position.number, number))
-    after, own, now = (query_file_info(uri).is_file for uri in manifests)
+    number, stream, own_stream = position.number + 1, find_stream(folder), position.manifest.stream
+    if stream and stream.id != own_stream:
+        expected = f"stream {own_stream}, or a full export of the new stream"
+        do = "wait for the first full export of the new stream"
+        raise RunError(f"the folder contains another stream: {stream.id}", where=folder, expected=expected, do=do)
+    after, own, now = (has_manifest(folder, each) for each in (number + 1, position.number, number))
     if after and not now:
         raise make_refusal(folder, number, f"it is missing, but delta {number + 1} exists")
     if not own and not now:
-        if not query_file_info(join_uri(folder, STREAM_FILE)).is_file:
+        if stream is None:
             do = "restore the folder, or restart the service with another folder"
             raise RunError("the folder of deltas no longer exists", where=folder, do=do)
         raise make_refusal(folder, number, f"it is missing, and delta {position.number} has been removed")
@@ -192,10 +266,32 @@ def find_position(folder: str, export: str, source: ExportSource) -> Position:
                 found.append(Position(source.run, *entry))
     if len(found) != 1:
         which = ", ".join(str(each.number) for each in found) or "none"
-        raise RunError(
-            f"step {source.step:,} of the export is not the step of exactly one delta: {which}",
-            where=folder,
-            expected="the delta of a checkpoint from which the export was made",
-            do=f"apply deltas to a full export in {EXPORTS_FOLDER}/",
-        )
+        what = f"step {source.step:,} of the export is not the step of exactly one delta: {which}"
+        expected = "the delta of a checkpoint from which the export was made"
+        do = f"apply deltas to a full export in {EXPORTS_FOLDER}/"
+        raise RunError(what, where=folder, expected=expected, do=do)
     return found[0]
+
+
+def remove_old_files(folder: str, keep: int) -> None:
+    """Remove all but the `keep` newest full exports, and the deltas before the oldest remaining full export.
+
+    The manifests are removed first, so that no reader finds a partial export or delta.
+
+    Raises:
+        OSError: The store cannot be read or written.
+    """
+    exports = list_exports(folder)[-keep:]
+    if not exports:
+        return
+    output = OutputFolder(folder)
+    for number in list_numbers(folder, EXPORTS_FOLDER):
+        name = f"{EXPORTS_FOLDER}/{format_number(number)}"
+        if number < exports[0]:
+            with suppress(FileNotFoundError):  # the export was incomplete
+                output.delete(f"{name}/{MANIFEST_FILE}")
+            output.remove(name)
+    names = sorted(list_names(join_uri(folder, DELTAS_FOLDER)))
+    for name in sorted(names, key=lambda name: not name.endswith(".json")):
+        if name < format_number(exports[0]):
+            (output.delete if name.endswith(".json") else output.remove)(f"{DELTAS_FOLDER}/{name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -173,8 +174,7 @@ def _flag_lookup(flags: torch.Tensor, kernel: nn.Module, inputs: tuple[KeyedJagg
         flags.index_fill_(0, offset_ids(kernel, inputs[0]).long(), 1)
 
 
-@dataclass(frozen=True)
-class IdRowChanges:
+class IdRowChanges(NamedTuple):
     """Rows of a table and their current ids.
 
     Attributes:
@@ -259,10 +259,8 @@ class IdChanges:
         """
         freed = free[~torch.isin(free, previous)]
         no_ids = IdRowChanges(freed, freed, torch.zeros_like(freed, dtype=torch.bool))
-        rows, ids, has_id = (
-            torch.cat([getattr(each, column).cpu() for each in [*pending, no_ids]])
-            for column in ("rows", "ids", "has_id")
-        )
+        columns = zip(*pending, no_ids, strict=True)
+        rows, ids, has_id = (torch.cat([part.cpu() for part in parts]) for parts in columns)
         mine = (rows % self._peers.world == self._peers.rank).nonzero().squeeze(1)
         order = mine[rows[mine].argsort(stable=True)]  # of equal rows, the newest is last
         is_newest = torch.ones_like(order, dtype=torch.bool)

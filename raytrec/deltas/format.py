@@ -28,10 +28,10 @@ import pyarrow as pa
 from pyarrow import fs
 from pydantic import Field, model_validator
 
-from raytrec.common.documents import to_json_document, validate_as
+from raytrec.common.documents import validate_as
 from raytrec.common.errors import get_first_line
 from raytrec.common.reading import UnreadableError, open_regular, parse_json
-from raytrec.common.storage import join_uri, open_filesystem, read_bytes
+from raytrec.common.storage import join_uri, open_filesystem, query_file_info, read_bytes
 from raytrec.config.base import NonNegativeInt, PositiveInt, Section
 from raytrec.data.arrow import has_compressed_buffers
 from raytrec.scoring.manifest import FileEntry
@@ -131,10 +131,13 @@ def get_export_uri(folder: str, number: int) -> str:
     return join_uri(folder, f"{EXPORTS_FOLDER}/{format_number(number)}")
 
 
-def encode_manifest(manifest: DeltaManifest) -> tuple[bytes, str]:
-    """Return the content of a manifest's file, and its SHA-256, which the next manifest contains as `parent`."""
-    content = to_json_document(manifest)
-    return content, hashlib.sha256(content).hexdigest()
+def has_manifest(folder: str, number: int) -> bool:
+    """Return True if a folder of deltas contains the manifest of a delta.
+
+    Raises:
+        OSError: The store cannot be read.
+    """
+    return query_file_info(get_manifest_uri(folder, number)).is_file
 
 
 def read_delta_manifest(folder: str, number: int) -> tuple[DeltaManifest, str] | None:

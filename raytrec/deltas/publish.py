@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import monotonic, time
@@ -17,18 +16,10 @@ from raytrec.checkpoint.state import LogicalState
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
+from raytrec.deltas.chain import list_exports, read_stream
 from raytrec.deltas.changes import IdChanges, IdRowChanges, RowChanges, RowPiece, TakenRows, count_bytes, iterate_pieces
-from raytrec.deltas.files import DeltaFiles
-from raytrec.deltas.format import (
-    DeltaManifest,
-    DeltaTable,
-    Operation,
-    UnusableDeltaError,
-    format_number,
-    read_batches,
-    select_tables,
-)
-from raytrec.deltas.stream import DeltaOutcome, ManifestWriter, describe_failure, list_exports, read_stream
+from raytrec.deltas.files import DeltaFiles, DeltaOutcome, ManifestWriter, describe_failure
+from raytrec.deltas.format import DeltaManifest, DeltaTable, Operation, UnusableDeltaError, read_batches, select_tables
 from raytrec.embeddings.managed.batches import ManagedBatches
 
 MAX_COPY_BYTES = 1 << 30  # maximum copy of a rank's changed rows; training waits until a larger delta is written
@@ -79,8 +70,7 @@ class DeltaPublisher:
         warn: Callable[[str], None],
     ):
         self._section, self._folder, self._state = config.export.deltas, config.export.deltas.to, state
-        self._stream = read_stream(config)
-        self._warn = warn
+        self._stream, self._warn = read_stream(config).id, warn
         self._sizes = {name: DeltaTable(rows=t.shape[0], dim=t.shape[1]) for name, t in state.tables.items()}
         self._rows, self._ids = RowChanges(model, state.tables), IdChanges(managed.maps if managed else {})
         if managed:
@@ -137,11 +127,11 @@ class DeltaPublisher:
         taken = self._rows.take()
         self._cut = cut = _Cut(step, time(), last, taken, self._ids.take(), self._copy_dense())
         fits = count_bytes(taken) <= MAX_COPY_BYTES
-        pieces = list(iterate_pieces(taken)) if fits else None
+        pieces = list(iterate_pieces(taken)) if fits else iterate_pieces(taken)
         self._running = self._thread.submit(self._publish, cut, pieces)
         if not fits:
             wait([self._running])
-        return {"deltas": {"stream": self._stream.id, "number": self._number + 1}}
+        return {"deltas": {"stream": self._stream, "number": self._number + 1}}
 
     def collect(self, block: bool = True) -> None:
         """Process the outcome of the last delta. If the delta was not written, the next delta includes its changes.
@@ -162,10 +152,8 @@ class DeltaPublisher:
                 part.mark(rows)
             self._ids.put_back(self._cut.ids)
             if not self._has_failed:
-                self._warn(
-                    f"delta {outcome.number + 1} was not written: {outcome.error}; training continues, and the next "
-                    "delta will contain its changes"
-                )
+                failure = f"delta {outcome.number + 1} was not written: {outcome.error}"
+                self._warn(f"{failure}; training continues, and the next delta will contain its changes")
         self._cut, self._has_failed = None, outcome.error is not None
 
     def wait_until_written(self) -> None:
@@ -222,18 +210,17 @@ class DeltaPublisher:
             for table, places in select_tables(batch, self._sizes):
                 yield table, torch.from_numpy(rows[places])
 
-    def _publish(self, cut: _Cut, pieces: list[RowPiece] | None) -> DeltaOutcome:
+    def _publish(self, cut: _Cut, pieces: Iterable[RowPiece]) -> DeltaOutcome:
         """Write this rank's files, and on rank 0 the manifest. Runs in the background thread."""
-        rank, begun = dist.get_rank(), None
-        if rank == 0:
-            begun = *self._manifests.begin(self._number), uuid.uuid4().hex[:8]
-        newest, error, attempt = self._peers.objects(begun)[0]
+        rank = dist.get_rank()
+        begun = self._manifests.begin(self._number) if rank == 0 else None
+        newest, error, name = self._peers.objects(begun)[0]
         if error is not None:
             return DeltaOutcome(newest, error)
-        number, name = newest + 1, f"{format_number(newest + 1)}-{attempt}"
+        number = newest + 1
         files = DeltaFiles(self._folder, name, self._sizes)
         try:
-            files.write_rows(f"rows-{rank:05d}.arrow", iterate_pieces(cut.rows) if pieces is None else pieces)
+            files.write_rows(f"rows-{rank:05d}.arrow", pieces)
             files.write_ids(f"ids-{rank:05d}.arrow", cut.ids)
             if cut.dense:
                 self._check_dense(cut.dense)

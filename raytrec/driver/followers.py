@@ -22,7 +22,7 @@ from raytrec.common.storage import quote_for_shell
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import describe_foreign_file, is_own_file
 from raytrec.deltas.format import get_export_uri
-from raytrec.deltas.stream import list_exports, open_stream, remove_old_files
+from raytrec.deltas.chain import list_exports, open_stream, remove_old_files
 from raytrec.tracking.run_folder import CONFIG, check_run_folder
 
 SERVER_ANSWER_TIMEOUT_S = 5.0  # time that a finished run waits for a server that does not respond
@@ -165,7 +165,7 @@ class DeltaExports:
         warn: Function called with warnings for the user.
 
     Raises:
-        ConfigError, RunError: The run cannot or must not write to the folder; see `deltas.stream.open_stream`.
+        ConfigError, RunError: The run cannot or must not write to the folder; see `deltas.chain.open_stream`.
     """
 
     def __init__(self, config: RunConfig, warn: Callable[[str], None]):

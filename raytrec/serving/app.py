@@ -19,14 +19,13 @@ from raytrec import __version__
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError, SchemaError, shorten_repr
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.batching import RETRY_AFTER_S, Batcher, UnavailableError, VersionedScores, make_busy_refusal
+from raytrec.serving.batching import Batcher, ShadowQueue, UnavailableError, VersionedScores, make_busy_refusal
 from raytrec.serving.bodies import JSON, Limits, Query, RefusedRequest, decode_request, encode_response, json_response
-from raytrec.serving.challenger import ShadowQueue, is_in_share
 from raytrec.serving.inference_protocol import MODEL_TEMPLATES, decode_inference, describe_tensors, match_path
 from raytrec.serving.loaded_exports import LoadedExport, LoadedExports
 from raytrec.serving.openapi import Endpoint, describe, make_example_text, make_page
-from raytrec.serving.replica_metrics import ReplicaMetrics
-from raytrec.serving.request_log import LoggedRequest, RequestLog
+from raytrec.serving.replica_state import ReplicaMetrics
+from raytrec.serving.request_log import RequestLog
 
 if TYPE_CHECKING:
     from raytrec.serving.follow import Follower
@@ -81,28 +80,27 @@ class Service:
         self._shadows = ShadowQueue(self.figures, lambda: self.batcher.waiting > 0)
         self._shadow_batcher = Batcher(budget_s=0.005, threads=threads)  # a new request may have to wait this long
         self.endpoints = [
-            Endpoint("POST", "/predict", self._predict, "Predictions for rows or for one user's candidates."),
-            Endpoint("POST", "/vectors", self._vectors, "Query or item vectors of two-tower models."),
-            Endpoint("GET", "/", self._page, "Page with the model and an example request.", True),
+            Endpoint("POST", "/predict", self._predict),
+            Endpoint("POST", "/vectors", self._vectors),
+            Endpoint("GET", "/", self._page, True),
             # These checks score no rows, because the golden rows were compared when the version was loaded.
-            Endpoint("GET", "/health", self._health, "Version of the current model.", True),
-            Endpoint("GET", "/ready", self._health, "Version of the current model.", True),
-            Endpoint("GET", "/-/healthz", self._healthz, "Health check for KubeRay.", True),
-            Endpoint("GET", "/openapi.json", self._openapi, "This document."),
-            Endpoint("GET", "/example", self._example, "Example request body for /predict."),
-            Endpoint("GET", "/v2", self._server, "Name, version and extensions of the server."),
-            Endpoint("GET", "/v2/health/live", self._live, "Liveness of the server.", True),
-            Endpoint("GET", "/v2/health/ready", self._live, "Readiness of the server.", True),
+            Endpoint("GET", "/health", self._health, True),
+            Endpoint("GET", "/ready", self._health, True),
+            Endpoint("GET", "/-/healthz", self._healthz, True),
+            Endpoint("GET", "/openapi.json", self._openapi),
+            Endpoint("GET", "/example", self._example),
+            Endpoint("GET", "/v2", self._server),
+            Endpoint("GET", "/v2/health/live", self._live, True),
+            Endpoint("GET", "/v2/health/ready", self._live, True),
             *extra_endpoints,
         ]
         for path in MODEL_TEMPLATES:
             self.endpoints += [
-                Endpoint("GET", path, self._model_tensors, "Input and output tensors of the model."),
-                Endpoint("GET", f"{path}/ready", self._model_ready, "Readiness of the model."),
-                Endpoint("POST", f"{path}/infer", self._infer, "Predictions for rows in tensors."),
+                Endpoint("GET", path, self._model_tensors),
+                Endpoint("GET", f"{path}/ready", self._model_ready),
+                Endpoint("POST", f"{path}/infer", self._infer),
             ]
-        self._table = {(each.method, each.path): each for each in self.endpoints}
-        self._open = {each.path for each in self.endpoints if each.is_open}
+        self._by_path = {each.path: each for each in self.endpoints}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve an HTTP request (ASGI)."""
@@ -113,7 +111,7 @@ class Service:
         response.headers["X-Model-Version"] = getattr(request.state, "version", self.versions.version)
         # Metrics use the export's version, because deltas change the model's version every few seconds.
         version = getattr(request.state, "scorer", self.versions.current.scorer).export_version
-        path = path if any(path == known for _, known in self._table) else "other"
+        path = path if path in self._by_path else "other"
         self.figures.requests.labels(path, response.status_code, version).inc()
         await response(scope, receive, send)
         self.figures.seconds.labels(path, version).observe(perf_counter() - began)
@@ -126,16 +124,19 @@ class Service:
         except (DataError, ConfigError, SchemaError) as error:
             refused = RefusedRequest(400, error)
         except UnavailableError as error:
-            refused = RefusedRequest(503, error, **{"Retry-After": str(RETRY_AFTER_S)})
+            refused = error.to_refusal()
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
             log.exception("a request failed")
             reported = error if isinstance(error, RaytrecError) else RunError("internal error", do="check the log")
             refused = RefusedRequest(500, reported)
-        refused.error.do = refused.error.do or ADVICE.get(refused.status)
-        body = to_json({"error": str(refused.error)}) if f"{path}/".startswith("/v2/") else refused.body
-        return Response(body, refused.status, refused.headers, JSON)
+        failure = refused.error
+        failure.do = failure.do or ADVICE.get(refused.status)
+        parts: dict[str, Any] = {"error": str(failure)}
+        if not f"{path}/".startswith("/v2/"):  # the Open Inference Protocol defines no other parts
+            parts = {"error" if name == "what" else name: text for name, text in failure.parts.items() if text}
+        return Response(to_json(parts), refused.status, refused.headers, JSON)
 
     def _endpoint(self, request: Request, path: str) -> Endpoint:
         """Return the endpoint of a request, given its path or path template, after checking the token.
@@ -143,21 +144,20 @@ class Service:
         Raises:
             RefusedRequest: There is no such endpoint, or the token is missing or wrong.
         """
-        method = request.method
-        if self._token is not None and path not in self._open:
+        endpoint = self._by_path.get(path)
+        if self._token is not None and not (endpoint and endpoint.is_open):
             authorization = request.headers.get("authorization", "")
             if not hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode()):
                 expected = "Authorization: Bearer TOKEN"
                 error = RunError("the token is missing or wrong", where="Authorization", expected=expected)
                 raise RefusedRequest(401, error, **{"WWW-Authenticate": "Bearer"})
-        if endpoint := self._table.get((method, path)):
+        if endpoint and request.method == endpoint.method:
             return endpoint
-        methods = ", ".join(sorted(verb for verb, known_path in self._table if known_path == path))
-        missing = DataError(
-            f"{method} {request.scope['path']}: " + ("method not allowed" if methods else "path not found"),
-            expected=methods or "a path listed in /openapi.json",
-        )
-        raise RefusedRequest(405, missing, Allow=methods) if methods else RefusedRequest(404, missing)
+        what = f"{request.method} {request.scope['path']}"
+        if endpoint is None:
+            raise RefusedRequest(404, DataError(f"{what}: path not found", expected="a path listed in /openapi.json"))
+        refused = DataError(f"{what}: method not allowed", expected=endpoint.method)
+        raise RefusedRequest(405, refused, Allow=endpoint.method)
 
     async def _choose_scorer(self, request: Request) -> Scorer:
         """Return the model that serves a request, and store the model and its version in the request's state."""
@@ -175,7 +175,7 @@ class Service:
         if not loaded or loaded.challenger.mode != mode:
             return None
         key = request.headers.get("x-request-key", "").encode() or await self.read(request)
-        return loaded if is_in_share(key, loaded.challenger) else None
+        return loaded if loaded.challenger.includes(key) else None
 
     async def read(self, request: Request) -> bytes:
         """Return the body of a request, which may be read several times.
@@ -249,12 +249,9 @@ class Service:
 
     async def _infer(self, request: Request, scorer: Scorer) -> Response:
         name, body = self._check_model(request, scorer), await self.read(request)
-        inference = decode_inference(request.headers, body, scorer, self.limits)
-
-        def decode(challenger: Scorer) -> Query:
-            return decode_inference(request.headers, body, challenger, self.limits).query
-
-        scores, headers = await self._score(request, inference.query, decode)
+        decode = partial(decode_inference, request.headers, body, limits=self.limits)
+        inference = decode(scorer)
+        scores, headers = await self._score(request, inference.query, lambda other: decode(other).query)
         self._check_model(request, scorer)  # the version may have changed
         return inference.encode(name, scores, headers)
 
@@ -265,11 +262,10 @@ class Service:
             RefusedRequest: The name or the version is not that of the model that serves the request.
         """
         (name, version), run = request.path_params.values(), scorer.manifest.source.run
-        current = request.state.version
-        names, versions = [self._name or run, run], [current]
-        for what, value, known in (("model", name, names), ("version", version or current, versions)):
+        names, current = dict.fromkeys([self._name or run, run]), request.state.version
+        for what, value, known in (("model", name, names), ("version", version or current, [current])):
             if value not in known:
-                expected = " or ".join(dict.fromkeys(known))
+                expected = " or ".join(known)
                 error = DataError(f"{what} {shorten_repr(value)} not found", where="the path", expected=expected)
                 raise RefusedRequest(404, error)
         return name
@@ -298,7 +294,7 @@ class Service:
         figures.shadow_seconds.labels(version).observe(perf_counter() - began)
         figures.shadow_rows.labels(version).inc(len(scores[0]))
         if self.request_log and log_id:
-            self.request_log.add(LoggedRequest("shadow", query, scores, log_id))
+            self.request_log.offer("shadow", query, scores, log_id)
         for column, values in query.name_scores(scores).items():
             answer = answers.get(column)
             if answer is not None and answer.shape == values.shape:

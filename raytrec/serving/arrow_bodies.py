@@ -17,40 +17,27 @@ PLAIN_COLUMNS_TEXT = (
 )
 
 
-class ExpansionLimitError(Exception):
-    """Error for rows that expand to more bytes than a body may contain."""
-
-
-def read_stream(body: bytes, columns: Collection[str], max_expanded_bytes: int) -> pa.Table:
-    """Return the rows of an Arrow stream.
+def read_stream(body: bytes, columns: Collection[str]) -> tuple[pa.Table, int]:
+    """Return the rows of an Arrow stream, and the size of their shared values if each row had its own copy, in bytes.
 
     Args:
         body: Bytes of the stream.
-        columns: Names of columns, or of struct fields (column.field), that are used; the limit ignores other columns.
-        max_expanded_bytes: Maximum size of shared values, in bytes, after each row has received its own copy.
+        columns: Names of columns, or of struct fields (column.field), that are used; the size ignores other columns.
 
     Raises:
-        ValueError: The body is not an Arrow stream.
-        DataError: The stream is compressed or a column has an unsupported type.
-        ExpansionLimitError: The columns exceed `max_expanded_bytes`.
+        DataError: The body is not an Arrow stream, the stream is compressed, or a column has an unsupported type.
     """
     try:
         if has_compressed_buffers(body):
             raise DataError("the Arrow buffers are compressed", where="the body", expected="an uncompressed stream")
         table = pa.ipc.open_stream(body).read_all()
         table.validate(full=True)  # offsets outside of the body would crash the process
-    except (pa.ArrowException, OSError, StructError) as error:
-        raise ValueError(get_first_line(error)) from None
-    sharing = [place for place, each in enumerate(table.schema) if _may_share(each.type)]
-    if sharing:
-        used = {name.partition(".")[0] for name in columns} | set(columns)
-        names = table.column_names
-        if (
-            sum(_count_expanded_bytes(table.column(i), names[i]) for i in sharing if names[i] in used)
-            > max_expanded_bytes
-        ):
-            raise ExpansionLimitError
-    return table
+        sharing = [(place, each.name) for place, each in enumerate(table.schema) if _may_share(each.type)]
+        used = {name.partition(".")[0] for name in columns} | set(columns) if sharing else set()
+        return table, sum(_count_expanded_bytes(table.column(place), name) for place, name in sharing if name in used)
+    except (pa.ArrowException, OSError, StructError, ValueError) as error:  # ValueError: a name that is not UTF-8
+        what = f"the body is not an Arrow stream: {get_first_line(error)}"
+        raise DataError(what, where="the body", expected="a schema followed by record batches") from None
 
 
 def _may_share(kind: pa.DataType) -> bool:
@@ -64,25 +51,21 @@ def _count_expanded_bytes(array: pa.Array | pa.ChunkedArray, name: str) -> int:
     Raises:
         DataError: Rows of this type could share values other than texts and numbers.
     """
-    if isinstance(array, pa.ChunkedArray):
-        return sum(_count_expanded_bytes(chunk, name) for chunk in array.chunks)
     kind = array.type
-    if types.is_dictionary(kind):
-        if kind.value_type.num_fields or kind.value_type.has_variadic_buffers:
-            raise _make_type_error(kind, name)
-        if not is_text(kind.value_type):
+    if isinstance(array, pa.ChunkedArray):
+        parts = array.chunks
+    elif types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        parts = [array.flatten()]
+    elif types.is_struct(kind):
+        parts = array.flatten()
+    elif types.is_map(kind):
+        parts = [array.keys, array.items]
+    else:
+        value_type = kind.value_type if types.is_dictionary(kind) else kind
+        if value_type.num_fields or value_type.has_variadic_buffers:
+            where = f"the body, column {name}"
+            raise DataError(f"unsupported type {kind}", where=where, expected=PLAIN_COLUMNS_TEXT)
+        if not (types.is_dictionary(kind) and is_text(value_type)):
             return 0
         return pc.sum(pc.binary_length(array.dictionary).take(array.indices)).as_py() or 0
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _count_expanded_bytes(array.flatten(), name)
-    if types.is_struct(kind):
-        return sum(_count_expanded_bytes(part, name) for part in array.flatten())
-    if types.is_map(kind):
-        return _count_expanded_bytes(array.keys, name) + _count_expanded_bytes(array.items, name)
-    if kind.num_fields or kind.has_variadic_buffers or types.is_list_view(kind):
-        raise _make_type_error(kind, name)
-    return 0
-
-
-def _make_type_error(kind: pa.DataType, name: str) -> DataError:
-    return DataError(f"unsupported type {kind}", where=f"the body, column {name}", expected=PLAIN_COLUMNS_TEXT)
+    return sum(_count_expanded_bytes(part, name) for part in parts)

@@ -1,10 +1,11 @@
-"""Dynamic batching: score the rows of several requests together."""
+"""Queues of rows to score: dynamic batches of several requests, and completed requests for a shadow challenger."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,17 +15,26 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raytrec.common.errors import DataError, RunError
+from raytrec.common.errors import DataError, RunError, get_first_line
 from raytrec.data.row_slices import Rows
 from raytrec.scoring.request_rows import ObjectRows
 from raytrec.serving.bodies import Query, RefusedRequest
+from raytrec.serving.replica_state import ReplicaMetrics
 
+_log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1  # seconds after which a refused client may try again
+MAX_QUEUED_ROWS = 32_768  # maximum number of waiting rows; further requests are refused unless no rows are waiting
 MIN_FULL_BATCH_ROWS = 32  # minimum size of a full batch, even if it exceeds the time budget
+MAX_SHADOW_BYTES = 2 << 20  # maximum total size of the bodies of requests that wait in a ShadowQueue
+IDLE_INTERVAL_S = 0.001  # interval at which a ShadowQueue checks whether the replica is idle
 
 
 class UnavailableError(RunError):
-    """Error for a request that the client can repeat; the response has status 503 and Retry-After."""
+    """Error for a request that the client can repeat."""
+
+    def to_refusal(self) -> RefusedRequest:
+        """Return the refusal of the request, with status 503 and Retry-After."""
+        return RefusedRequest(503, self, **{"Retry-After": str(RETRY_AFTER_S)})
 
 
 class VersionedScores(list[np.ndarray]):
@@ -66,7 +76,6 @@ class Batcher:
     Args:
         budget_s: Approximate maximum time of a batch in seconds. Larger requests are scored in parts, between
             which other requests are scored.
-        max_waiting_rows: Maximum number of waiting rows; further requests are refused unless no rows are waiting.
         observe: Function that is called with the number of rows of each batch.
         threads: Number of threads that score, each one batch at a time; 0: the event loop scores.
 
@@ -74,14 +83,8 @@ class Batcher:
         waiting: Number of rows that wait or are being scored.
     """
 
-    def __init__(
-        self,
-        budget_s: float = 0.02,
-        max_waiting_rows: int = 32_768,
-        observe: Callable[[int], object] = lambda rows: None,
-        threads: int = 0,
-    ):
-        self._budget_s, self._max_waiting, self._observe = budget_s, max_waiting_rows, observe
+    def __init__(self, budget_s: float = 0.02, observe: Callable[[int], object] = lambda rows: None, threads: int = 0):
+        self._budget_s, self._observe = budget_s, observe
         self._queue: deque[_BatchPart | Callable[[], object]] = deque()
         self._row_s = budget_s / 1024  # seconds per row, averaged over recent batches
         self._threads = ThreadPoolExecutor(threads, "score") if threads else None
@@ -104,7 +107,9 @@ class Batcher:
             DataError: A value does not fit the model.
         """
         rows, max_rows = query.rows, self._max_batch_rows
-        self._admit(len(rows))
+        if self.waiting and self.waiting + len(rows) > MAX_QUEUED_ROWS:
+            raise make_busy_refusal(f"{self.waiting:,} rows are waiting", f"at most {MAX_QUEUED_ROWS:,}")
+        self.waiting += len(rows)
         loop, is_whole = asyncio.get_running_loop(), len(rows) <= max_rows
         parts = [rows] if is_whole else [rows[at : at + max_rows] for at in range(0, len(rows), max_rows)]
         pieces = [_BatchPart(query, part, loop.create_future()) for part in parts]
@@ -125,11 +130,6 @@ class Batcher:
     @property
     def _max_batch_rows(self) -> int:
         return max(MIN_FULL_BATCH_ROWS, int(self._budget_s / self._row_s))
-
-    def _admit(self, rows: int) -> None:
-        if self.waiting and self.waiting + rows > self._max_waiting:
-            raise make_busy_refusal(f"{self.waiting:,} rows are waiting", f"at most {self._max_waiting:,}")
-        self.waiting += rows
 
     async def _run(self) -> None:
         """Score batches until the queue is empty."""
@@ -218,3 +218,54 @@ def _to_query_error(piece: _BatchPart) -> DataError | None:
     except Exception as error:  # on other errors, such as a missing table shard, the error of the piece is reported
         return error if isinstance(error, DataError) else None
     return None
+
+
+class ShadowQueue:
+    """Queue of completed requests that a challenger scores while no rows wait for a response.
+
+    A request that would exceed MAX_SHADOW_BYTES is dropped and counted. Errors are counted and never reach a client.
+
+    Args:
+        figures: Metrics of the replica.
+        is_busy: Function that returns True if rows wait for a response.
+    """
+
+    def __init__(self, figures: ReplicaMetrics, is_busy: Callable[[], bool]):
+        self._requests, self._is_busy = figures.shadow_requests, is_busy
+        self._queue: deque[tuple[str, int, Callable[[], Awaitable[None]]]] = deque()
+        self._waiting_bytes, self._warned = 0, ""
+
+    def add(self, version: str, body_bytes: int, score: Callable[[], Awaitable[None]]) -> None:
+        """Add a request to the queue, or drop the request if the queue is full.
+
+        Args:
+            version: Version of the challenger.
+            body_bytes: Size of the request's body in bytes.
+            score: Function that scores the request.
+        """
+        if self._waiting_bytes + body_bytes > MAX_SHADOW_BYTES:
+            self._requests.labels(version, "dropped").inc()
+            return
+        self._waiting_bytes += body_bytes
+        self._queue.append((version, body_bytes, score))
+        if len(self._queue) == 1:
+            self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        """Score requests until the queue is empty."""
+        while self._queue:
+            await asyncio.sleep(IDLE_INTERVAL_S)
+            if self._is_busy():
+                continue
+            version, body_bytes, score = self._queue[0]
+            try:
+                await score()
+                outcome = "scored"
+            except Exception as error:
+                outcome = "error"
+                if version != self._warned:
+                    self._warned = version
+                    _log.warning("the challenger %s cannot score a request: %s", version, get_first_line(error))
+            self._queue.popleft()
+            self._waiting_bytes -= body_bytes
+            self._requests.labels(version, outcome).inc()

@@ -22,7 +22,7 @@ from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.matrices import DENSE_MATRIX, ID_MATRIX, Matrices, read_matrices, split_matrices
 from raytrec.scoring.request_rows import ROWS_PLACE, ObjectRows, concat_rows, repeat_users, to_column
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.arrow_bodies import ExpansionLimitError, read_stream
+from raytrec.serving.arrow_bodies import read_stream
 
 JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
 REQUEST_FORMS = "rows, columns, or user and candidates"
@@ -51,12 +51,6 @@ class RefusedRequest(Exception):
     def __init__(self, status: int, error: RaytrecError, **headers: str):
         super().__init__(str(error))
         self.status, self.error, self.headers = status, error, headers
-
-    @property
-    def body(self) -> bytes:
-        """Return the body of the response: JSON with error, where, expected and do, without empty parts."""
-        parts = {"error" if name == "what" else name: text for name, text in self.error.parts.items()}
-        return to_json({name: text for name, text in parts.items() if text})
 
 
 @dataclass(frozen=True)
@@ -117,7 +111,7 @@ def decode_request(content_type: str, body: bytes, scorer: Scorer, program: Prog
 
     Raises:
         RefusedRequest: The body is malformed, or exceeds a limit.
-        DataError: A value does not fit its column.
+        DataError: An Arrow body is malformed, or a value does not fit its column.
     """
     if check_type(content_type, JSON, ARROW) == ARROW:
         table = _decode_arrow(body, scorer.columns, limits)
@@ -178,14 +172,11 @@ def check_type(content_type: str, *supported_types: str) -> str:
 
 
 def _decode_arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
-    try:
-        return read_stream(body, [*columns.names, DENSE_MATRIX, ID_MATRIX], limits.body_bytes)
-    except ValueError as error:
-        what = f"the body is not an Arrow stream: {error}"
-        raise _make_refusal(what, "the body", "a schema followed by record batches") from None
-    except ExpansionLimitError:
-        what, expected = "the expanded values of the rows exceed the size limit of a body", limits.body_bytes
-        raise _make_refusal(what, "the body", f"at most {expected:,} bytes", 413) from None
+    table, expanded_bytes = read_stream(body, [*columns.names, DENSE_MATRIX, ID_MATRIX])
+    if expanded_bytes > limits.body_bytes:
+        what = "the expanded values of the rows exceed the size limit of a body"
+        raise _make_refusal(what, "the body", f"at most {limits.body_bytes:,} bytes", 413)
+    return table
 
 
 def _decode_json(body: bytes, scorer: Scorer, program: ProgramName, limits: Limits) -> Query:
@@ -227,10 +218,7 @@ def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
     """Return the model's columns of a body as a table; other columns are ignored."""
     if not isinstance(lists, dict) or not all(isinstance(values, list) for values in lists.values()):
         raise _make_refusal("columns is not an object of lists", "columns", "a list of values for each column")
-    arrays = {}
-    for field in columns:
-        if field.name in lists:
-            arrays[field.name] = to_column(lists[field.name], field)
+    arrays = {field.name: to_column(lists[field.name], field) for field in columns if field.name in lists}
     if len({len(array) for array in arrays.values()}) > 1:
         raise _make_refusal("the columns have different numbers of values", "columns", "one value per row")
     return pa.table(arrays)

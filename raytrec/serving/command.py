@@ -17,9 +17,10 @@ from urllib.parse import SplitResult, urlsplit
 
 from raytrec.cluster.local_ray import check_ports
 from raytrec.cluster.warm_process import SERVING, keep_warm_process
-from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.errors import ConfigError, RunError, convert_os_errors
 from raytrec.common.redaction import hide
-from raytrec.common.storage import make_absolute, open_filesystem
+from raytrec.common.storage import make_absolute, open_filesystem, query_file_info
+from raytrec.scoring.manifest import MANIFEST_FILE
 from raytrec.serving.options import TOKEN, ServiceOptions, find_token, read_token, token_file
 
 PORT_TIMEOUT_S = 40  # timeout of waiting for a service on the port to end
@@ -78,7 +79,7 @@ def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
     Raises:
         RunError: There is no full export after EXPORT_TIMEOUT_S, or the folder has other content or cannot be read.
     """
-    from raytrec.deltas.chain import check_is_stream, find_stream, iterate_exports
+    from raytrec.deltas.chain import find_stream, iterate_exports
 
     check_is_stream(folder)
     deadline, printed = monotonic() + EXPORT_TIMEOUT_S, ""
@@ -86,17 +87,37 @@ def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
         stream = find_stream(folder)
         state = f"run {stream.run} has not written a full export" if stream else "no run has written to the folder"
         if monotonic() > deadline:
+            what = f"there is no full export after {EXPORT_TIMEOUT_S} s: {state}"
             do = "check that a run with this folder as export.deltas.to is training and saving checkpoints"
-            raise RunError(
-                f"there is no full export after {EXPORT_TIMEOUT_S} s: {state}",
-                where=folder,
-                expected="a full export",
-                do=do,
-            )
+            raise RunError(what, where=folder, expected="a full export", do=do)
         if state != printed:
             printed = state
             print(f"waiting      up to {deadline - monotonic():.0f} s: {state} ({hide(folder)})", flush=True)
         sleep(interval_s)
+
+
+def check_is_stream(folder: str) -> None:
+    """Check that a place is a folder of deltas, has no files yet, or does not exist yet.
+
+    Raises:
+        RunError: The place is a file or a folder with other content, or cannot be read.
+    """
+    from raytrec.deltas.chain import find_stream, list_names
+    from raytrec.deltas.format import STREAM_FILE
+
+    expected, do = "a folder of export.deltas.to", None
+    with convert_os_errors("the folder of deltas cannot be read", where=folder):
+        if query_file_info(folder).is_file:
+            raise RunError("this is a file, not a folder of deltas", where=folder, expected=expected)
+        names = list_names(folder)
+    # A run may be writing the first file, under a name that begins with STREAM_FILE.
+    others = [name for name in names if not name.startswith((".", STREAM_FILE)) and name != "lost+found"]
+    if not others or find_stream(folder):
+        return
+    what = "the folder contains other files, but no deltas"
+    if MANIFEST_FILE in names:
+        what, do = "the folder contains an export, not deltas", "omit --follow to serve the export"
+    raise RunError(what, where=folder, expected=expected, do=do)
 
 
 def wait_for_port(port: int) -> None:
@@ -171,12 +192,9 @@ def _call(function: str, *arguments: Any) -> None:
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:
-        raise RunError(
-            f"Ray Serve cannot be imported: {error}",
-            where="raytrec serve",
-            expected="the extra raytrec[serve]",
-            do="pip install --no-deps -r requirements/serve.txt (docs/serving.md)",
-        ) from None
+        what, expected = f"Ray Serve cannot be imported: {error}", "the extra raytrec[serve]"
+        do = "pip install --no-deps -r requirements/serve.txt (docs/serving.md)"
+        raise RunError(what, where="raytrec serve", expected=expected, do=do) from None
     from raytrec.serving import deployment
 
     getattr(deployment, function)(*arguments)
@@ -213,9 +231,8 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
             respond.
     """
     if (uri is None) != rollback or (rollback and any(challenger.values())):
-        raise ConfigError(
-            "promote requires either a URI or --rollback alone", where="raytrec promote", expected="one of the two"
-        )
+        what = "promote requires either a URI or --rollback alone"
+        raise ConfigError(what, where="raytrec promote", expected="one of the two")
     parse_address(service)
     token = find_token(name)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})

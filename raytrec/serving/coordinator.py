@@ -21,8 +21,7 @@ from time import monotonic
 from typing import Any
 
 from raytrec.common.errors import RunError
-from raytrec.serving.replica_metrics import write_metrics
-from raytrec.serving.replica_state import Challenger, Export, ReplicaCommand, ReplicaState
+from raytrec.serving.replica_state import Challenger, Export, ReplicaCommand, ReplicaState, write_metrics
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +47,7 @@ class Coordinator:
     """
 
     def __init__(self, export: Export, read_state: Callable[[], bytes | None], store_state: Callable[[bytes], None]):
-        self._store = store_state
-        self._current, self._previous, self._declared, saved_state = export, None, export, read_state()
+        self._store, saved_state = store_state, read_state()
         if saved_state:
             *exports, challenger = json.loads(saved_state)
             self._current, self._previous, self._declared = (each and Export(**each) for each in exports)
@@ -230,14 +228,11 @@ class Coordinator:
             live = self._live()
             seen_replicas |= live.keys()
             if self._order.prepare and len(seen_replicas - live.keys()) > MAX_ENDED_REPLICAS:
-                where = self._order.prepare
+                what = f"{MAX_ENDED_REPLICAS + 1} replicas ended while they loaded the export"
+                do = "check the log of the service; the export may need more memory than is available"
+                error = RunError(f"{what}; all others keep their version", where=self._order.prepare, do=do)
                 self._publish_order()
-                raise RunError(
-                    f"{MAX_ENDED_REPLICAS + 1} replicas ended while they loaded the export; all others "
-                    "keep their version",
-                    where=where,
-                    do="check the log of the service; the export may need more memory than is available",
-                )
+                raise error
             done = all(report.completed_command == self._order.number for report in live.values())
             if live and done and monotonic() > self._complete:
                 return live

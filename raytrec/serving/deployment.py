@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -22,14 +21,14 @@ from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.app import Service
+from raytrec.serving.batching import UnavailableError
 from raytrec.serving.bodies import JSON, Limits, RefusedRequest, check_type, json_response
 from raytrec.serving.coordinator import FOLLOW_INTERVAL_S, LOAD_TIMEOUT_S, NAMESPACE, Coordinator, get_coordinator_name
 from raytrec.serving.listener import Listener
 from raytrec.serving.loaded_exports import execute_command, get_containing_folder, load_either, resolve_export
 from raytrec.serving.openapi import Endpoint
 from raytrec.serving.options import TOKEN, Promotion, ServiceOptions
-from raytrec.serving.replica_metrics import ReplicaMetrics, describe_model
-from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaState
+from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaMetrics, ReplicaState, describe_model
 from raytrec.serving.request_log import RequestLog
 from raytrec.serving.served_state import list_endpoints
 
@@ -60,7 +59,7 @@ class Replica:
         self._id = serve.get_replica_context().replica_id.unique_id
         figures, make_maker, threads, self._follower = ReplicaMetrics(), None, 0, None
         if service_options.table_shards:
-            from raytrec.serving.table_shards.actors import make_lookup_maker
+            from raytrec.serving.table_shards.shard import make_lookup_maker
 
             make_maker, threads = partial(make_lookup_maker, service_options, figures), LOOKUP_THREADS
         if service_options.follow:
@@ -77,18 +76,16 @@ class Replica:
         gc.collect()
         gc.freeze()  # later collections, which interrupt scoring, then skip modules and programs
         endpoints = [
-            Endpoint(
-                "POST", "/promote", self._promote, "Promote the export at uri or make it the challenger; {}: roll back."
-            ),
-            Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
-            Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
-            Endpoint("GET", "/model", self._model, "Current model, previous version and challenger."),
+            Endpoint("POST", "/promote", self._promote),
+            Endpoint("GET", "/versions", self._versions),
+            Endpoint("GET", "/metrics", self._metrics),
+            Endpoint("GET", "/model", self._model),
             *list_endpoints(self._id),
         ]
         self.service = Service(versions, token, Limits(), endpoints, service_options.name, figures, threads)
         if folder := service_options.log_requests:
             self.service.request_log = RequestLog(folder, service_options.log_sample, self._id, self.service.figures)
-        self._promote_from = service_options.promote_from or service_options.uri
+        self._promote_from = service_options.promote_from
         self._join()
         self._busy = perf_counter(), process_time()
         self._listener = Listener(self.service, service_options.host, service_options.port)
@@ -146,30 +143,29 @@ class Replica:
             do = "start a service of the export without --follow"
             raise RefusedRequest(409, RunError(what, where="/promote", expected=expected, do=do))
         uri = resolve_export(promotion.uri, self._promote_from) if promotion.uri else None
-        arguments = uri, promotion.share, promotion.shadow
-        return json_response(await self._ask_coordinator(lambda: self._coordinator.promote.remote(*arguments)))
+        ask = self._ask_coordinator(self._coordinator.promote, uri, promotion.share, promotion.shadow)
+        return json_response(await ask)
 
     async def _versions(self, request: Request, scorer: Scorer) -> Response:
-        return json_response(await self._ask_coordinator(self._coordinator.versions.remote))
+        return json_response(await self._ask_coordinator(self._coordinator.versions))
 
     async def _metrics(self, request: Request, scorer: Scorer) -> Response:
-        text = await self._ask_coordinator(self._coordinator.metrics.remote)
+        text = await self._ask_coordinator(self._coordinator.metrics)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _model(self, request: Request, scorer: Scorer) -> Response:
-        overview = await self._ask_coordinator(self._coordinator.overview.remote)
+        overview = await self._ask_coordinator(self._coordinator.overview)
         freshness = {"freshness": self._follower.describe()} if self._follower else {}
         return json_response(overview | {"model": describe_model(scorer)} | freshness)
 
-    async def _ask_coordinator(self, ask: Callable[[], Any]) -> Any:
-        """Return the coordinator's response; convert the coordinator's errors to refusals for the client."""
+    async def _ask_coordinator(self, method: Any, *arguments: Any) -> Any:
+        """Return the result of a method of the coordinator; convert its errors to refusals for the client."""
         from ray.exceptions import RayActorError
 
         try:
-            return await ask()
+            return await method.remote(*arguments)
         except RayActorError:
-            restarting = RunError("the coordinator is restarting", where="the service", do="retry")
-            raise RefusedRequest(503, restarting, **{"Retry-After": "1"}) from None
+            raise UnavailableError("the coordinator is restarting", where="the service", do="retry") from None
         except Exception as error:
             cause = getattr(error, "cause", error)
             if isinstance(cause, RaytrecError):
@@ -238,12 +234,9 @@ def app(args: dict[str, Any]) -> Any:
     """
     served, token = ServiceOptions.model_validate(args), os.environ.get(TOKEN)
     if not (token or served.no_token):
-        raise ConfigError(
-            f"{TOKEN} is not set",
-            where="the node that builds the application",
-            expected="the token that clients send",
-            do=f"set {TOKEN} on all nodes from a Secret, or no_token: true if access is restricted elsewhere",
-        )
+        where, expected = "the node that builds the application", "the token that clients send"
+        do = f"set {TOKEN} on all nodes from a Secret, or no_token: true if access is restricted elsewhere"
+        raise ConfigError(f"{TOKEN} is not set", where=where, expected=expected, do=do)
     import ray
 
     served = served.fill_name()
@@ -261,7 +254,7 @@ def declare(service_options: ServiceOptions) -> Any:
     from raytrec.compat.ray_core import load_actor_value, store_actor_value
 
     if service_options.table_shards:
-        from raytrec.serving.table_shards.actors import start_shards
+        from raytrec.serving.table_shards.shard import start_shards
 
         start_shards(service_options)
     version = "" if service_options.follow else read_manifest(service_options.uri).version
@@ -335,6 +328,6 @@ def shut_down_service(name: str, table_shards: int = 0) -> None:
     with suppress(ValueError):  # the actor does not exist
         ray.kill(ray.get_actor(get_coordinator_name(name), NAMESPACE))
     if table_shards:
-        from raytrec.serving.table_shards.actors import end_shards
+        from raytrec.serving.table_shards.shard import end_shards
 
         end_shards(name, table_shards)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
+from math import inf
 from threading import Thread
 from time import monotonic, sleep, time
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from raytrec.common.errors import RaytrecError, RunError, get_first_line
 from raytrec.common.storage import split_query
 from raytrec.deltas.apply import PreparedDeltas, read_delta
 from raytrec.deltas.chain import Position, check_gap, find_stream, iterate_exports, make_missing_export_error, read_next
-from raytrec.deltas.stream import find_newest_delta
 from raytrec.scoring.load import LookupMaker
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.batching import UnavailableError
@@ -60,7 +60,7 @@ class Follower:
     def __init__(self, folder: str, allow_code: bool = False, make_maker: Callable[..., LookupMaker] | None = None):
         self._folder, self._allow_code, self._make_maker = folder, allow_code, make_maker
         self.problem: str | None = None
-        self._reasons: set[str] = set()
+        self._reasons: deque[str] = deque(maxlen=MAX_REASONS)
         self._skips = False  # True if table shards no longer have states that follow the replica's state
         self._interval_s = STORE_INTERVAL_S if "://" in folder else LOCAL_INTERVAL_S
         self._applied = Counter("raytrec_serve_deltas_applied", "Applied deltas.", registry=None)
@@ -69,7 +69,8 @@ class Follower:
         if loaded is None:
             raise make_missing_export_error(folder)
         self.versions, self.position = loaded
-        self._check_due, self._heal_due, self._switch = 0.0, 0.0, _call
+        self._check_due, self._heal_due = 0.0, 0.0
+        self._switch: Callable[[Callable[[], None]], None] = lambda action: action()
 
     def start(self, service: Service, listener: Listener) -> None:
         """Follow the run in a thread until the process ends; changes are made in the event loop of the listener."""
@@ -102,7 +103,15 @@ class Follower:
 
         def switch(action: Callable[[], None]) -> None:
             done: Future[None] = Future()
-            loop.call_soon_threadsafe(service.batcher.call_between, partial(_complete, done, action))
+
+            def complete() -> None:
+                try:
+                    action()
+                    done.set_result(None)
+                except BaseException as error:
+                    done.set_exception(error)
+
+            loop.call_soon_threadsafe(service.batcher.call_between, complete)
             done.result()
 
         self._switch = switch
@@ -117,9 +126,6 @@ class Follower:
             self._clear_problem()
             return advanced
         except Exception as error:
-            if isinstance(error, OutdatedStateError) and not self._skips:
-                self._skips = True
-                return True
             self.problem = self._record_refusal(error)
             if isinstance(error, UnavailableError) or monotonic() < self._heal_due:
                 return False
@@ -148,7 +154,6 @@ class Follower:
         if prepared is None:
             if self.problem or monotonic() > self._check_due:
                 self._check_due = monotonic() + CHECK_INTERVAL_S
-                self._check_stream()
                 check_gap(self._folder, self.position)
             return False
         self._switch(lambda: self._adopt(prepared))
@@ -161,9 +166,7 @@ class Follower:
         Shards keep MAX_STATES states. The replica advances by fewer deltas at a time, so that the shards still have its
         current state. If other replicas are so far ahead that they do not, the replica skips to the newest delta.
         """
-        at_once = MAX_STATES - 1 if scorer.lookups.is_remote else 1
-        if self._skips:
-            at_once = max(at_once, find_newest_delta(self._folder).number - position.number)
+        at_once = inf if self._skips else MAX_STATES - 1 if scorer.lookups.is_remote else 1
         prepared, schema, weights = PreparedDeltas(self._folder, scorer), scorer.manifest.data_schema, scorer.weights
         try:
             while at_once and (following := read_next(self._folder, prepared.position or position)):
@@ -174,7 +177,13 @@ class Follower:
                 raise
         if prepared.position is None:
             return None
-        prepared.finish()
+        try:
+            prepared.finish()
+        except OutdatedStateError:
+            if self._skips:
+                raise
+            self._skips = True
+            return self._prepare_next(scorer, position)
         return prepared
 
     def _adopt(self, prepared: PreparedDeltas) -> None:
@@ -182,23 +191,11 @@ class Follower:
         prepared.apply()
         self.position, self._skips = prepared.position, False
 
-    def _check_stream(self) -> None:
-        stream, own = find_stream(self._folder), self.position.manifest.stream
-        if stream and stream.id != own:
-            raise RunError(
-                f"the folder contains another stream: {stream.id}",
-                where=self._folder,
-                expected=f"stream {own}, or a full export of the new stream",
-                do="wait for the first full export of the new stream",
-            )
-
     def _record_refusal(self, error: Exception) -> str:
         """Return the reason for keeping the state, without the folder's location; count and log each reason once."""
         reason = str(error) if isinstance(error, RaytrecError) else f"{self._folder}: {get_first_line(error)}"
         if reason not in self._reasons:
-            if len(self._reasons) == MAX_REASONS:
-                self._reasons.clear()
-            self._reasons.add(reason)
+            self._reasons.append(reason)
             self._refused.inc()
             _log.warning("this replica serves step %s: %s", self.position.manifest.step, reason)
         if not isinstance(error, RaytrecError):
@@ -234,17 +231,16 @@ class Follower:
         Raises:
             RaytrecError: No export can be loaded.
         """
-        errors: list[RaytrecError] = []
+        failure: RaytrecError | None = None
         for uri, position in iterate_exports(self._folder, newer_than):
             try:
                 make_lookups = self._make_maker and self._make_maker(position=position)
                 versions = LoadedExports(uri, self._allow_code, background, make_lookups)
+                return versions, self._catch_up(versions.current.scorer, position)
             except RaytrecError as error:
-                errors.append(error)
-                continue
-            return versions, self._catch_up(versions.current.scorer, position)
-        if errors:
-            raise errors[0]
+                failure = failure or error
+        if failure:
+            raise failure
         return None
 
     def _catch_up(self, scorer: Scorer, position: Position) -> Position:
@@ -253,25 +249,9 @@ class Follower:
             try:
                 prepared = self._prepare_next(scorer, position)
             except Exception as error:  # the export can be served without this delta
-                if isinstance(error, OutdatedStateError) and not self._skips:
-                    self._skips = True
-                    continue
                 _log.warning("not all deltas after the full export can be applied: %s", error)
                 return position
             if prepared is None:
                 return position
             prepared.apply()
             position, self._skips = prepared.position, False
-
-
-def _call(action: Callable[[], None]) -> None:
-    action()
-
-
-def _complete(done: Future[None], action: Callable[[], None]) -> None:
-    """Call a function in the event loop, and pass its result or error to the waiting thread."""
-    try:
-        action()
-        done.set_result(None)
-    except BaseException as error:
-        done.set_exception(error)

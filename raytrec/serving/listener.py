@@ -12,7 +12,10 @@ from threading import Thread
 from time import sleep
 from typing import Any
 
+import uvicorn
+
 from raytrec.common.errors import RunError
+from raytrec.compat import uvicorn_
 
 DRAIN_TIMEOUT_S = 30  # timeout of pending responses when the listener closes
 LISTEN_BACKLOG = 2048  # maximum number of connections waiting to be accepted
@@ -43,10 +46,6 @@ class Listener:
     """
 
     def __init__(self, app: Any, host: str, port: int):
-        import uvicorn
-
-        from raytrec.compat.uvicorn_ import CLIENT_TIMEOUT_S, BoundedProtocol, DrainingServer
-
         self.fair_connections = inf
         self.loop: asyncio.AbstractEventLoop | None = None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -58,27 +57,24 @@ class Listener:
             self._socket.bind((host, port))
         except OSError as error:
             self._socket.close()
-            raise RunError(
-                f"the service cannot listen: {error.strerror}",
-                where=f"{host}:{port}",
-                expected="an address of this machine and a free port",
-            ) from None
+            what, where = f"the service cannot listen: {error.strerror}", f"{host}:{port}"
+            raise RunError(what, where=where, expected="an address of this machine and a free port") from None
         self._socket.listen(LISTEN_BACKLOG)  # connections are queued from now on
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,
-            http=BoundedProtocol,
+            http=uvicorn_.BoundedProtocol,
             log_config=None,
             access_log=False,
             lifespan="off",
             ws="none",
             server_header=False,
-            timeout_keep_alive=CLIENT_TIMEOUT_S,
+            timeout_keep_alive=uvicorn_.CLIENT_TIMEOUT_S,
             timeout_graceful_shutdown=DRAIN_TIMEOUT_S,
             callback_notify=self._check_connections,
             timeout_notify=0,
         )
-        self._server = DrainingServer(config)
+        self._server = uvicorn_.DrainingServer(config)
         self._thread = Thread(target=self._server.run, args=([self._socket],), name="http", daemon=True)
         self._thread.start()
 
@@ -89,16 +85,12 @@ class Listener:
 
     def count_active_connections(self) -> int:
         """Return the number of connections opened or used in the last ACTIVE_S seconds (compat/uvicorn_.py)."""
-        from raytrec.compat.uvicorn_ import list_active
-
-        return len(list_active(self._server))
+        return len(uvicorn_.list_active(self._server))
 
     async def _check_connections(self) -> None:
-        from raytrec.compat.uvicorn_ import abort_slow, close_surplus
-
         self.loop = asyncio.get_running_loop()
-        await abort_slow(self._server)
-        close_surplus(self._server, self.fair_connections)
+        await uvicorn_.abort_slow(self._server)
+        uvicorn_.close_surplus(self._server, self.fair_connections)
 
     def close(self) -> None:
         """Stop accepting connections, and return when all requests that have arrived are complete.
@@ -106,14 +98,12 @@ class Listener:
         Clients with open connections have CLOSE_GRACE_S seconds to send a request, whose response closes the
         connection. Responses that take longer than DRAIN_TIMEOUT_S are canceled.
         """
-        from raytrec.compat.uvicorn_ import CLOSE_GRACE_S, CLOSE_HEADER
-
         refuse_connections(self._socket)
         for headers in (self._server.config.encoded_headers, self._server.server_state.default_headers):
-            headers.append(CLOSE_HEADER)
-        sleep(CLOSE_GRACE_S)
+            headers.append(uvicorn_.CLOSE_HEADER)
+        sleep(uvicorn_.CLOSE_GRACE_S)
         self._server.should_exit = True
-        self._thread.join(DRAIN_TIMEOUT_S + 2 * CLOSE_GRACE_S + 5)
+        self._thread.join(DRAIN_TIMEOUT_S + 2 * uvicorn_.CLOSE_GRACE_S + 5)
 
 
 def refuse_connections(listening: socket.socket) -> None:

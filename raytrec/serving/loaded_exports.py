@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from copy import copy
-from threading import Lock
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 from urllib.parse import unquote
 
 from raytrec.common.errors import RaytrecError, RunError, get_first_line
-from raytrec.common.storage import chooses_server, make_absolute, open_filesystem
+from raytrec.common.storage import chooses_server, make_absolute, open_filesystem, split_query
 from raytrec.scoring.load import LookupMaker, load
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
@@ -50,15 +50,11 @@ class LoadedExports:
     def __init__(
         self, uri: str, allow_code: bool = False, background: bool = False, make_lookups: LookupMaker | None = None
     ):
-        self._allow_code, self._make_lookups, self._lock = allow_code, make_lookups, Lock()
-        self.current = self._load(uri, background)
+        self._load = partial(load, check_tables=True, allow_code=allow_code, make_lookups=make_lookups)
+        self.current = LoadedExport(uri, self._load(uri, background=background))
         self.previous: LoadedExport | None = None
         self.challenger: LoadedExport | None = None
         self._prepared: LoadedExport | None = None
-
-    def _load(self, uri: str, background: bool) -> LoadedExport:
-        options: dict[str, Any] = {"allow_code": self._allow_code, "make_lookups": self._make_lookups}
-        return LoadedExport(uri, load(uri, check_tables=True, background=background, **options))
 
     @property
     def version(self) -> str:
@@ -70,30 +66,32 @@ class LoadedExports:
         """Return all exports in memory."""
         return [each for each in (self.current, self.previous, self.challenger, self._prepared) if each]
 
-    def prepare(self, uri: str) -> str:
+    def prepare(self, uri: str | None) -> str | None:
         """Load another export unless it is in memory, compare checksums and golden rows, and return its version.
+
+        Args:
+            uri: URI of the export; None: release the prepared export.
 
         Raises:
             RunError, ConfigError: The export cannot be used.
         """
-        with self._lock:
-            key = uri, read_manifest(uri).version
-            loaded = next((each for each in self.loaded if (each.uri, each.scorer.version) == key), None)
-            self._prepared = loaded or self._load(uri, background=True)
-            return self._prepared.scorer.version
+        if uri is None:
+            self._prepared = None
+            return None
+        key = uri, read_manifest(uri).version
+        loaded = next((each for each in self.loaded if (each.uri, each.scorer.version) == key), None)
+        self._prepared = loaded or LoadedExport(uri, self._load(uri, background=True))
+        return self._prepared.scorer.version
 
     def commit(self, version: str) -> None:
-        """Serve the prepared export, unless its version is already served.
+        """Serve the prepared export.
 
         Raises:
-            RunError: The version is not served, and the prepared export, if any, has another version.
+            RunError: The prepared export has another version.
         """
-        with self._lock:
-            if self.version != version:
-                if self._prepared is None or self._prepared.scorer.version != version:
-                    raise RunError(f"{version} is not prepared", where="the service", do="prepare the export")
-                self.current, self.previous = self._prepared, self.current
-            self._prepared = None
+        if self._prepared is None or self._prepared.scorer.version != version:
+            raise RunError(f"{version} is not prepared", where="the service", do="prepare the export")
+        self.current, self.previous, self._prepared = self._prepared, self.current, None
 
     def replace(self, loaded: LoadedExport) -> None:
         """Serve an export that another object has loaded, and release the current and the previous export."""
@@ -117,11 +115,6 @@ class LoadedExports:
             return get_first_line(error)
         self.challenger = loaded._replace(challenger=challenger) if challenger else None
         return None
-
-    def forget(self) -> None:
-        """Release the prepared export."""
-        with self._lock:
-            self._prepared = None
 
 
 def load_either(
@@ -163,10 +156,7 @@ def execute_command(versions: LoadedExports, order: ReplicaCommand, last_report:
                 versions.prepare(answer.uri)
             versions.commit(answer.version)
         challenger_error = versions.set_challenger(order.challenger)
-        if order.prepare:
-            prepared = versions.prepare(order.prepare)
-        else:
-            versions.forget()
+        prepared = versions.prepare(order.prepare)
     except RaytrecError as failed:
         error = copy(failed)  # the traceback would keep the exports of its frames alive
     except Exception as failed:
@@ -205,5 +195,4 @@ def _split(uri: str) -> tuple[str, str]:
     """Return (path with links resolved, "") of a local location, or (location without query, ?query) of a URI."""
     if "://" not in uri or uri.startswith("file:///"):
         return os.path.realpath(open_filesystem(make_absolute(uri))[1]), ""
-    place, mark, query = uri.partition("?")
-    return place.rstrip("/"), mark + query
+    return split_query(uri)

@@ -22,44 +22,38 @@ from raytrec.data.arrow import list_element_type
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.bodies import JSON
 
+JSON_TYPES = (types.is_integer, "integer"), (types.is_floating, "number"), (types.is_boolean, "boolean")
+
 
 class Endpoint(NamedTuple):
-    """Entry of the table that dispatches and documents requests.
+    """Path of a service, which templates/openapi.yaml describes.
 
     Attributes:
         method: HTTP method.
         path: Path of the URL.
         answer: Function (request, model that serves the request) → response.
-        summary: One sentence for the OpenAPI document.
         is_open: True if no token is required.
     """
 
     method: str
     path: str
     answer: Callable[[Request, Scorer], Awaitable[Response]]
-    summary: str
     is_open: bool = False
 
 
 def describe(scorer: Scorer, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     """Return the OpenAPI document of a service, with the columns and tasks of its model."""
     document = yaml.safe_load((Path(__file__).parent / "templates/openapi.yaml").read_text(encoding="utf-8"))
-    manifest, known, schemas = scorer.manifest, document["paths"], document["components"]["schemas"]
+    manifest, paths, schemas = scorer.manifest, document["paths"], document["components"]["schemas"]
     document["info"] = {"title": manifest.source.run, "version": scorer.version}
     kinds = {field.name: _type(field.type) for field in scorer.columns}
     schemas["Row"]["properties"] = kinds
     schemas["Columns"]["properties"] = {name: {"type": "array", "items": kind} for name, kind in kinds.items()}
     values = schemas["Values"], schemas["ValuesOfClasses"]
     schemas["Predictions"]["properties"] = {task.column: values[task.classes > 1] for task in manifest.tasks}
-    known["/predict"]["post"]["requestBody"]["content"][JSON]["example"] = {"rows": make_example_rows(scorer)}
-    document["paths"] = {}
-    for endpoint in endpoints:
-        if endpoint.path == "/vectors" and not manifest.towers:
-            continue
-        methods, method = known[endpoint.path], endpoint.method.lower()
-        operation = {"summary": endpoint.summary} | methods[method] | ({"security": []} if endpoint.is_open else {})
-        document["paths"][endpoint.path] = methods | {method: operation}
-    return document
+    paths["/predict"]["post"]["requestBody"]["content"][JSON]["example"] = {"rows": make_example_rows(scorer)}
+    served = (each.path for each in endpoints if each.path != "/vectors" or manifest.towers)
+    return document | {"paths": {path: paths[path] for path in served}}
 
 
 def make_example_rows(scorer: Scorer) -> list[dict[str, Any]]:
@@ -84,13 +78,7 @@ def _type(kind: pa.DataType) -> dict[str, Any]:
     inner = list_element_type(kind)
     if inner is not None:
         return {"type": ["array", "null"], "items": _type(inner)}
-    name = "string"
-    if types.is_integer(kind):
-        name = "integer"
-    elif types.is_floating(kind):
-        name = "number"
-    elif types.is_boolean(kind):
-        name = "boolean"
+    name = next((name for is_type, name in JSON_TYPES if is_type(kind)), "string")
     return {"type": [name, "null"]}
 
 

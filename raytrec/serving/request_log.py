@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from queue import Empty, SimpleQueue
@@ -14,7 +14,6 @@ from threading import Lock, Thread
 from time import monotonic
 from uuid import uuid4
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -24,10 +23,11 @@ from raytrec.common.storage import make_absolute
 from raytrec.data.arrow import pick_columns
 from raytrec.serving.batching import VersionedScores
 from raytrec.serving.bodies import Query
-from raytrec.serving.replica_metrics import ReplicaMetrics
+from raytrec.serving.replica_state import ReplicaMetrics
 from raytrec.skew.samples import REQUEST_COLUMN, VERSION_KEY
 
 _log = logging.getLogger(__name__)
+FILE_INTERVAL_S, MAX_FILE_ROWS = 60.0, 10_000  # a file is closed after this time or number of rows
 MAX_WAITING_ROWS = 20_000  # maximum number of rows waiting for the thread
 CLOSE_TIMEOUT_S = 15.0  # timeout for the last files; Serve kills a replica after 20 s
 
@@ -43,14 +43,9 @@ class LoggedRequest:
 
     path: str
     query: Query
-    scores: Sequence[np.ndarray]
-    id: str = field(default_factory=lambda: uuid4().hex)
+    scores: VersionedScores
+    id: str
     time: datetime = field(default_factory=lambda: datetime.now(UTC))
-
-    @property
-    def version(self) -> str:
-        """Return the version that computed the scores."""
-        return self.scores.version if isinstance(self.scores, VersionedScores) else self.query.scorer.version
 
 
 class RequestLog:
@@ -65,39 +60,31 @@ class RequestLog:
         sample: Share of requests that are written, in (0, 1].
         writer: Part of the file names that identifies this process.
         figures: Metrics that count written and dropped rows.
-        file_interval_s: Seconds after which a file is closed.
-        max_file_rows: Number of rows after which a file is closed.
     """
 
-    def __init__(
-        self,
-        uri: str,
-        sample: float,
-        writer: str,
-        figures: ReplicaMetrics,
-        *,
-        file_interval_s: float = 60.0,
-        max_file_rows: int = 10_000,
-    ):
+    def __init__(self, uri: str, sample: float, writer: str, figures: ReplicaMetrics):
         self._uri, self._sample, self._writer = make_absolute(uri), sample, writer
         self._written, self._dropped = figures.logged, figures.not_logged
-        self._every_s, self._max_rows = file_interval_s, max_file_rows
         self._queue: SimpleQueue[LoggedRequest | None] = SimpleQueue()  # None ends the thread
         self._waiting, self._lock, self._files = 0, Lock(), 0
         self._thread = Thread(target=self._run, name="request-log", daemon=True)
         self._thread.start()
 
-    def offer(self, path: str, query: Query, scores: Sequence[np.ndarray]) -> str | None:
+    def offer(self, path: str, query: Query, scores: VersionedScores, id: str | None = None) -> str | None:
         """Add a completed request to the log if it is in the sample, and return its id in the log.
 
-        Returns:
-            Id of the request; None if the request is not logged.
-        """
-        return self.add(LoggedRequest(path, query, scores)) if random() < self._sample else None
+        Args:
+            path: Path of the URL; see LoggedRequest.
+            query: Rows of the request.
+            scores: Scores of the rows.
+            id: Id of the request if the log already contains it with other scores; None: a new request.
 
-    def add(self, logged: LoggedRequest) -> str | None:
-        """Add a request to the log, and return its id, or None if too many rows are waiting."""
-        rows = len(logged.scores[0])
+        Returns:
+            Id of the request; None if it is not in the sample, or too many rows are waiting.
+        """
+        if id is None and random() >= self._sample:
+            return None
+        logged, rows = LoggedRequest(path, query, scores, id or uuid4().hex), len(scores[0])
         with self._lock:
             fits = self._waiting + rows <= MAX_WAITING_ROWS
             self._waiting += rows if fits else 0
@@ -114,24 +101,20 @@ class RequestLog:
 
     def _run(self) -> None:
         tables: dict[str, list[pa.Table]] = defaultdict(list)
-        rows, due = 0, monotonic() + self._every_s
-        while True:
-            logged, ended = None, False
-            try:
+        rows, due, has_ended = 0, monotonic() + FILE_INTERVAL_S, False
+        while not has_ended:
+            logged = None
+            with suppress(Empty):
                 logged = self._queue.get(timeout=max(0.0, due - monotonic()))
-                ended = logged is None
-            except Empty:
-                pass
+                has_ended = logged is None
             if logged is not None and (table := self._as_table(logged)) is not None:
-                tables[logged.version].append(table)
+                tables[logged.scores.version].append(table)
                 rows += len(table)
-            if ended or rows >= self._max_rows or monotonic() >= due:
+            if has_ended or rows >= MAX_FILE_ROWS or monotonic() >= due:
                 for version, parts in tables.items():
                     self._write(version, pa.concat_tables(parts))
                 tables.clear()
-                rows, due = 0, monotonic() + self._every_s
-            if ended:
-                return
+                rows, due = 0, monotonic() + FILE_INTERVAL_S
 
     def _as_table(self, logged: LoggedRequest) -> pa.Table | None:
         try:
@@ -175,7 +158,7 @@ def to_logged_rows(logged: LoggedRequest) -> pa.Table:
         REQUEST_COLUMN: (logged.id, pa.string()),
         "_time": (logged.time, pa.timestamp("us", "UTC")),
         "_path": (logged.path, pa.string()),
-        "_version": (logged.version, pa.string()),
+        "_version": (logged.scores.version, pa.string()),
     }
     for name, (value, kind) in about.items():
         table = table.append_column(name, pa.repeat(pa.scalar(value, kind), len(table)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -70,15 +71,14 @@ def list_endpoints(replica: str) -> list[Endpoint]:
             raise DataError(f"invalid {where}: {mistake['msg']}", where=where, expected=expected) from None
         read = find_block(scorer, query)
         is_remote = query.part == "rows" and scorer.lookups.is_remote
-        block = to_bytes(await asyncio.to_thread(read) if is_remote else read())
+        values = await asyncio.to_thread(read) if is_remote else read()
+        prefetch_pages(values.data_ptr(), values.nbytes)
+        block = to_bytes(values)
         if query.values:
             return Response(block.tobytes(), media_type="application/octet-stream", headers=headers)
         return Response(sha256(block).hexdigest(), media_type="text/plain", headers=headers)
 
-    return [
-        Endpoint("GET", "/state", answer_state, "Tables, managed ids and dense weights of one replica."),
-        Endpoint("GET", "/state/block", answer_block, "SHA-256 or bytes of a range of rows, ids or dense values."),
-    ]
+    return [Endpoint("GET", "/state", answer_state), Endpoint("GET", "/state/block", answer_block)]
 
 
 def describe_state(scorer: Scorer) -> dict[str, Any]:
@@ -123,13 +123,7 @@ def find_block(scorer: Scorer, query: BlockQuery) -> Callable[[], torch.Tensor]:
     if not first < end <= min(count, first + max_values):
         expected = f"first < end ≤ {count}, and at most {max_values} values"
         raise DataError(f"invalid range from {first} to {end}", where="first, end", expected=expected)
-
-    def read() -> torch.Tensor:
-        block = read_values(first, end)
-        prefetch_pages(block.data_ptr(), block.nbytes)
-        return block
-
-    return read
+    return partial(read_values, first, end)
 
 
 def to_bytes(values: torch.Tensor) -> Any:

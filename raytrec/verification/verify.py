@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import islice
-from time import perf_counter, sleep
+from time import monotonic, perf_counter, sleep
 from typing import Any
+from urllib.parse import urlencode
 
 from raytrec.checkpoint.files import find, find_step
 from raytrec.common.errors import RunError
@@ -16,13 +19,93 @@ from raytrec.common.formatting import format_percent
 from raytrec.common.storage import make_absolute, query_file_info, split_query
 from raytrec.driver.console import Result, RunConsole
 from raytrec.scoring.manifest import format_version
+from raytrec.serving.command import parse_address, parse_error
 from raytrec.serving.options import find_token
-from raytrec.serving.served_state import StatePart, to_bytes
-from raytrec.verification.replica_connection import ReplicaConnection, ServiceChangedError, connect
+from raytrec.serving.served_state import REPLICA_HEADER, StatePart, to_bytes
 from raytrec.verification.stored_state import StoredState
 
 MAX_STARTS, RESTART_DELAY_S = 3, 1.0  # number of attempts, and delay before the next, if the service changes
 MAX_EXAMPLES = 3  # maximum number of differing values reported for each table, id map and weight
+RESPONSE_TIMEOUT_S = 60
+CONNECT_TIMEOUT_S = 30  # time within which each replica must respond; an ended replica is listed for 15 s
+CONNECT_INTERVAL_S = 0.05
+
+
+class ServiceChangedError(Exception):
+    """Error for a service whose version or replicas changed during a comparison."""
+
+
+class ReplicaConnection:
+    """HTTP connection to one replica of a service. The replica must not change its version.
+
+    Args:
+        service: Address of the service.
+        token: Token of the service; "": no token is sent.
+
+    Attributes:
+        replica: Id of the replica.
+        state: Response to GET /state.
+
+    Raises:
+        RunError: The service does not respond, or refuses the request.
+    """
+
+    def __init__(self, service: str, token: str):
+        url = parse_address(service)
+        self._service, self._path = service, url.path.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
+        self._connection = kind(url.netloc, timeout=RESPONSE_TIMEOUT_S)
+        self.replica: str | None = None
+        self._version: str | None = None
+        self.state: dict[str, Any] = json.loads(self.get("/state"))
+
+    def get(self, path: str, **query: Any) -> bytes:
+        """Send a GET request, and return the body of this replica's response; reconnect if another replica responds.
+
+        Raises:
+            RunError: The service does not respond, or refuses the request.
+            ServiceChangedError: The replica has changed its version, does not respond, or cannot be reached again.
+        """
+        deadline = monotonic() + CONNECT_TIMEOUT_S
+        while monotonic() < deadline:
+            try:
+                self._connection.request("GET", f"{self._path}{path}?{urlencode(query)}", headers=self._headers)
+                answer = self._connection.getresponse()
+                content = answer.read()
+            except (OSError, HTTPException) as error:
+                if self.replica is None:
+                    raise RunError(f"the service does not respond: {error}", where=self._service) from None
+                raise ServiceChangedError(f"replica {self.replica} does not respond: {error}") from None
+            if answer.status != 200:
+                what = f"the service responds with status {answer.status}"
+                raise parse_error(content, what, self._service, answer.status)
+            replica, version = answer.getheader(REPLICA_HEADER, self.replica), answer.getheader("X-Model-Version")
+            if self.replica in (None, replica):
+                if self._version not in (None, version):
+                    raise ServiceChangedError(f"the version has changed from {self._version} to {version}")
+                self.replica, self._version = replica, version
+                return content
+            self._connection.close()  # the kernel has selected another replica
+            sleep(CONNECT_INTERVAL_S)
+        raise ServiceChangedError(f"replica {self.replica} cannot be reached again")
+
+
+def connect(service: str, token: str) -> tuple[list[ReplicaConnection], list[str]]:
+    """Return a connection to each replica, and the ids of listed replicas that were not reached.
+
+    The kernel selects the replica for a connection. Connections are therefore opened until each replica has responded,
+    or until CONNECT_TIMEOUT_S has passed.
+    """
+    replicas: dict[str, ReplicaConnection] = {}
+    deadline = monotonic() + CONNECT_TIMEOUT_S
+    while True:
+        connection = ReplicaConnection(service, token)
+        replicas.setdefault(connection.replica, connection)
+        missing = sorted(json.loads(connection.get("/versions")).keys() - replicas.keys())
+        if not missing or monotonic() > deadline:
+            return [*replicas.values()], missing
+        sleep(CONNECT_INTERVAL_S)
 
 
 @dataclass
@@ -141,12 +224,9 @@ def _check_states(replicas: Sequence[ReplicaConnection], about: dict[str, Any], 
             other_step = "repeat the command after the run has ended or has been stopped, or pass another checkpoint"
         else:
             other_step = f"pass RUN/{served_step}, or repeat the command when the service has reached step {step}"
-        raise RunError(
-            f"the service serves step {served_step} of run {served_run}, but the checkpoint contains step {step} of "
-            f"run {run}",
-            where=f"{service}, {folder}",
-            do=other_step if served_run == run else other_run,
-        )
+        served, stored = f"step {served_step} of run {served_run}", f"step {step} of run {run}"
+        what = f"the service serves {served}, but the checkpoint contains {stored}"
+        raise RunError(what, where=f"{service}, {folder}", do=other_step if served_run == run else other_run)
 
 
 def _compare(replicas: Sequence[ReplicaConnection], stored: StoredState, console: RunConsole) -> list[Difference]:
@@ -166,10 +246,9 @@ def _compare(replicas: Sequence[ReplicaConnection], stored: StoredState, console
                 for each in replicas:
                     get = partial(each.get, "/state/block", part=part, name=name, first=first, end=end)
                     if get().decode() != digest:
-                        key = each.replica, part, name
-                        found.setdefault(key, Difference(*key)).add(
-                            *stored.compare(part, name, first, values, get(values=1))
-                        )
+                        key, differing = (each.replica, part, name), get(values=1)
+                        difference = found.setdefault(key, Difference(*key))
+                        difference.add(*stored.compare(part, name, first, values, differing))
                 if part == "rows":
                     rows += len(values)
                     share = format_percent(rows / _count(state, "rows"))

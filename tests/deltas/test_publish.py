@@ -35,7 +35,7 @@ def create_stream(folder):
     from small import make_small_config
 
     from raytrec.config.run_config import load_config
-    from raytrec.deltas.stream import open_stream
+    from raytrec.deltas.chain import open_stream
 
     settings = [f"run.dir={folder}/run", "run.name=run", *delta_settings(folder)]
     open_stream(load_config(make_small_config(1, {}), settings))

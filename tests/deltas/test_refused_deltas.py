@@ -10,10 +10,11 @@ from deltas import STREAM, DeltaFolder, make_row_table
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.config.schema import Schema
 from raytrec.deltas.apply import read_delta
-from raytrec.deltas.chain import Position, check_gap, check_is_stream, find_position, read_next
+from raytrec.deltas.chain import Position, check_gap, find_position, read_next
 from raytrec.deltas.format import format_number, read_delta_manifest
 from raytrec.exporting.apply_deltas import _read_chain
 from raytrec.scoring.manifest import ExportSource
+from raytrec.serving.command import check_is_stream
 
 SCHEMA = Schema.parse(
     {
@@ -118,7 +119,7 @@ def test_valid_delta_is_read(folder):
     write_second(folder, column_parts=2)
     delta = read_second(folder)
     assert delta.rows["user"].rows.tolist() == [1, 3] and delta.rows["user"].values.eq(1).all()
-    assert [each.tolist() for each in vars(delta.ids["item"]).values()] == [[2, 3], [10**18], [2]]
+    assert [each.tolist() for each in delta.ids["item"]] == [[2, 3], [10**18], [2]]
     assert delta.dense.keys() == WEIGHTS.keys()
 
 

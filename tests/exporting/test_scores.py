@@ -144,8 +144,9 @@ def test_every_row_format_scores_like_predict(folder, exported_run, model):
 
 @pytest.mark.survive
 def test_request_log_keeps_types_and_compares_every_column(folder, exported_run, model, tmp_path):
+    from raytrec.serving.batching import VersionedScores
     from raytrec.serving.bodies import Query
-    from raytrec.serving.replica_metrics import ReplicaMetrics
+    from raytrec.serving.replica_state import ReplicaMetrics
     from raytrec.serving.request_log import RequestLog
     from raytrec.skew.compare import skew
 
@@ -158,9 +159,9 @@ def test_request_log_keeps_types_and_compares_every_column(folder, exported_run,
     others = [{k: v for k, v in row.items() if k not in user} for row in rows[:9]]
     candidates, of_user, split = model.to_ranking_tables(user, others)
     query = Query(model, "predict", candidates, of_user, split)
-    log.offer("/predict", query, query.score([candidates], [of_user]))
+    log.offer("/predict", query, VersionedScores(query.score([candidates], [of_user]), model.version))
     for at in range(len(table)):
-        each = [values[at : at + 1] for values in scores]
+        each = VersionedScores((values[at : at + 1] for values in scores), model.version)
         part = table.slice(at, 1) if at % 2 else to_table(rows[at : at + 1], model.columns)
         log.offer("/predict", Query(model, "predict", part), each)
     log.close()

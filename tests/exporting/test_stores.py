@@ -19,8 +19,9 @@ from raytrec.common.errors import RunError
 from raytrec.common.output_folder import OutputFolder
 from raytrec.common.processes import get_owner_name
 from raytrec.common.storage import open_filesystem
+from raytrec.serving.batching import VersionedScores
 from raytrec.serving.bodies import Query
-from raytrec.serving.replica_metrics import ReplicaMetrics
+from raytrec.serving.replica_state import ReplicaMetrics
 from raytrec.serving.request_log import RequestLog
 from raytrec.skew.compare import skew
 
@@ -136,9 +137,10 @@ def test_copies_of_killed_processes_are_removed(bucket, local_export, copy_folde
 
 def test_request_log_is_written_to_and_read_from_a_store(bucket, local_export):
     _, local, table = local_export
-    query, figures = Query(raytrec.load(local), "predict", table), ReplicaMetrics()
+    model, figures = raytrec.load(local), ReplicaMetrics()
+    query = Query(model, "predict", table)
     log = RequestLog(f"{bucket}/log", 1.0, "writer", figures)
-    log.offer("/predict", query, query.score([table]))
+    log.offer("/predict", query, VersionedScores(query.score([table]), model.version))
     log.close()
     assert [each._value.get() for each in (figures.logged, figures.not_logged)] == [len(table), 0]
     filesystem, path = open_filesystem(f"{bucket}/data")

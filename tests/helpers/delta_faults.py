@@ -22,7 +22,7 @@ def list_replica_endpoints(replica, *listed):
     async def list_versions(request, scorer):
         return json_response(dict.fromkeys([replica, *listed], scorer.version))
 
-    return [*list_endpoints(replica), Endpoint("GET", "/versions", list_versions, "Current version of each replica.")]
+    return [*list_endpoints(replica), Endpoint("GET", "/versions", list_versions)]
 
 
 class FollowingReplica(ServedApp):

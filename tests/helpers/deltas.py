@@ -24,7 +24,6 @@ from raytrec.deltas.format import (
     DeltaManifest,
     DeltaStream,
     DeltaTable,
-    encode_manifest,
     format_number,
     get_export_uri,
     get_manifest_uri,
@@ -204,7 +203,8 @@ class DeltaFolder:
             files[operation] = {name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
         values = {"stream": self.stream, "number": number, "parent": self.checksums.get(number - 1, "")}
         values |= {"step": step, "cut_unix_s": CUT_S, "tables": self.tables, "files": files}
-        content, self.checksums[number] = encode_manifest(DeltaManifest(**(values | fields)))
+        content = to_json_document(DeltaManifest(**(values | fields)))
+        self.checksums[number] = hashlib.sha256(content).hexdigest()
         path = Path(get_manifest_uri(str(self.path), number))
         path.with_suffix(".tmp").write_bytes(content)
         path.with_suffix(".tmp").rename(path)

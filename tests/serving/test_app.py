@@ -29,8 +29,7 @@ from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits, Query, decode_request
 from raytrec.serving.loaded_exports import LoadedExports, execute_command, load_either
 from raytrec.serving.openapi import make_page
-from raytrec.serving.replica_metrics import describe_model
-from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaState
+from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaState, describe_model
 
 LIMITS = Limits(body_bytes=200_000, rows=100, ids=50)
 
@@ -332,10 +331,10 @@ def test_changes_of_the_model_wait_for_threads_that_score(model, served_export):
     assert events[-1] == "last"
 
 
-def test_full_queue_rejects_requests(served_export):
+def test_full_queue_rejects_requests(served_export, monkeypatch):
+    monkeypatch.setattr("raytrec.serving.batching.MAX_QUEUED_ROWS", 3)
     http = ServedApp(Service(LoadedExports(served_export[0]), None))
     try:
-        http.service.batcher = Batcher(max_waiting_rows=3)
         http.service.batcher.waiting = 2
         status, content, headers = http.ask("/predict", {"rows": get_valid_rows(served_export)})
         assert status == 429 and headers["Retry-After"] == "1" and "are waiting" in json.loads(content)["error"]
@@ -408,7 +407,7 @@ def test_documented_client_retries_rejected_requests(http, model, served_export,
     page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
     (block,) = re.findall(r"(?m)^    import urllib3\n(?:(?:    .*)?\n)+", page)
     monkeypatch.setattr("raytrec.serving.batching.RETRY_AFTER_S", 0)
-    monkeypatch.setattr(http.service, "batcher", Batcher(max_waiting_rows=3))
+    monkeypatch.setattr("raytrec.serving.batching.MAX_QUEUED_ROWS", 3)
     http.service.batcher.waiting = 2
     threading.Thread(target=free_queue_after_rejection, args=[http.service]).start()
     names = {"token": TOKEN, "rows": get_valid_rows(served_export)}

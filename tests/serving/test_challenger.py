@@ -16,14 +16,20 @@ from waiting import wait_for
 import raytrec
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.scoring.manifest import read_manifest
-from raytrec.serving import challenger
+from raytrec.serving import batching
 from raytrec.serving.app import Service
-from raytrec.serving.challenger import is_in_share
 from raytrec.serving.command import promote
 from raytrec.serving.loaded_exports import LoadedExports, execute_command
 from raytrec.serving.options import Promotion
-from raytrec.serving.replica_metrics import ReplicaMetrics, describe_model, write_metrics
-from raytrec.serving.replica_state import Challenger, Export, ReplicaCommand, ReplicaState
+from raytrec.serving.replica_state import (
+    Challenger,
+    Export,
+    ReplicaCommand,
+    ReplicaMetrics,
+    ReplicaState,
+    describe_model,
+    write_metrics,
+)
 from raytrec.serving.request_log import RequestLog
 from raytrec.skew.compare import skew
 
@@ -35,7 +41,7 @@ def make_challenger(share, version="films-2", mode="canary", uri="b"):
 
 
 def select_keys(share, version="films-2"):
-    return {key for key in KEYS if is_in_share(key.encode(), make_challenger(share, version))}
+    return {key for key in KEYS if make_challenger(share, version).includes(key.encode())}
 
 
 def test_share_of_keys_is_exact_within_chance_and_grows_monotonically():
@@ -92,7 +98,7 @@ def test_canary_answers_its_share_of_keys_with_its_own_scores(served_export, mod
     with serve_challenger(served_export, "canary", 0.3) as http:
         challenger, roles = http.service.versions.challenger.challenger, []
         for key in KEYS[:40]:
-            roles.append("challenger" if is_in_share(key.encode(), challenger) else "current")
+            roles.append("challenger" if challenger.includes(key.encode()) else "current")
             status, content, headers = http.ask("/predict", {"rows": rows}, key=key)
             answer = json.loads(content)
             assert (status, answer["version"], headers["X-Model-Version"]) == (200, *[versions[roles[-1]]] * 2)
@@ -110,7 +116,7 @@ def test_body_decides_if_the_client_sends_no_key(served_export, models):  # noqa
         challenger, answered = http.service.versions.challenger.challenger, set()
         for number in range(len(table)):
             body = json.dumps({"rows": table.slice(number, 1).to_pylist()}).encode()
-            expected = models["challenger" if is_in_share(body, challenger) else "current"].version
+            expected = models["challenger" if challenger.includes(body) else "current"].version
             for path in ("/predict", "/vectors", "/predict"):
                 assert http.ask(path, body)[2]["X-Model-Version"] == expected
             answered.add(expected)
@@ -174,7 +180,7 @@ def test_rows_that_the_challenger_cannot_read_are_answered_and_counted(served_ex
 
 def test_shadow_waits_for_idle_moments_and_drops_what_exceeds_its_queue(served_export, monkeypatch):  # noqa: F811
     body = json.dumps({"rows": get_valid_rows(served_export)}).encode()
-    monkeypatch.setattr(challenger, "MAX_WAITING_BYTES", 2 * len(body))
+    monkeypatch.setattr(batching, "MAX_SHADOW_BYTES", 2 * len(body))
     with serve_challenger(served_export, "shadow", 1.0) as http:
         http.service.batcher.waiting = 1
         for _ in range(5):
@@ -193,7 +199,7 @@ def test_shadow_scores_only_its_share_of_requests(served_export):  # noqa: F811
         challenger = http.service.versions.challenger.challenger
         for key in KEYS[:30]:
             http.ask("/predict", body, key=key)
-        expected = sum(is_in_share(key.encode(), challenger) for key in KEYS[:30])
+        expected = sum(challenger.includes(key.encode()) for key in KEYS[:30])
         wait_for(lambda: count_shadow_requests(http, "scored") == expected, "shadow scores", 60)
         time.sleep(0.05)
         assert 0 < count_shadow_requests(http, "scored") == expected < 30

@@ -22,10 +22,9 @@ import raytrec
 from raytrec.common.errors import DataError
 from raytrec.serving.app import Service
 from raytrec.serving.bodies import Limits
-from raytrec.serving.inference_protocol import HEADER_LENGTH
+from raytrec.serving.inference_protocol import HEADER_LENGTH, InputTensor, read_tensors, to_table
 from raytrec.serving.loaded_exports import LoadedExports
 from raytrec.serving.request_log import RequestLog
-from raytrec.serving.tensors import InputTensor, read_tensors, to_table
 
 LIMITS = Limits(body_bytes=200_000, rows=100, ids=50)
 DENSE, IDS = ["a", "b", "n"], ["user", "film"]

@@ -8,8 +8,7 @@ import pytest
 
 from raytrec.common.errors import RunError
 from raytrec.serving.coordinator import Coordinator
-from raytrec.serving.replica_metrics import ReplicaMetrics
-from raytrec.serving.replica_state import Challenger, Export, ReplicaState
+from raytrec.serving.replica_state import Challenger, Export, ReplicaMetrics, ReplicaState
 
 FIRST, SECOND = Export("a", "films-1"), Export("b", "films-2")
 

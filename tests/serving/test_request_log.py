@@ -14,18 +14,18 @@ import raytrec
 from raytrec.serving import request_log
 from raytrec.serving.app import Service
 from raytrec.serving.loaded_exports import LoadedExports
-from raytrec.serving.replica_metrics import ReplicaMetrics
+from raytrec.serving.replica_state import ReplicaMetrics
 from raytrec.serving.request_log import RequestLog
 
 
 class LoggingService:
     """HTTP service that writes a request log."""
 
-    def __init__(self, export, folder, sample=1.0, **options):
+    def __init__(self, export, folder, sample=1.0):
         self.http = ServedApp(Service(LoadedExports(export), TOKEN))
         service, self.folder = self.http.service, folder
         self.figures = figures = service.figures
-        self.log = RequestLog(str(folder), sample, "writer", figures, **options)
+        self.log = RequestLog(str(folder), sample, "writer", figures)
         service.request_log = self.log
 
     def __enter__(self):
@@ -76,8 +76,10 @@ def test_log_contains_rows_and_scores_of_every_request_format(served_export, tmp
 
 
 @pytest.mark.slow
-def test_log_samples_requests_and_rotates_files(served_export, tmp_path):  # noqa: F811
-    with LoggingService(served_export[0], tmp_path, sample=0.5, file_interval_s=3600, max_file_rows=20) as service:
+def test_log_samples_requests_and_rotates_files(served_export, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(request_log, "FILE_INTERVAL_S", 3600)
+    monkeypatch.setattr(request_log, "MAX_FILE_ROWS", 20)
+    with LoggingService(served_export[0], tmp_path, sample=0.5) as service:
         for _ in range(60):
             service.http.ask("/predict", {"rows": get_valid_rows(served_export)})
         until = time.monotonic() + 60
@@ -86,7 +88,8 @@ def test_log_samples_requests_and_rotates_files(served_export, tmp_path):  # noq
             time.sleep(0.01)
     rows = [pq.read_metadata(file).num_rows for file in list_log_files(tmp_path)]
     assert 20 < sum(rows) < 100 and len(rows) > 1 and set(rows[:-1]) == {20}
-    with LoggingService(served_export[0], tmp_path / "timed", file_interval_s=0.05) as service:
+    monkeypatch.setattr(request_log, "FILE_INTERVAL_S", 0.05)
+    with LoggingService(served_export[0], tmp_path / "timed") as service:
         service.http.ask("/predict", {"rows": get_valid_rows(served_export)})
         while not list(tmp_path.glob("timed/*.parquet")):
             assert time.monotonic() < until

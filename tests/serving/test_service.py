@@ -31,7 +31,6 @@ from waiting import wait_for
 
 from raytrec.cluster.local_ray import check_ports
 from raytrec.common.errors import RunError
-from raytrec.serving.challenger import is_in_share
 from raytrec.serving.command import promote
 from raytrec.serving.coordinator import REPLICA_TIMEOUT_S
 from raytrec.serving.replica_state import Challenger
@@ -252,7 +251,7 @@ def assert_keys_get_versions(service, exports, challenger):
     (made, rows), counts = exports, Counter()
     by_version = {each.version: each for each in made.values()}
     for key in (f"user-{number}" for number in range(40)):
-        version = challenger.version if is_in_share(key.encode(), challenger) else made["whole"].version
+        version = challenger.version if challenger.includes(key.encode()) else made["whole"].version
         for _ in range(4):  # on connections to several replicas
             answer = service.ask("/predict", {"rows": rows}, **{"X-Request-Key": key})
             assert answer["version"] == version

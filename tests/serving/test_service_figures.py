@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from raytrec.serving.replica_metrics import ReplicaMetrics, write_metrics
+from raytrec.serving.replica_state import ReplicaMetrics, write_metrics
 
 MODEL_INFO = {"version": "films-9", "age_s": 60.0}
 

@@ -15,8 +15,8 @@ from raytrec.scoring.load import load
 from raytrec.serving.app import Service
 from raytrec.serving.loaded_exports import LoadedExports
 from raytrec.serving.options import ServiceOptions
-from raytrec.serving.replica_metrics import ReplicaMetrics
-from raytrec.serving.table_shards import actors, pooling
+from raytrec.serving.replica_state import ReplicaMetrics
+from raytrec.serving.table_shards import pooling, shard
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +39,10 @@ def list_shards():
 def test_killed_shard_restarts_and_loads_the_export(ray_cluster, export, monkeypatch):
     monkeypatch.setattr(pooling, "PAGE_BYTES", 32)  # rows of small tables are in both shards
     options = ServiceOptions(uri=export[0], name="films", table_shards=2, table_cache_mib=0, table_timeout_ms=20_000)
-    actors.start_shards(options)
+    shard.start_shards(options)
     try:
         figures, body = ReplicaMetrics(), {"rows": export[1].to_pylist()}
-        versions = LoadedExports(export[0], make_lookups=actors.make_lookup_maker(options, figures))
+        versions = LoadedExports(export[0], make_lookups=shard.make_lookup_maker(options, figures))
         with ServedApp(Service(versions, TOKEN, figures=figures, threads=2)) as http:
             assert_predictions_equal(http.scores(body), load(export[0]).predict(export[1]))
             expected, shards = http.scores(body), list_shards()
@@ -58,20 +58,20 @@ def test_killed_shard_restarts_and_loads_the_export(ray_cluster, export, monkeyp
             wait_for(answers, "the restarted shard", 120)
             assert http.scores(body) == expected and set(statuses) <= {(200, None), (503, "1")}
             assert (503, "1") in statuses
-            actors.start_shards(options)  # as a repeated deployment does
+            shard.start_shards(options)  # as a repeated deployment does
             assert len(list_shards()) == 2
     finally:
-        actors.end_shards("films", 2)
+        shard.end_shards("films", 2)
     wait_for(lambda: not list_shards(), "the end of the shards", 60)
 
 
 def test_missing_actors_and_too_little_memory_are_reported(ray_cluster, export, monkeypatch):
     options = ServiceOptions(uri=export[0], name="films", table_shards=2)
     with pytest.raises(RunError, match="table shard 0 cannot be reached"):
-        load(export[0], make_lookups=actors.make_lookup_maker(options, ReplicaMetrics()))
-    monkeypatch.setattr(actors, "read_manifest", lambda uri: EnlargedManifest())
+        load(export[0], make_lookups=shard.make_lookup_maker(options, ReplicaMetrics()))
+    monkeypatch.setattr(shard, "read_manifest", lambda uri: EnlargedManifest())
     with pytest.raises(RunError, match=r"a table shard needs .* of memory"):
-        actors.start_shards(options)
+        shard.start_shards(options)
 
 
 class EnlargedManifest:

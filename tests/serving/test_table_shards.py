@@ -35,8 +35,7 @@ from raytrec.serving.table_shards import shard as shard_module
 from raytrec.serving.table_shards.connection import FAILURES, ShardConnection, TableState
 from raytrec.serving.table_shards.loaded_tables import load_tables
 from raytrec.serving.table_shards.messages import StackRequest, decode_key, decode_request, encode_request
-from raytrec.serving.table_shards.pooling import ShardedStack
-from raytrec.serving.table_shards.row_cache import RowCache
+from raytrec.serving.table_shards.pooling import RowCache, ShardedStack
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +387,7 @@ def test_rows_are_balanced_over_shards_whatever_their_frequency(monkeypatch):
     monkeypatch.setattr(pooling, "PAGE_BYTES", 4096)
     draw = np.random.default_rng(0)
     for row_bytes in (256, 72, 40):
-        stack = ShardedStack(26 * 100_000, 64, row_bytes, 4, RowCache(1, 1, 0))
+        stack = ShardedStack(64, row_bytes, 4, RowCache(1, 1, 0))
         ids = np.minimum(draw.zipf(1.3, (20_000, 26)) - 1, 99_999) + np.arange(26) * 100_000
         counts = np.bincount(stack.find_shards(ids.ravel()), minlength=4)
         assert counts.min() > 0.1 * counts.sum(), (row_bytes, counts)

@@ -13,8 +13,9 @@ from test_models import ModelCase
 
 import raytrec
 from raytrec.common.errors import RunError
+from raytrec.serving.batching import VersionedScores
 from raytrec.serving.bodies import Query
-from raytrec.serving.replica_metrics import ReplicaMetrics
+from raytrec.serving.replica_state import ReplicaMetrics
 from raytrec.serving.request_log import RequestLog
 from raytrec.skew.compare import LARGE_PSI, skew
 
@@ -79,7 +80,8 @@ def write_log(folder, loaded, served, asked=None, error=0.0):
     scores = loaded.score([loaded.reader.read(served)])
     for at in range(0, len(served), 2):
         query = Query(loaded, "predict", (asked or served).slice(at, 2))
-        log.offer("/predict", query, [each[at : at + 2] + np.float32(error) for each in scores])
+        values = (each[at : at + 2] + np.float32(error) for each in scores)
+        log.offer("/predict", query, VersionedScores(values, loaded.version))
     log.close()
     return str(folder)
 

@@ -23,9 +23,8 @@ from raytrec.serving.listener import Listener
 from raytrec.serving.loaded_exports import LoadedExports
 from raytrec.serving.openapi import Endpoint
 from raytrec.serving.served_state import list_endpoints
-from raytrec.verification import replica_connection, stored_state
-from raytrec.verification.replica_connection import ReplicaConnection
-from raytrec.verification.verify import verify
+from raytrec.verification import stored_state
+from raytrec.verification.verify import ReplicaConnection, verify
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +59,7 @@ def settings(monkeypatch):
     for module in (served_state, stored_state):
         monkeypatch.setattr(module, "MAX_BLOCK_BYTES", 200)
     monkeypatch.setattr("raytrec.compat.uvicorn_.CLOSE_GRACE_S", 0.1)
-    monkeypatch.setattr(replica_connection, "CONNECT_TIMEOUT_S", 3)
+    monkeypatch.setattr("raytrec.verification.verify.CONNECT_TIMEOUT_S", 3)
     monkeypatch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
 
 
@@ -75,7 +74,7 @@ class Replicas:
 
     def __init__(self, export, names=("one",), unreached=()):
         self.on_listing = lambda: None
-        versions = Endpoint("GET", "/versions", self._list_versions, "Current version of each replica.")
+        versions = Endpoint("GET", "/versions", self._list_versions)
         self.scorers, self._listeners = {}, []
         for name in names:
             service = Service(LoadedExports(str(export)), TOKEN, extra_endpoints=[*list_endpoints(name), versions])

@@ -16,7 +16,7 @@ from small import SCHEMA, make_small_config, make_small_schema
 from standin.clock import use_simulated_clock
 
 from raytrec.config.run_config import load_config
-from raytrec.deltas.stream import open_stream
+from raytrec.deltas.chain import open_stream
 
 # (Waiting place, callers in raytrec, innermost first, as many as needed to identify it) → reason.
 SPLITS = "TorchRec reads on the host how many ids go to each rank; on the stream of the ids' exchange"

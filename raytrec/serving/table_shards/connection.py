@@ -96,11 +96,6 @@ class Exchange:
         self.deadline = None
         return answer, monotonic() < deadline  # after the deadline, the stream may already be canceled
 
-    @property
-    def is_late(self) -> bool:
-        """Return True if the deadline of the request has passed."""
-        return self.deadline is not None and monotonic() >= self.deadline
-
     def close(self) -> None:
         """End the stream, whereupon `send` and `receive` raise an error."""
         self._reader.cancel()
@@ -158,11 +153,6 @@ class ShardConnection:
         """Return True if the shard is unavailable."""
         return self._client is None
 
-    def lose(self, error: Exception) -> None:
-        """Stop using the shard until a thread has reached it again."""
-        if client := self._client:
-            self._lose(client, error)
-
     def connect(self, state: TableState, timeout_s: float) -> None:
         """Connect to the shard once it has loaded a state of the tables; keep a connection that works.
 
@@ -200,7 +190,7 @@ class ShardConnection:
             exchange.send(request, deadline)
             return exchange
         except FAILURES as error:
-            self._lose(client, error)
+            self.lose(error, client)
             return None
 
     def receive(self, exchange: Exchange, size: int) -> pa.Buffer | None:
@@ -211,9 +201,10 @@ class ShardConnection:
                 raise OSError(f"the response does not have {size:,} bytes")
         except FAILURES as error:
             exchange.close()
-            self._late = self._late + 1 if exchange.is_late else MAX_LATE
+            is_late = exchange.deadline is not None and monotonic() >= exchange.deadline
+            self._late = self._late + 1 if is_late else MAX_LATE
             if self._late >= MAX_LATE:
-                self._lose(exchange.client, error)
+                self.lose(error, exchange.client)
             return None
         self._late = 0
         with self._lock:
@@ -245,10 +236,15 @@ class ShardConnection:
         for exchange in idle:
             exchange.close()
 
-    def _lose(self, client: flight.FlightClient, error: Exception) -> None:
-        """Stop using a client, and connect again in a thread."""
+    def lose(self, error: Exception, client: flight.FlightClient | None = None) -> None:
+        """Stop using the shard until a thread has reached it again.
+
+        Args:
+            error: Failure of the shard.
+            client: Client that has failed; None: the present client.
+        """
         with self._lock:
-            if client is not self._client:
+            if self._client is None or client not in (None, self._client):
                 return  # another request has already detected the failure
             self._client, idle, self._idle = None, self._idle, []
             starts, self._is_reconnecting = not self._is_reconnecting, True

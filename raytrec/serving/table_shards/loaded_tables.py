@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from threading import Lock
 from time import monotonic
 from typing import Any
 
@@ -40,7 +39,7 @@ class _State:
 
 
 class LoadedTables:
-    """Mapped tables of an export, without its programs. All methods are thread-safe.
+    """Mapped tables of an export, without its programs. All methods except `advance` are thread-safe.
 
     Args:
         manifest: Manifest of the export.
@@ -63,11 +62,8 @@ class LoadedTables:
         folder: str = "",
         position: Position | None = None,
     ):
-        self._manifest, self._tables, self._part, self._lock = manifest, tables, part, Lock()
+        self._manifest, self._tables, self._part = manifest, tables, part
         self._stacks: list[Any] = [tables[each.tables[0]].stack for each in manifest.stacks]
-        dims = [dim for _, dim in manifest.stack_shapes]
-        sizes = [each.precision.row_bytes(dim) for each, dim in zip(self._stacks, dims, strict=True)]
-        self._row_bytes = dict(zip(self._stacks, sizes, strict=True))
         self.folder, self._position, self.used_s = folder, position, monotonic()
         self.precisions, version = manifest.stack_precisions, position.version if position else manifest.version
         self._states: tuple[_State, ...] = (_State(self._name(version), {}),)
@@ -86,16 +82,15 @@ class LoadedTables:
         return self._position.number if self._position else 0
 
     def advance(self, delta: int) -> None:
-        """Apply the existing deltas after the newest state, up to and including this number.
+        """Apply the existing deltas after the newest state, up to and including this number, in one thread at a time.
 
         Raises:
             RunError: A delta cannot be used.
         """
-        with self._lock:
-            while self._position and self._position.number < delta:
-                if (following := read_next(self.folder, self._position)) is None:
-                    return
-                self._apply(following)
+        while self._position and self._position.number < delta:
+            if (following := read_next(self.folder, self._position)) is None:
+                return
+            self._apply(following)
 
     def _apply(self, following: Position) -> None:
         changes = read_row_changes(self.folder, following, self._manifest.data_schema)
@@ -123,7 +118,7 @@ class LoadedTables:
     def _find_own(self, stack: RowStack, rows_N: torch.Tensor) -> torch.Tensor:
         """Return the positions of the shard's rows among rows of a stack: int64 [N] → int64 [n]."""
         number, count = self._part
-        is_own_N = find_shards(rows_N.numpy(), self._row_bytes[stack], count) == number
+        is_own_N = find_shards(rows_N.numpy(), stack.read(0, 1).nbytes, count) == number
         return torch.from_numpy(is_own_N.nonzero()[0])
 
     def look_up(self, key: str, request: memoryview) -> np.ndarray:
@@ -142,7 +137,8 @@ class LoadedTables:
         """Return the vectors of single rows, followed by the sums of bags, float32 [s + b, dim]."""
         rows_N = torch.from_numpy(request.rows.copy())
         vectors_ND = stack.vectors(rows_N)
-        self._restore(stack, key, rows_N, vectors_ND, stack.precision.decode)
+        for is_replaced_N, stored in self._find_replaced(stack, key, rows_N):
+            vectors_ND[is_replaced_N] = stack.precision.decode(stored)
         if not len(request.lengths):
             return vectors_ND
         single = len(request.rows) - int(request.lengths.sum())
@@ -166,18 +162,16 @@ class LoadedTables:
         all_N = torch.arange(first, end)
         rows_N = all_N[self._find_own(stack, all_N)]
         stored_N = stack.read_rows(rows_N)
-        self._restore(stack, key, rows_N, stored_N, lambda stored: stored)
+        for is_replaced_N, stored in self._find_replaced(stack, key, rows_N):
+            stored_N[is_replaced_N] = stored
         return stored_N
 
-    def _restore(
-        self,
-        stack: RowStack,
-        key: str,
-        rows_N: torch.Tensor,
-        values_N: torch.Tensor,
-        convert: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        """Change values that have just been read, [N, …], to the values of an earlier state, in place.
+    def _find_replaced(
+        self, stack: RowStack, key: str, rows_N: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (True for rows that have been replaced, bool [N], and their stored values) from the newest state back.
+
+        The values of an earlier state are the values that have just been read, overwritten in this order.
 
         Raises:
             ValueError: The state can no longer be looked up.
@@ -187,7 +181,7 @@ class LoadedTables:
             if stack in state.replaced and len((replaced := state.replaced[stack])[0]):
                 places_N = torch.searchsorted(replaced[0], rows_N).clamp(max=len(replaced[0]) - 1)
                 is_replaced_N = replaced[0][places_N] == rows_N
-                values_N[is_replaced_N] = convert(replaced[1][places_N[is_replaced_N]])
+                yield is_replaced_N, replaced[1][places_N[is_replaced_N]]
 
 
 def load_tables(uri: str, part: tuple[int, int], folder: str = "", position: Position | None = None) -> LoadedTables:

@@ -22,12 +22,11 @@ from raytrec.serving.batching import UnavailableError
 from raytrec.serving.coordinator import LOAD_TIMEOUT_S
 from raytrec.serving.table_shards.connection import ShardConnection, TableState
 from raytrec.serving.table_shards.messages import MAX_VALUE_BYTES, encode_request
-from raytrec.serving.table_shards.pooling import ShardedStack, StackLookup
-from raytrec.serving.table_shards.row_cache import RowCache
+from raytrec.serving.table_shards.pooling import RowCache, ShardedStack, StackLookup
 
 if TYPE_CHECKING:
     from raytrec.serving.options import ServiceOptions
-    from raytrec.serving.replica_metrics import ReplicaMetrics
+    from raytrec.serving.replica_state import ReplicaMetrics
 
 NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)  # rows, lengths and weights
 UPDATE_TIMEOUT_S = 10.0  # timeout of shards that apply a delta; the shards continue, and the replica asks again
@@ -64,7 +63,7 @@ class ShardedLookups(Lookups):
         total = sum(rows * dim for rows, dim in shapes)
         for entry, (rows, dim) in zip(manifest.stacks, shapes, strict=True):
             row_bytes, cache = PRECISIONS[entry.precision].row_bytes(dim), cache_bytes * rows * dim // total
-            stacks.append(ShardedStack(rows, dim, row_bytes, len(connections), RowCache(rows, dim, cache)))
+            stacks.append(ShardedStack(dim, row_bytes, len(connections), RowCache(rows, dim, cache)))
         self._stacks = stacks
         super().__init__(manifest.features, place_tables(manifest, self._stacks), ids)
         self._state, self._connections, self._figures = connections[0].state, connections, figures
