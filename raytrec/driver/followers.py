@@ -21,8 +21,8 @@ from raytrec.common.redaction import hide
 from raytrec.common.storage import quote_for_shell
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import describe_foreign_file, is_own_file
-from raytrec.deltas.format import get_export_uri
 from raytrec.deltas.chain import list_exports, open_stream, remove_old_files
+from raytrec.deltas.format import get_export_uri
 from raytrec.tracking.run_folder import CONFIG, check_run_folder
 
 SERVER_ANSWER_TIMEOUT_S = 5.0  # time that a finished run waits for a server that does not respond
