@@ -306,6 +306,6 @@ def test_extending_page_examples_run(extending_module, tmp_path):
         bounded.check(checked_run_with(torch.tensor([[size]]))).evaluate(Position(7), True) for size in (3.0, 200.0)
     ]
     assert bounded.reaction == "warn" and STEP in bounded.check.moments
-    assert outcomes[0].passed and not outcomes[1].passed and "item has a weight of 200" in outcomes[1].text
+    assert outcomes[0].passed and not outcomes[1].passed and "table item: weight 200 on rank 0" in outcomes[1].text
     table = apply_transforms(pa.table({"clicks": [1], "views": [10]}), tuple(config.data.transforms), "here")
     assert table["ratio"].to_pylist() == [pytest.approx(0.05)]
