@@ -121,7 +121,6 @@ def reader():
         ("user", pa.array(["7"]).dictionary_encode(), "has type string, but int64"),
         ("read", [["3"]], "has type list<item: string>, but list<item: int64>"),
         ("brand", [3], "has type int64, but string"),
-        ("brand", [3.0], "has type double, but string"),
         ("user", [datetime(2026, 1, 1)], "has type timestamp[us], but int64"),
         ("user", [[7]], "has type list<item: int64>, but int64"),
     ],
