@@ -1,18 +1,18 @@
 """A run writes full exports next to its deltas; an export and the deltas after it lead to the trained model."""
 
-import json
 from pathlib import Path
 
-import checkpoints
-import numpy as np
 import parquet
 import pytest
-import torch
-from safetensors.numpy import load_file
-from test_publish import apply_delta, create_stream
+from test_apply import assert_equal_models
+from test_publish import create_stream
 
+import raytrec
 from raytrec.common.errors import ConfigError
+from raytrec.deltas.chain import iterate_exports
 from raytrec.driver import run as driver
+from raytrec.exporting.apply_deltas import apply_deltas
+from raytrec.serving.follow import Follower
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.survive]
 
@@ -30,34 +30,21 @@ def followed(tiny_data, tmp_path_factory):
     return train(tiny_data, place / "run", deltas), place / "deltas"
 
 
-def read_export(folder):
-    """Return the fp32 tables of an export."""
-    manifest, tables = json.loads((folder / "manifest.json").read_text()), {}
-    for stack in manifest["stacks"]:
-        rows = np.concatenate([load_file(folder / file)["rows"] for file in stack["files"]])
-        for name in stack["tables"]:
-            count = manifest["schema"]["tables"][name]["rows"]
-            tables[name], rows = rows[:count].copy(), rows[count:]
-    return tables, manifest["source"]["step"]
-
-
-def test_export_and_deltas_lead_to_the_last_checkpoint(followed):
+def test_exports_with_deltas_equal_the_last_checkpoint(followed, tmp_path):
     run, folder = followed
-    exports = sorted(path.name for path in (folder / "exports").iterdir())
-    assert 1 <= len(exports) <= 2
-    assert sorted(path.stem for path in (folder / "deltas").glob("*.json"))[0] == exports[0], "older deltas exist"
-    stored = checkpoints.read_tensors(checkpoints.newest_checkpoint(run.path))
-    for name in exports:
-        (tables, step), dense, number = read_export(folder / "exports" / name), {}, int(name)
-        assert json.loads((folder / f"deltas/{number:012d}.json").read_text())["step"] == step
-        while (folder / f"deltas/{number + 1:012d}.json").exists():
-            number += 1
-            manifest = apply_delta(folder, number, tables, {}, dense)
-        assert manifest["last"] and manifest["step"] == run.metrics["train.steps"]
-        for table, values in tables.items():
-            assert torch.equal(torch.from_numpy(values), stored[f"tables/{table}/weight"])
-        for weight, values in dense.items():
-            assert torch.equal(torch.from_numpy(values.copy()), stored[f"dense/head.{weight}/value"])
+    expected = raytrec.load(raytrec.export(run.path, str(tmp_path / "last")).path)
+    exports = list(iterate_exports(str(folder)))
+    assert len(exports) == len(list((folder / "exports").iterdir())) in (1, 2)
+    oldest = min(path.stem for path in (folder / "deltas").glob("*.json"))
+    assert oldest == Path(exports[-1][0]).name, "older deltas exist"
+    for place, (uri, _) in enumerate(exports):
+        out = apply_deltas(uri, str(folder), str(tmp_path / f"out{place}"))
+        offline = raytrec.load(out.path, check_tables=True)
+        assert_equal_models(offline, expected)
+        assert offline.manifest.source.step == expected.manifest.source.step == run.metrics["train.steps"]
+    follower = Follower(str(folder))
+    assert_equal_models(follower.versions.current.scorer, expected)
+    assert follower.position.manifest.last and follower.problem is None
 
 
 def test_run_that_failed_before_its_first_delta_can_be_repeated(tmp_path):

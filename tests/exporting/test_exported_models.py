@@ -23,10 +23,8 @@ MARKS |= dict.fromkeys(("hstu", "masknet", "dien", "sequence", "two_tower", "esm
 MARKS |= dict.fromkeys(("dcn",), ())
 
 
-def assert_close(found, expected, names):
-    for name, values in zip(names, expected, strict=True):
-        got = np.array(found[name].to_pylist(), np.float32)
-        np.testing.assert_allclose(got, values, rtol=SCORE_TOLERANCE, atol=SCORE_TOLERANCE)
+def assert_close(found, expected):
+    assert_predictions_equal(found.to_pydict(), expected)
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +40,17 @@ def test_exported_models_score_like_training(name, http, tmp_path):
     model = http.serve(export.path)
     names = [task.column for task in model.manifest.tasks]
     assert names == ["score"] if len(predictions) == 1 else [f"score_{task}" for task in predictions]
-    expected = [values.numpy() for values in predictions.values()]
-    assert all(values.std() > 0 for values in expected)
+    expected = dict(zip(names, (values.numpy() for values in predictions.values()), strict=True))
+    assert all(values.std() > 0 for values in expected.values())
     rows = json.loads(json.dumps(table.to_pylist()))
-    assert_close(model.predict(table), expected, names)
+    assert_close(model.predict(table), expected)
     again = raytrec.load(export.path)
     assert all(type(again._programs[name]) is type(program) for name, program in model._programs.items())
     assert again.predict(table) == model.predict(table)
-    assert_close(model.predict(table.to_pandas()), expected, names)
-    assert_close(model.predict(rows), expected, names)
+    assert_close(model.predict(table.to_pandas()), expected)
+    assert_close(model.predict(rows), expected)
     for _, served in http.scores_of_forms(rows, table):
-        assert_predictions_equal(served, dict(zip(names, expected, strict=True)))
+        assert_predictions_equal(served, expected)
     for tower, values in vectors.items():
         np.testing.assert_allclose(
             model.vectors(table, tower=tower), values, rtol=SCORE_TOLERANCE, atol=SCORE_TOLERANCE
@@ -67,23 +65,14 @@ def test_exported_models_score_like_training(name, http, tmp_path):
         others = [{k: v for k, v in row.items() if k not in columns} for row in rows]
         candidates = [others, others[:4], others[3:]]
         whole = [model.predict([row | user for row in each]) for user, each in zip(users, candidates, strict=True)]
-        assert_close(model.predict(user=users[0], candidates=others), to_arrays(whole[:1], names), names)
+        assert_close(model.predict(user=users[0], candidates=others), whole[0])
         assert_predictions_equal(http.scores({"user": users[0], "candidates": others}), whole[0])
         split = model.split(frozenset(columns))
         for split.min_candidates in (0, sys.maxsize):  # the user's part is computed once, plain rows repeat the user
             rows_read, users_read, splits = zip(*map(model.read_candidates, users, candidates), strict=True)
             is_split = splits[0] is not None
             together = model.rank(split, users_read, rows_read) if is_split else model.score(rows_read)
-            assert_close(dict(zip(names, map(to_column, together), strict=True)), to_arrays(whole, names), names)
-
-
-def to_column(values):
-    return pa.array(list(values))
-
-
-def to_arrays(tables, names):
-    """Return the values of columns of several tables, one table after the other."""
-    return [np.array([value for table in tables for value in table[name].to_pylist()], np.float32) for name in names]
+            assert_predictions_equal(dict(zip(names, together, strict=True)), pa.concat_tables(whole))
 
 
 def iterate_user_columns(name, model, table):
@@ -114,7 +103,7 @@ def own_models(tmp_path, monkeypatch):
 def test_models_without_dense_columns_and_custom_models_export(own_models, case, tmp_path):
     folder, table, predictions, _ = train_for_export(case, tmp_path)
     model = raytrec.load(raytrec.export(folder, str(tmp_path / "export"), allow_code=True).path)
-    assert_close(model.predict(table), [predictions["y"].numpy()], ["score"])
+    assert_close(model.predict(table), {"score": predictions["y"].numpy()})
     names = model.columns.names
     assert {"a", "b"}.isdisjoint(names) and ("friends" in names) == (case.model.get("name") is None)
 
@@ -134,7 +123,7 @@ def test_export_requires_no_side_features_that_the_model_does_not_read(tmp_path)
     result = raytrec.export(folder, str(tmp_path / "export"), data=str(tmp_path / "rows.parquet"))
     model = raytrec.load(result.path)
     assert {"times", "prices"}.isdisjoint(model.columns.names) and "friends" in model.columns.names
-    assert_close(model.predict(table), [predictions["y"].numpy()], ["score"])
+    assert_close(model.predict(table), {"score": predictions["y"].numpy()})
 
 
 def test_export_names_the_line_that_branches_on_values(own_models, tmp_path):

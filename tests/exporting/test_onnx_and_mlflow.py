@@ -94,15 +94,14 @@ def test_export_fails_if_onnx_scores_differ(run, tmp_path, monkeypatch):
     """Convert a changed model to ONNX, as if the export of torch were wrong."""
     from raytrec.exporting import export as module
 
-    other = make_onnx
-
     def shifted(program, outputs):
+        weight = next(iter(program.exported.state_dict.values()))
         with torch.no_grad():
-            next(iter(program.exported.state_dict.values())).add_(0.1)
+            weight.add_(0.1)
             try:
-                return other(program, outputs)
+                return make_onnx(program, outputs)
             finally:
-                next(iter(program.exported.state_dict.values())).sub_(0.1)
+                weight.sub_(0.1)
 
     monkeypatch.setattr(module, "make_onnx", shifted)
     with pytest.raises(RunError, match="the scores of onnxruntime differ from"):

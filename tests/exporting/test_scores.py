@@ -11,7 +11,7 @@ import yaml
 from served import ServedApp, assert_predictions_equal
 
 import raytrec
-from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.common.errors import ConfigError, DataError
 from raytrec.scoring.request_rows import to_table
 
 pytestmark = pytest.mark.slow
@@ -108,6 +108,14 @@ def exported_run(ray_cluster, folder):
     return run, pq.read_table(predictions.path), folder / "export"
 
 
+@pytest.fixture
+def in_folder(folder, monkeypatch):
+    """Make the folder of the data the working directory, as for the run, and restore the vocabulary."""
+    monkeypatch.chdir(folder)
+    (folder / "channels.txt").write_text("web\napp\ntv\n")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def model(exported_run):
     (exported_run[2].parent / "channels.txt").unlink()  # the export has its own copy
@@ -121,10 +129,8 @@ def to_json_rows(table):
     return json.loads(json.dumps(flat.to_pylist(), default=datetime.datetime.isoformat))
 
 
-def assert_equal(found, expected, rows=slice(None)):
-    for name in SCORES:
-        got, wanted = (np.array(table[name].to_pylist(), np.float64) for table in (found, expected))
-        np.testing.assert_allclose(got, wanted[rows], rtol=1e-6, atol=1e-6)
+def assert_equal(found, expected):
+    assert_predictions_equal(found.to_pydict(), expected)
 
 
 def test_every_row_format_scores_like_predict(folder, exported_run, model):
@@ -135,7 +141,7 @@ def test_every_row_format_scores_like_predict(folder, exported_run, model):
     assert_equal(model.predict(table), expected)
     assert_equal(model.predict(to_json_rows(table)), expected)
     assert_equal(model.predict(table.to_pandas()), expected)
-    assert_equal(model.predict(to_json_rows(table.slice(7, 1))[0]), expected, slice(7, 8))
+    assert_equal(model.predict(to_json_rows(table.slice(7, 1))[0]), expected.slice(7, 1))
     with pytest.raises(DataError, match="there are no rows"):
         model.predict([])
     assert model.check() <= 1e-6 and len(model.golden) == 64
@@ -155,21 +161,16 @@ def test_request_log_keeps_types_and_compares_every_column(folder, exported_run,
     table = pq.read_table(folder / "data/train")
     scores = model.score([model.reader.read(table)])
     rows = to_json_rows(table)
-    user = {name: rows[0][name] for name in ("user", "history")}
-    others = [{k: v for k, v in row.items() if k not in user} for row in rows[:9]]
-    candidates, of_user, split = model.to_ranking_tables(user, others)
-    query = Query(model, "predict", candidates, of_user, split)
-    log.offer("/predict", query, VersionedScores(query.score([candidates], [of_user]), model.version))
     for at in range(len(table)):
         each = VersionedScores((values[at : at + 1] for values in scores), model.version)
         part = table.slice(at, 1) if at % 2 else to_table(rows[at : at + 1], model.columns)
         log.offer("/predict", Query(model, "predict", part), each)
     log.close()
-    assert [each._value.get() for each in (figures.logged, figures.not_logged)] == [len(table) + 9, 0]
+    assert [each._value.get() for each in (figures.logged, figures.not_logged)] == [len(table), 0]
     logged = pq.read_table(tmp_path)
     assert logged.select(model.columns.names).schema.equals(model.columns)
     found = skew(str(tmp_path), str(exported_run[2]), data=str(folder / "data/train")).metrics
-    assert found["rows"] == len(table) + 9 and not found["differs"]
+    assert found["rows"] == len(table) and not found["differs"]
     assert {"score_kind[2]", "score_watched", "price", "film"} <= {each["column"] for each in found["columns"]}
     found = skew(str(tmp_path), str(exported_run[2]), data=str(folder / "data/test")).metrics
     shares = {
@@ -217,11 +218,8 @@ def test_user_columns_are_given_once_for_all_candidates(folder, model):
         ("tag_weights", [float("nan")], "column 'tag_weights' contains NaN"),
         ("tag_weights", [0.5, 0.5], "has 2 values for 1 ids"),
         ("shown.id", "three", "column 'shown.id' has the invalid value 'three'"),
-        ("shown.id", 3.5, "column 'shown.id' has the invalid value 3.5"),
         ("user", 3, "column 'user' has the invalid value 3"),
         ("seen_at", "yesterday", "column 'seen_at' has the invalid value 'yesterday'"),
-        ("seen_at", 5, "column 'seen_at' has the invalid value 5"),
-        ("price", "high", "column 'price' has the invalid value 'high'"),
         ("history", ..., "column 'history' is missing"),
     ],
 )
@@ -233,11 +231,6 @@ def test_prediction_error_names_the_invalid_column_and_row(folder, model, column
     with pytest.raises(DataError) as caught:
         model.predict([good[0], bad])
     assert message in caught.value.what and f"column {column}, row 1" in caught.value.where
-
-
-def test_prediction_rejects_a_missing_column(folder, model):
-    with pytest.raises(DataError, match="column 'word' is missing"):
-        model.predict(pq.read_table(folder / "data/test").drop_columns(["word"]))
 
 
 def test_model_without_towers_has_no_vectors(folder, model):
@@ -258,19 +251,15 @@ def assert_metrics(export, evaluated, precision):
 
 
 @pytest.mark.survive
-def test_export_metrics_match_an_evaluation(folder, exported_run, tmp_path, monkeypatch):
-    monkeypatch.chdir(folder)
-    (folder / "channels.txt").write_text("web\napp\ntv\n")
+def test_export_metrics_match_an_evaluation(in_folder, exported_run, tmp_path):
     export = raytrec.export(exported_run[0].path, str(tmp_path / "out"), quantize="int4", data="data/train")
     assert_metrics(export, raytrec.evaluate(exported_run[0].path, "data/train"), "int4")
     again = raytrec.export(exported_run[0].path, str(tmp_path / "out"), quantize="int4", data="data/train")
     assert again.pairs[:-1] == export.pairs[:-1], "the metrics are not read from the manifest"
 
 
-def test_data_without_labels_has_no_metrics(folder, exported_run, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    (folder / "channels.txt").write_text("web\napp\ntv\n")
-    rows = pq.read_table(folder / "data/test").drop_columns(["kind"])
+def test_data_without_labels_has_no_metrics(in_folder, exported_run, tmp_path, capsys):
+    rows = pq.read_table(in_folder / "data/test").drop_columns(["kind"])
     pq.write_table(rows, tmp_path / "rows.parquet")
     out, data = str(tmp_path / "out"), str(tmp_path / "rows.parquet")
     export = raytrec.export(exported_run[0].path, out, quantize="int8", data=data)
@@ -279,54 +268,13 @@ def test_data_without_labels_has_no_metrics(folder, exported_run, tmp_path, monk
 
 
 @pytest.mark.parametrize("precision, off", [("fp16", 2e-3), ("int8", 2e-2), ("int4", 0.3)])
-def test_quantized_tables_are_smaller_and_nearly_exact(
-    folder, exported_run, model, tmp_path, monkeypatch, precision, off
-):
+def test_quantized_tables_are_smaller_and_nearly_exact(in_folder, exported_run, model, tmp_path, precision, off):
     run, expected, _ = exported_run
-    monkeypatch.chdir(folder)
-    (folder / "channels.txt").write_text("web\napp\ntv\n")
     export = raytrec.export(run.path, str(tmp_path / "out"), quantize=precision, golden_rows=8)
     assert_metrics(export, run, precision)
     small = raytrec.load(export.path)
     assert 0 < small.check() + 1e-12 <= 1e-6
-    scores = np.array(small.predict(pq.read_table(folder / "data/test"))["score_clicked"])
+    scores = np.array(small.predict(pq.read_table(in_folder / "data/test"))["score_clicked"])
     assert 0 < np.abs(scores - np.array(expected["score_clicked"])).max() < off
     whole = sum((exported_run[2] / name).stat().st_size for t in model.manifest.stacks for name in t.files)
     assert sum((tmp_path / "out" / n).stat().st_size for t in small.manifest.stacks for n in t.files) < whole
-
-
-def test_interrupted_export_is_never_loadable(folder, exported_run, tmp_path, monkeypatch):
-    from raytrec.common.output_folder import OutputFolder
-
-    run, _, done = exported_run
-    monkeypatch.chdir(folder)
-    (folder / "channels.txt").write_text("web\napp\ntv\n")
-    names = sorted(raytrec.load(done).manifest.files)
-    left, stream = [0], OutputFolder.stream
-
-    def breaking(self, name, partial):
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError(28, "No space left on device")
-        return stream(self, name, partial)
-
-    out = tmp_path / "out"
-    tries = 0
-    while not (out / "manifest.json").exists():
-        monkeypatch.setattr(OutputFolder, "stream", breaking)
-        left[0], tries = 3, tries + 1
-        try:
-            raytrec.export(run.path, str(out))
-        except RunError as error:
-            assert "No space left" in error.what and not (out / "manifest.json").exists()
-            with pytest.raises(RunError, match="no export in this folder"):
-                raytrec.load(out)
-    assert tries > 3, "an attempt wrote more files than allowed"
-    found = {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
-    assert sorted(found) == sorted([*names, "manifest.json"])
-    tables = [name for name in names if name.startswith("tables")]
-    assert all(found[name] == (done / name).read_bytes() for name in tables)
-    with pytest.raises(ConfigError, match="the folder contains another export"):
-        raytrec.export(run.path, str(out), quantize="int8")
-    again = raytrec.export(run.path, str(out))
-    assert again.metrics["version"] == raytrec.load(out).manifest.version

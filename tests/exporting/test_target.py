@@ -56,43 +56,23 @@ def call_before_tables(monkeypatch, act):
 
 
 @pytest.mark.slow
-def test_repeated_export_uses_the_newest_checkpoint(run, saved_checkpoints, tmp_path, monkeypatch):
+def test_interrupted_export_restarts_with_the_newest_checkpoint(run, saved_checkpoints, tmp_path, monkeypatch):
     out = str(tmp_path / "out")
     with monkeypatch.context() as patch:
         call_before_tables(patch, lambda: save_next_checkpoint(run, saved_checkpoints))
         with pytest.raises(RunError, match="the checkpoint cannot be read"):
             raytrec.export(run, out)
+    assert Path(out, "predict.pt2").exists()
+    for source, other in (run, {"quantize": "int8"}), (run, {"golden_rows": 3}), (saved_checkpoints / "b", {}):
+        with pytest.raises(ConfigError, match="an interrupted export of another run"):
+            raytrec.export(source, out, **other)
     found = raytrec.export(run, out)
     assert found.metrics["checkpoint"].endswith("step-0000000003")
     assert raytrec.load(out, check_tables=True).check() <= 1e-6
     assert raytrec.export(run, out).metrics["version"] == found.metrics["version"]
+    with pytest.raises(ConfigError, match="the folder contains another export"):
+        raytrec.export(run, out, quantize="int8")
     assert not {"_export.json", "_parts"} & set(os.listdir(out))
-
-
-class Interrupted(Exception):
-    pass
-
-
-def interrupt(*parts):
-    raise Interrupted
-
-
-@pytest.mark.survive
-def test_interrupted_export_restarts_with_newest_checkpoint(run, saved_checkpoints, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(exporting, "_write_tables", interrupt)
-        with pytest.raises(Interrupted):
-            raytrec.export(run, str(out))
-    assert (out / "predict.pt2").exists()
-    save_next_checkpoint(run, saved_checkpoints)
-    for other in ({"quantize": "int8"}, {"golden_rows": 3}):
-        with pytest.raises(ConfigError, match="an interrupted export of another run"):
-            raytrec.export(run, str(out), **other)
-    with pytest.raises(ConfigError, match="an interrupted export of another run"):
-        raytrec.export(saved_checkpoints / "b", str(out))
-    version = raytrec.export(run, str(out)).metrics["version"]
-    assert version.startswith("small-2-") and raytrec.load(out, check_tables=True).check() <= 1e-6
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ class WarningList(list):
 
 @pytest.mark.slow
 def test_run_output_lists_pictures_only_if_drawn(tmp_path, draw_calls):
-
     from raytrec.config.run_config import RunConfig
     from raytrec.driver.run import _list_next_steps, _write_report
 

@@ -39,32 +39,27 @@ def test_learning_curves_show_the_recorded_metrics(run):
     assert get_line_points(loss, "restart")[0] == [150, 150]
 
 
-def test_model_loss_has_a_panel_and_a_full_legend(tmp_path):
-    loss = {"key": "loss", "title": "training loss", "label": "loss", "better": "lower", "sums": True}
-    described = [RUN_METRICS[0], {**loss, "format": "{:.4f}"}]
-    start = {"event": "start", "step": 0, "total": 20, "workers": 1, "metrics": described}
-    train = [{"kind": "train", "step": step, "loss": 1 / step} for step in (10, 20)]
-    write_json_lines(tmp_path / "events.jsonl", [start])
-    write_json_lines(tmp_path / "metrics.jsonl", [*train, {"kind": "final", "step": 20, "auc": 0.8}])
-    finals = {"kind": "eval", "step": 10, "auc": 0.7}
-    write_json_lines(tmp_path / "metrics.jsonl", [*train, finals, {"kind": "final", "step": 20, "auc": 0.8}])
-    figure = learning.curves(RunFolder.read(tmp_path))
-    above, below = figure.axes
-    assert [above.get_ylabel(), below.get_ylabel()] == ["loss", "AUC"]
-    assert get_line_points(above, "training") == ([10, 20], [0.1, 0.05])
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["training", "evaluation", "final evaluation"]
-
-
 def record_learning_run(folder, train, *others):
     """Record a run of one task with a training loss and metrics."""
     loss = {"key": "loss", "title": "training loss", "label": "loss", "better": "lower", "format": "{:.4f}"}
+    loss |= {"sums": True}
     start = {"event": "start", "step": 0, "total": 20, "workers": 1, "metrics": [*RUN_METRICS, loss]}
     folder.mkdir(exist_ok=True)
     write_json_lines(folder / "events.jsonl", [start])
     lines = [{"kind": "train", "step": 10 * n, **figures} for n, figures in enumerate(train, 1)]
     write_json_lines(folder / "metrics.jsonl", [*lines, *others])
     return RunFolder.read(folder)
+
+
+def test_model_loss_has_a_panel_and_a_full_legend(tmp_path):
+    evaluations = [{"kind": "eval", "step": 10, "auc": 0.7}, {"kind": "final", "step": 20, "auc": 0.8}]
+    run = record_learning_run(tmp_path, [{"loss": 0.1}, {"loss": 0.05}], *evaluations)
+    figure = learning.curves(run)
+    above, below = figure.axes
+    assert [above.get_ylabel(), below.get_ylabel()] == ["loss", "AUC"]
+    assert get_line_points(above, "training") == ([10, 20], [0.1, 0.05])
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["training", "evaluation", "final evaluation"]
 
 
 @pytest.mark.parametrize("factor, labels", [(1.004, ["log loss"]), (1.2, ["log loss", "loss"])])

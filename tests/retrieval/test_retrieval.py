@@ -221,8 +221,6 @@ def test_invalid_queries_raise_a_clear_error(model, items_index):
 
 
 def test_index_without_faiss_names_the_missing_package(run, folder, tmp_path, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(ConfigError, match="faiss is not installed"):
         index(run.path, folder / "items", tmp_path / "out", faiss="HNSW8")

@@ -248,30 +248,12 @@ def test_usual_requests_are_plain(reader, assembler, form):
     assert_same_tensors(assembler, found, reader.read(table))
 
 
-def test_models_with_transforms_or_weights_have_no_plain_rows():
+def test_models_with_weights_or_computed_columns_have_no_plain_rows():
     weighted = Schema.parse(
         {"labels": ["y"], "sparse": {"a": {"table": "a", "weights": "w"}}, "tables": {"a": {"rows": 3, "dim": 4}}}, "x"
     )
     columns = pa.schema([("a", pa.list_(pa.int64())), ("w", pa.list_(pa.float64()))])
     assert make_plain_reader(RowReader(weighted, (), ("a",), columns)) is None
-
-
-@pytest.mark.parametrize(
-    "zone, text, expected",
-    [
-        ("UTC", "2026-05-31T12:00:00", "ISO 8601 with an offset, as 2026-05-31T12:00:00Z"),
-        (None, "2026-05-31T12:00:00Z", "ISO 8601 without an offset, as 2026-05-31T12:00:00"),
-    ],
-)
-def test_invalid_times_state_if_an_offset_is_needed(zone, text, expected):
-    columns = pa.schema([("seen", pa.timestamp("s", zone))])
-    with pytest.raises(DataError) as error:
-        to_table({"seen": text}, columns)
-    assert expected in error.value.expected
-    assert len(to_table({"seen": expected.rpartition(" ")[2]}, columns)) == 1
-
-
-def test_models_with_computed_columns_have_no_plain_rows():
     features = {"sparse": {"a": {"table": "a"}}, "tables": {"a": {"rows": 3, "dim": 4}}}
     schema = Schema.parse({"labels": ["y"], "dense": ["days"], **features}, "x")
     age = Age.model_validate(

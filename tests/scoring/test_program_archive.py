@@ -89,16 +89,17 @@ def edit_entry(entries, name, edit):
     return entries | {name: json.dumps(values).encode()}
 
 
+def load_entries(folder, entries):
+    return load_program(write_archive(folder / "predict.pt2", entries), 1)
+
+
 def get_graph(model):
     return model["graph_module"]["graph"]
 
 
-def write_legacy_weights(entries, marker, file):
-    return write_archive(file, entries | {"data/weights/model.pt": pickle_touch(marker)})
-
-
-def write_legacy_constants(entries, marker, file):
-    return write_archive(file, entries | {"data/constants/model.pt": pickle_touch(marker)})
+def add_pickle(name):
+    """Return a function that writes an archive with an additional pickle."""
+    return lambda entries, marker, file: write_archive(file, {name: pickle_touch(marker)} | entries)
 
 
 def write_opaque_constant(entries, marker, file):
@@ -128,11 +129,6 @@ def write_code_expression(entries, marker, file):
     return write_archive(file, edit_entry(entries, MODEL, edit))
 
 
-def write_uppercase_sample_inputs(entries, marker, file):
-    (upper, content), rest = ("data/SAMPLE_INPUTS/model.pt", pickle_touch(marker)), dict(entries)
-    return write_archive(file, {upper: content} | rest)
-
-
 def write_duplicate_sample_inputs(entries, marker, file):
     rest = {name: content for name, content in entries.items() if name != SAMPLE_INPUTS_ENTRY}
     with pytest.warns(UserWarning, match="Duplicate"):
@@ -147,22 +143,18 @@ def write_code_in_names(entries, marker, file):
     return write_archive(file, edit_entry(entries, MODEL, edit))
 
 
-def write_shared_library(entries, marker, file):
-    return write_archive(file, entries | {"data/aotinductor/model/model.wrapper.so": b"\x7fELF"})
-
-
-HARMFUL_ARCHIVES = [
-    write_legacy_weights,
-    write_legacy_constants,
-    write_opaque_constant,
-    write_pickled_weight,
-    write_torch_2_7_layout,
-    write_code_expression,
-    write_uppercase_sample_inputs,
-    write_duplicate_sample_inputs,
-    write_code_in_names,
-    write_shared_library,
-]
+HARMFUL_ARCHIVES = {
+    "legacy weights": add_pickle("data/weights/model.pt"),
+    "legacy constants": add_pickle("data/constants/model.pt"),
+    "opaque constant": write_opaque_constant,
+    "pickled weight": write_pickled_weight,
+    "torch 2.7 layout": write_torch_2_7_layout,
+    "code expression": write_code_expression,
+    "uppercase sample inputs": add_pickle("data/SAMPLE_INPUTS/model.pt"),
+    "duplicate sample inputs": write_duplicate_sample_inputs,
+    "code in names": write_code_in_names,
+    "shared library": add_pickle("data/aotinductor/model/model.wrapper.so"),
+}
 
 
 @pytest.mark.slow
@@ -175,13 +167,13 @@ def test_program_without_metadata_computes_the_same(program, entries, tmp_path):
     assert str(Path(__file__).parent).encode() not in sanitize_archive(file.read_bytes())
 
 
-@pytest.mark.parametrize("build", HARMFUL_ARCHIVES, ids=lambda build: build.__name__)
-def test_harmful_archives_are_refused(build, entries, marker, tmp_path):
-    file = build(entries, marker, tmp_path / "predict.pt2")
+@pytest.mark.parametrize("kind", HARMFUL_ARCHIVES)
+def test_harmful_archives_are_refused(kind, entries, marker, tmp_path):
+    file = HARMFUL_ARCHIVES[kind](entries, marker, tmp_path / "predict.pt2")
     with pytest.raises(RunError, match=r"the program (contains|cannot be read)"):
         load_program(file, 1)
     assert not marker.exists()
-    if build is not write_shared_library:  # torch needs the rest of the package to load a library
+    if kind != "shared library":  # torch needs the rest of the package to load a library
         with suppress(Exception):
             torch.export.load(file).module()
         assert marker.exists(), "torch does not run this code, so the test shows nothing"
@@ -205,9 +197,8 @@ def test_harmful_archives_are_refused(build, entries, marker, tmp_path):
     ],
 )
 def test_unexpected_parts_of_a_program_are_refused(edit, entries, tmp_path):
-    file = write_archive(tmp_path / "predict.pt2", edit_entry(entries, MODEL, edit))
     with pytest.raises(RunError, match="the program contains"):
-        load_program(file, 1)
+        load_entries(tmp_path, edit_entry(entries, MODEL, edit))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +222,7 @@ def test_unsupported_expressions_are_refused(text, entries, tmp_path):
     size = {"as_expr": {"expr_str": text, "hint": None}}
     edit = lambda model: get_graph(model)["tensor_values"].update(y={"sizes": [size]})  # noqa: E731
     with pytest.raises(RunError, match="the program contains the unsupported expression"):
-        load_program(write_archive(tmp_path / "predict.pt2", edit_entry(entries, MODEL, edit)), 1)
+        load_entries(tmp_path, edit_entry(entries, MODEL, edit))
 
 
 def test_guards_and_metadata_are_dropped(entries, tmp_path):
@@ -301,7 +292,7 @@ def test_damaged_archives_raise_a_clear_error(name, contents, entries, tmp_path)
     for content in contents:
         parts = {key: value for key, value in (entries | {name: content}).items() if value is not None}
         with pytest.raises(RunError, match="the program"):
-            load_program(write_archive(tmp_path / "predict.pt2", parts), 1)
+            load_entries(tmp_path, parts)
 
 
 @pytest.mark.parametrize(
@@ -344,9 +335,8 @@ def test_archive_with_a_number_as_dtype_is_refused(entries, tmp_path):
         node = next(node for node in get_graph(model)["nodes"] if node["target"] == "torch.ops.aten.zeros.default")
         node["inputs"].append({"name": "dtype", "arg": {"as_int": -1}, "kind": 2})
 
-    file = write_archive(tmp_path / "predict.pt2", edit_entry(entries, MODEL, edit))
     with pytest.raises(RunError, match="an invalid value of the argument 'dtype'"):
-        load_program(file, 1)
+        load_entries(tmp_path, edit_entry(entries, MODEL, edit))
 
 
 class Attention(torch.nn.Module):
@@ -403,10 +393,6 @@ def with_weights(entries, change):
     """Return entries whose first weights are those of `change`, and another serialization id."""
     name = next(name for name in entries if name.startswith("data/weights/weight_"))
     return entries | {name: change(entries[name]), ".data/serialization_id": b"another"}
-
-
-def load_entries(folder, entries):
-    return load_program(write_archive(folder / "predict.pt2", entries), 1)
 
 
 def test_program_with_other_weights_shares_only_the_code(entries, tmp_path):

@@ -57,40 +57,40 @@ def export(module):
     return torch.export.export(module.eval(), examples, dynamic_shapes=shapes).module(check_guards=False)
 
 
-def run(program, users, once=USER):
-    """Return the scores and the FLOPs of the whole program and of the rewritten one."""
-    users_B, results = torch.tensor(users), []
-    rewritten = rewrite_for_single_rows(program, INPUTS, once)
+def run(program, users, once=USER, columns=()):
+    """Return (scores, FLOPs) of the whole program and of the rewritten one."""
+    users_B, columns_Un, results = torch.tensor(users), None, []
+    rewritten = rewrite_for_single_rows(program, INPUTS, once, columns)
     few = [make_example_input(each, max(users) + 1 if i in once else ROWS) for i, each in enumerate(INPUTS)]
+    if columns:
+        columns_Un = torch.randn(max(users) + 1, DIM)
+        few[0][:, columns] = columns_Un[users_B][:, columns]
     whole = [repeat_rows(each, users_B) if i in once else each for i, each in enumerate(few)]
-    for call in (lambda: program.forward(*whole), lambda: rewritten(*few, users_B)):
+    for call in (lambda: program.forward(*whole), lambda: rewritten(*few, users_B, columns_Un)):
         with torch.inference_mode(), FlopCounterMode(display=False) as counter:
             results.append((call()[0], counter.get_total_flops()))
     return results
 
 
-@pytest.mark.parametrize("users", [[0] * ROWS, [i // 10 for i in range(ROWS)], [0, *range(ROWS - 1)]])
-@pytest.mark.parametrize("module", [Interactions, TimeFirst])
-def test_rewritten_programs_score_like_whole_ones(module, users):
+ONE_USER, FOUR_USERS, MANY_USERS = [0] * ROWS, [i // 10 for i in range(ROWS)], [0, *range(ROWS - 1)]
+
+
+@pytest.mark.parametrize("users", [ONE_USER, FOUR_USERS, MANY_USERS], ids=["one", "four", "many"])
+@pytest.mark.parametrize("module, once", [(Interactions, USER), (Interactions, {6}), (TimeFirst, USER)])
+def test_rewritten_programs_score_like_whole_ones(module, once, users):
     torch.manual_seed(0)
-    (expected, _), (actual, _) = run(export(module()), users)
+    (expected, _), (actual, _) = run(export(module()), users, once)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("users, share", [([0] * ROWS, 0.55), ([i // 10 for i in range(ROWS)], 0.6)])
+@pytest.mark.parametrize("users, share", [(ONE_USER, 0.55), (FOUR_USERS, 0.6)], ids=["one", "four"])
 def test_first_layers_and_dot_products_of_users_are_computed_once(users, share):
     (_, whole), (_, divided) = run(export(Interactions()), users)
     assert 0 < divided < share * whole
 
 
-def test_columns_of_one_part_are_not_divided():
-    program = export(Interactions())
-    (expected, _), (actual, _) = run(program, [0] * ROWS, once=frozenset({6}))
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-
-
 def test_refreshed_programs_follow_changed_weights():
-    program, users_B = export(Interactions()), torch.arange(ROWS) // 10
+    program, users_B = export(Interactions()), torch.tensor(FOUR_USERS)
     rewritten = rewrite_for_single_rows(program, INPUTS, USER)
     few = [make_example_input(each, 4 if i in USER else ROWS) for i, each in enumerate(INPUTS)]
     whole = [repeat_rows(each, users_B) if i in USER else each for i, each in enumerate(few)]
@@ -102,18 +102,9 @@ def test_refreshed_programs_follow_changed_weights():
         torch.testing.assert_close(rewritten(*few, users_B)[0], program.forward(*whole)[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("users", [[0] * ROWS, [i // 10 for i in range(ROWS)]])
+@pytest.mark.parametrize("users", [ONE_USER, FOUR_USERS], ids=["one", "four"])
 def test_layers_on_dense_columns_of_users_are_computed_once(users):
     torch.manual_seed(0)
-    program, columns, users_B, once = export(SharedDense()), [0, 1, 2, 3], torch.tensor(users), {1, 2}
-    rewritten = rewrite_for_single_rows(program, INPUTS, once, columns)
-    few = [make_example_input(each, max(users) + 1 if i in once else ROWS) for i, each in enumerate(INPUTS)]
-    columns_Un, results = torch.randn(max(users) + 1, DIM), []
-    few[0][:, columns] = columns_Un[users_B][:, columns]
-    whole = [repeat_rows(each, users_B) if i in once else each for i, each in enumerate(few)]
-    for call in (lambda: program.forward(*whole), lambda: rewritten(*few, users_B, columns_Un)):
-        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
-            results.append((call()[0], counter.get_total_flops()))
-    (expected, whole_flops), (actual, once_flops) = results
+    (expected, whole), (actual, divided) = run(export(SharedDense()), users, {1, 2}, [0, 1, 2, 3])
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-    assert once_flops == whole_flops * (max(users) + 1) / ROWS
+    assert divided == whole * (max(users) + 1) / ROWS

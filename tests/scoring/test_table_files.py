@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from waiting import wait_for
 
-from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.errors import RunError
 from raytrec.config.schema import Schema
 from raytrec.scoring import stored_tables as table_rows
 from raytrec.scoring.load import read_ids
@@ -97,13 +97,6 @@ def test_blocks_end_at_page_boundaries(precision, dim):
     assert len(make_header(1 << 40, PRECISIONS[precision], dim)) == ALIGNMENT
 
 
-def damage(manifest, folder, edit):
-    edit(manifest.stacks[0], folder)
-    with pytest.raises(RunError) as caught:
-        open_tables(folder, manifest)
-    return caught.value.what
-
-
 def resize(number, size):
     return lambda stack, folder: os.truncate(folder / stack.files[number], size)
 
@@ -133,7 +126,9 @@ def replace_text(number, old, new):
     ],
 )
 def test_files_that_do_not_match_the_manifest_are_refused(manifest, tmp_path, edit, message):
-    assert message in damage(manifest, tmp_path, edit)
+    edit(manifest.stacks[0], tmp_path)
+    with pytest.raises(RunError, match=message):
+        open_tables(tmp_path, manifest)
 
 
 def test_blocks_that_end_within_a_page_are_refused(tmp_path):
@@ -195,9 +190,3 @@ def test_cold_rows_are_prefetched_before_they_are_read(manifest, tmp_path, monke
     stack.vectors(many)
     wait_for(lambda: count_resident_pages(values) >= 16, "prefetched pages", 60)
     assert count_resident_pages(values) < 48  # the rows of the first block only
-
-
-@pytest.mark.parametrize("precision, value", [("int8", 3e38), ("int4", 7e4), ("fp16", 7e4)])
-def test_values_that_would_become_nan_are_refused(precision, value):
-    with pytest.raises(ConfigError, match="NaN or values beyond"):
-        PRECISIONS[precision].encode(torch.tensor([[value, -value]]))

@@ -195,14 +195,13 @@ def test_reader_merges_records_up_to_the_call_limit(tmp_path):
     assert feed.next_batch() is None
 
 
-@pytest.mark.parametrize("wrong", ["folder", "content", "not a file", "scheme", "port"])
+@pytest.mark.parametrize("wrong", ["folder", "content", "not a file", "port"])
 def test_invalid_store_is_refused_quickly_without_secrets(tmp_path, wrong):
     (tmp_path / "file").write_text("no database" * 1000)
     uri = {
         "folder": f"sqlite:///{tmp_path}/file/mlflow.db",
         "content": f"sqlite:///{tmp_path}/file",
         "not a file": f"sqlite:///{tmp_path}",
-        "scheme": "htp://me:secret@127.0.0.1:5000",
         "port": "http://me:secret@127.0.0.1:port",
     }[wrong]
     began = perf_counter()
@@ -257,49 +256,43 @@ def test_delivery_reports_invalid_lines_as_the_reason(make_delivery, tmp_path):
 
 
 @pytest.fixture
-def status_server():
-    """Return a function that serves an HTTP status and returns the address and request times."""
-    servers = []
+def status_server(request):
+    """Serve an HTTP status, the parameter, with Retry-After; return the address and the times of requests."""
+    asked = []
 
-    def serve(status, headers=()):
-        asked = []
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(perf_counter())
+            self.send_response(request.param)
+            self.send_header("Retry-After", "3600")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                asked.append(perf_counter())
-                self.send_response(status)
-                for header in headers:
-                    self.send_header(*header)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+        do_POST = do_GET
 
-            do_POST = do_GET
+        def log_message(self, *_):
+            pass
 
-            def log_message(self, *_):
-                pass
-
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_port}", asked
-
-    yield serve
-    for server in servers:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
         server.shutdown()
-        server.server_close()
 
 
-@pytest.mark.parametrize("status", [401, 403, 404])
-def test_client_errors_of_the_server_are_refused(status_server, tmp_path, status):
-    config = tracked.write_tracked_config(tmp_path, {"tracking": {"uri": status_server(status)[0]}})
+@pytest.mark.parametrize(
+    "status_server, has_token_advice", [(401, True), (403, True), (404, False)], indirect=["status_server"]
+)
+def test_client_errors_of_the_server_are_refused(status_server, has_token_advice, tmp_path):
+    config = tracked.write_tracked_config(tmp_path, {"tracking": {"uri": status_server[0]}})
     with pytest.raises(ConfigError, match="cannot open the MLflow store") as error:
         Delivery(tmp_path, config, print).deliver()
-    assert ("MLFLOW_TRACKING_TOKEN" in error.value.do) == (status != 404)
+    assert ("MLFLOW_TRACKING_TOKEN" in error.value.do) == has_token_advice
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("status_server", [503], indirect=True)
 def test_delivery_ignores_retry_after_of_a_failing_server(status_server, tmp_path):
-    address, asked = status_server(503, [("Retry-After", "3600")])
-    said = []
+    (address, asked), said = status_server, []
     delivery = Delivery(tmp_path, tracked.write_tracked_config(tmp_path, {"tracking": {"uri": address}}), said.append)
     assert not delivery.deliver() and delivery.run_id is None
     add_compared_line(tmp_path, {"loss": 1.0}, 1)

@@ -60,8 +60,10 @@ def list_expected_metrics(steps):
     }
 
 
-def read_stored_metrics(uri, run_id, names):
-    return {name: tracked.metric_history(uri, run_id, name) for name in names}
+def assert_delivered_once(uri, run_id, steps):
+    """Assert that every line of these steps is stored exactly once."""
+    expected = list_expected_metrics(steps)
+    assert {name: tracked.metric_history(uri, run_id, name) for name in expected} == expected
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +84,7 @@ def check_next_delivery(uri, folder, steps):
     """Deliver the missing lines and check that every line is stored exactly once."""
     delivery = make_feed_delivery(uri, folder)
     assert delivery.finish("FINISHED", 60) is None
-    wanted = list_expected_metrics(steps)
-    assert read_stored_metrics(uri, delivery.run_id, wanted) == wanted
+    assert_delivered_once(uri, delivery.run_id, steps)
     return delivery.run_id
 
 
@@ -128,7 +129,7 @@ def test_driver_killed_before_its_note_delivers_lines_once(feed_store_uri, tmp_p
     assert process.exitcode == -signal.SIGKILL
     noted = DeliveryState.read(folder)
     last = complete_last_step(folder)
-    written = {step for step, _, _ in read_stored_metrics(feed_store_uri, run_id, ["train/loss"])["train/loss"]}
+    written = {step for step, _, _ in tracked.metric_history(feed_store_uri, run_id, "train/loss")}
     lines = (folder / messages.METRICS).read_bytes()[: noted.offsets[messages.METRICS]].count(b"\n")
     assert 0 < lines < len(written), "the store has no more lines than the note"
     assert noted.run_id == run_id and last < 200
@@ -251,16 +252,14 @@ def test_lines_reach_mlflow_once_after_a_full_disk(feed_store_uri, tmp_path):
         for each in make_messages(2, 30):
             record.store_message(each)
         assert delivery.deliver(), "an unwritable note stopped the delivery"
-        wanted = list_expected_metrics(range(1, 2))
-        assert read_stored_metrics(feed_store_uri, delivery.run_id, wanted) == wanted
+        assert_delivered_once(feed_store_uri, delivery.run_id, range(1, 2))
         (folder / "ballast").unlink()
         for each in make_messages(30, 31):
             record.store_message(each)
         record.close()
         assert not [text for text in said if "lacks" in text]
         assert delivery.finish("FINISHED", 60) is None
-        wanted = list_expected_metrics(range(1, 31))
-        assert read_stored_metrics(feed_store_uri, delivery.run_id, wanted) == wanted
+        assert_delivered_once(feed_store_uri, delivery.run_id, range(1, 31))
         assert (folder / "checks.jsonl").read_text().count("\n") == 30
 
 
@@ -287,8 +286,7 @@ def test_track_command_delivers_missing_records(feed_store_uri, tmp_path, monkey
             main(["track", str(folder), "--allow-code"])
         assert "contains all records of later" in capsys.readouterr().out
         run_id = json.loads((folder / DELIVERY_STATE_FILE).read_text())["run_id"]
-        wanted = list_expected_metrics(range(1, 4))
-        assert read_stored_metrics(feed_store_uri, run_id, wanted) == wanted
+        assert_delivered_once(feed_store_uri, run_id, range(1, 4))
     client = tracked.mlflow_client(feed_store_uri)
     assert client.get_run(run_id).info.status == "FINISHED"
     assert {file.path for file in client.list_artifacts(run_id)} == {"config.yaml", "result.json"}

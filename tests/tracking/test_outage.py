@@ -4,7 +4,6 @@ writers of one sqlite file."""
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 from itertools import count
@@ -16,6 +15,7 @@ from urllib.request import urlopen
 import psutil
 import pytest
 import tracked
+from heads import find_free_ports
 from tracked import add_compared_line, mlflow_client
 from waiting import wait_for
 
@@ -29,9 +29,7 @@ class MlflowServer:
     """`mlflow server` on a separate port on loopback, over one sqlite file."""
 
     def __init__(self, folder):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        (self.port,) = find_free_ports(1)
         self.folder, self.uri, self._process = folder, f"http://127.0.0.1:{self.port}", None
 
     def start(self):
@@ -88,29 +86,10 @@ def wait_for_run_id(follower):
 
 
 @pytest.mark.survive
-def test_delivery_starts_once_a_late_server_responds(outage_server, tmp_path):
+def test_delivery_survives_a_late_and_a_killed_server(outage_server, tmp_path):
+    outage_server.kill()
     follower, said = start_delivery_process(outage_server.uri, tmp_path, parent_run="grid")
-    wait_for(lambda: (follower.check(), said)[1], "a warning")
-    assert follower.ready() is follower.run_id is None
-    for step in range(100):
-        add_compared_line(tmp_path, {"loss": step / 100}, step)
-    assert len(said) == 1 and "Connection refused" in said[0] and "stay in the run folder" in said[0]
-    outage_server.start()
-    run_id = wait_for_run_id(follower)
-    assert follower.close("FINISHED") is None
-    assert len(said) == 2 and said[1].startswith("MLflow is reachable again")
-    assert read_history(outage_server.uri, run_id, "loss") == [(step, step / 100) for step in range(100)]
-    assert [a.path for a in mlflow_client(outage_server.uri).list_artifacts(run_id)] == ["config.yaml"]
-    run = mlflow_client(outage_server.uri).get_run(run_id)
-    assert mlflow_client(outage_server.uri).get_run(run.data.tags["mlflow.parentRunId"]).info.run_name == "grid"
-    assert run.info.status == "FINISHED"
-
-
-@pytest.mark.survive
-def test_delivery_continues_after_a_killed_server(outage_server, tmp_path):
-    outage_server.start()
-    follower, said = start_delivery_process(outage_server.uri, tmp_path)
-    run_id, steps = wait_for_run_id(follower), iter(range(10**6))
+    steps = iter(range(10**6))
 
     def hand_over(seconds, until=lambda: False):
         """Add 20 figures per step, as a training loop does."""
@@ -121,25 +100,30 @@ def test_delivery_continues_after_a_killed_server(outage_server, tmp_path):
             sleep(0.02)
             follower.check()
 
-    hand_over(3)
+    hand_over(60, until=lambda: said)
+    assert follower.ready() is follower.run_id is None
+    assert len(said) == 1 and "Connection refused" in said[0] and "stay in the run folder" in said[0]
+    outage_server.start()
+    run_id = wait_for_run_id(follower)
+    hand_over(120, until=lambda: len(said) == 2)
     wait_for(lambda: read_history(outage_server.uri, run_id, "m0"), "figures in MLflow")
     outage_server.kill()
-    hand_over(60, until=lambda: said)
+    hand_over(60, until=lambda: len(said) == 3)
     (tmp_path / "plan.json").write_text("kept")
-    assert len(said) == 1 and "does not respond" in said[0]
     outage_server.start()
-    hand_over(120, until=lambda: len(said) == 2)
-    assert said[1].startswith("MLflow is reachable again")
+    hand_over(120, until=lambda: len(said) == 4)
     hand_over(1)
     assert follower.close("FINISHED") is None
-    assert len(said) == 2, said
+    assert ["MLflow is reachable again" in text for text in said] == [False, True] * 2
+    assert "does not respond" in said[2]
 
-    sent = next(steps)
+    sent, client = next(steps), mlflow_client(outage_server.uri)
     for name, more in (("m0", 0), ("m19", 19)):
         assert read_history(outage_server.uri, run_id, name) == [(step, float(step + more)) for step in range(sent)]
-    found = {a.path for a in mlflow_client(outage_server.uri).list_artifacts(run_id)}
-    assert found == {"config.yaml", "plan.json"}
-    assert mlflow_client(outage_server.uri).get_run(run_id).info.status == "FINISHED"
+    assert {each.path for each in client.list_artifacts(run_id)} == {"config.yaml", "plan.json"}
+    run = client.get_run(run_id)
+    assert client.get_run(run.data.tags["mlflow.parentRunId"]).info.run_name == "grid"
+    assert run.info.status == "FINISHED"
 
     again, _ = start_delivery_process(outage_server.uri, tmp_path)
     assert wait_for_run_id(again) == run_id

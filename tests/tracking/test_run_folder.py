@@ -107,33 +107,23 @@ def test_failed_check_is_kept_if_its_step_is_trained_again(tmp_path):
     assert [check.passed for check in run.failures] == [False]
 
 
-def test_retrained_intervals_replace_earlier_ones(tmp_path):
-    """Ranks fail after step 200. One rank continues from step 150, so later lines of rank 1 are void."""
-    before = [rank_line(NAMES, rank, 2, step) for step in (100, 200) for rank in (0, 1)]
-    after = [rank_line(NAMES, 0, 1, step, attempt=1) for step in (250, 350)]  # first steps 150 and 250
-    write_json_lines(tmp_path / RANKS, before + after)
+@pytest.mark.parametrize(
+    "before, after, attempt",
+    [(2, 1, 1), (1, 2, 1), (2, 2, 0)],
+    ids=["fewer ranks", "more ranks", "resumed run, whose attempts restart at 0"],
+)
+def test_retrained_intervals_replace_earlier_ones(tmp_path, before, after, attempt):
+    """Ranks fail after step 200. The next group continues from step 150, so that the lines of step 200 are void."""
+    first = [rank_line(NAMES, rank, before, step) for step in (100, 200) for rank in range(before)]
+    again = [rank_line(NAMES, r, after, step, attempt=attempt) for step in (250, 350) for r in reversed(range(after))]
+    write_json_lines(tmp_path / RANKS, first + again)
     ranks = RunFolder.read(tmp_path).ranks
-    assert [(line.step, line.rank, line.world) for line in ranks] == [
-        (100, 0, 2), (100, 1, 2), (250, 0, 1), (350, 0, 1)
-    ]  # fmt: skip
-    assert [line.step for line in select_last_group(ranks)] == [250, 350]
-    assert [line.step for line in skip_warmup(ranks)] == [350]
-
-
-def test_line_of_a_new_rank_marks_a_restart(tmp_path):
-    before = [rank_line(NAMES, 0, 1, step) for step in (100, 200)]
-    after = [rank_line(NAMES, rank, 2, 250, attempt=1) for rank in (1, 0)]
-    write_json_lines(tmp_path / RANKS, before + after)
-    found = [(line.step, line.rank) for line in RunFolder.read(tmp_path).ranks]
-    assert found == [(100, 0), (250, 0), (250, 1)]
-
-
-def test_resumed_run_may_restart_attempts_at_0(tmp_path):
-    first = [rank_line(NAMES, rank, 2, step, seconds=1.0) for step in (100, 200) for rank in (0, 1)]
-    second = [rank_line(NAMES, rank, 2, step, seconds=2.0) for step in (250, 350) for rank in (1, 0)]
-    write_json_lines(tmp_path / RANKS, first + second)
-    found = [(line.step, line.rank, line.seconds) for line in RunFolder.read(tmp_path).ranks]
-    assert found == [(step, rank, 1.0 + (step > 100)) for step in (100, 250, 350) for rank in (0, 1)]
+    expected = [(100, rank, before) for rank in range(before)]
+    expected += [(step, rank, after) for step in (250, 350) for rank in range(after)]
+    assert [(line.step, line.rank, line.world) for line in ranks] == expected
+    if attempt:  # a group is recognized by its attempt and number of ranks
+        assert [line.step for line in select_last_group(ranks)] == [250] * after + [350] * after
+        assert [line.step for line in skip_warmup(ranks)] == [350] * after
 
 
 def test_intervals_of_long_runs_are_merged_without_loss(tmp_path, monkeypatch):

@@ -217,7 +217,7 @@ def test_other_runs_and_steps_and_missing_checkpoints_are_errors(run, tmp_path):
                 verify(address, str(run))
             with pytest.raises(RunError, match="is not the address of a service"):
                 promote("export", service=address, name=None)
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError, match="token is missing") as error:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError, match="token is missing or wrong") as error:
             patch.setenv("RAYTREC_SERVE_TOKEN", "wrong")
             verify(service.url, str(run))
         assert "RAYTREC_SERVE_TOKEN" in error.value.do and "--name" in error.value.do
@@ -243,7 +243,7 @@ def test_damaged_checkpoint_is_an_error(run, tmp_path):
         verify(service.url, str(folder))
 
 
-def test_command_exits_with_1_if_a_row_differs(run, capsys, monkeypatch):
+def test_command_exits_with_1_if_a_row_differs(run, capsys):
     with Replicas(run / "export-fp16") as service:
         with pytest.raises(SystemExit) as ended:
             main(["verify", service.url, f"{run}/2"])
@@ -253,9 +253,6 @@ def test_command_exits_with_1_if_a_row_differs(run, capsys, monkeypatch):
             main(["verify", service.url, str(run), "--json"])
         assert ended.value.code == 1
         assert json.loads(capsys.readouterr().out)["differences"][0]["name"] == "tag"
-        monkeypatch.setenv("RAYTREC_SERVE_TOKEN", "another")
-        with pytest.raises(RunError, match="the token is missing or wrong"):
-            verify(service.url, str(run))
 
 
 BLOCK = {"part": "rows", "name": "user", "first": "0", "end": "2"}
