@@ -26,7 +26,7 @@ LIMIT_S = 300
 PYTEST = "-m pytest -q -p no:cacheprovider"
 DATA = "data.train={folder}/data/train data.valid={folder}/data/valid data.test={folder}/data/test"
 COMBINATIONS = "tests/parity/test_suite.py::test_all_combinations_match_one_process"
-MUTATIONS = "tests/mutations/test_refusals.py::test_config_with_changed_values_is_handled_in_all_examples"
+MUTATIONS = "tests/mutations/test_refusals.py::test_mutated_input_is_handled_in_all_examples"
 STORE = "tracking.uri=sqlite:///{folder}/mlflow.db"
 TARGETS = {
     "install": "-c 'import raytrec, torch, torchrec, fbgemm_gpu, ray, mlflow'",
@@ -35,7 +35,7 @@ TARGETS = {
     "test-fast": f"{PYTEST} tests/config/test_config.py tests/data/test_order.py",
     "test-slow": f"{PYTEST} tests/skew -m slow",
     "test-survive": f"{PYTEST} tests/worker/test_nonfinite.py -m survive -k steps_are_skipped",
-    "mutations": f"{PYTEST} '{MUTATIONS}[3]' -m mutations",
+    "mutations": f"{PYTEST} '{MUTATIONS}[config values-3]' -m mutations",
     "cluster-test": f"{PYTEST} tests/client/test_run.py -m 'cluster or not cluster'",
     "cluster-test: notebooks": f"{PYTEST} tests/notebooks -m cluster -k 'jobs or own_model'",
     "cluster-test: nodes": f"{PYTEST} tests/cluster/test_autoscaling.py -m cluster",

@@ -1,6 +1,6 @@
 import pickle
 
-from raytrec.common.errors import DataError, RunError, find_similar_word, get_root_cause
+from raytrec.common.errors import DataError, RunError, get_root_cause
 
 
 def test_errors_show_their_parts_after_pickling():
@@ -21,8 +21,3 @@ def test_root_cause_is_found_inside_wrappers():
     plain = ValueError("x")
     assert get_root_cause(plain) is plain
     assert get_root_cause(RunError("r")).what == "r"
-
-
-def test_similar_word_is_found():
-    assert find_similar_word("wokers", ["workers", "window"]) == "workers"
-    assert find_similar_word("zzz", ["workers"]) is None

@@ -80,9 +80,8 @@ with exit_after_block():
 """
 
 
-def run_program(last):
-    run = [sys.executable, "-c", EXIT_PROGRAM.format(last=last)]
-    return subprocess.run(run, capture_output=True, text=True, timeout=60)
+def run_program(program):
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,7 @@ def run_program(last):
     [("pass", 0), ("sys.exit()", 0), ("sys.exit(130)", 130), ("sys.exit('no')", 1), ("raise KeyError(7)", 1)],
 )
 def test_exit_after_block_skips_c_exit_handlers(last, code):
-    ended = run_program(last)
+    ended = run_program(EXIT_PROGRAM.format(last=last))
     assert ended.returncode == code, ended.stderr
     assert ended.stdout == "thread\natexit\n"
     assert ("KeyError: 7" in ended.stderr) == ("KeyError" in last)
@@ -101,6 +100,5 @@ def test_command_skips_c_exit_handlers():
     blocker = "import ctypes; c = ctypes.CDLL(None); "
     blocker += "c.__cxa_atexit(ctypes.cast(c.abort, ctypes.c_void_p), None, None); "
     for arguments, code in ((["--help"], 0), (["report", "/nowhere/at/all"], 1)):
-        program = f"{blocker}import sys; sys.argv[1:] = {arguments}; from raytrec.cli import main; main()"
-        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        ended = run_program(f"{blocker}import sys; sys.argv[1:] = {arguments}; from raytrec.cli import main; main()")
         assert ended.returncode == code, ended.stderr

@@ -52,9 +52,7 @@ def test_closed_streams_drop_text():
     with open(ends[1], "w", buffering=1) as pipe:
         stream = FaultTolerantStream(lambda: pipe)
         assert stream.write("a\n") == 2 and isinstance(stream.error, BrokenPipeError)
-        pipe_error = stream.error
         stream.flush()
-        assert pipe_error
         os.dup2(os.open(os.devnull, os.O_WRONLY), pipe.fileno())
     closed = io.StringIO()
     closed.close()

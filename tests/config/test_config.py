@@ -86,14 +86,11 @@ def test_unlike_keys_are_not_suggested():
         ("model={name: hstu_rank, actions: {a: []}}", "model.actions.a: "),
         ("run.sed=1", "did you mean run.seed?"),
         ("train.batch_size=2", "did you mean data.global_batch_size"),
-        ("trian.epochs=2", "did you mean train"),
-        ("scaling.num_workers=two", "scaling.num_workers: Input should be a valid integer or a mapping"),
         ("epochs=2", "there is no section 'epochs'"),
         ("modle={name: mf}", "did you mean 'model'?"),
         ("model={name: mf, mlp: [3]}", "model.mlp: unknown key of model mf"),
         ("scaling.num_workers=0", "scaling.num_workers"),
         ("data.shuffle=rows", "data.shuffle"),
-        ("model.name=drlm", "model.name"),
         ("scaling.num_workers=25", "increase data.lanes"),
         ("data.global_batch_size=1", "at least one row"),
         ("train.eval_every_steps=5", "needs one of data.valid, data.holdout and data.test"),
@@ -126,7 +123,6 @@ def test_unlike_keys_are_not_suggested():
         ("model.top_mlp=[1000000000000]", "model.top_mlp.0"),
         ("model.dropout=.nan", "model.dropout"),
         ("data.lanes=1000000000", "data.lanes"),
-        ("data.transforms=[{do: clip, columns: [a], low: .nan}]", "data.transforms.0"),
         ("data.transforms=[{do: hash, columns: [a], rows: true}]", "data.transforms.0"),
         ("data.transforms=[{do: [hash], columns: [a]}]", "data.transforms.0"),
         ("model.name=[dlrm]", "model: name must be one of"),
@@ -154,14 +150,19 @@ def test_config_error_lists_all_mistakes():
     assert "data.train: missing" in message and "data.trian" in message and "did you mean model" in message
 
 
+READERS = [(load_config, ConfigError), (Schema.load, SchemaError)]
+
+
+@pytest.mark.parametrize("load,error", READERS, ids=["config", "schema"])
 @pytest.mark.parametrize(
-    "text,kind", [(None, "file does not exist"), ("a: [", "cannot parse"), ("- a", "not a mapping")]
+    "text,message",
+    [(None, "file does not exist"), ("a: [", "cannot parse"), ("- a", "not a mapping"), ("text", "not a mapping")],
 )
-def test_invalid_config_files_are_rejected(tmp_path, text, kind):
+def test_missing_and_broken_files_are_rejected(tmp_path, load, error, text, message):
     if text:
         (tmp_path / "a.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=kind):
-        load_config(tmp_path / "a.yaml")
+    with pytest.raises(error, match=message):
+        load(tmp_path / "a.yaml")
 
 
 def test_json_schema_describes_every_key():
@@ -203,7 +204,7 @@ def test_documents_have_at_most_64_levels():
 )
 def test_malicious_yaml_gives_a_one_line_error(tmp_path, text, expected_text):
     (tmp_path / "a.yaml").write_text(text)
-    for load, kind in ((load_config, ConfigError), (Schema.load, SchemaError)):
+    for load, kind in READERS:
         with pytest.raises(kind) as error:
             load(tmp_path / "a.yaml")
         what = error.value.what

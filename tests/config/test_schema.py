@@ -80,13 +80,3 @@ def test_reserved_table_names_are_module_dict_attributes():
     from raytrec.config.schema_parts import RESERVED_TABLE_NAMES
 
     assert {name for name in dir(nn.ModuleDict()) if not name.startswith("_")} == RESERVED_TABLE_NAMES
-
-
-@pytest.mark.parametrize(
-    "text,kind", [(None, "file does not exist"), ("a: [", "cannot parse"), ("text", "not a mapping")]
-)
-def test_schema_rejects_missing_and_broken_files(tmp_path, text, kind):
-    if text:
-        (tmp_path / "schema.yaml").write_text(text)
-    with pytest.raises(SchemaError, match=kind):
-        Schema.load(tmp_path / "schema.yaml")

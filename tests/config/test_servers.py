@@ -6,14 +6,15 @@ import socketserver
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import parquet
 import pytest
 import yaml
+from checkpoints import write_index_only
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from raytrec.checkpoint.index import write_index
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import chooses_server
 from raytrec.config.run_config import load_config
@@ -94,58 +95,39 @@ def foreign_run(tmp_path, uri, key):
     return folder
 
 
-def checkpoint(folder, config):
-    folder.mkdir(parents=True)
-    schema = parquet.SCHEMA_YAML
-    progress = {"step": 1, "rows": 8, "trained": 8.0, "nan_steps": 0, "window": {}, "seconds": 1.0}
-    progress |= {"timed_rows": 8, "evaluation": None, "early_stopping": {}}
-    about = {"progress": progress, "data": "", "config": config, "schema": schema}
-    write_index(str(folder), {"attempt": "a", "block_bytes": 1 << 22, "tensors": {}, "about": about})
-    return folder
+def write_checkpoint(root, config):
+    return write_index_only(root, 1, config=config, schema=parquet.SCHEMA_YAML)
 
 
-def evaluate(tmp_path, uri):
-    place = tmp_path / "run/checkpoints/step-0000000001"
-    evaluation.evaluate(checkpoint(place, values(tmp_path, uri, "data.test")))
+def train_own_config(at, run, **how):
+    driver.train(parquet.config_values(at / "none", at / run), **how)
 
 
-def evaluate_with_foreign_checkpoint_dir(tmp_path, uri):
-    evaluation.evaluate(foreign_run(tmp_path, uri, "checkpoint.dir"))
+def write_config_file(at, uri):
+    (at / "a.yaml").write_text(yaml.safe_dump(values(at, uri, "data.train")))
+    return (at / "a.yaml").as_uri()
 
 
-def resume(tmp_path, uri):
-    driver.train(None, resume=foreign_run(tmp_path, uri, "data.train"))
+ENTRY_POINTS = {
+    "evaluate a checkpoint": lambda at, uri: evaluation.evaluate(
+        write_checkpoint(at / "run/checkpoints", values(at, uri, "data.test"))
+    ),
+    "evaluate a run": lambda at, uri: evaluation.evaluate(foreign_run(at, uri, "checkpoint.dir")),
+    "resume": lambda at, uri: driver.train(None, resume=foreign_run(at, uri, "data.train")),
+    "resume with own config": lambda at, uri: train_own_config(
+        at, "run", resume=foreign_run(at, uri, "checkpoint.dir")
+    ),
+    "train from a URI": lambda at, uri: driver.train(write_config_file(at, uri)),
+    "train a copied run": lambda at, uri: driver.train(foreign_run(at, uri, "data.schema") / "config.yaml"),
+    "start from a run": lambda at, uri: train_own_config(at, "new", start_from=foreign_run(at, uri, "checkpoint.dir")),
+}
 
 
-def resume_with_own_config(tmp_path, uri):
-    run = foreign_run(tmp_path, uri, "checkpoint.dir")
-    driver.train(parquet.config_values(tmp_path / "none", run), resume=run)
-
-
-def train_uri(tmp_path, uri):
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump(values(tmp_path, uri, "data.train")))
-    driver.train((tmp_path / "a.yaml").as_uri())
-
-
-def train_copied_run(tmp_path, uri):
-    driver.train(foreign_run(tmp_path, uri, "data.schema") / "config.yaml")
-
-
-def start_from_foreign_run(tmp_path, uri):
-    run = foreign_run(tmp_path, uri, "checkpoint.dir")
-    driver.train(parquet.config_values(tmp_path / "none", tmp_path / "new"), start_from=run)
-
-
-ENTRY_POINTS = [evaluate, evaluate_with_foreign_checkpoint_dir, resume, resume_with_own_config]
-ENTRY_POINTS += [train_uri, train_copied_run, start_from_foreign_run]
-
-
-@pytest.mark.parametrize("way", ENTRY_POINTS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", ENTRY_POINTS)
 def test_servers_of_foreign_configs_receive_no_request(way, uri, tmp_path, account, listener):
-    with pytest.raises(
-        (ConfigError, RunError), match=r"servers to (?:trust|contact)|a server that|names a server"
-    ) as error:
-        way(tmp_path, uri)
+    expected = r"servers to (?:trust|contact)|a server that|names a server"
+    with pytest.raises((ConfigError, RunError), match=expected) as error:
+        ENTRY_POINTS[way](tmp_path, uri)
     assert uri.partition("?")[0] in str(error.value)
     assert listener.received == []
 
@@ -192,16 +174,14 @@ def test_only_uris_with_a_custom_server_need_trust():
 
 
 def test_override_replaces_a_foreign_uri(tmp_path, account):
-    theirs = values(tmp_path, URIS["s3"].format(port=9), "data.train")
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump(theirs))
-    mine = "s3://mine/x?endpoint_override=storage.mine:9000"
-    assert load_config((tmp_path / "a.yaml").as_uri(), [f"data.train={mine}"]).data.train == mine
+    theirs, mine = write_config_file(tmp_path, URIS["s3"].format(port=9)), "s3://mine/x?endpoint_override=mine:9000"
+    assert load_config(theirs, [f"data.train={mine}"]).data.train == mine
 
 
 def test_checkpoint_inherits_trust_of_own_run(tmp_path, account):
     uri = URIS["s3"].format(port=9)
     run, config = tmp_path / "run", values(tmp_path, uri, "data.test") | {"model": {"name": "mine:Model"}}
-    folder = str(checkpoint(run / "checkpoints/step-0000000001", config))
+    folder = write_checkpoint(run / "checkpoints", config)
     about = {"config": config, "schema": parquet.SCHEMA_YAML}
     write_config(run, load_config(config))
     assert load_evaluation_config(about, folder, [], allow_code=False)[0].data.test == uri
@@ -216,8 +196,8 @@ def test_checkpoint_inherits_trust_of_own_run(tmp_path, account):
 
 def test_warm_start_from_a_given_uri_is_trusted(tmp_path, account):
     config = parquet.config_values(tmp_path / "none", tmp_path / "run")
-    checkpoint(tmp_path / "c", config)
-    assert load_checkpoint_config((tmp_path / "c").as_uri(), ["data.train=d"])[0].warm_start.from_.startswith("file://")
+    uri = Path(write_checkpoint(tmp_path, config)).as_uri()
+    assert load_checkpoint_config(uri, ["data.train=d"])[0].warm_start.from_ == uri
 
 
 @pytest.mark.slow
@@ -292,7 +272,5 @@ def test_best_config_of_foreign_search_cannot_name_code(tmp_path, account):
 def test_resume_with_own_config_cannot_change_checkpoint_dir(tmp_path, account):
     run = foreign_run(tmp_path, URIS["s3"].format(port=9), "checkpoint.dir")
     mine = values(tmp_path, "s3://mine/x?endpoint_override=storage.mine:9000", "checkpoint.dir")
-    with pytest.raises(ConfigError, match=r"checkpoint\.dir: s3"):
-        resume_config(run, parquet.config_values(tmp_path / "none", run), [])
     with pytest.raises(ConfigError, match="cannot be changed on resume"):
         resume_config(run, mine, [])

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from reading import DirectStream, collate_table, read_canonical_rows
+from reading import collate_table, read_canonical_rows
 from request_rows import (
     CANDIDATE_COLUMNS,
     LIST_FEATURES,
@@ -19,7 +19,6 @@ from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import scan
-from raytrec.data.order import Order
 from raytrec.data.pages.decode import ReadErrorPolicy
 from raytrec.data.read_plans import ReadPlan, TaskRows
 from raytrec.driver.datasets import to_example_schema
@@ -93,18 +92,6 @@ def test_batch_keeps_candidates_in_row_order(tmp_path):
     assert batch.weights.tolist() == [1] * 30 + [0] * 2 and batch.global_rows == 30
 
 
-def test_stream_started_at_a_step_yields_the_same_batches(tmp_path):
-    write(tmp_path / "a.parquet", 90)
-    data, order = scan(str(tmp_path), ReadPlan(SCHEMA)), Order(12, 4)
-    for rank in range(2):
-        stream = DirectStream(data, order, rank=rank, world=2)
-        whole, rest = list(stream.batches(1)), list(stream.batches(1, 3))
-        assert len(rest) == len(whole) - 3
-        for one, other in zip(whole[3:], rest, strict=True):
-            assert one.requests.equal(other.requests) and one.labels.equal(other.labels)
-            assert one.sparse["item"].values().equal(other.sparse["item"].values())
-
-
 @pytest.mark.parametrize(
     "name,row,value,text",
     [
@@ -119,18 +106,10 @@ def test_stream_started_at_a_step_yields_the_same_batches(tmp_path):
     ],
 )
 def test_candidate_errors_name_file_row_and_column(tmp_path, name, row, value, text):
-    rows = make_request_table(30, 1).to_pylist()
-    if row == 8:
-        for other in (*CANDIDATE_COLUMNS, "shown"):
-            rows[8][other] = [0, 1]
-    else:
-        rows[row]["y"] = rows[row]["y"] if name == "y" else [0, 1]
-        for other in {*CANDIDATE_COLUMNS, "shown"} - {"y", name}:
-            rows[row][other] = [0] * len(rows[row]["y"] or [])
-    rows[row][name] = value
-    pq.write_table(
-        pa.Table.from_pylist(rows, make_request_table(30, 1).schema), tmp_path / "a.parquet", row_group_size=10
-    )
+    good = make_request_table(30, 1)
+    rows = good.to_pylist()
+    rows[row] |= {key: [0, 1] for key in (*CANDIDATE_COLUMNS, "shown")} | {name: value}
+    pq.write_table(pa.Table.from_pylist(rows, good.schema), tmp_path / "a.parquet", row_group_size=10)
     plan = ReadPlan(SCHEMA, tasks=(TASK,))
     with pytest.raises(DataError) as error:
         read_canonical_rows(tmp_path / "a.parquet", plan)

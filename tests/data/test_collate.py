@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reading import DirectStream, read_canonical_rows
-from reading import collate_table as batch_of_table
+from reading import DirectStream, collate_table, make_schema, read_canonical_rows
 from sequence_schema import make_mixed_schema
 from standin import use_stand_in_gpu
 
@@ -70,9 +69,7 @@ def collate_rows(form, counts, seed=0, by_id=None, pin_memory=False, **how):
 
 @pytest.mark.parametrize("least", [0, -1])  # -1: no id
 def test_assemble_concatenates_single_id_features(least):
-    features = {name: {"table": "t"} for name in ("one", "other", "third")}
-    parts = {"labels": ["y"], "sparse": features, "tables": {"t": {"rows": 9, "dim": 4}}}
-    form = ResolvedReadPlan(ReadPlan(Schema.parse(parts, "test")))
+    form = ResolvedReadPlan(ReadPlan(make_schema(["one", "other", "third"], 9)))
     ids = np.random.default_rng(0).integers(least, 9, (3, 30)).astype(np.int32)
     table = build_canonical_table(form, [np.zeros(30, np.float32)], [], list(ids), [], 30)
     whole = Rows.of(table.to_batches()[0])
@@ -211,7 +208,7 @@ def test_features_outside_the_read_schema_are_empty(tmp_path, tower):
     def batch(columns, schema):
         pq.write_table(pa.table(columns), tmp_path / "a.parquet")
         table, form = read_canonical_rows(tmp_path / "a.parquet", ReadPlan(schema, read_labels=False))
-        return batch_of_table(table, form, Features(TOWERS, {"history": 2}), padding=1)
+        return collate_table(table, form, Features(TOWERS, {"history": 2}), padding=1)
 
     part = TOWERS.select_features(set(tower) - {"liked"})
     found = batch({name: COLUMNS[name][0] for name in tower}, part)

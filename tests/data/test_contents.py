@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from checkpoints import write_index_only
 
-from raytrec.checkpoint.index import write_index
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import LookupVocabulary
@@ -43,12 +43,17 @@ def flip_labels(path):
     pq.write_table(table.set_column(0, "label", flipped), path, row_group_size=300, compression="none")
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_flipped_labels_change_the_fingerprint(folder, monkeypatch, whole):
-    """Only the dictionary of the column may change; the file size and the footer stay the same."""
-    if not whole:
+@pytest.fixture(params=[True, False], ids=["whole files", "samples"])
+def whole(request, monkeypatch):
+    """Return True if files are hashed completely, False if in samples."""
+    if not request.param:
         monkeypatch.setattr(file_identity, "MAX_FULL_HASH_BYTES", 0)
         monkeypatch.setattr(file_identity, "SAMPLES", 4)
+    return request.param
+
+
+def test_flipped_labels_change_the_fingerprint(folder, whole):
+    """Only the dictionary of the column may change; the file size and the footer stay the same."""
     path = folder / "train/part-0.parquet"
     before, footer = identify_files(scan_dataset(folder)), pq.read_metadata(path)
     flip_labels(path)
@@ -62,10 +67,7 @@ def test_flipped_labels_change_the_fingerprint(folder, monkeypatch, whole):
     ]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_copied_files_have_the_same_fingerprint(folder, tmp_path, monkeypatch, whole):
-    if not whole:
-        monkeypatch.setattr(file_identity, "MAX_FULL_HASH_BYTES", 0)
+def test_copied_files_have_the_same_fingerprint(folder, tmp_path, whole):
     before = identify_files(scan_dataset(folder))
     shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
     for path in (tmp_path / "copy/train").iterdir():
@@ -121,12 +123,10 @@ class Run:
 
     def __init__(self, place, data):
         self.folder, self.data, self.root = place, data, place / "checkpoints"
-        at = self.root / "step-0000000003"
-        at.mkdir(parents=True)
+        place.mkdir()
         (place / "schema.yaml").write_text(Schema.load(data / "schema.yaml").to_yaml())
         datasets, found = self._now()
-        about = {"data": fingerprint(found["train"]), "step": 3}
-        write_index(str(at), {"attempt": "a", "block_bytes": 1 << 22, "tensors": {}, "about": about})
+        write_index_only(self.root, 3, data=fingerprint(found["train"]))
         record_data(place, datasets, found)
 
     def _now(self):

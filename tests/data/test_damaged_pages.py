@@ -7,10 +7,10 @@ import parquet
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from reading import make_schema
 from test_pages import table
 
 from raytrec.common.errors import DataError
-from raytrec.config.schema import Schema
 from raytrec.data import pages
 from raytrec.data.fragments import scan
 from raytrec.data.item_reader import read_item
@@ -123,8 +123,7 @@ def test_flipped_level_bit_does_not_change_other_rows(tmp_path, version, checksu
     path = tmp_path / "a.parquet"
     how = {"data_page_version": version, "compression": "none", "write_page_checksum": checksums}
     write_columns(path, **how)
-    spec = {"labels": ["same"], "sparse": {"bag": {"table": "t"}}, "tables": {"t": {"rows": 2000, "dim": 4}}}
-    form = scan(str(path), ReadPlan(Schema.parse(spec, "test"))).form
+    form = scan(str(path), ReadPlan(make_schema(["bag"], 2000, labels=["same"]))).form
 
     def read(begin):
         item = LaneItem(0, 0, (Part(str(path), 0, begin, 200),), None)

@@ -1,7 +1,7 @@
-"""Each row is trained exactly once per epoch, in the same global batch, even if the run restarts."""
+"""Each row is held out, or trained once per epoch in the same global batch, even if the run restarts."""
 
 import random
-from collections import Counter
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -9,23 +9,15 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reading import DirectStream
+from reading import DirectStream, make_schema
 
-from raytrec.config.schema import Schema
 from raytrec.data import order as order_module
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
 from raytrec.data.pages import decode as decode_module
 from raytrec.data.read_plans import ReadPlan
 
-SCHEMA = Schema.parse(
-    {
-        "labels": ["label"],
-        "sparse": {"id": {"table": "id"}, "bag": {"table": "id"}},
-        "tables": {"id": {"rows": 100_000, "dim": 4}},
-    },
-    "test",
-)
+SCHEMA = make_schema(["id", "bag"], 100_000, labels=["label"])
 
 
 def write(folder, layout, page_rows=None):
@@ -71,8 +63,8 @@ class RandomBlockStream(DirectStream):
             yield rest
 
 
-def collect_trained_batches(data, order, epoch, world, start, stop):
-    """Return the sorted ids of each global batch that `world` ranks train in steps start to stop - 1."""
+def collect_batches(data, order, epoch, world, start, stop):
+    """Return the sorted ids of each global batch that `world` ranks read in steps start to stop - 1."""
     out = [[] for _ in range(start, stop)]
     for rank in range(world):
         batches = RandomBlockStream(data, order, rank=rank, world=world).batches(epoch, start)
@@ -94,31 +86,47 @@ def collect_trained_batches(data, order, epoch, world, start, stop):
     window=st.integers(1, 3),
     phases=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 8)), min_size=1, max_size=8),
     page_rows=st.sampled_from([3, 10, 20_000]),
+    every=st.sampled_from([None, 2, 7]),
 )
 def test_each_row_is_trained_once_across_restarts(
-    tmp_path_factory, layout, batch, lanes, shuffle, window, phases, page_rows
+    tmp_path_factory, layout, batch, lanes, shuffle, window, phases, page_rows, every
 ):
     """Run phases of (world size, steps until the run is stopped) over two epochs.
 
-    The last phase runs to the end. Pages of 3 or 10 rows in row groups of up to 120 rows stand in for pages
-    of 20,000 rows: large row groups are split into pieces and read page by page.
+    The last phase runs to the end. One of `every` rows is held out for evaluation. Pages of 3 or 10 rows in row
+    groups of up to 120 rows stand in for pages of 20,000 rows: large row groups are split into pieces and read
+    page by page.
     """
     folder = tmp_path_factory.mktemp("layout")
     rows = write(folder, layout, page_rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order_module, "PAGE_ROWS", page_rows)
         patch.setattr(decode_module, "MAX_FULL_DECODE_ROWS", 2 * page_rows)
-        check_exactly_once(folder, rows, Order(batch, lanes, shuffle, window, seed=5), phases)
+        data, held_out = scan(str(folder), ReadPlan(SCHEMA)), None
+        if every:
+            data, held_out = data.hold_out(every)
+        trained = check_exactly_once(data, Order(batch, lanes, shuffle, window, seed=5), phases)
+        evaluated = collect_evaluated_rows(held_out, Order.evaluation(batch, lanes)) if held_out else []
+    assert sorted(trained + evaluated) == list(range(rows))
 
 
-def check_exactly_once(folder, rows, order, phases):
-    data, steps = scan(str(folder), ReadPlan(SCHEMA)), order.steps(rows)
-    undisturbed = [ids for epoch in (0, 1) for ids in collect_trained_batches(data, order, epoch, 1, 0, steps)]
-    assert Counter(i for ids in undisturbed for i in ids) == Counter(dict.fromkeys(range(rows), 2))
+def collect_evaluated_rows(data, order):
+    one, two = (collect_batches(data, order, 0, world, 0, order.steps(data.rows)) for world in (1, 2))
+    assert one == two
+    return [*chain(*one)]
+
+
+def check_exactly_once(data, order, phases):
+    """Check two epochs and return the ids of one epoch."""
+    steps = order.steps(data.rows)
+    undisturbed = [ids for epoch in (0, 1) for ids in collect_batches(data, order, epoch, 1, 0, steps)]
+    first, second = (sorted(chain(*undisturbed[at : at + steps])) for at in (0, steps))
+    assert first == second
     got, epoch, step = [], 0, 0
     while epoch < 2:
         world, count = phases.pop(0) if phases else (2, steps)
         stop = min(steps, step + count)
-        got += collect_trained_batches(data, order, epoch, world, step, stop)
+        got += collect_batches(data, order, epoch, world, step, stop)
         epoch, step = (epoch + 1, 0) if stop == steps else (epoch, stop)
     assert got == undisturbed
+    return first

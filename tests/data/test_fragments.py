@@ -1,20 +1,24 @@
-"""Scanning of folders and footers, and the message for each mistake."""
+"""Scanning of folders and footers, the message for each mistake, and the hold-out split."""
 
 import base64
 import tracemalloc
 
+import numpy as np
 import parquet
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as encryption
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reading import make_schema
 
 from raytrec.common.errors import DataError
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Clip, FillNull
 from raytrec.data.files.listing import list_files
-from raytrec.data.fragments import scan
+from raytrec.data.fragments import Dataset, RowGroup, scan
 from raytrec.data.item_reader import check_suspect_groups, read_item
 from raytrec.data.order import Order
 from raytrec.data.read_plans import ReadPlan
@@ -60,14 +64,10 @@ def check_scan_fails(folder, *parts):
         assert str(part) in str(error.value), str(error.value)
 
 
-def test_scan_sorts_files_and_skips_other_entries(tmp_path):
+def test_scan_sorts_files_and_omits_empty_ones(tmp_path):
     parquet.write_split(tmp_path / "b", 1000, 0, row_group=300, files=2)
     parquet.write_split(tmp_path / "a", 100, 0, files=1)
     pq.write_table(parquet.make_tiny_table(5, 0).slice(0, 0), tmp_path / "a/part-9.parquet")
-    (tmp_path / "_SUCCESS").write_text("")
-    (tmp_path / "_temporary").mkdir()
-    parquet.write_split(tmp_path / "_temporary/x", 10, 0, files=1)
-    (tmp_path / "notes.txt").write_text("")
     data = scan(str(tmp_path), ReadPlan(parquet.tiny_schema()))
     assert [(g.path.removeprefix(f"{tmp_path}/"), g.index, g.rows) for g in data.groups] == [
         ("a/part-0.parquet", 0, 100),
@@ -237,14 +237,7 @@ def test_values_with_a_policy_or_transform_are_not_suspect(tmp_path):
     assert scan_changed_rows(tmp_path, changes, transforms=(mend, clip)).suspect_groups == ()
 
 
-HASHED = Schema.parse(
-    {
-        "labels": ["y"],
-        "sparse": {"item": {"table": "t"}},
-        "tables": {"t": {"rows": 9, "dim": 4, "out_of_range": "hash"}},
-    },
-    "hashed",
-)
+HASHED = make_schema(["item"], 9, out_of_range="hash")
 
 
 def write_items(path, ids, kind=None):
@@ -303,3 +296,22 @@ def test_validation_data_has_the_same_kind_of_ids_as_training_data(tmp_path):
         open_data(load_config({"data": values}))
     _, datasets = open_data(load_config({"data": values | {"on_error": "skip"}}))
     assert datasets["valid"].rows == 2 and len(datasets["valid"].left_out) == 1
+
+
+@given(sizes=st.lists(st.integers(1, 200), min_size=1, max_size=6), every=st.integers(2, 20))
+@settings(max_examples=100, deadline=None)
+def test_each_row_is_either_trained_or_held_out(sizes, every):
+    whole = Dataset("d", tuple(RowGroup("f", i, rows) for i, rows in enumerate(sizes)), form=None)
+    kept, held = whole.hold_out(every)
+    assert (held.rows if held else 0) == sum(rows // every for rows in sizes)
+    assert kept.rows + (held.rows if held else 0) == whole.rows
+    for index, rows in enumerate(sizes):
+        parts = [g.split.rows() for side in (kept, held) if side for g in side.groups if g.index == index and g.split]
+        if parts:
+            assert sorted(np.concatenate(parts)) == list(range(rows))
+
+
+def test_held_out_rows_are_not_periodic():
+    _, held = Dataset("d", (RowGroup("f", 0, 10_000),), form=None).hold_out(10)
+    counts = np.bincount(held.groups[0].split.rows() % 10, minlength=10)
+    assert counts.min() > 60 and counts.max() < 140

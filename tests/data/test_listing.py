@@ -18,6 +18,11 @@ def write_files(folder, *names, rows=3):
         pq.write_table(parquet.make_tiny_table(rows, number), path)
 
 
+def write_marker(path):
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+
+
 def list_folder(folder):
     found, below = list_files(str(folder), "data.train"), f"{folder}/"
     left_out = {why: [p.removeprefix(below) for p in paths] for why, paths in found.left_out.items()}
@@ -99,9 +104,7 @@ def test_error_for_folder_without_parquet_lists_its_files(tmp_path):
 @pytest.mark.parametrize("place", ["table", "table/data/day=1", "table/data/day=1/a.parquet", "."])
 def test_table_format_folders_are_rejected(tmp_path, marker, name, place):
     write_files(tmp_path, "table/data/day=1/a.parquet", "plain/b.parquet")
-    record = tmp_path / "table" / marker
-    record.parent.mkdir(parents=True)
-    record.write_text("{}")
+    write_marker(tmp_path / "table" / marker)
     with pytest.raises(DataError, match=name) as error:
         list_files(str(tmp_path / place), "data.train")
     assert f"{tmp_path}/table" in error.value.where and "write the current rows" in error.value.do
@@ -112,9 +115,7 @@ def test_table_format_folders_are_rejected(tmp_path, marker, name, place):
 @pytest.mark.parametrize("marker", ["_delta_log/00000000000000000000.json", ".hoodie/hoodie.properties"])
 def test_links_into_table_formats_are_rejected(tmp_path, marker, target):
     write_files(tmp_path, "table/day=1/a.parquet", "plain/b.parquet")
-    record = tmp_path / "table" / marker
-    record.parent.mkdir(parents=True)
-    record.write_text("{}")
+    write_marker(tmp_path / "table" / marker)
     (tmp_path / "plain/part.parquet").symlink_to(tmp_path / target)
     with pytest.raises(DataError, match=r"part of one"):
         list_files(str(tmp_path / "plain"), "data.train")

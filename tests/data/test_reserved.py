@@ -10,10 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from any_parquet import LEAF_TYPES, random_array
-from reading import DirectStream
+from reading import DirectStream, make_schema
 
 from raytrec.common.errors import DataError
-from raytrec.config.schema import Schema
 from raytrec.config.transforms import Cast
 from raytrec.data.arrow import plain, plain_array
 from raytrec.data.fragments import scan
@@ -24,9 +23,7 @@ from raytrec.data.pages.decode import ReadErrorPolicy
 from raytrec.data.read_plans import ReadPlan, ReservedColumnSet
 from raytrec.data.row_slices import Rows
 
-SCHEMA = Schema.parse(
-    {"labels": ["y"], "sparse": {"u": {"table": "u"}}, "tables": {"u": {"rows": 50, "dim": 4}}}, "test"
-)
+SCHEMA = make_schema(["u"], 50)
 
 
 def write(path, rows=None, **columns):
@@ -43,10 +40,10 @@ def batches(data, order, world=1, faults=None):
         yield from DirectStream(data, order, rank=rank, world=world, faults=faults).batches()
 
 
-def scan_reserving(folder, *columns, keys=(), **how):
+def scan_reserving(folder, *columns, keys=(), groups=(), skip=False, **how):
     """Scan a folder with these reserved columns."""
-    plan = ReadPlan(SCHEMA, reserved=ReservedColumnSet(columns=columns, keys=keys), **how)
-    return scan(str(folder), plan)
+    plan = ReadPlan(SCHEMA, reserved=ReservedColumnSet(columns=columns, keys=keys, groups=groups), **how)
+    return scan(str(folder), plan, skip=skip)
 
 
 def collect_reserved(data, order=None, **how):
@@ -138,7 +135,7 @@ def test_reserved_columns_of_conflicting_types_are_rejected(tmp_path):
     write(tmp_path / "b.parquet", x=["a", "b"])
     with pytest.raises(DataError, match="reserved column 'x' has type string, but int64 in other files"):
         scan_reserving(tmp_path, "x")
-    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(columns=("x",))), skip=True)
+    data = scan_reserving(tmp_path, "x", skip=True)
     assert len(data.left_out) == 1 and data.rows == 2 and "b.parquet" in data.left_out[0].where
     assert scan(str(tmp_path), ReadPlan(SCHEMA), declared=("x",)).rows == 4, "unread columns may differ"
 
@@ -206,14 +203,14 @@ def test_missing_reserved_column_is_reported(tmp_path, name, near):
 def test_grouping_rejects_unsupported_types(tmp_path, column, message):
     write(tmp_path / "a.parquet", x=column)
     with pytest.raises(DataError, match=message) as error:
-        scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(keys=("x",), groups=("x",))))
+        scan_reserving(tmp_path, keys=("x",), groups=("x",))
     assert "a.parquet, column x" in error.value.where and error.value.do
 
 
 @pytest.mark.parametrize("column", [[1, 2], ["a", "b"], [True, None], [date(2026, 1, 1), None], [b"x", b""]])
 def test_grouping_accepts_supported_types(tmp_path, column):
     write(tmp_path / "a.parquet", x=column)
-    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(keys=("x",), groups=("x",))))
+    data = scan_reserving(tmp_path, keys=("x",), groups=("x",))
     assert data.form.plan.reserved.keys == ("x",)
 
 

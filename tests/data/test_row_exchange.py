@@ -7,11 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import request_rows
-import torch
 from ranks import run_on_ranks
 from waiting import wait_for
 
-ROWS, BATCH, LANES, STEPS = 301, 48, 6, 8  # 7 steps per epoch
+ROWS, BATCH, LANES = 301, 48, 6  # 7 steps per epoch
 
 
 @pytest.mark.parametrize(("ranks", "rows", "max_rows"), [(2, 64, 32), (3, 190, 64), (5, 3, 1)])
@@ -57,7 +56,7 @@ def write_requests(folder):
     return str(folder)
 
 
-def make_stream(folder, rank, world, balance="squared_length", max_length=100):
+def make_stream(folder, rank, world, balance="squared_length"):
     from reading import DirectStream
 
     from raytrec.config.features import Features
@@ -69,7 +68,7 @@ def make_stream(folder, rank, world, balance="squared_length", max_length=100):
 
     reserved = ReservedColumnSet(keys=("row",), columns=("row",))
     plan = ReadPlan(request_rows.SCHEMA, tasks=(TaskRows("y", "y", sample_weight="w"),), reserved=reserved)
-    data, features = scan(folder, plan), Features(request_rows.SCHEMA, {"history": max_length} if max_length else {})
+    data, features = scan(folder, plan), Features(request_rows.SCHEMA, {"history": 100})
     exchange = RowExchange(balance, data.form, features) if world > 1 and balance else None
     order = Order(BATCH, LANES, "window", 1, seed=3)
     faults = ReadErrorPolicy(skip=True)
@@ -146,36 +145,3 @@ def close_during_exchange(rank, world, folder):
 
 def test_stream_can_be_closed_while_it_waits_for_another_rank(tmp_path):
     assert run_on_ranks(2, close_during_exchange, write_requests(tmp_path / "d")) == [True, True]
-
-
-def train(rank, world, folder, checkpoints=None):
-    """Return the weights after STEPS steps; with `checkpoints`, those of a run that is restored halfway, too."""
-    import small
-    from checkpoints import restore_newest, save_checkpoint
-
-    config = small.make_small_config(world, {"sharding_type": "row_wise"}, lr=0.05)
-
-    def make_trained(steps, restored=False):
-        step, first = small.build_step_on_rank(config, request_rows.SCHEMA), 0
-        if restored:
-            restore_newest(checkpoints, step)
-            step.trained = first = STEPS // 2
-        batches = make_stream(folder, rank, world, max_length=None).epochs(2, first)
-        list(step.train(batches, steps))
-        batches.close()
-        return step
-
-    weights = [small.gather_weights(make_trained(STEPS))]
-    if checkpoints:
-        save_checkpoint(checkpoints, make_trained(STEPS // 2), STEPS // 2)
-        weights.append(small.gather_weights(make_trained(STEPS - STEPS // 2, restored=True)))
-    return weights
-
-
-def test_training_equals_one_process_and_resumes_bit_for_bit(tmp_path):
-    folder = write_requests(tmp_path / "d")
-    (whole, resumed), _ = run_on_ranks(2, train, folder, str(tmp_path / "checkpoints"))
-    ((one,),) = run_on_ranks(1, train, folder)
-    for name, expected in one.items():
-        torch.testing.assert_close(whole[name], expected, rtol=1e-4, atol=1e-6)
-        assert torch.equal(whole[name], resumed[name]), name

@@ -9,12 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reading import collate_table
+from reading import collate_table, make_schema
 from reading import read_canonical_rows as read_file
 from test_reserved import batches
 
 from raytrec.common.errors import DataError
-from raytrec.config.schema import Schema
 from raytrec.config.transforms import FillNull
 from raytrec.data.fragments import scan
 from raytrec.data.item_reader import check_suspect_groups
@@ -23,9 +22,7 @@ from raytrec.data.pages.decode import ReadErrorPolicy
 from raytrec.data.read_plans import ReadPlan, TaskRows
 from raytrec.worker.nonfinite import dump
 
-SCHEMA = Schema.parse(
-    {"labels": ["click", "buy"], "sparse": {"u": {"table": "u"}}, "tables": {"u": {"rows": 99, "dim": 4}}}, "test"
-)
+SCHEMA = make_schema(["u"], 99, labels=["click", "buy"])
 RANGES = {"click": (0.0, 1.0), "buy": (1.0, 5.0)}
 CLICK, BUY = TaskRows("click", "click", "skip"), TaskRows("buy", "buy", "skip")
 

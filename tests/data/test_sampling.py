@@ -97,8 +97,6 @@ def test_ids_are_drawn_from_a_vocabulary(tmp_path):
     with pytest.raises(DataError, match="draws ids of type int64, but name has type string"):
         both = table.append_column("name", pa.array(["a"] * 40))
         draw_negatives(both, rows=None, vocabulary=str(numbers), exclude=["user", "name"])
-    with pytest.raises(ValueError, match="not both"):
-        make_transform(vocabulary="x")
 
 
 def test_ids_are_drawn_by_frequency(tmp_path):
@@ -129,14 +127,16 @@ def test_ids_are_drawn_by_frequency(tmp_path):
 @pytest.mark.parametrize(
     "keys,why",
     [
+        ({"rows": 200, "vocabulary": "x"}, "not both"),
+        ({"rows": 200, "count": "all"}, "vocabulary and exclude cannot be set"),
         ({"vocabulary": "ids.txt", "frequency": "count"}, "frequency requires a Parquet vocabulary"),
         ({"vocabulary": "ids.parquet", "power": 0.5}, "set frequency"),
         ({"vocabulary": "ids.parquet", "log_share": "share"}, "set frequency"),
     ],
 )
-def test_invalid_frequency_options_are_rejected(keys, why):
+def test_invalid_sample_options_are_rejected(keys, why):
     with pytest.raises(ValueError, match=why):
-        make_transform(rows=None, **keys)
+        make_transform(**{"rows": None} | keys)
 
 
 def test_draw_rows_default_to_the_rows_of_the_table():
@@ -202,38 +202,37 @@ def test_evaluation_and_prediction_draw_the_same_ids(data):
     assert reserved["negatives"].to_pylist() == [found[0][row] for row in range(190, 195)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_count_all_draws_every_id_in_each_global_batch(tmp_path, world):
+@pytest.fixture(scope="module")
+def data_with_all_ids(tmp_path_factory):
     every = (make_transform(rows=None, count="all", exclude=[]),)
-    folder = parquet.write_split(tmp_path / "d", 1003, 0, 90)
-    made = scan(str(folder), ReadPlan(SCHEMA, transforms=set_draw_rows(every, SCHEMA)))
+    folder = parquet.write_split(tmp_path_factory.mktemp("all") / "d", 1003, 0, 90)
+    return scan(str(folder), ReadPlan(SCHEMA, transforms=set_draw_rows(every, SCHEMA)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_count_all_draws_every_id_in_each_global_batch(data_with_all_ids, world):
     features = Features(SCHEMA, {"negatives": 2})
     order = Order(128, 6, "window", 2, seed=3)
     place = {"world": world, "features": features}
-    steps = zip(*(DirectStream(made, order, rank=r, train=True, **place).batches() for r in range(world)), strict=True)
-    for parts in steps:  # the last has 107 rows
+    ranks = [DirectStream(data_with_all_ids, order, rank=r, train=True, **place).batches() for r in range(world)]
+    for parts in zip(*ranks, strict=True):  # the last step has 107 rows
         ids = [batch.sparse["negatives"].values() for batch in parts]
         assert torch.cat(ids).sort().values.tolist() == list(range(200))
         assert len({batch.sparse.stride() for batch in parts}) == 1
         for batch in parts:
             assert batch.sparse["negatives"].lengths().max() <= 2
             assert batch.sparse["row"].values().numel() == int(batch.weights.sum())
-    evaluated = DirectStream(made, Order.evaluation(128, 6), rank=0, **place).batches()
+    evaluated = DirectStream(data_with_all_ids, Order.evaluation(128, 6), rank=0, **place).batches()
     assert not any(batch.sparse["negatives"].values().numel() for batch in evaluated)
-    with pytest.raises(ValueError, match="vocabulary and exclude cannot be set"):
-        make_transform(count="all")
 
 
-def test_too_small_max_negatives_is_rejected_before_the_run(tmp_path):
-    every = (make_transform(rows=None, count="all", exclude=[]),)
-    folder = parquet.write_split(tmp_path / "d", 1003, 0, 90)
-    made = scan(str(folder), ReadPlan(SCHEMA, transforms=set_draw_rows(every, SCHEMA)))
+def test_too_small_max_negatives_is_rejected_before_the_run(data_with_all_ids):
     model = {"name": "mf", "user": "row", "item": "row", "negatives": "negatives"}
 
     def check(batch, most):
-        values = {"data": {"train": str(folder), "global_batch_size": batch}}
+        values = {"data": {"train": "d/train", "global_batch_size": batch}}
         config = RunConfig.model_validate(values | {"model": model | {"max_negatives": most}})
-        check_sample_counts(config, SCHEMA, made)
+        check_sample_counts(config, SCHEMA, data_with_all_ids)
 
     check(128, 2)
     check(200, 1)

@@ -8,7 +8,7 @@ import torch
 from reading import collate_table, read_canonical_rows
 from sequence_schema import make_mixed_schema
 
-from raytrec.checks.parity.batches import GlobalBatch, make_local_batch, make_random_batches
+from raytrec.checks.parity.batches import make_local_batch, make_random_batches
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.models import PythonSection
 from raytrec.config.models.ranking import DlrmSection
@@ -65,26 +65,20 @@ def test_batch_stores_most_recent_ids_first(tmp_path, weights):
             assert [row.tolist() for row in found] == [*scores, [], []], key
 
 
-def test_sequence_lookup_returns_padded_vectors():
-    made = Schema.parse(make_mixed_schema().model_dump(), "test")
-    features = Features(made, {"history": LENGTH})
-    rows = [[5, 6, 7, 8], [], [9]]
-    ids = torch.tensor([i for row in rows for i in row])
-    bag = torch.tensor([b for b, row in enumerate(rows) for _ in row])
-    nothing = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0)
-    whole = {f: nothing for f in made.sparse} | {"history": (ids, bag, torch.ones(len(ids)))}
-    batch = make_local_batch(GlobalBatch(torch.zeros(3, 0), torch.zeros(3, 1), whole), made, [0, 3], 0, features)
-    assert batch.sparse["history"].values().tolist() == [8, 7, 6, 9]
+def test_sequence_lookup_returns_padded_vectors(tmp_path):
+    batch, made = write_and_read_batch(tmp_path), make_mixed_schema()
+    features = resolve_features(made, SEQUENCE)
     embeddings = PooledEmbeddings(made, None, features.sequences).to_empty(device="cpu")
-    table = torch.arange(1000.0).unsqueeze(1).expand(-1, 4)
+    table = torch.arange(1000.0).unsqueeze(1).expand(-1, 4)  # the vector of an id contains the id
     for collection in embeddings.collections:
         for module in find_table_modules(collection).values():
             module.weight.data.copy_(table)
-    found = embeddings(batch.sparse)
-    inputs = SequenceLookup(features)(found, batch)
+    inputs = SequenceLookup(features)(embeddings(batch.sparse), batch)
     assert list(inputs) == list(made.sparse)
-    assert inputs["history"].present.tolist() == [[True] * 3, [False] * 3, [True, False, False]]
-    assert inputs["history"].vectors[:, :, 0].tolist() == [[8, 7, 6], [0, 0, 0], [9, 0, 0]]
+    rows = [*(ids[::-1][:LENGTH] for ids in HISTORY), [], []]
+    present = [[place < len(row) for place in range(LENGTH)] for row in rows]
+    assert inputs["history"].present.tolist() == present
+    assert inputs["history"].vectors[:, :, 0].tolist() == [row + [0] * (LENGTH - len(row)) for row in rows]
 
 
 @pytest.mark.parametrize("by_id", [{"history": 4}, {"history": 4, "last": 2}])

@@ -4,10 +4,8 @@ import math
 import random
 import statistics
 
-import pyarrow.parquet as pq
 import pytest
-from raytrec_datasets import app
-from typer.testing import CliRunner
+from recipes import get_recipe_error, prepare
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
@@ -47,46 +45,33 @@ def write(folder, data, test):
     (folder / "adult.test").write_text("\n".join(["|1x3 Cross validator", *test]))
 
 
-def run(folder, *arguments):
-    return CliRunner().invoke(app, ["adult", "--source", str(folder), "--out", str(folder / "out"), *arguments])
-
-
-def read_split(folder, split):
-    return pq.read_table(folder / "out" / split).to_pylist()
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """Return the folder, the people of adult.data and the people of adult.test."""
+    """Return the folder, the rows of each split, the people of adult.data and the people of adult.test."""
     folder = tmp_path_factory.mktemp("adult")
     data, test = make_people(50, 1), make_people(20, 2, native_country=["Cuba", "Peru"])
     write(folder, format_lines(data), format_lines(test, "."))
-    result = run(folder, "--dim", "4")
-    assert result.exit_code == 0, result.exception
-    return folder, data, test
+    return folder, prepare("adult", folder / "out", "--source", folder, "--dim", 4), data, test
 
 
 def test_splits_contain_each_person_once(prepared):
-    folder, data, test = prepared
-    train, valid, held_out = (
-        [row["fnlwgt"] for row in read_split(folder, split)] for split in ("train", "valid", "test")
-    )
+    _, rows, data, test = prepared
+    train, valid, held_out = ([row["fnlwgt"] for row in of_split] for of_split in rows.values())
     assert len(train) == 40 and len(valid) == 10
     assert sorted(train + valid) == [person["fnlwgt"] for person in data] and train != sorted(train)
     assert held_out == [person["fnlwgt"] for person in test]
 
 
 def test_labels_and_inputs_match_the_source_lines(prepared):
-    folder, data, test = prepared
+    _, rows, data, test = prepared
     by_number = {person["fnlwgt"]: person for person in data}
-    train = [by_number[row["fnlwgt"]] for row in read_split(folder, "train")]
+    train = [by_number[row["fnlwgt"]] for row in rows["train"]]
 
     def number(person, name):
         return math.log1p(person[name]) if name.startswith("capital") else person[name]
 
-    people = {"train": train, "test": test}
-    for split, split_people in people.items():
-        for row, person in zip(read_split(folder, split), split_people, strict=True):
+    for split, people in {"train": train, "test": test}.items():
+        for row, person in zip(rows[split], people, strict=True):
             assert row["income"] == (person["income"] == ">50K")
             assert row["never_married"] == (person["marital_status"] == "Never-married")
             for name in ("age", "education_num", "capital_gain", "capital_loss", "hours_per_week"):
@@ -110,11 +95,9 @@ def test_schema_omits_marital_status_and_its_proxies(prepared):
 
 
 def test_seed_changes_the_validation_split(prepared, tmp_path):
-    folder, data, test = prepared
-    write(tmp_path, format_lines(data), format_lines(test, "."))
-    assert run(tmp_path, "--seed", "1").exit_code == 0
-    assert read_split(tmp_path, "valid") != read_split(folder, "valid")
-    assert len(read_split(tmp_path, "valid")) == 10
+    folder, rows, *_ = prepared
+    other = prepare("adult", tmp_path / "out", "--source", folder, "--seed", 1)
+    assert other["valid"] != rows["valid"] and len(other["valid"]) == 10
 
 
 @pytest.mark.parametrize(
@@ -136,16 +119,13 @@ def test_malformed_adult_line_is_named(tmp_path, column, value, message):
     else:
         people[6][column] = value
     write(tmp_path, format_lines(people), format_lines(make_people(5, 4)))
-    result = run(tmp_path)
-    assert isinstance(result.exception, DataError)
-    assert message in str(result.exception) and "adult.data, line 7" in str(result.exception)
-    assert not (tmp_path / "out").exists()
+    text = get_recipe_error(DataError, "adult", tmp_path / "out", "--source", tmp_path)
+    assert message in text and "adult.data, line 7" in text
 
 
 def test_missing_and_empty_adult_files_are_rejected(tmp_path):
-    result = run(tmp_path)
-    assert isinstance(result.exception, DataError) and "cannot read adult.data" in str(result.exception)
+    arguments = (DataError, "adult", tmp_path / "out", "--source", tmp_path)
+    assert "cannot read adult.data" in get_recipe_error(*arguments)
     write(tmp_path, format_lines(make_people(5, 5)), [])
-    result = run(tmp_path)
-    assert isinstance(result.exception, DataError)
-    assert "no rows" in str(result.exception) and "adult.test" in str(result.exception)
+    text = get_recipe_error(*arguments)
+    assert "no rows" in text and "adult.test" in text

@@ -5,6 +5,7 @@ import gzip
 import numpy as np
 import pyarrow as pa
 import pytest
+from raytrec_datasets.criteo import lines
 from raytrec_datasets.criteo.lines import Chunk, chunks, hex_values, read
 
 from raytrec.common.errors import DataError
@@ -33,7 +34,10 @@ def count_rows_and_skipped(path, skip_bad):
         (3, "1_0", "I3 is '1_0'"),
         (3, "9" * 25, "I3 is '99999"),  # beyond int64
         (3, "5.0", "I3 is '5.0'"),
+        (20, "zz", "C7 is 'zz'"),
         (0, "", "the label is ''"),
+        (0, "7", "the label is '7'"),
+        (3, "3\t3", "41 fields"),
     ],
 )
 def test_malformed_values_are_reported_or_counted(tmp_path, field, value, message):
@@ -49,6 +53,17 @@ def test_block_of_only_malformed_lines_is_skipped(tmp_path):
     path = tmp_path / "train.txt"
     path.write_text("no\nno\n")
     assert count_rows_and_skipped(path, skip_bad=True) == (0, 2)
+
+
+@pytest.mark.slow
+def test_every_line_is_in_one_chunk(tmp_path, monkeypatch):
+    text = [f"line {i} {'x' * (i % 50)}" for i in range(1000)]
+    path = tmp_path / "file"
+    path.write_text("\n".join(text))
+    for size in (1, 7, 64, 1000, 10**6):
+        monkeypatch.setattr(lines, "CHUNK_BYTES", size)
+        found = [line for c in chunks(path) for block in lines._blocks(c) for line in block.splitlines()]
+        assert found == [line.encode() for line in text]
 
 
 def test_truncated_gzip_file_is_reported(tmp_path):

@@ -8,10 +8,9 @@ from operator import itemgetter
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from raytrec_datasets import app
 from raytrec_datasets.interactions import rows as rows_module
 from raytrec_datasets.interactions import tables
-from typer.testing import CliRunner
+from recipes import SPLITS, get_recipe_error, prepare
 
 from raytrec.common.errors import RaytrecError
 from raytrec.config.schema import Schema
@@ -20,17 +19,12 @@ from raytrec.data.fragments import scan
 from raytrec.data.read_plans import ReadPlan
 
 USERS, ITEMS, LONGEST = 9, 40, 4
-SPLITS, LISTS = ("train", "valid", "test"), ("history", "seen", "right_items")
-
-
-def run(source, out, *arguments):
-    return CliRunner().invoke(app, ["interactions", "--source", str(source), "--out", str(out), *map(str, arguments)])
+LISTS = ("history", "seen", "right_items")
 
 
 def prepare_splits(source, out, *arguments):
     """Run the recipe and return the rows of each split, with the source's keys in place of ids."""
-    result = run(source, out, *arguments)
-    assert result.exit_code == 0, result.exception
+    rows = prepare("interactions", out, "--source", source, *arguments)
     keys = {name: dict(zip(*pq.read_table(out / f"{name}s").columns[:2], strict=True)) for name in ("user", "item")}
     keys = {name: {k.as_py(): v.as_py() for k, v in known.items()} for name, known in keys.items()}
 
@@ -41,7 +35,11 @@ def prepare_splits(source, out, *arguments):
     schema, drawn = Schema.load(out / "schema.yaml"), Sample(do="sample", column="negatives", count=3)
     for split in SPLITS:
         scan(str(out / split), ReadPlan(schema, transforms=(drawn,) if "negatives" in schema.sparse else ()))
-    return {split: [named(row) for row in pq.read_table(out / split).to_pylist()] for split in SPLITS}
+    return {split: [named(row) for row in of_split] for split, of_split in rows.items()}
+
+
+def get_error(source, out, *arguments):
+    return get_recipe_error(RaytrecError, "interactions", out, "--source", source, *arguments)
 
 
 def make_events(seed=1):
@@ -98,7 +96,7 @@ LAYOUTS = [write_parquet, write_lists, write_csv, write_order, write_words]
 
 @pytest.fixture(params=LAYOUTS, ids=lambda layout: layout.__name__.removeprefix("write_"))
 def source(request, tmp_path, monkeypatch):
-    """Return (events, command arguments) of a layout; block and chunk sizes are small."""
+    """Return (events, command arguments) of a layout, by default of every layout; blocks and chunks are small."""
     monkeypatch.setattr(tables, "BLOCK_BYTES", 256)
     monkeypatch.setattr(tables, "BATCH_ROWS", 16)
     monkeypatch.setattr(rows_module, "CHUNK_IDS", 64)
@@ -134,28 +132,27 @@ def test_leave_one_out_split_matches_plain_python(source, tmp_path):
     assert ("time" in rows["test"][0]) == ("--time" in given)
 
 
+@pytest.mark.parametrize("source", [write_csv], indirect=True)
 def test_user_rows_cover_each_interaction_once(source, tmp_path):
     """Except the first of a user, each interaction is a target once: as the item or within a history."""
     found, given = source
+    lists = group_by_user(found)
     arguments = (*given[1:], "--negatives", 0, "--max-length", LONGEST, "--rows", "user")
     rows = prepare_splits(given[0], tmp_path / "out", *arguments)
     learned = Counter()
     for row in rows["train"]:
         learned.update((row["user"], item) for item in [*row["history"][1:], row["item"]] if row["history"])
-        place = group_by_user(found)[row["user"]].index(row["item"])
-        assert row["history"] == group_by_user(found)[row["user"]][:place][-LONGEST:]
-        assert row["later"] == len(group_by_user(found)[row["user"]]) - 2 - 1 - place
-    assert not any(row["later"] for split in ("valid", "test") for row in rows[split])
-    expected = [(u, item) for u, items in group_by_user(found).items() for item in items[1:-2]]
-    assert learned == Counter(expected)
+        place = lists[row["user"]].index(row["item"])
+        assert row["history"] == lists[row["user"]][:place][-LONGEST:]
+        assert row["later"] == len(lists[row["user"]]) - 2 - 1 - place
+    assert learned == Counter((u, item) for u, items in lists.items() for item in items[1:-2])
     for split, place in (("valid", -2), ("test", -1)):
-        assert [(row["user"], row["item"], row["label"]) for row in rows[split]] == [
-            (row["user"], group_by_user(found)[row["user"]][place], 1) for row in rows[split]
-        ]
+        got = {row["user"]: (row["item"], row["seen"], row["label"], row["later"]) for row in rows[split]}
+        assert got == {user: (items[place], items[:place], 1, 0) for user, items in lists.items()}
         assert len(rows[split]) == USERS
-        assert all(row["seen"] == group_by_user(found)[row["user"]][:place] for row in rows[split])
 
 
+@pytest.mark.parametrize("source", [write_csv], indirect=True)
 def test_user_test_rows_list_all_held_out_items(source, tmp_path):
     """One row for each user of a split: the first held-out item as `item`, all of them as `right_items`."""
     given = source[1]
@@ -182,13 +179,6 @@ def test_user_test_rows_have_no_rolling_histories(tmp_path):
     rows = prepare_splits(given[0], tmp_path / "out", *arguments)
     for row in rows["test"]:
         assert row["history"] == row["seen"] and not {*row["history"]} & {*row["right_items"]}
-
-
-def test_user_test_rows_reject_candidates(tmp_path):
-    given = write_words(tmp_path, make_events())
-    result = run(*given, tmp_path / "out", "--test-rows", "user")
-    assert isinstance(result.exception, RaytrecError)
-    assert "--test-rows user --negatives 99" in str(result.exception)
 
 
 def test_with_valid_adds_validation_rows_to_train(tmp_path):
@@ -307,8 +297,9 @@ SPLIT_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", SPLIT_LAYOUTS)
-@pytest.mark.parametrize("valid", ["valid", "val", "dev", None])
+@pytest.mark.parametrize(
+    "name,valid", [*((name, "valid") for name in SPLIT_LAYOUTS), *(("{}.txt", each) for each in ("val", "dev", None))]
+)
 def test_source_with_splits_keeps_them(name, valid, tmp_path):
     write, arguments = SPLIT_LAYOUTS[name]
     lists, when = group_by_user(make_events()), {(u, i): t for u, i, t in make_events()}
@@ -338,10 +329,10 @@ def test_source_with_splits_keeps_them(name, valid, tmp_path):
 def test_incomplete_or_ambiguous_source_splits_are_rejected(tmp_path):
     write_text_table(tmp_path / "a.train.csv", make_events())
     write_text_table(tmp_path / "a.valid.csv", make_events())
-    assert "the test split is missing" in str(run(tmp_path, tmp_path / "out").exception)
+    assert "the test split is missing" in get_error(tmp_path, tmp_path / "out")
     write_text_table(tmp_path / "a.test.csv", make_events())
     write_text_table(tmp_path / "b.train.csv", make_events())
-    assert "several data sets" in str(run(tmp_path, tmp_path / "out").exception)
+    assert "several data sets" in get_error(tmp_path, tmp_path / "out")
     rows = prepare_splits(tmp_path / "a.train.csv", tmp_path / "out", "--split", "random", "--negatives", 0)
     assert sum(map(len, rows.values())) == len(make_events()), "a single file has no splits"
 
@@ -429,10 +420,10 @@ def test_side_feature_files_are_joined(tmp_path):
 def test_timestamp_strings_are_parsed_as_times(tmp_path):
     lines = "".join(f"a,{item},2026-11-0{day}T10:00:00\n" for item, day in ((1, 3), (2, 1), (3, 2), (4, 4)))
     (tmp_path / "x.csv").write_text("user,item,time\n" + lines)
-    assert run(tmp_path / "x.csv", tmp_path / "out", "--time", "time", "--negatives", 0).exit_code == 0
-    rows = pq.read_table(tmp_path / "out/test").to_pylist()
-    assert [str(when)[:10] for when in rows[0]["history_time"]] == ["2026-11-01", "2026-11-02", "2026-11-03"]
-    assert str(rows[0]["time"]).startswith("2026-11-04")
+    arguments = ("--source", tmp_path / "x.csv", "--time", "time", "--negatives", 0)
+    row = prepare("interactions", tmp_path / "out", *arguments)["test"][0]
+    days = [str(when)[:10] for when in (*row["history_time"], row["time"])]
+    assert days == ["2026-11-01", "2026-11-02", "2026-11-03", "2026-11-04"]
 
 
 GOOD = "user,item,time\n" + "".join(f"{u},{i},{10 * u + i}\n" for u in range(4) for i in range(5))
@@ -450,6 +441,7 @@ GOOD = "user,item,time\n" + "".join(f"{u},{i},{10 * u + i}\n" for u in range(4) 
         ("x.csv", GOOD, ["--min-interactions", 9], "no users and items with at least 9"),
         ("x.csv", GOOD, ["--negatives", 9], "a user has interacted with all but 0 of 5"),
         ("x.csv", GOOD, ["--rows", "user", "--max-length", 0], "--rows user --max-length 0"),
+        ("x.csv", GOOD, ["--test-rows", "user"], "--test-rows user --negatives 99"),
         ("x.csv", "user,item\n", [], "the source contains no interactions"),
         ("x.csv", "", [], "cannot parse the file"),
         ("x.txt", "1 2 3 4\n2 3 x 5\n", [], "line 2 contains 'x'"),
@@ -466,6 +458,4 @@ def test_malformed_interaction_sources_are_reported(name, text, arguments, messa
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_text(text)
     source = tmp_path / "in" if name == "train.txt" else tmp_path / "in" / name
-    result = run(source, tmp_path / "out", *arguments)
-    assert isinstance(result.exception, RaytrecError), result.exception
-    assert message in str(result.exception) and not (tmp_path / "out").exists()
+    assert message in get_error(source, tmp_path / "out", *arguments)

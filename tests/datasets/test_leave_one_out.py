@@ -9,31 +9,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import test_movielens
-from raytrec_datasets import app
-from typer.testing import CliRunner
+from recipes import SPLITS, get_recipe_error, prepare
 
-from raytrec.common.errors import DataError
+from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.schema import Schema
 
 REAL = Path(os.environ.get("RAYTREC_ML1M", Path(__file__).parents[3] / "shared/data/ml-1m"))
 USERS, ITEMS = 12, 250
-SPLITS = ("train", "valid", "test")
-
-
-def run_movielens(*arguments):
-    return CliRunner().invoke(app, ["movielens", *map(str, arguments)])
-
-
-def run(source, out, *arguments):
-    return run_movielens("--split", "leave-one-out", "--source", source, "--out", out, *arguments)
+LEAVE_ONE_OUT = ("--split", "leave-one-out")
 
 
 def prepare_splits(source, out, *arguments):
     """Return the rows of each split with source keys in place of ids, and the rows of items/."""
-    result = run(source, out, *arguments)
-    assert result.exit_code == 0, result.exception
+    rows = prepare("movielens", out, *LEAVE_ONE_OUT, "--source", source, *arguments)
     items, users = (pq.read_table(out / name).to_pylist() for name in ("items", "users"))
-    rows = {split: pq.read_table(out / split).to_pylist() for split in SPLITS}
     for row in (row for split in SPLITS for row in rows[split]):
         row["user"] = users[row["user"]]["user_key"]
         row["item"] = items[row["item"]]["item_key"]
@@ -100,10 +89,6 @@ def write_source(folder, layout="pairs"):
     return train, left, lists, movies
 
 
-def read_split(folder, split):
-    return [tuple(row.values()) for row in pq.read_table(folder / split).to_pylist()]
-
-
 def write_sequences(folder):
     """Write sequences.parquet with the pairs in random order; return the movie ids by user id."""
     pairs = pq.read_table(folder / "pairs.parquet").to_pylist()
@@ -160,8 +145,8 @@ def test_movielens_supports_time_split_with_user_rows(tmp_path):
         before = [item for user, item, _, t in ratings if user == row["user"] and t <= row["time"]]
         assert {*row["history"]} <= {*before} - {row["item"]}
         assert len(row["history"]) == min(5, len(before) - 1)
-    wrong = run(tmp_path / "in", tmp_path / "other", "--split", "per-user", "--rows", "user")
-    assert "--split leave-one-out or time" in str(wrong.exception)
+    wrong = ("--source", tmp_path / "in", "--split", "per-user", "--rows", "user")
+    assert "--split leave-one-out or time" in get_recipe_error(ConfigError, "movielens", tmp_path / "x", *wrong)
 
 
 def test_sequences_with_other_films_are_rejected(tmp_path):
@@ -169,16 +154,15 @@ def test_sequences_with_other_films_are_rejected(tmp_path):
     lists = write_sequences(tmp_path / "in")
     lists[3][0], lists[3][1] = lists[3][1], 12345
     pq.write_table(pa.table({"user": list(lists), "movies": list(lists.values())}), tmp_path / "in/sequences.parquet")
-    result = run(tmp_path / "in", tmp_path / "out")
-    assert isinstance(result.exception, DataError) and "sequences.parquet" in str(result.exception)
+    arguments = (*LEAVE_ONE_OUT, "--source", tmp_path / "in")
+    assert "sequences.parquet" in get_recipe_error(DataError, "movielens", tmp_path / "out", *arguments)
 
 
 @pytest.mark.parametrize("layout", ["pairs", "ratings"])
 def test_leave_one_out_splits_have_the_expected_rows(tmp_path, layout):
     train, left, lists, movies = write_source(tmp_path / "in", layout)
-    result = run_movielens("--source", tmp_path / "in", "--out", tmp_path / "out", "--negatives", 3)
-    assert result.exit_code == 0, result.exception
-    split = {name: read_split(tmp_path / "out", name) for name in SPLITS}
+    rows = prepare("movielens", tmp_path / "out", "--source", tmp_path / "in", "--negatives", 3)
+    split = {name: [tuple(row.values()) for row in of_split] for name, of_split in rows.items()}
     expected = [(1, u, left[u]) for u in left] + [
         (0, u, item) for u in left for item in dict.fromkeys(lists[u]) if item != left[u]
     ]
@@ -213,9 +197,10 @@ def test_leave_one_out_splits_have_the_expected_rows(tmp_path, layout):
 
 def test_leave_one_out_is_deterministic_per_seed(tmp_path):
     write_source(tmp_path / "in")
-    for out, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert run_movielens("--source", tmp_path / "in", "--out", tmp_path / out, "--seed", seed).exit_code == 0
-    one, same, other = (read_split(tmp_path / out, "train") for out in "abc")
+    one, same, other = (
+        prepare("movielens", tmp_path / out, "--source", tmp_path / "in", "--seed", seed)["train"]
+        for out, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
     assert one == same != other
 
 
@@ -236,17 +221,16 @@ def test_malformed_candidate_files_are_reported(tmp_path, file, text, message):
         (tmp_path / "in" / file).unlink()
     else:
         (tmp_path / "in" / file).write_text(text)
-    result = run_movielens("--source", tmp_path / "in", "--out", tmp_path / "out")
-    assert isinstance(result.exception, DataError) and message in str(result.exception)
-    assert file.split(".")[0] in str(result.exception)
+    error = get_recipe_error(DataError, "movielens", tmp_path / "out", "--source", tmp_path / "in")
+    assert message in error and file.split(".")[0] in error
 
 
 def test_pairs_without_test_items_are_rejected(tmp_path):
     write_source(tmp_path / "in")
     table = pq.read_table(tmp_path / "in/pairs.parquet")
     pq.write_table(table.slice(5), tmp_path / "in/pairs.parquet")
-    result = run_movielens("--source", tmp_path / "in", "--out", tmp_path / "out")
-    assert isinstance(result.exception, DataError)
+    error = get_recipe_error(DataError, "movielens", tmp_path / "out", "--source", tmp_path / "in")
+    assert "left-out pairs of" in error
 
 
 @pytest.mark.skipif(not (REAL / "ml-1m.test.negative").exists(), reason="ML-1M is not available")

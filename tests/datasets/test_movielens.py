@@ -7,12 +7,10 @@ import sys
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from raytrec_datasets import app
 from raytrec_datasets.movielens import layouts, recipe
-from typer.testing import CliRunner
+from recipes import SPLITS, get_recipe_error, prepare, run_recipe
 
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.schema import Schema
@@ -67,12 +65,7 @@ def write_csv(folder, ratings):
     (folder / "movies.csv").write_text("movieId,title,genres\n" + lines)
 
 
-SPLITS = ("train", "valid", "test")
 LAYOUTS = {"100k": write_100k, "1m": write_1m, "32m": write_csv}
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["movielens", *map(str, arguments)])
 
 
 def prepare_generated_ratings(folder, layout, split, history=4):
@@ -85,9 +78,7 @@ def prepare_rows(folder, ratings, layout="32m", *arguments):
     """Write ratings to source/, prepare them in out/ and return the rows of each split."""
     (folder / "source").mkdir(parents=True)
     LAYOUTS[layout](folder / "source", ratings)
-    result = run("--source", folder / "source", "--out", folder / "out", *arguments)
-    assert result.exit_code == 0, result.exception
-    return {s: pq.read_table(folder / "out" / s).to_pylist() for s in SPLITS}
+    return prepare("movielens", folder / "out", "--source", folder / "source", *arguments)
 
 
 def get_rating(row, items):
@@ -126,15 +117,8 @@ def test_rows_histories_and_splits_match_a_plain_loop(tmp_path, layout, split):
     assert schema.sparse["history"].table == schema.sparse["item_id"].table
     assert schema.sparse["genres"].pooling == "mean"
     for s in rows:
-        assert scan(str(tmp_path / "out" / s), ReadPlan(schema)).rows == len(rows[s])
-
-
-def test_ids_fit_their_tables(tmp_path):
-    _, rows, schema = prepare_generated_ratings(tmp_path, "100k", "random")
-    everything = [row for found in rows.values() for row in found]
-    for feature, spec in schema.sparse.items():
-        ids = np.hstack([row[feature] for row in everything])
-        assert ids.min() >= 0 and ids.max() < schema.tables[spec.table].rows, feature
+        data = scan(str(tmp_path / "out" / s), ReadPlan(schema))
+        assert data.rows == len(rows[s]) and not data.suspect_groups, "an id exceeds its table"
 
 
 @pytest.mark.parametrize("split", ["random", "per-user", "time"])
@@ -163,58 +147,43 @@ def test_small_datasets_have_small_row_groups(tmp_path):
     assert [meta.row_group(i).num_rows for i in range(2)] == [4096, len(rows["train"]) - 4096]
 
 
-@pytest.mark.parametrize(
-    "line,message",
-    [
-        (",1,5.0,880000000", "a field is empty"),
-        ("2,1,5.0,880000000000", "seconds since 1970"),  # milliseconds would mix the users' histories
-    ],
-)
-def test_ratings_with_invalid_users_or_times_are_rejected(tmp_path, line, message):
-    write_csv(tmp_path, make_ratings())
-    with (tmp_path / "ratings.csv").open("a") as file:
-        file.write(line + "\n")
-    result = run("--source", tmp_path, "--out", tmp_path / "out")
-    assert isinstance(result.exception, DataError)
-    assert message in str(result.exception) and "ratings.csv" in str(result.exception)
-
-
 def test_empty_genres_are_ignored(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "MOVIES", [*MOVIES, (41, "Nameless", [""])])
     prepare_rows(tmp_path, make_ratings())
     assert "genres: {rows: 4, dim: 16}" in (tmp_path / "out/schema.yaml").read_text()
 
 
+def test_films_without_a_date_have_year_zero(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "MOVIES", [(item, "Film", genres) for item, _, genres in MOVIES])
+    rows = prepare_rows(tmp_path, make_ratings(), "100k")
+    assert {row["release_year"] for row in rows["train"]} == {0}
+
+
+def append(path, text):
+    path.write_text(path.read_text() + text)
+
+
 @pytest.mark.parametrize(
-    "break_it,message",
+    "layout,break_it,message",
     [
-        (lambda d: (d / "u.item").unlink(), "u.item is missing"),
-        (lambda d: (d / "u.data").unlink(), "no MovieLens files found"),
-        (lambda d: (d / "u.user").write_text("1|2|3\n"), "line 1 has 3 fields"),
-        (lambda d: (d / "u.data").write_text("1\t2\tx\t4\n"), "cannot parse"),
+        ("100k", lambda d: (d / "u.item").unlink(), "u.item is missing"),
+        ("100k", lambda d: (d / "u.data").unlink(), "no MovieLens files found"),
+        ("100k", lambda d: (d / "u.user").write_text("1|2|3\n"), "line 1 has 3 fields"),
+        ("100k", lambda d: (d / "u.data").write_text("1\t2\tx\t4\n"), "cannot parse"),
+        ("32m", lambda d: append(d / "ratings.csv", ",1,5.0,880000000\n"), "a field is empty"),
+        # milliseconds would mix the users' histories
+        ("32m", lambda d: append(d / "ratings.csv", "2,1,5.0,880000000000\n"), "seconds since 1970"),
     ],
 )
-def test_broken_movielens_sources_are_reported(tmp_path, break_it, message):
-    write_100k(tmp_path, make_ratings())
+def test_broken_movielens_sources_are_reported(tmp_path, layout, break_it, message):
+    LAYOUTS[layout](tmp_path, make_ratings())
     break_it(tmp_path)
-    result = run("--source", tmp_path, "--out", tmp_path / "out")
-    assert isinstance(result.exception, DataError) and message in str(result.exception)
-    assert str(tmp_path) in str(result.exception)
+    error = get_recipe_error(DataError, "movielens", tmp_path / "out", "--source", tmp_path)
+    assert message in error and str(tmp_path) in error
 
 
-def test_films_without_a_date_have_year_zero(tmp_path):
-    write_100k(tmp_path, make_ratings())
-    films = (tmp_path / "u.item").read_text("latin-1").splitlines()
-    lines = ["|".join([*p[:2], "", *p[3:]]) + "\n" for p in (film.split("|") for film in films)]
-    (tmp_path / "u.item").write_text("".join(lines), "latin-1")
-    result = run("--source", tmp_path, "--out", tmp_path / "out")
-    assert result.exit_code == 0, result.exception
-    years = {row["release_year"] for row in pq.read_table(tmp_path / "out" / "train").to_pylist()}
-    assert years == {0}
-
-
-def test_movielens_requires_a_source_or_download():
-    assert isinstance(run("--out", "x").exception, ConfigError)
+def test_movielens_requires_a_source_or_download(tmp_path):
+    assert "no data source was given" in get_recipe_error(ConfigError, "movielens", tmp_path / "out")
 
 
 def serve_archive(tmp_path, name, files):
@@ -265,15 +234,13 @@ def test_download_cache_is_separate_from_the_output(tmp_path, monkeypatch):
         return folder / name
 
     monkeypatch.setattr(recipe, "fetch", fetch)
-    result = run("--download", "25m", "--out", tmp_path / "movielens")
-    assert result.exit_code == 0, result.exception
-    assert (tmp_path / "movielens/train").is_dir()
+    assert prepare("movielens", tmp_path / "movielens", "--download", "25m")["train"]
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="MovieLens-100K is not available (set RAYTREC_ML100K)")
 def test_real_100k_has_expected_counts(tmp_path):
-    assert run("--source", REAL, "--out", tmp_path / "out").exit_code == 0
-    rows = {s: pq.read_table(tmp_path / "out" / s) for s in ("train", "valid", "test")}
+    assert run_recipe("movielens", "--source", REAL, "--out", tmp_path / "out").exit_code == 0
+    rows = {split: pq.read_table(tmp_path / "out" / split) for split in SPLITS}
     assert {s: len(t) for s, t in rows.items()} == {"train": 80_000, "valid": 10_000, "test": 10_000}
     tables = Schema.load(tmp_path / "out/schema.yaml").tables
     assert (tables["user"].rows, tables["item"].rows, tables["genres"].rows) == (944, 1683, 20)

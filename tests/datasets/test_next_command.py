@@ -2,13 +2,13 @@
 
 import random
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from raytrec_datasets import app
-from typer.testing import CliRunner
+from recipes import run_recipe
 
 import raytrec
 from raytrec.config.run_config import load_config
@@ -31,10 +31,9 @@ def source(tmp_path_factory):
     return folder
 
 
-def get_next_command(source, *arguments):
+def get_next_command(*arguments):
     """Run the recipe twice; return the job path and the overrides of the printed command."""
-    arguments = ["interactions", "--source", "x.csv", "--out", "data/x", *map(str, arguments)]
-    said = [CliRunner().invoke(app, arguments) for _ in range(2)]
+    said = [run_recipe("interactions", "--source", "x.csv", "--out", "data/x", *arguments) for _ in range(2)]
     assert [result.exit_code for result in said] == [0, 0], said[0].exception
     lines = [result.stderr.splitlines()[-1] for result in said]
     assert lines[0] == lines[1]
@@ -71,10 +70,9 @@ def open_job(job, overrides):
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else None,
 )
 def test_next_command_fits_the_prepared_dataset(source, tmp_path, monkeypatch, arguments, job):
-    for file in source.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    named, overrides = get_next_command(source, *arguments)
+    named, overrides = get_next_command(*arguments)
     assert named == job
     config, schema, datasets = open_job(named, overrides)
     assert {"train", "valid", "test"} <= datasets.keys()
@@ -102,7 +100,7 @@ def test_recall_with_several_right_items_matches_numpy(ray_cluster, source, tmp_
     (tmp_path / "x.csv").write_bytes((source / "x.csv").read_bytes())
     monkeypatch.chdir(tmp_path)
     arguments = ["--negatives", 0, "--test-rows", "user", "--split", "random", "--dim", 8]
-    named, overrides = get_next_command(source, *arguments)
+    named, overrides = get_next_command(*arguments)
     quick = ["train.epochs=1", "scaling.num_workers=1", "tracking={enabled: false, report: false}"]
     result = raytrec.train(REPO / "jobs" / named, [*overrides, *quick, f"run.dir={tmp_path / 'run'}"])
     test, items = (pq.read_table(f"data/x/{name}") for name in ("test", "items"))
@@ -120,13 +118,12 @@ def test_recall_with_several_right_items_matches_numpy(ray_cluster, source, tmp_
     assert metrics["eval.retrieval.unknown_items"] == metrics["eval.retrieval.unknown_seen"] == 0
 
 
-def test_next_command_omits_empty_splits(source, tmp_path, monkeypatch):
+def test_next_command_omits_empty_splits(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "x"
     folder.mkdir()
     (folder / "train.txt").write_text("".join(f"{user} {user}\n" for user in range(9)))
     (folder / "test.txt").write_text("".join(f"{user} {(user + 1) % 9}\n" for user in range(9)))
-    arguments = ["interactions", "--source", "x", "--out", "data/x", "--negatives", "2"]
-    result = CliRunner().invoke(app, arguments)
+    result = run_recipe("interactions", "--source", "x", "--out", "data/x", "--negatives", 2)
     assert result.exit_code == 0, result.exception
     assert "data.test=data/x/test" in result.stderr and "data.valid=" not in result.stderr

@@ -7,9 +7,9 @@ from typing import Annotated
 import pytest
 import raytrec_datasets
 from raytrec_datasets import app, find_recipe
+from recipes import run_recipe
 from typer import Option
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from raytrec.common.errors import ConfigError
 
@@ -26,9 +26,9 @@ def annotated(out: Path, share: Annotated[float, Option("--part", min=0, max=1, 
     recorded_calls.append((out, share))
 
 
-def run(*arguments):
+def run(function, *arguments):
     recorded_calls.clear()
-    return CliRunner().invoke(app, [f"{__name__}:{arguments[0]}", *arguments[1:]])
+    return run_recipe(f"{__name__}:{function}", *arguments)
 
 
 def test_parameters_become_options():
@@ -55,7 +55,7 @@ def test_recipe_in_the_working_directory_is_found(tmp_path, monkeypatch):
     (tmp_path / "corner_recipe.py").write_text("def prepare(out, rows: int = 1):\n    'Ours.'\n    print(out, rows)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    done = CliRunner().invoke(app, ["corner_recipe:prepare", "--out", "x", "--rows", "2"])
+    done = run_recipe("corner_recipe:prepare", "--out", "x", "--rows", 2)
     assert done.exit_code == 0 and done.output == "x 2\n"
 
 
@@ -70,4 +70,4 @@ def test_invalid_recipe_path_raises_config_error(path):
 def test_commands_match_the_recipe_folders():
     folders = {path.parent.name for path in Path(raytrec_datasets.__file__).parent.glob("*/__init__.py")}
     assert set(get_command(app).list_commands(None)) == folders
-    assert CliRunner().invoke(app, ["writing", "--out", "x"]).exit_code == 2
+    assert run_recipe("writing", "--out", "x").exit_code == 2

@@ -5,18 +5,16 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from raytrec_datasets import app
 from raytrec_datasets.synthetic import recipe
-from typer.testing import CliRunner
+from recipes import run_recipe
 
-from raytrec.common.errors import ConfigError
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import scan
 from raytrec.data.read_plans import ReadPlan
 
 
 def run(out, *options):
-    return CliRunner().invoke(app, ["synthetic", "--out", str(out), *map(str, options)])
+    return run_recipe("synthetic", "--out", out, *options)
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +54,6 @@ def test_same_arguments_give_the_same_data(folder, tmp_path):
     assert pq.read_table(tmp_path / "other/train") != whole
     assert run(tmp_path / "short", "--rows", 65_536, "--seed", 4).exit_code == 0
     assert pq.read_table(tmp_path / "short/train") == whole.slice(0, 65_536), "chunks depend on the total"
-
-
-def test_prepare_skips_an_existing_dataset(folder):
-    before = (folder / "schema.yaml").stat().st_mtime_ns
-    assert run(folder, "--rows", 70_000, "--seed", 4).exit_code == 0
-    assert (folder / "schema.yaml").stat().st_mtime_ns == before
-    result = run(folder, "--rows", 70_000, "--seed", 6)
-    assert isinstance(result.exception, ConfigError)
-    assert "seed was 4, now 6" in str(result.exception) and "--force" in str(result.exception)
 
 
 def test_options_set_the_dataset_sizes(tmp_path):

@@ -3,23 +3,26 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from raytrec_datasets import app
 from raytrec_datasets.writing import Output, SplitWriter
-from typer.testing import CliRunner
+from recipes import run_recipe
 
 from raytrec.common.errors import ConfigError
 
 
 def run(out, *arguments):
-    return CliRunner().invoke(app, ["synthetic", "--rows", "500", "--out", str(out), *arguments])
+    return run_recipe("synthetic", "--rows", 500, "--out", out, *arguments)
 
 
-def test_force_replaces_a_prepared_dataset(tmp_path):
-    out = tmp_path / "out"
+def test_prepared_dataset_is_reused_or_replaced_by_force(tmp_path):
+    out, other = tmp_path / "out", ("--seed", 1, "--dim", 8)
     assert run(out).exit_code == 0
-    other = run(out, "--seed", "1", "--dim", "8")
-    assert "dim was 16, now 8, seed was 0, now 1" in str(other.exception)
-    assert run(out, "--seed", "1", "--dim", "8", "--force").exit_code == 0
+    before = (out / "schema.yaml").stat().st_mtime_ns
+    assert run(out).exit_code == 0
+    assert (out / "schema.yaml").stat().st_mtime_ns == before, "the dataset was written again"
+    error = run(out, *other).exception
+    assert isinstance(error, ConfigError)
+    assert "dim was 16, now 8, seed was 0, now 1" in str(error) and "--force" in str(error)
+    assert run(out, *other, "--force").exit_code == 0
     assert "dim: 8" in (out / "schema.yaml").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

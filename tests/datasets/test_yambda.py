@@ -7,9 +7,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from raytrec_datasets import app
 from raytrec_datasets.yambda.events import TYPES, compute_auc, read_events, write_source
-from typer.testing import CliRunner
+from recipes import get_recipe_error, run_recipe
 
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.schema import Schema
@@ -18,7 +17,8 @@ USERS, DAYS, HISTORY = 12, 4, 12
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["yambda", *map(str, arguments)])
+    result = run_recipe("yambda", "--history", HISTORY, *arguments)
+    assert result.exit_code == 0, result.exception
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_all_layouts_have_the_same_events(source, tmp_path, layout):
 def test_other_layouts_are_refused(tmp_path):
     with pytest.raises(DataError, match="does not have Yambda's layout"):
         read_events(tmp_path, "50m")
-    assert isinstance(run("--out", tmp_path / "out").exception, ConfigError)
+    assert get_recipe_error(ConfigError, "yambda", tmp_path / "out")
 
 
 def list_expected_rows(source, events, candidates):
@@ -123,8 +123,7 @@ def list_expected_rows(source, events, candidates):
 @pytest.mark.parametrize("candidates", [1, 3])
 def test_rows_equal_those_of_a_loop_over_events(source, events, tmp_path, candidates):
     out = tmp_path / "out"
-    result = run("--source", source, "--out", out, "--history", HISTORY, "--candidates", candidates, "--dim", 8)
-    assert result.exit_code == 0, result.exception
+    run("--source", source, "--out", out, "--candidates", candidates, "--dim", 8)
     expected = list_expected_rows(source, events, candidates)
     users = pq.read_table(out / "users")["user_key"].to_pylist()
     items = pq.read_table(out / "items")["item_key"].to_pylist()
@@ -160,14 +159,13 @@ def test_rows_equal_those_of_a_loop_over_events(source, events, tmp_path, candid
 
 
 def test_short_histories_and_early_days_can_be_left_out(source, tmp_path):
-    options = "--history", HISTORY, "--min-history", 20, "--first-day", 1
-    assert run("--source", source, "--out", tmp_path / "out", *options).exit_code == 0
+    run("--source", source, "--out", tmp_path / "out", "--min-history", 20, "--first-day", 1)
     assert sorted(path.name for path in (tmp_path / "out/train").iterdir()) == ["day=001", "day=002"]
 
 
 def test_day_before_the_last_can_be_valid(source, tmp_path):
     for name, options in (("without", ()), ("with", ["--valid"])):
-        assert run("--out", tmp_path / name, "--source", source, "--history", HISTORY, *options).exit_code == 0
+        run("--out", tmp_path / name, "--source", source, *options)
     before, after = (pq.read_table(tmp_path / name / "train") for name in ("without", "with"))
     valid = pq.read_table(tmp_path / "with/valid")
     is_held_out = pc.equal(before["day"].cast(pa.int32()), DAYS - 2)

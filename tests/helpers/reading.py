@@ -3,6 +3,7 @@
 import pyarrow as pa
 from pydantic import TypeAdapter
 
+from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform
 from raytrec.data.batch import Collator
 from raytrec.data.fragments import scan
@@ -26,6 +27,18 @@ def collate_table(table, form, features=None, padding=0):
     """Collate rows in canonical form to one Batch with `padding` additional rows."""
     pieces = [Rows.of(batch) for batch in table.combine_chunks().to_batches()]
     return Collator(form, features)(pieces, table.num_rows + padding, table.num_rows)
+
+
+def make_schema(features, rows, labels=("y",), dense=(), **table):
+    """Return a Schema whose features (names, or name → settings) share one table with these rows and settings."""
+    settings = features if isinstance(features, dict) else {name: {} for name in features}
+    parts = {
+        "labels": list(labels),
+        "dense": list(dense),
+        "sparse": {name: {"table": "t", **each} for name, each in settings.items()},
+        "tables": {"t": {"rows": rows, "dim": 4, **table}},
+    }
+    return Schema.parse(parts, "test")
 
 
 class DirectStream(Stream):

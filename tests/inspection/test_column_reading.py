@@ -5,6 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from any_parquet import write
+from inspected import get_findings
 from rich.progress import Progress
 
 from raytrec.common.errors import DataError, SchemaError
@@ -97,7 +98,7 @@ def test_column_missing_in_test_is_shown_with_statistics(tmp_path, capsys):
     write(tmp_path / "train" / "a.parquet", table(300, bid=[None, 0.5, 2.0] * 100))
     write(tmp_path / "test" / "a.parquet", table(300))
     found = inspect(str(tmp_path))
-    bid = next(f for f in found.findings if f.stats.name == "bid")
+    bid = get_findings(found)["bid"]
     assert (bid.kind, bid.why) == ("skipped", f"the column is missing in {tmp_path / 'test' / 'a.parquet'}")
     assert (bid.stats.rows, bid.stats.nulls, bid.stats.distinct) == (300, 100, 2)
     found.show()

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+import yaml
+from inspected import inspect_columns
 
 from raytrec.config.schema import Schema
 from raytrec.inspection import sketches
-from raytrec.inspection.propose import inspect
 from raytrec.inspection.sketches import HotIds
 
 
@@ -32,12 +32,8 @@ def test_schema_includes_id_statistics(tmp_path):
     bags = pa.ListArray.from_arrays(np.append(0, lengths.cumsum()).astype(np.int32), ids)
     user = made.integers(0, 50, rows)
     user[: rows // 2] = 7
-    pq.write_table(
-        pa.table({"label": made.integers(0, 2, rows), "user_id": user, "tags": bags}), tmp_path / "a.parquet"
-    )
-    text = inspect(str(tmp_path)).schema_yaml()
-    (tmp_path / "schema.yaml").write_text(text)
-    schema = Schema.load(tmp_path / "schema.yaml")
+    found = inspect_columns(tmp_path, {"user_id": user, "tags": bags})
+    schema = Schema.parse(yaml.safe_load(found.schema_yaml()), "text")
     tags, of_user = schema.statistics["tags"], schema.statistics["user_id"]
     assert tags.mean_length == pytest.approx(lengths.mean(), rel=1e-4)
     assert (tags.p99_length, tags.max_length, tags.distinct) == (4, 4, 40)

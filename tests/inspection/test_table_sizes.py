@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from any_parquet import read_with_schema_text, write
+from inspected import inspect_columns
 from reading import collate_table, read_canonical_rows
 
 from raytrec.data.batch import Collator
@@ -47,36 +48,32 @@ def draw_words(kind, distinct, seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_small_text_columns_have_no_collisions(tmp_path, kind, distinct, seed):
     values = draw_words(kind, distinct, seed)
-    write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, "word": values})
-    found = inspect(str(tmp_path))
+    found = inspect_columns(tmp_path, {"word": values})
     assert compute_collision_share(tmp_path, found.schema, values) == 0
     assert found.schema.tables["word"].rows <= 65_536
     assert "frequent values do not share a row" in found.schema_yaml()
 
 
 def test_table_size_is_not_raised_without_collisions(tmp_path):
-    write(tmp_path / "a.parquet", {"label": np.arange(90) % 2, "word": ["yes", "no", "maybe"] * 30})
-    assert inspect(str(tmp_path)).schema.tables["word"].rows == 100
+    assert inspect_columns(tmp_path, {"word": ["yes", "no", "maybe"] * 30}).schema.tables["word"].rows == 100
 
 
 def test_frequent_text_values_have_no_collisions(tmp_path):
     frequent = [f"frequent {i}" for i in range(300)]
     values = frequent * 100 + [f"rare {i}" for i in range(1500)]
-    write(tmp_path / "a.parquet", {"label": np.arange(len(values)) % 2, "word": values})
-    found = inspect(str(tmp_path))
+    found = inspect_columns(tmp_path, {"word": values})
     assert found.schema.tables["word"].rows <= 1.1 * 10 * 1800
     lost = compute_collision_share(tmp_path, found.schema, values)
     assert 0 < lost <= 1500 / len(values)
     assert compute_collision_share(tmp_path, found.schema, values, among=set(frequent)) == 0
-    assert f"{100 * lost:.2g} % of the lookups share a row with a more frequent value" in (found.schema_yaml())
+    assert f"{100 * lost:.2g} % of the lookups share a row with a more frequent value" in found.schema_yaml()
 
 
 @pytest.mark.parametrize("low", [-(2**62), 0, 10**7])
 def test_hashed_integers_have_no_collisions(tmp_path, low):
     made = np.random.default_rng(low % 97)
     ids = made.choice(np.unique(made.integers(low, 2**62, 200)), ROWS)
-    write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, "word_id": ids})
-    schema = inspect(str(tmp_path)).schema
+    schema = inspect_columns(tmp_path, {"word_id": ids}).schema
     assert schema.tables["word"].out_of_range == "hash"
     assert compute_collision_share(tmp_path, schema, ids.tolist(), "word_id") == 0
 
@@ -85,8 +82,7 @@ def test_features_in_a_shared_table_have_no_collisions(tmp_path):
     made = np.random.default_rng(8)
     words = [f"{i} {i * i}" for i in range(300)]
     home, work = (made.choice(part, ROWS) for part in (words[:200], words[20:200]))
-    write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, "home": home, "work": work})
-    schema = inspect(str(tmp_path)).schema
+    schema = inspect_columns(tmp_path, {"home": home, "work": work}).schema
     assert schema.sparse["home"].table == schema.sparse["work"].table
     batch = collate_table(*read_canonical_rows(tmp_path, ReadPlan(schema)))
     rows = np.concatenate([batch.sparse[name].values().numpy() for name in ("home", "work")])
@@ -96,16 +92,8 @@ def test_features_in_a_shared_table_have_no_collisions(tmp_path):
 def test_binary_columns_have_no_collisions(tmp_path):
     values = [f"{i % 300}".encode() for i in range(ROWS)]
     for kind in (pa.binary(), pa.large_binary()):
-        write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, "word": pa.array(values, kind)})
-        assert compute_collision_share(tmp_path, inspect(str(tmp_path)).schema, values) == 0
-
-
-def propose_tables(folder, columns):
-    """Return the proposed (rows, out_of_range) of each feature's table."""
-    write(folder / "a.parquet", {"label": np.arange(ROWS) % 2, **columns})
-    schema = inspect(str(folder)).schema
-    tables = {name: schema.tables[spec.table] for name, spec in schema.sparse.items()}
-    return {name: (table.rows, table.out_of_range) for name, table in tables.items()}
+        schema = inspect_columns(tmp_path, {"word": pa.array(values, kind)}).schema
+        assert compute_collision_share(tmp_path, schema, values) == 0
 
 
 def test_tables_reserve_a_row_for_unseen_integers(tmp_path):
@@ -117,18 +105,18 @@ def test_tables_reserve_a_row_for_unseen_integers(tmp_path):
         "shop": np.append(made.integers(0, 500, ROWS - 1), 499),
         "tags": pa.array([bag.tolist() for bag in np.split(made.integers(0, 40, ROWS * 2), ROWS)]),
     }
-    assert propose_tables(tmp_path / "train", columns) == {
+    found = inspect_columns(tmp_path, columns)
+    tables = {name: found.schema.tables[spec.table] for name, spec in found.schema.sparse.items()}
+    assert {name: (table.rows, table.out_of_range) for name, table in tables.items()} == {
         "age": (91, "clamp"),
         "year": (2025, "clamp"),
         "user_id": (301, "clamp"),
         "shop": (501, "clamp"),
         "tags": (41, "clamp"),
     }
-    text = inspect(str(tmp_path / "train")).schema_yaml()
-    assert (
-        "user: {rows: 301, dim: 16, out_of_range: clamp}  # larger ids use the last row, which is not trained" in text
-    )
-    assert "age: {rows: 91, dim: 16, out_of_range: clamp}  # larger values are clamped to 90" in text
+    text, settings = found.schema_yaml(), "dim: 16, out_of_range: clamp"
+    assert f"user: {{rows: 301, {settings}}}  # larger ids use the last row, which is not trained" in text
+    assert f"age: {{rows: 91, {settings}}}  # larger values are clamped to 90" in text
 
 
 def test_ids_of_a_sampled_dataset_are_hashed(tmp_path):
@@ -169,8 +157,7 @@ def test_inexact_floats_are_not_read_as_ids(tmp_path):
         "key_id": made.choice(made.integers(2**60, 2**62, 50), ROWS).astype(float),
         "user_id": made.integers(0, 300, ROWS),
     }
-    write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, **columns})
-    found = inspect(str(tmp_path))
+    found = inspect_columns(tmp_path, columns)
     assert found.schema.dense == ["half", "hole"]
     assert {"do": "cast", "columns": ["key_id"], "to": "int64"} in found.transforms
     read_with_schema_text(found.schema_yaml(), tmp_path)
@@ -180,8 +167,7 @@ def test_float_and_integer_columns_of_the_same_ids_share_a_table(tmp_path):
     made = np.random.default_rng(2)
     item = made.integers(0, 900, 300)[made.integers(0, 300, ROWS)] * 1000
     columns = {"item_id": item, "last_item_id": pa.array(item[::-1], pa.float64(), mask=item > 800_000)}
-    write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, **columns})
-    sparse = inspect(str(tmp_path)).schema.sparse
+    sparse = inspect_columns(tmp_path, columns).schema.sparse
     assert sparse["item_id"].table == sparse["last_item_id"].table == "item"
 
 
@@ -193,8 +179,7 @@ def test_requests_with_unseen_values_are_read(tmp_path):
         "user_id": np.append(made.integers(0, 300, ROWS - 1), 299),
         "city": made.choice(["Bern", "Chur"], ROWS),
     }
-    write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, **columns})
-    schema = inspect(str(tmp_path)).schema
+    schema = inspect_columns(tmp_path, columns).schema
     reader = RowReader(schema, (), [], pa.table(columns).schema)
     asked = [
         {"age": 91, "user_id": 10**9, "city": "Genf"},

@@ -141,9 +141,7 @@ def draw_changed_bytes(draw, text):
     if what == "repeat":
         return data[:end] + data[begin:end] + data[end:]
     if what == "line":
-        lines = data.splitlines(keepends=True)
-        line = draw(st.sampled_from(lines))
-        return data + line
+        return data + draw(st.sampled_from(data.splitlines(keepends=True)))
     at = min(begin, len(data) - 1)
     return data[:at] + bytes([data[at] ^ 1 << draw(st.integers(0, 7))]) + data[at + 1 :]
 

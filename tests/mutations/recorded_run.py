@@ -21,9 +21,7 @@ TENSORS = {"tables/user/weight": (40, 8), "tables/tag/weight": (12, 8), "dense/w
 
 def make_settings(run, data):
     """Return the configuration of the run."""
-    return parquet.config_values(data, run, run__name="recorded", tracking__enabled=False) | {
-        "run": {"dir": str(run), "name": "recorded"}
-    }
+    return parquet.config_values(data, run, run__name="recorded", tracking__enabled=False)
 
 
 def make_run_folder(run, data):

@@ -56,31 +56,6 @@ def mutation_folder(tmp_path_factory):
         yield made
 
 
-def make_hypothesis_settings(count, shrink):
-    return settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-
-
-def make_few_and_many(case, **strategies):
-    """Return a test of a few fixed examples and a marked test of all examples in parts."""
-
-    def few(mutation_folder):
-        seed(0)(make_hypothesis_settings(FEW_EXAMPLES, shrink=False)(given(**strategies)(case)))(mutation_folder)
-
-    def many(mutation_folder, part):
-        seed(part + 1)(make_hypothesis_settings(EXAMPLES_PER_PART, shrink=True)(given(**strategies)(case)))(
-            mutation_folder
-        )
-
-    many = pytest.mark.parametrize("part", range(EXAMPLE_PARTS))(many)
-    return few, pytest.mark.mutations(pytest.mark.timeout(900)(many))
-
-
 def check_config_commands(place, content, overrides=(), name="config.yaml"):
     """Run `config` and `train` with a configuration and check that nothing is written elsewhere."""
     with place.fresh() as work:
@@ -113,12 +88,10 @@ def check_command_line_settings(place, overrides):
 
 def check_schemas(place, data):
     text = (place.kept / "data/schema.yaml").read_text()
-    values = data.draw(st.booleans())
-    content = (
-        dump_yaml(data.draw(draw_changed_values(yaml.safe_load(text))))
-        if values
-        else data.draw(draw_changed_bytes(text))
-    )
+    if data.draw(st.booleans()):
+        content = dump_yaml(data.draw(draw_changed_values(yaml.safe_load(text))))
+    else:
+        content = data.draw(draw_changed_bytes(text))
     with place.fresh():
         if data.draw(st.integers(0, 9)) == 0:
             replace_by_kind("data/schema.yaml", data.draw(st.sampled_from(NON_FILE_KINDS)))
@@ -136,9 +109,8 @@ def check_run_folders(place, data):
             if data.draw(st.integers(0, 4)) == 0:
                 replace_by_kind(path, data.draw(st.sampled_from(NON_FILE_KINDS)))
             elif name.endswith(".yaml") and data.draw(st.booleans()):
-                path.write_bytes(
-                    dump_yaml(data.draw(draw_changed_values(yaml.safe_load((place.kept / path).read_text()))))
-                )
+                values = yaml.safe_load((place.kept / path).read_text())
+                path.write_bytes(dump_yaml(data.draw(draw_changed_values(values))))
             elif data.draw(st.booleans()):
                 lines = (place.kept / path).read_text().splitlines()
                 line = data.draw(st.integers(0, len(lines) - 1))
@@ -190,24 +162,33 @@ def check_indexes(place, data):
         run_with_watchdog(lambda: load(str(Path(INDEX).parent), recorded_run.make_tensors()), "load")
 
 
-test_config_with_changed_bytes_is_handled, test_config_with_changed_bytes_is_handled_in_all_examples = (
-    make_few_and_many(check_config_bytes, data=st.data())
-)
-test_config_with_changed_values_is_handled, test_config_with_changed_values_is_handled_in_all_examples = (
-    make_few_and_many(check_config_values, data=st.data())
-)
-test_invalid_command_line_settings_are_handled, test_command_line_settings_are_handled_in_all_examples = (
-    make_few_and_many(check_command_line_settings, overrides=OVERRIDES)
-)
-test_changed_schemas_are_handled, test_changed_schemas_are_handled_in_all_examples = make_few_and_many(
-    check_schemas, data=st.data()
-)
-test_changed_run_folders_are_handled, test_changed_run_folders_are_handled_in_all_examples = make_few_and_many(
-    check_run_folders, data=st.data()
-)
-test_changed_checkpoint_indexes_are_handled, test_changed_checkpoint_indexes_are_handled_in_all_examples = (
-    make_few_and_many(check_indexes, data=st.data())
-)
+CASES = {
+    "config bytes": (check_config_bytes, {"data": st.data()}),
+    "config values": (check_config_values, {"data": st.data()}),
+    "command line settings": (check_command_line_settings, {"overrides": OVERRIDES}),
+    "schemas": (check_schemas, {"data": st.data()}),
+    "run folders": (check_run_folders, {"data": st.data()}),
+    "checkpoint indexes": (check_indexes, {"data": st.data()}),
+}
+
+
+def check_examples(kind, mutation_folder, first_seed, count, phases):
+    case, strategies = CASES[kind]
+    how = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+    seed(first_seed)(settings(max_examples=count, phases=phases, **how)(given(**strategies)(case)))(mutation_folder)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_mutated_input_is_handled(mutation_folder, kind):
+    check_examples(kind, mutation_folder, 0, FEW_EXAMPLES, [Phase.generate])
+
+
+@pytest.mark.mutations
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(EXAMPLE_PARTS))
+@pytest.mark.parametrize("kind", CASES)
+def test_mutated_input_is_handled_in_all_examples(mutation_folder, kind, part):
+    check_examples(kind, mutation_folder, part + 1, EXAMPLES_PER_PART, [Phase.generate, Phase.shrink])
 
 
 @pytest.mark.slow

@@ -126,23 +126,14 @@ def test_skew_names_the_injected_skew_first(
     assert (found["rescored"]["score_y"]["share"] == 1) == bool(error)
 
 
-@pytest.fixture
-def narrow_output(capsys, monkeypatch):
-    """Return a function for the lines printed on a terminal of 80 columns."""
-    monkeypatch.setenv("COLUMNS", "80")
-    return lambda: capsys.readouterr().out.splitlines()
-
-
 def test_skew_shows_the_verdict_first_in_80_columns(
-    two_exports, loaded_export, training_folder, tmp_path, narrow_output
+    two_exports, loaded_export, training_folder, tmp_path, monkeypatch, capsys
 ):
-    found = skew(
-        write_log(tmp_path, loaded_export, scale_column_a(make_skew_rows(2, 1200))),
-        two_exports[0],
-        data=training_folder,
-    )
+    monkeypatch.setenv("COLUMNS", "80")
+    log = write_log(tmp_path, loaded_export, scale_column_a(make_skew_rows(2, 1200)))
+    found = skew(log, two_exports[0], data=training_folder)
     found.show()
-    lines = narrow_output()
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"differences  {', '.join(found.metrics['differs'])}" and lines[1] == loaded_export.version
     rows = [line for line in lines if line.startswith("│ differs │")]
     assert len(rows) == len(found.metrics["differs"]) > 0
@@ -196,30 +187,9 @@ def test_skew_samples_the_given_number_of_rows(two_exports, loaded_export, train
 @pytest.mark.survive
 def test_skew_command_needs_only_the_score_extra(two_exports, loaded_export, training_folder, tmp_path):
     write_log(tmp_path, loaded_export, scale_column_a(make_skew_rows(2, 400)))
-    others = (
-        "ray",
-        "torchrec",
-        "fbgemm_gpu",
-        "mlflow",
-        "psutil",
-        "matplotlib",
-        "jinja2",
-        "starlette",
-        "prometheus_client",
-    )
-    code = f"import sys\nsys.modules |= dict.fromkeys({others})\nfrom raytrec.cli import main; main()"
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "skew",
-        tmp_path,
-        "--export",
-        two_exports[0],
-        "--data",
-        training_folder,
-        "--json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    others = "ray torchrec fbgemm_gpu mlflow psutil matplotlib jinja2 starlette prometheus_client"
+    code = f"import sys\nsys.modules |= dict.fromkeys('{others}'.split())\nfrom raytrec.cli import main; main()"
+    words = ["skew", tmp_path, "--export", two_exports[0], "--data", training_folder, "--json"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["differs"][0] == "a (values)"
