@@ -71,19 +71,11 @@ def sum_metrics(rank, world, tasks, first=0, total=None):
 
 
 def compute_reference(logits, labels, weights):
-    """Return log loss, NE, calibration and AUC of rows with a positive weight, by their definitions."""
-    real = weights > 0
-    p, y = logits[real].double().sigmoid(), labels[real].double()
-    entropy = float(-(y * p.log() + (1 - y) * (1 - p).log()).mean())
-    rate = float(y.mean())
-    base = -(rate * log(rate) + (1 - rate) * log(1 - rate))
-    wins = (p[y == 1, None] > p[None, y == 0]).double() + (p[y == 1, None] == p[None, y == 0]).double() / 2
-    return {
-        "logloss": entropy,
-        "ne": entropy / base,
-        "calibration": float(p.sum() / y.sum()),
-        "auc": float(wins.mean()),
-    }
+    """Return log loss, NE, calibration and AUC."""
+    from test_over_ranks import ROW_REFERENCES  # ranks do not need scikit-learn
+
+    y, p, w = (x.double().numpy() for x in (labels, logits.double().sigmoid(), weights))
+    return {name: ROW_REFERENCES[name](y, p, w) for name in ("logloss", "ne", "calibration", "auc")}
 
 
 @pytest.mark.slow

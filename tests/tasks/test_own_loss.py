@@ -139,11 +139,8 @@ def collect_training_metrics(rank, world, tasks, changes, spoil=False):
     _, local = make_batches(3, rank, world, schema=TWO_LABELS)
     if spoil:
         local[1].dense[0, 0] = float("nan")
-    step, sums = (
-        build_step_on_rank(made, TWO_LABELS),
-        MetricSums(Selection.from_config(made, TWO_LABELS), torch.device("cpu")),
-    )
-    losses = []
+    step, losses = build_step_on_rank(made, TWO_LABELS), []
+    sums = MetricSums(Selection.from_config(made, TWO_LABELS), torch.device("cpu"))
     for outputs in step.train(iter(local), 3):
         sums.add(outputs)
         losses.append(float(outputs.loss))

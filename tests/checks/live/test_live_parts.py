@@ -4,7 +4,6 @@ import json
 from itertools import pairwise
 from types import SimpleNamespace
 
-import managed_ids
 import numpy as np
 import pytest
 import torch
@@ -269,22 +268,6 @@ def test_outcomes_are_json_serializable():
         "unix_s": None, "check": "mine", "step": 7, "passed": False, "figure": None, "limit": 1.0,
         "text": "this; that",
     }  # fmt: skip
-
-
-def loop_with_checks_off(rank, world, names):
-    chosen = dict.fromkeys(names, "off")
-    return train_with_checks(
-        rank, world, {"sharding_type": "row_wise"}, checks=chosen, schema=managed_ids.managed_schema()
-    )
-
-
-@pytest.mark.slow
-def test_disabled_checks_are_not_run():
-    names = [check.name for check in list_builtin_checks()]
-    assert run_on_ranks(2, loop_with_checks_off, names) == [[], []]
-    for name in names:
-        answers = run_on_ranks(2, loop_with_checks_off, [other for other in names if other != name])
-        assert not failed_outcomes(answers) and {o["check"] for o in answers[0]} == {name}
 
 
 def loop_long(rank, world, plan, optimizer, lr):
