@@ -4,14 +4,11 @@ from dataclasses import replace
 
 import managed_ids
 import pytest
-from loops import ROW_WISE, failed_outcomes, train_with_checks
+from loops import ROW_WISE, failed_outcomes, run_with_fault
 from ranks import run_on_ranks
 
 USER_TABLE = 0  # index of table `user` among the tables with managed ids
-
-
-def run(rank, world, fault, settings):
-    return train_with_checks(rank, world, ROW_WISE, fault, schema=managed_ids.managed_schema(), **settings)
+SETTINGS = {"schema": managed_ids.managed_schema()}
 
 
 def assign_row_twice(scene):
@@ -63,14 +60,15 @@ def insert_id_of_another_rank(scene):
     ],
 )
 def test_id_map_faults_are_detected(fault, text):
-    found = failed_outcomes(run_on_ranks(2, run, fault, {}), "managed_ids")
+    found = failed_outcomes(run_on_ranks(2, run_with_fault, ROW_WISE, fault, SETTINGS), "managed_ids")
     assert found[0]["step"] == 6 and text in found[0]["text"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_managed_ids_check_passes_without_a_fault(world):
-    answers = run_on_ranks(world, run, None, {"steps": 8, "every": 2})  # many ids are new at the first checks
+    settings = SETTINGS | {"steps": 8, "every": 2}  # many ids are new at the first checks
+    answers = run_on_ranks(world, run_with_fault, ROW_WISE, None, settings)
     assert not failed_outcomes(answers)
     assert {"managed_ids", "parity", "conservation"} <= {o["check"] for o in answers[0]}
 

@@ -5,7 +5,8 @@ import torch
 from ranks import run_on_ranks
 from small import SCHEMA, SMALL_SCHEMA_PARTS, make_small_config, make_small_schema
 
-from raytrec.config.tables import DenseOptim, QCommsSection, Schedule
+from raytrec.config.run_config import load_config
+from raytrec.config.tables import Schedule
 
 
 def compare_steps(rank, world, settings, device="cpu", steps=2, build=None, schema=SCHEMA):
@@ -49,60 +50,50 @@ def test_parity_detects_differing_replicas(part, name):
     assert name in run_on_ranks(2, compare_with_moved_replica, part, 1)[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan,optimizer",
-    [({"sharding_type": "table_wise", "dtype": "fp16"}, "adagrad"), ({"sharding_type": "data_parallel"}, "adam")],
-)
-def test_gpu_ranks_match_one_cpu_process(plan, optimizer):
-    found = run_on_ranks(2, compare_steps, make_small_config(2, plan, optimizer), "cuda", device="cuda")[0]
-    assert {check for check, _, _ in found} == {"forward", "gradient", "weights", "state"} and not find_failures(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["row_wise", "column_wise", "table_wise"])
-def test_gpu_sequence_lookups_match_one_cpu_process(sharding):
-    """Two tables share one lookup, and ranks exchange distinct ids."""
-    sparse = {
-        name: spec | {"pooling": "sequence"} if "pooling" in spec else spec
-        for name, spec in SMALL_SCHEMA_PARTS["sparse"].items()
-    }
+def make_sequence_config(sharding):
     model = {"name": "sequence", "max_length": 3, "target": "user", "top_mlp": [6]}
-    settings = make_small_config(2, {"sharding_type": sharding}, model=model, max_grad_norm=0.05)
-    found = run_on_ranks(2, compare_steps, settings, "cuda", 2, None, make_small_schema(sparse=sparse), device="cuda")[
-        0
-    ]
-    assert {check for check, _, _ in found} == {"forward", "gradient", "weights", "state"} and not find_failures(found)
+    return make_small_config(2, {"sharding_type": sharding}, model=model, max_grad_norm=0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sharding", "schedule"),
+    "settings,pooling",
     [
-        ("row_wise", Schedule(warmup_steps=3, decay="cosine", decay_steps=6)),
-        ("data_parallel", Schedule(warmup_steps=3, decay="cosine", decay_steps=6)),
-        ("row_wise", Schedule(decay="linear")),  # decays until the end of the run
+        (make_small_config(2, {"sharding_type": "table_wise", "dtype": "fp16"}), "mean"),
+        (make_small_config(2, {"sharding_type": "data_parallel"}, "adam"), "mean"),
+        # Two tables share one lookup, and ranks exchange distinct ids.
+        *((make_sequence_config(sharding), "sequence") for sharding in ("row_wise", "column_wise", "table_wise")),
     ],
 )
-def test_parity_follows_learning_rate_schedules(sharding, schedule):
-    settings = make_small_config(2, {"sharding_type": sharding}, "sgd")
-    settings.optim.schedule = schedule
-    found = run_on_ranks(2, compare_steps, settings, "cpu", 12)[0]
-    assert len(found) > 10 and not find_failures(found)
+def test_gpu_ranks_match_one_cpu_process(settings, pooling):
+    sparse = {
+        name: spec | {"pooling": pooling} if "pooling" in spec else spec
+        for name, spec in SMALL_SCHEMA_PARTS["sparse"].items()
+    }
+    schema = make_small_schema(sparse=sparse)
+    found = run_on_ranks(2, compare_steps, settings, "cuda", 2, None, schema, device="cuda")[0]
+    assert {check for check, _, _ in found} == {"forward", "gradient", "weights", "state"} and not find_failures(found)
 
 
-@pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
-def test_parity_holds_if_only_dense_gradients_are_clipped(sharding):
-    settings = make_small_config(2, {"sharding_type": sharding}, max_grad_norm=0.01, clip_tables=False)
-    settings.optim.dense = DenseOptim(name="adam", lr=0.01, betas=(0.5, 0.9))
-    found = run_on_ranks(2, compare_steps, settings)[0]
-    assert len(found) > 10 and not find_failures(found)
+COSINE = ["optim.schedule={warmup_steps: 3, decay: cosine, decay_steps: 6}"]
+DENSE_CLIPPED = ["train.max_grad_norm=0.01", "train.clip_tables=false"]
+DENSE_CLIPPED += ["optim.dense={name: adam, lr: 0.01, betas: [0.5, 0.9]}"]
 
 
-def test_parity_ignores_configured_qcomms():
-    settings = make_small_config(2, {"sharding_type": "row_wise"}, "sgd")
-    settings.plan.qcomms = QCommsSection(forward_precision="bf16", backward_precision="bf16")
-    found = run_on_ranks(2, compare_steps, settings)[0]
+@pytest.mark.parametrize(
+    "sharding,changes,steps",
+    [
+        pytest.param("row_wise", COSINE, 12, marks=pytest.mark.slow),
+        pytest.param("data_parallel", COSINE, 12, marks=pytest.mark.slow),
+        pytest.param("row_wise", ["optim.schedule.decay=linear"], 12, marks=pytest.mark.slow),  # until the last step
+        ("row_wise", DENSE_CLIPPED, 2),
+        ("data_parallel", DENSE_CLIPPED, 2),
+        ("row_wise", ["plan.qcomms={forward_precision: bf16, backward_precision: bf16}"], 2),  # ignored
+    ],
+)
+def test_parity_holds_with_schedules_clipped_dense_layers_and_qcomms(sharding, changes, steps):
+    settings = load_config(make_small_config(2, {"sharding_type": sharding}, "sgd"), changes)
+    found = run_on_ranks(2, compare_steps, settings, "cpu", steps)[0]
     assert len(found) > 10 and not find_failures(found)
 
 
