@@ -50,13 +50,10 @@ def test_all_combinations_match_one_process(cases, place):
     assert_parity(cases, place)
 
 
-# Means, weights, activation checkpointing, clipping, sequences and shared tables, on 3 ranks.
-MANAGED_ID_CASES = [case for case in TORCHREC_DEFECT_CASES if case.place == (3, 1) and case.recomputed]
-MANAGED_ID_CASES = [replace(case, ids="managed") for case in MANAGED_ID_CASES + list_pairwise_cases()]
-
-
 @pytest.mark.parity
 @pytest.mark.parametrize("place", FACTORS["place"], ids=str)
 def test_managed_ids_match_one_process(place):
     """The row order of managed ids is arbitrary; rows are compared by id."""
-    assert_parity([case for case in MANAGED_ID_CASES if case.place == place], place)
+    defects = [case for case in TORCHREC_DEFECT_CASES if case.place == (3, 1) and case.recomputed]
+    cases = [case for case in defects + list_pairwise_cases() if case.place == place]
+    assert_parity([replace(case, ids="managed") for case in cases], place)
