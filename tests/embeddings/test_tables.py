@@ -22,77 +22,66 @@ CASES = [
 
 
 def read_and_write(rank, world, sharding, kernel, optimizer):
-    step = build_step_on_rank(
-        make_small_config(world, {"sharding_type": sharding, "compute_kernel": kernel}, optimizer)
-    )
-    before = tables(step.model)
-    out = {"start": {n: t.weight.dense() for n, t in before.items()}, "facts": {}, "leaf": []}
-    for name, table in before.items():
-        out["facts"][name] = (table.name, table.shape, str(table.dtype), table.sharding, table.kernel)
-        out["held"] = out.get("held", {}) | {
-            name: [(s.rank, s.rows, s.columns, s.values.clone()) for s in table.weight.local]
-        }
-        whole = table.weight.dense()
-        out["leaf"] += [whole.is_leaf, whole.is_contiguous(), not whole.requires_grad]
+    """Check all reads and writes of each table on this rank.
+
+    Returns:
+        Table → (number of copies of each value that this rank stores, weights and state after training).
+    """
+    plan = {"sharding_type": sharding, "compute_kernel": kernel}
+    step, results = build_step_on_rank(make_small_config(world, plan, optimizer)), {}
+    kernel = kernel or ("dense" if sharding == "data_parallel" else "fused")
+    starts = {name: initial_rows(SCHEMA, name, 3, 0, spec.rows) for name, spec in SCHEMA.tables.items()}
+    for name, table in tables(step.model).items():
+        assert (table.name, table.shape, table.dtype) == (name, starts[name].shape, torch.float32)
+        assert (table.sharding, table.kernel) == (sharding, kernel)
+        whole, stored = table.weight.dense(), torch.zeros(table.shape)
+        assert torch.equal(whole, starts[name])
+        assert whole.is_leaf and whole.is_contiguous() and not whole.requires_grad
+        for shard in table.weight.local:
+            place = slice(shard.rows.start, shard.rows.stop), slice(shard.columns.start, shard.columns.stop)
+            assert shard.rank == rank and torch.equal(shard.values, starts[name][place])
+            stored[place] += 1
+        results[name] = [stored]
     train_step(step, make_batches(4, rank, world)[1])
-    after = tables(step.model, step.optimizer)
-    out["end"] = {n: t.weight.dense() for n, t in after.items()}
-    out["part"] = {n: t.weight.dense(range(1, 4)) for n, t in after.items()}
-    out["first"] = {n: t.weight.dense(range(2, 5), first_only=True) for n, t in after.items()}
-    out["state"] = {n: {k: p.dense() for k, p in sorted(t.state.items())} for n, t in after.items()}
-    out["state part"] = {
-        n: {k: p.dense(range(1, 4), first_only=True) for k, p in sorted(t.state.items())} for n, t in after.items()
-    }
-    # Writes through one Table are visible through another and in the model.
-    for table in after.values():
-        table.weight.load(out["start"][table.name])
+    trained = tables(step.model, step.optimizer)
+    for name, table in trained.items():
+        values = {"weight": table.weight} | table.state
+        wholes = {kind: parts.dense() for kind, parts in values.items()}
+        for kind, parts in values.items():
+            assert torch.equal(parts.dense(range(1, 4)), wholes[kind][1:4])
+            of_first = parts.dense(range(2, 5), first_only=True)
+            assert of_first is None if rank else torch.equal(of_first, wholes[kind][2:5])
+        results[name].append(wholes)
+        table.weight.load(starts[name])
         table.weight.load(torch.full((2, 8), 7.0), first_row=1)
         for parts in table.state.values():
             parts.load(torch.full(parts.shape, 2.0))
-    again = tables(step.model, step.optimizer)
-    out["loaded"] = {n: t.weight.dense() for n, t in again.items()}
-    out["loaded state"] = {n: {k: p.dense() for k, p in sorted(t.state.items())} for n, t in again.items()}
-    return out
+    # Writes through one Table are visible through another and in the model.
+    for name, table in tables(step.model, step.optimizer).items():
+        expected = starts[name].clone()
+        expected[1:3] = 7
+        assert torch.equal(table.weight.dense(), expected)
+        assert all((parts.dense() == 2).all() for parts in table.state.values())
+    return results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding,kernel,optimizer,world,hosts", CASES)
 def test_all_shardings_read_and_write_equally(sharding, kernel, optimizer, world, hosts):
     ranks = run_on_ranks(world, read_and_write, sharding, kernel, optimizer, hosts=hosts)
-    first = ranks[0]
-    kernel = kernel or ("dense" if sharding == "data_parallel" else "fused")
     copies = world if sharding == "data_parallel" else 1
+    kinds = {"weight", "exp_avg", "exp_avg_sq"} if optimizer == "adam" else {"weight", "sum"}
     for name, spec in SCHEMA.tables.items():
-        start = initial_rows(SCHEMA, name, 3, 0, spec.rows)
-        assert first["facts"][name] == (name, (spec.rows, 8), "torch.float32", sharding, kernel)
-        covered = torch.zeros(spec.rows, 8)
-        for index, rank in enumerate(ranks):
-            for owner, rows, columns, values in rank["held"][name]:
-                assert owner == index
-                assert torch.equal(values, start[rows.start : rows.stop, columns.start : columns.stop])
-                covered[rows.start : rows.stop, columns.start : columns.stop] += 1
-        assert torch.equal(covered, torch.full_like(covered, copies)), "each value is stored once per copy"
-        end = first["end"][name]
-        assert not torch.equal(end, start)
-        kinds = {"adam": {"exp_avg", "exp_avg_sq"}}.get(optimizer, {"sum"})
-        loaded = start.clone()
-        loaded[1:3] = 7
-        for index, rank in enumerate(ranks):
-            assert torch.equal(rank["start"][name], start) and torch.equal(rank["end"][name], end)
-            assert torch.equal(rank["part"][name], end[1:4])
-            assert all(rank["leaf"])
-            assert set(rank["state"][name]) == kinds
-            assert torch.equal(rank["loaded"][name], loaded)
-            for kind in kinds:
-                state = rank["state"][name][kind]
-                assert state.shape == ((spec.rows,) if optimizer == "rowwise_adagrad" else (spec.rows, 8))
-                assert torch.equal(state, first["state"][name][kind]) and state.abs().sum() > 0
-                assert (rank["loaded state"][name][kind] == 2).all()
-                if index == 0:
-                    assert torch.equal(rank["first"][name], end[2:5])
-                    assert torch.equal(rank["state part"][name][kind], state[1:4])
-                else:
-                    assert rank["first"][name] is None and rank["state part"][name][kind] is None
+        stored = sum(rank[name][0] for rank in ranks)
+        assert torch.equal(stored, torch.full_like(stored, copies)), "each value is stored once per copy"
+        trained = ranks[0][name][1]
+        assert trained.keys() == kinds
+        for kind, values in trained.items():
+            by_row = optimizer == "rowwise_adagrad" and kind == "sum"
+            assert values.shape == ((spec.rows,) if by_row else (spec.rows, 8))
+            start = initial_rows(SCHEMA, name, 3, 0, spec.rows) if kind == "weight" else torch.zeros_like(values)
+            assert not torch.equal(values, start), "the values are trained"
+            assert all(torch.equal(rank[name][1][kind], values) for rank in ranks)
 
 
 def collect_errors(rank, world):
