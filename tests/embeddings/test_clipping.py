@@ -12,6 +12,7 @@ from small import (
     max_weight_difference,
     train_step,
 )
+from standin import StandInGpu
 
 from raytrec.checks.parity import reference
 from raytrec.embeddings.taps import rank_distinct_ids
@@ -57,8 +58,6 @@ def test_places_of_matches_unique_inverse(count):
 
 def collect_clipping_waits(rank, world, plan):
     """Return the host's waits for the GPU in raytrec's clipping code, and the norm."""
-    from standin import StandInGpu
-
     step = build_step_on_rank(make_small_config(world, plan, max_grad_norm=0.01), device=torch.device("cuda", rank))
     _, local = make_batches(3, rank, world)
     train_step(step, [batch.pin_memory() for batch in local])

@@ -9,6 +9,11 @@ from evaluations import Case, evaluations
 from ranks import run_on_ranks
 from sklearn import metrics as sk
 
+from raytrec.common.collectives import Peers
+from raytrec.metrics.ranked import BIN_COUNT, RankedRows, Ties, assign_bins, compute_midpoints
+from raytrec.metrics.registry import find_metric
+from raytrec.tasks.outputs import TaskOutputs
+
 ROWS, GROUPS = 500, 40
 GROUP_METRICS = ["gauc", "recall@1", "recall@5", "ndcg@5", "ndcg@100", "hit_rate@3", "mrr", "map@3", "map@50"]
 GROUP_METRICS += ["coverage@2"]
@@ -175,8 +180,6 @@ def test_binned_metrics_are_within_their_error_bound(world):
 
 
 def test_bins_are_monotonic_in_predictions():
-    from raytrec.metrics.ranked import BIN_COUNT, assign_bins, compute_midpoints
-
     edges = torch.tensor([-torch.inf, -1e30, -1.5, -1.0, -1e-30, 0.0, 1e-30, 0.5, 0.9, 1.0, 1e30, torch.inf])
     bins = assign_bins(edges.double())
     assert (bins[1:] > bins[:-1]).all() and bins.min() >= 0 and bins.max() < BIN_COUNT
@@ -198,9 +201,6 @@ def test_ranked_metrics_on_gpu_match_cpu():
 
 def parts(rank, world):
     """Return this rank's number of sorted predictions, for different and for equal predictions."""
-    from raytrec.common.collectives import Peers
-    from raytrec.metrics.ranked import RankedRows, Ties
-
     rows = (8000, 0, 1000)[rank]
     found = []
     for predictions in (torch.randn(rows).exp(), torch.ones(rows)):
@@ -216,9 +216,6 @@ def test_sorted_rows_are_distributed_evenly():
 
 
 def test_multiclass_metrics_match_scikit_learn():
-    from raytrec.metrics.registry import find_metric
-    from raytrec.tasks.outputs import TaskOutputs
-
     draw = torch.Generator().manual_seed(0)
     logits, weights = torch.randn(50, 4, generator=draw), torch.rand(50, generator=draw).round(decimals=1)
     labels = torch.randint(0, 4, (50,), generator=draw).float()

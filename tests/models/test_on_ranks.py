@@ -6,7 +6,11 @@ import torch
 from ranks import run_on_ranks
 from small import SMALL_SCHEMA_PARTS, build_step_on_rank, make_batches, make_small_config, make_small_schema, train_step
 
+from raytrec.checks.parity.batches import make_local_batch
 from raytrec.config.features import resolve_features
+from raytrec.embeddings.pooling import find_table_modules
+from raytrec.embeddings.tables import tables
+from raytrec.models.recommender import build_recommender
 
 SECTIONS = {
     "dcn": {"name": "dcn", "cross_rank": 3, "top_mlp": [6]},
@@ -23,11 +27,6 @@ SEQUENCES = make_small_schema(
 
 def score_batch(rank, world, matmul):
     """Return the logits of a global batch from evaluation on ranks and from a recommender."""
-    from raytrec.checks.parity.batches import make_local_batch
-    from raytrec.embeddings.pooling import find_table_modules
-    from raytrec.embeddings.tables import tables
-    from raytrec.models.recommender import build_recommender
-
     settings = make_small_config(world, {"sharding_type": "row_wise"}, model=SECTIONS["sequence"], matmul=matmul)
     features, step = resolve_features(SEQUENCES, settings.model), build_step_on_rank(settings, SEQUENCES)
     whole, local = make_batches(3, rank, world, schema=SEQUENCES, features=features)

@@ -9,6 +9,7 @@ from made import LENGTH, LENGTHS, ROWS, SPARSE, inputs, loss, schema
 from made import make as make_model
 from ranks import run_on_ranks
 
+from raytrec.common.collectives import Peers
 from raytrec.common.errors import ConfigError
 from raytrec.config.models import SECTIONS
 from raytrec.models.inputs import IDS, Sequence
@@ -123,8 +124,6 @@ def test_gbce_weight_matches_the_paper():
 
 def parts(rank, world, kind, most, counts):
     """Return this rank's losses, and the gradients of its queries, items and negatives."""
-    from raytrec.common.collectives import Peers
-
     torch.manual_seed(0)
     query, items = torch.randn(sum(counts), 3), torch.randn(sum(counts), 3)
     drawn, ids, share = torch.randn(6, 3), torch.tensor([0, 1, 2, -1, 1, 3]), torch.randn(6)

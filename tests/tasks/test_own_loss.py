@@ -17,10 +17,14 @@ from small import (
 )
 
 from raytrec.checks.parity.batches import GlobalBatch
+from raytrec.checks.parity.compare import compare
 from raytrec.checks.parity.losses import compute_loss
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
+from raytrec.metrics.selection import Selection
+from raytrec.metrics.sums import MetricSums
 from raytrec.tasks.objective import Objective, total
+from raytrec.worker.build import build_step
 
 HERE = str(Path(__file__).parent)
 TWO_LABELS = SCHEMA.model_copy(update={"labels": ["y", "z"]})
@@ -81,9 +85,6 @@ def test_own_loss_matches_the_parity_reference(tasks):
 
 
 def check_parity(rank, world, tasks, changes):
-    from raytrec.checks.parity.compare import compare
-    from raytrec.worker.build import build_step
-
     sys.path.insert(0, HERE)
     made = make_config(world, tasks, **changes)
     findings = compare(build_step, made, TWO_LABELS, torch.device("cpu"), rows=12, steps=2)
@@ -131,9 +132,6 @@ def test_from_model_requires_a_model_with_a_loss(tasks, options, message):
 
 def collect_training_metrics(rank, world, tasks, changes, spoil=False):
     """Train three steps; return the training metrics and the loss of each step."""
-    from raytrec.metrics.selection import Selection
-    from raytrec.metrics.sums import MetricSums
-
     sys.path.insert(0, HERE)
     made = make_config(world, tasks, **changes)
     _, local = make_batches(3, rank, world, schema=TWO_LABELS)

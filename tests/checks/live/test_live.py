@@ -12,6 +12,7 @@ import torch
 from loops import DATA_PARALLEL, ROW_WISE, SHARDING_PLANS, failed_outcomes, only_failed_text, run_with_fault
 from ranks import run_on_ranks
 from small import make_small_schema
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.config.models.retrieval import MfSection
 
@@ -155,8 +156,6 @@ def drop_row(scene):
 
 
 def drop_id(scene):
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
     def without_the_last(kernel, inputs):
         ids = inputs[0]
         lengths = ids.lengths().clone()

@@ -4,8 +4,12 @@ from dataclasses import replace
 
 import managed_ids
 import pytest
+import torch
 from loops import ROW_WISE, failed_outcomes, run_with_fault
 from ranks import run_on_ranks
+
+from raytrec.embeddings.managed.key_map import KeyEntries
+from raytrec.embeddings.managed.row_map import HASH_MASK, MapAudit, describe_audit_errors, is_one_to_one
 
 USER_TABLE = 0  # index of table `user` among the tables with managed ids
 SETTINGS = {"schema": managed_ids.managed_schema()}
@@ -26,8 +30,6 @@ def assign_fallback_row(scene):
 
 
 def free_assigned_row(scene):
-    import torch
-
     free = scene.step.maps["user"]._maps.free
     free[USER_TABLE] = replace(free[USER_TABLE], left=torch.cat([free[USER_TABLE].left, torch.tensor([3])]))
 
@@ -38,10 +40,6 @@ def free_row_on_rank_1(scene):
 
 
 def insert_id_of_another_rank(scene):
-    import torch
-
-    from raytrec.embeddings.managed.key_map import KeyEntries
-
     if scene.rank == 0:
         nothing = torch.zeros(1, dtype=torch.int64)  # 0 is the smallest key of rank 1
         fields = dict.fromkeys(("row", "sightings", "last"), nothing)
@@ -74,8 +72,6 @@ def test_managed_ids_check_passes_without_a_fault(world):
 
 
 def test_summed_audits_give_the_same_verdict():
-    from raytrec.embeddings.managed.row_map import HASH_MASK, MapAudit, describe_audit_errors, is_one_to_one
-
     good = [MapAudit(rank, 5, 0, 0, 0, (-1) ** rank * 7 & HASH_MASK, 2, 9, 3) for rank in range(4)]
     good[3] = replace(good[3], sum=(good[3].sum - 9) & HASH_MASK)
 

@@ -41,10 +41,10 @@ from raytrec.common.collectives import Peers
 from raytrec.embeddings.tables import Shard, ShardedValues, Table
 from raytrec.embeddings.taps import Lookup, iterate_keys
 
-WIDTHS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 16, torch.float64: 64, torch.int64: 64}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8]
 
 
-@pytest.mark.parametrize("dtype", [*WIDTHS, torch.bool, torch.uint8])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_fingerprint_depends_on_every_bit(dtype):
     values = torch.randn(5).to(dtype)
     before, seen = int(fingerprint(values)), set()

@@ -2,15 +2,19 @@
 raises no false alarm. The module docstring of test_live.py describes when faults and checks happen."""
 
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
 from loops import DATA_PARALLEL, ROW_WISE, SHARDING_PLANS, failed_outcomes, only_failed_text, run_with_fault
 from ranks import run_on_ranks
 from small import SMALL_SCHEMA_PARTS, make_small_schema
+from torchrec.distributed import comm_ops
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.config.models.sequences import SequenceSection
+from raytrec.embeddings.pooling import sum_bag_weights
+from raytrec.embeddings.sharding import ScaledCodec
 
 STEPS = {
     "plain": {},
@@ -78,8 +82,6 @@ def test_misrouted_ids_are_detected():
 
 
 def divide_means_twice(scene):
-    from raytrec.embeddings.pooling import sum_bag_weights
-
     def again(means, inputs, pooled):
         totals = dict(zip(inputs[1].keys(), sum_bag_weights(inputs[1]), strict=True))
         return {
@@ -98,8 +100,6 @@ def scale_means_slightly(scene):
 
 
 def disable_gradient_division(scene):
-    from torchrec.distributed import comm_ops
-
     comm_ops.set_gradient_division(False)
     return lambda: comm_ops.set_gradient_division(True)
 
@@ -242,10 +242,6 @@ def test_qcomms_rounding_stays_within_the_bound(plan, forward, backward, world, 
 
 def scale_decoded_gradients(scene):
     """Scale decoded gradients by 1.02."""
-    from unittest.mock import patch
-
-    from raytrec.embeddings.sharding import ScaledCodec
-
     decode = ScaledCodec.decode
     patched = patch.object(
         ScaledCodec, "decode", lambda self, *given: decode(self, *given) * (1 if self.factor == 1 else 1.02)

@@ -5,15 +5,15 @@ import torch
 from ranks import run_on_ranks
 from small import SCHEMA, SMALL_SCHEMA_PARTS, make_small_config, make_small_schema
 
+from raytrec.checks.parity.compare import compare
 from raytrec.config.run_config import load_config
 from raytrec.config.tables import Schedule
+from raytrec.embeddings.tables import tables
+from raytrec.worker.build import build_step
 
 
 def compare_steps(rank, world, settings, device="cpu", steps=2, build=None, schema=SCHEMA):
     """Return the findings of some steps as (check, name, whether the error is within its limit)."""
-    from raytrec.checks.parity.compare import compare
-    from raytrec.worker.build import build_step
-
     given = settings.model_copy(deep=True)
     found = compare(build or build_step, settings, schema, torch.device(device), rows=12, steps=steps)
     assert settings == given, "compare() changed its argument"
@@ -26,8 +26,6 @@ def find_failures(found):
 
 def compare_with_moved_replica(rank, world, part, where):
     """Move one rank's copy of a value by 0.01 before the first step; return the names that fail."""
-    from raytrec.embeddings.tables import tables
-    from raytrec.worker.build import build_step
 
     def build(*args):
         step, plan = build_step(*args)
