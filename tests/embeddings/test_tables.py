@@ -84,18 +84,23 @@ def test_all_shardings_read_and_write_equally(sharding, kernel, optimizer, world
             assert all(torch.equal(rank[name][1][kind], values) for rank in ranks)
 
 
+def collect_messages(*calls):
+    """Return the message of the RunError that each call raises."""
+    messages = []
+    for call in calls:
+        with pytest.raises(RunError) as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
 def collect_errors(rank, world):
     table = tables(build_step_on_rank(make_small_config(world, {"sharding_type": "row_wise"})).model)["user"]
-    said = []
-    for wrong in (
+    return collect_messages(
         lambda: table.weight.dense(range(20, 24)),
         lambda: table.weight.load(torch.zeros(2, 4)),
         lambda: table.weight.load(torch.zeros(2, 8), first_row=22),
-    ):
-        with pytest.raises(RunError) as error:
-            wrong()
-        said.append(str(error.value))
-    return said
+    )
 
 
 def test_invalid_rows_and_widths_are_rejected():
@@ -108,17 +113,8 @@ def test_invalid_rows_and_widths_are_rejected():
 def try_casts(rank, world, sharding):
     """Return the error messages of casts, the dtypes afterwards, and whether the table still trains."""
     step = build_step_on_rank(make_small_config(world, {"sharding_type": sharding}))
-    said = []
-    for wrong in (
-        lambda m: m.bfloat16(),
-        lambda m: m.half(),
-        lambda m: m.double(),
-        lambda m: m.to(torch.float16),
-        lambda m: m.type(torch.float16),
-    ):
-        with pytest.raises(RunError) as error:
-            wrong(step.model)
-        said.append(str(error.value))
+    model, half = step.model, torch.float16
+    said = collect_messages(model.bfloat16, model.half, model.double, lambda: model.to(half), lambda: model.type(half))
     step.model.float()
     step.model.to("cpu")
     dtypes = {str(p.dtype) for p in step.model.parameters()}
