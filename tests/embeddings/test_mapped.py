@@ -103,9 +103,10 @@ def test_mapped_tables_train_like_tables_in_memory(way, tmp_path):
             for key, tensor in values.items():
                 assert torch.equal(tensor, wanted[1][key]) and tensor.abs().sum() > 0, key
             assert all(torch.equal(read[name], wanted[2][name]) for name in read)
-            assert in_files == {key for key in held if key[0] not in in_memory}
+            mapped = {key for key in held if key[0] not in in_memory}
+            assert share or in_files == mapped, "with hot rows, the last page of a file is in memory"
             assert kernels == {n: "fused" if n in in_memory else "fused_mmap" for n in ("user", "tag")}
-            assert all(moved) == bool(share and in_files), "rows are cached and written back"
+            assert all(moved) == bool(share and mapped), "rows are cached and written back"
 
 
 def train_by_id(rank, world, kernel, folder):
