@@ -73,7 +73,11 @@ SPLIT = {"wide": ["tags", "price"], "deep": ["user", "item", "a*"]}
 
 
 @pytest.mark.parametrize("outputs", [1, 3])
-@pytest.mark.parametrize("columns, keys", [(("age", "price"), {}), ((), {}), (("age", "price"), SPLIT)])
+@pytest.mark.parametrize(
+    "columns, keys",
+    [(("age", "price"), {}), ((), {}), (("age", "price"), SPLIT)],
+    ids=["all features", "no dense columns", "split"],
+)
 @pytest.mark.parametrize("cross_layers", [0, 2])
 def test_wide_deep_matches_its_equations(outputs, columns, keys, cross_layers):
     """Cheng et al. 2016, equation 3: a deep-only feature has no first-order weight.

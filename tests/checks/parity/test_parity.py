@@ -62,6 +62,7 @@ def make_sequence_config(sharding):
         # Two tables share one lookup, and ranks exchange distinct ids.
         *((make_sequence_config(sharding), "sequence") for sharding in ("row_wise", "column_wise", "table_wise")),
     ],
+    ids=["fp16", "copies", "row-wise sequences", "column-wise sequences", "table-wise sequences"],
 )
 def test_gpu_ranks_match_one_cpu_process(settings, pooling):
     sparse = {
@@ -86,10 +87,11 @@ DENSE_CLIPPED += ["optim.dense={name: adam, lr: 0.01, betas: [0.5, 0.9]}"]
         pytest.param("row_wise", ["optim.schedule.decay=linear"], 12, marks=pytest.mark.slow),  # until the last step
         ("row_wise", DENSE_CLIPPED, 2),
         ("data_parallel", DENSE_CLIPPED, 2),
-        ("row_wise", ["plan.qcomms={forward_precision: bf16, backward_precision: bf16}"], 2),  # ignored
+        ("row_wise", ["plan.qcomms={forward_precision: bf16, backward_precision: bf16}"], 2),
     ],
+    ids=["cosine, row-wise", "cosine, copies", "linear", "clipped, row-wise", "clipped, copies", "qcomms are ignored"],
 )
-def test_parity_holds_with_schedules_clipped_dense_layers_and_qcomms(sharding, changes, steps):
+def test_parity_holds_with_training_options(sharding, changes, steps):
     settings = load_config(make_small_config(2, {"sharding_type": sharding}, "sgd"), changes)
     found = run_on_ranks(2, compare_steps, settings, "cpu", steps)[0]
     assert len(found) > 10 and not find_failures(found)
