@@ -68,7 +68,8 @@ def make_inputs(of, lengths=LENGTHS, now=1e5):
     if "now" in of.dense:
         dense[:, of.dense.index("now")] = now + HOUR_S * torch.arange(rows)
     at = (torch.rand(rows, LENGTH) * now).sort(descending=True).values
-    sides = torch.stack([at, torch.randint(-1, 4, (rows, LENGTH)), torch.rand(rows, LENGTH) * 3], 2).double()
+    watched = torch.randint(0, 7, (rows, LENGTH)) / 2  # some numbers equal a threshold
+    sides = torch.stack([at, torch.randint(-1, 4, (rows, LENGTH)), watched], 2).double()
     found["history"] = found["history"]._replace(side_features=sides * found["history"].present.unsqueeze(2))
     return dense, found
 
