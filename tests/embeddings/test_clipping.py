@@ -3,30 +3,32 @@
 import pytest
 import torch
 from ranks import run_on_ranks
-from small import SCHEMA, build_step_on_rank, make_batches, make_small_config, train_step
+from small import (
+    build_step_on_rank,
+    gather_weights,
+    make_batches,
+    make_reference_model,
+    make_small_config,
+    max_weight_difference,
+    train_step,
+)
+from standin import StandInGpu
 
 from raytrec.checks.parity import reference
-from raytrec.embeddings.tables import tables
 from raytrec.embeddings.taps import rank_distinct_ids
-from raytrec.models import build_model
 
 
 def run_clipped_step(rank, world, plan, max_norm):
     """Return the norm of a clipped step, the reference's norm, and the largest weight difference."""
     settings = make_small_config(world, plan, "sgd", lr=1.0, max_grad_norm=max_norm)
     step = build_step_on_rank(settings)
-    model = build_model(SCHEMA, settings.model)
-    model.load_state_dict(step.model.module.head.model.state_dict())
-    start = {name: table.weight.dense() for name, table in tables(step.model).items()}
-    one = reference.Reference(SCHEMA, start, model)
-    whole, local = make_batches(1, rank, world)
+    one, (whole, local) = make_reference_model(step, settings), make_batches(1, rank, world)
     train_step(step, local)
-    out = {name: table.weight.dense() for name, table in tables(step.model).items()}
     optimizers = [torch.optim.SGD(one.tables.values(), lr=1.0), torch.optim.SGD(one.model.parameters(), lr=0.1)]
     reference.train(one, whole, [])
     norm = torch.stack([p.grad.square().sum() for p in one.parameters()]).sum().sqrt()
     reference.train(one, whole, optimizers, max_grad_norm=max_norm)
-    error = max(float((out[name] - one.tables[name]).abs().max()) for name in out)
+    error = max_weight_difference(gather_weights(step), one.tables)
     return float(step.optimizer.last_norm), float(norm), error
 
 
@@ -56,8 +58,6 @@ def test_places_of_matches_unique_inverse(count):
 
 def collect_clipping_waits(rank, world, plan):
     """Return the host's waits for the GPU in raytrec's clipping code, and the norm."""
-    from standin import StandInGpu
-
     step = build_step_on_rank(make_small_config(world, plan, max_grad_norm=0.01), device=torch.device("cuda", rank))
     _, local = make_batches(3, rank, world)
     train_step(step, [batch.pin_memory() for batch in local])

@@ -1,9 +1,11 @@
-"""Hot rows of file-backed tables that are cached in memory: which rows, and no effect on results."""
+"""Hot rows of file-backed tables that are cached in memory: which rows, saving, restoring and managed ids.
 
-from contextlib import closing
+test_mapped.py trains with and without hot rows.
+"""
+
 from functools import partial
 from threading import Event
-from types import SimpleNamespace
+from unittest.mock import patch
 
 import checkpoints
 import managed_ids
@@ -16,21 +18,14 @@ from raytrec.checkpoint.save import CheckpointWriter
 from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import LogicalState
 from raytrec.checks.parity.sharded import ShardedRun
-from raytrec.compat.fbgemm import find_resident_rows, measure_cache_hits
+from raytrec.compat.fbgemm import find_resident_rows
 from raytrec.compat.torchrec_ import iterate_sharded_kernels
 from raytrec.config.training import CheckpointSection
 from raytrec.embeddings.mapped import HotRowCache
 from raytrec.embeddings.tables import tables
-from raytrec.worker import build as build_module
+from raytrec.worker import build as building
 from raytrec.worker.build import build_step
 
-# (plan.tables.*, optimizer, world size)
-CASES = {
-    "one rank": ({"sharding_type": "table_wise"}, "rowwise_adagrad", 1),
-    "row-wise": ({"sharding_type": "row_wise"}, "rowwise_adagrad", 2),
-    "columns, fp16": ({"sharding_type": "column_wise", "dtype": "fp16"}, "adagrad", 2),
-    "no state": ({"sharding_type": "row_wise"}, "sgd", 2),
-}
 HOT_SHARE = 0.3  # share of rows in memory
 
 
@@ -46,9 +41,7 @@ def build_with_hot_rows(world, plan, optimizer, kernel, share, folder):
 
 
 def patch_hot_share(share):
-    patch = pytest.MonkeyPatch()
-    patch.setattr(build_module, "estimate_hot_rows", lambda found, config, schema, world: [(share, 0.0)] * world)
-    return closing(SimpleNamespace(close=patch.undo))
+    return patch.object(building, "estimate_hot_rows", lambda found, config, schema, world: [(share, 0.0)] * world)
 
 
 def list_hot_caches(step):
@@ -72,38 +65,6 @@ def read_values(step):
         for name, table in found
         for kind, parts in {"weight": table.weight, **table.state}.items()
     }
-
-
-def train_and_read(rank, world, plan, optimizer, kernel, share, folder):
-    """Return losses, weights and state after some steps, read rows, and (cached rows, written-back rows)."""
-    step = build_with_hot_rows(world, plan, optimizer, kernel, share, folder)
-    places, watched = list_hot_caches(step), tables(step.model)
-    written = count_written_rows(places)
-    losses = [float(o.loss.detach()) for o in train_step(step, make_batches(16, rank, world)[1])]
-    shares = [
-        measure_cache_hits(kernel) for kernel in iterate_sharded_kernels(step.model) if find_resident_rows(kernel)
-    ]
-    assert all(0 < share <= 1 for share in shares) and len(shares) == len(places)
-    filled, moved = sum(hot._filled for hot in places), sum(written)
-    read = {
-        name: shard.read(torch.arange(len(shard.rows)))
-        for name, table in watched.items()
-        for shard in table.weight.local
-    }
-    return losses, read_values(step), read, (filled, moved)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", CASES)
-def test_hot_rows_train_like_tables_in_memory(way, tmp_path):
-    plan, optimizer, world = CASES[way]
-    expected = run_on_ranks(world, train_and_read, plan, optimizer, "fused", 0.0, str(tmp_path))
-    found = run_on_ranks(world, train_and_read, plan, optimizer, "fused_mmap", HOT_SHARE, str(tmp_path))
-    assert all(filled and moved for *_, (filled, moved) in found)
-    for (losses, wanted, read, _), (its_losses, values, its_read, _) in zip(expected, found, strict=True):
-        assert its_losses == losses and values.keys() == wanted.keys()
-        assert all(torch.equal(values[key], wanted[key]) for key in wanted)
-        assert all(torch.equal(its_read[name], read[name]) for name in read)
 
 
 def save_while_training(rank, world, kernel, share, folder):

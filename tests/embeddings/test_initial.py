@@ -1,4 +1,4 @@
-"""Initial values: their definition in NumPy, their randomness, and their placement in shards."""
+"""Initial values: their definition in NumPy, their randomness, and large tables."""
 
 import hashlib
 from unittest.mock import patch
@@ -11,15 +11,11 @@ from small import initial_rows, make_small_config, make_small_schema
 
 from raytrec.data.ids import hash_bits as hash_bits_in_numpy
 from raytrec.embeddings.hashing import GOLDEN, VALUES_PER_BLOCK, compute_initial_values, hash_bits
-from raytrec.embeddings.pooling import find_table_name
-from raytrec.embeddings.tables import fill_tables
+from raytrec.embeddings.tables import fill_tables, tables
 from raytrec.worker.build import build_step
 
 BLOCK_ROWS = VALUES_PER_BLOCK // 8
-SCHEMA = make_small_schema(
-    sparse={"big": {"table": "big"}, "small": {"table": "small"}},
-    tables={"big": {"rows": BLOCK_ROWS + 500, "dim": 8}, "small": {"rows": 5, "dim": 8}},
-)
+BIG_SCHEMA = make_small_schema(sparse={"big": {"table": "big"}}, tables={"big": {"rows": 4 * BLOCK_ROWS, "dim": 8}})
 IDS = torch.cat([torch.arange(300), torch.tensor([-1, -(2**63), 2**63 - 1, 2**31, 2**32, 8_000_000_000])])
 
 
@@ -102,11 +98,10 @@ def test_initial_values_are_uniform_and_independent(of):
         assert abs(((cells - expected) ** 2 / expected).sum().item() - 255) < 4.5 * 510**0.5, name
 
 
-def measure_max_values(rank, world):
-    """Return the largest number of values created at once when a table of 3 blocks is filled."""
-    schema, sizes = SCHEMA.model_copy(deep=True), []
-    schema.tables["big"].rows = 3 * BLOCK_ROWS
-    step, _ = build_step(make_small_config(world, ["table_wise"]), schema, torch.device("cpu"), fill=False)
+def fill_big_table(rank, world):
+    """Return the largest number of values created at once, and this rank's shards of a table of 4 blocks."""
+    settings, sizes = make_small_config(world, {"sharding_type": "row_wise"}), []
+    step, _ = build_step(settings, BIG_SCHEMA, torch.device("cpu"), fill=False)
 
     def noted(seed, table, ids, columns, rows):
         sizes.append(len(ids) * len(columns))
@@ -114,37 +109,15 @@ def measure_max_values(rank, world):
 
     with patch("raytrec.embeddings.tables.compute_initial_values", noted):
         fill_tables(step.model, 3)
-    return max(sizes)
+    return max(sizes), [(shard.rows, shard.values.clone()) for shard in tables(step.model)["big"].weight.local]
 
 
 def test_tables_are_filled_block_by_block():
-    assert run_on_ranks(1, measure_max_values) == [VALUES_PER_BLOCK]
-
-
-def collect_local_parts(rank, world, sharding):
-    step, _ = build_step(make_small_config(world, [sharding]), SCHEMA, torch.device("cpu"))
-    out, dense = [], {}
-    for name, value in step.model.state_dict().items():
-        table = find_table_name(name)
-        if table is None:
-            dense[name] = value.clone()
-        elif hasattr(value, "local_shards"):
-            out += [(table, *s.metadata.shard_offsets, s.tensor.clone()) for s in value.local_shards()]
-        else:
-            out.append((table, 0, 0, value.clone()))
-    return out, dense
-
-
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise", "data_parallel"])
-def test_initial_values_are_independent_of_the_plan(sharding):
-    ranks = run_on_ranks(2, collect_local_parts, sharding)
-    held = {table: 0 for table in SCHEMA.tables}
-    for parts, _ in ranks:
-        for table, row, column, values in parts:
-            rows, columns = values.shape
-            expected = initial_rows(SCHEMA, table, 3, row, row + rows)[:, column : column + columns]
-            assert torch.equal(values, expected)
-            held[table] += values.numel()
-    copies = 2 if sharding == "data_parallel" else 1
-    assert held == {name: copies * spec.rows * spec.dim for name, spec in SCHEMA.tables.items()}
-    assert all(torch.equal(ranks[0][1][name], ranks[1][1][name]) for name in ranks[0][1])
+    """Each rank has two blocks; embeddings/test_tables.py compares small shards under all plans."""
+    ranks, rows = run_on_ranks(2, fill_big_table), []
+    for largest, shards in ranks:
+        assert largest == VALUES_PER_BLOCK
+        for held, values in shards:
+            assert torch.equal(values, initial_rows(BIG_SCHEMA, "big", 3, held.start, held.stop))
+            rows += held
+    assert rows == list(range(4 * BLOCK_ROWS))

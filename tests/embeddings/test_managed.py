@@ -58,14 +58,6 @@ class RowNumbering(dict):
         assert len(set(self.values())) == len(self)
 
 
-def test_all_rows_are_used():
-    exchange = make_exchange(101)
-    rows, _ = train(exchange, torch.arange(100), 0)
-    assert sorted(rows.tolist()) == list(range(100))
-    halves, _ = train(exchange, torch.arange(1000, 1050), 1)
-    assert len(set(halves.tolist())) == 50 and len(exchange.maps["t"]) == 100
-
-
 def test_rows_are_assigned_evenly():
     rows, _ = train(make_exchange(1001), torch.arange(250), 0)
     assert torch.bincount(rows // 250, minlength=4).min() >= 55
@@ -91,12 +83,6 @@ def test_only_lfu_keeps_frequent_ids_during_a_flood(eviction, left):
     rows = exchange.look_up({"t": torch.arange(64)})["t"]
     assert int((rows < 64).sum()) >= left and len(exchange.maps["t"]) == 64
     assert eviction == "lfu" or (rows == 64).all()
-
-
-def test_frequent_ids_get_scarce_rows_first():
-    ids = [*range(40), *range(30, 37), *range(30, 33)]
-    rows, new = train(make_exchange(11, ManagedIds(eviction="none")), ids, 0)
-    assert set(range(30, 37)) <= set(new.ids.tolist()) and int((rows[:40] < 10).sum()) == 10
 
 
 def to_plain_state(state):

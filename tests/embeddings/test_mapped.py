@@ -12,10 +12,13 @@ import sequence_schema
 import torch
 from ranks import run_on_ranks
 from small import SCHEMA, build_step_on_rank, make_batches, make_small_config, train_step
+from test_hot_rows import HOT_SHARE, count_written_rows, list_hot_caches, patch_hot_share
 from waiting import wait_for
 
 from raytrec.common.errors import RunError
 from raytrec.common.memory import prefetch_pages
+from raytrec.compat.fbgemm import find_resident_rows, measure_cache_hits
+from raytrec.compat.torchrec_ import iterate_sharded_kernels
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import load_config
 from raytrec.embeddings.mapped import MappedFileFactory
@@ -31,6 +34,7 @@ CASES = {
     "columns, fp16": ({"*": {"sharding_type": "column_wise", "dtype": "fp16"}}, "adagrad", 2),
     "fewer rows than ranks": ({"*": {"sharding_type": "row_wise"}}, "sgd", 3),
     "one rank": ({"*": {"sharding_type": "table_wise"}}, "rowwise_adagrad", 1),
+    "no state": ({"*": {"sharding_type": "row_wise"}}, "sgd", 2),
 }
 
 
@@ -40,12 +44,23 @@ def make_settings(world, tables, optimizer, kernel, folder):
     return load_config(made | {"plan": {"tables": plan, "mmap_dir": folder}})
 
 
-def train_and_locate(rank, world, tables, optimizer, kernel, folder):
-    """Return weights and state after some steps, the parts held by this rank, and the parts held in files."""
+def train_and_locate(rank, world, tables, optimizer, kernel, share, folder):
+    """Train some steps with this share of the rows in memory.
+
+    Returns:
+        Losses, weights and state, rows of shards, parts held by this rank, parts held in files, kernels, files,
+        and the numbers of cached and of written-back rows.
+    """
     schema = SCHEMA.model_copy(deep=True)
     schema.tables["tag"].rows = 2 if world == 3 else 5
-    step = build_step_on_rank(make_settings(world, tables, optimizer, kernel, folder), schema)
-    train_step(step, make_batches(4, rank, world, schema=schema)[1])
+    with patch_hot_share(share):
+        step = build_step_on_rank(make_settings(world, tables, optimizer, kernel, folder), schema)
+    caches, watched = list_hot_caches(step), tables_of(step.model)
+    written = count_written_rows(caches)
+    losses = [float(o.loss.detach()) for o in train_step(step, make_batches(16, rank, world, schema=schema)[1])]
+    shares = [measure_cache_hits(each) for each in iterate_sharded_kernels(step.model) if find_resident_rows(each)]
+    assert all(0 < hit_share <= 1 for hit_share in shares) and len(shares) == len(caches)
+    moved = sum(hot._filled for hot in caches), sum(written)
     out, held, in_files, kernels = {}, set(), set(), {}
     for name, table in tables_of(step.model, step.optimizer).items():
         kernels[name] = table.kernel
@@ -55,7 +70,12 @@ def train_and_locate(rank, world, tables, optimizer, kernel, folder):
                 held.add((name, kind))
                 if is_in_file(shard.values, folder):
                     in_files.add((name, kind))
-    return out, held, in_files, kernels, os.listdir(folder)
+    read = {
+        name: shard.read(torch.arange(len(shard.rows)))
+        for name, table in watched.items()
+        for shard in table.weight.local
+    }
+    return losses, out, read, held, in_files, kernels, os.listdir(folder), moved
 
 
 def is_in_file(values, folder):
@@ -71,17 +91,22 @@ def is_in_file(values, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", CASES)
 def test_mapped_tables_train_like_tables_in_memory(way, tmp_path):
-    tables, optimizer, world = CASES[way]
-    expected = run_on_ranks(world, train_and_locate, tables, optimizer, "fused", str(tmp_path))
-    found = run_on_ranks(world, train_and_locate, tables, optimizer, "fused_mmap", str(tmp_path))
-    assert not any(in_files for _, _, in_files, *_ in expected) and any(held for _, held, *_ in found)
-    for (values, held, in_files, kernels, names), (wanted, *_) in zip(found, expected, strict=True):
-        assert values.keys() == wanted.keys() and not names
-        for key, tensor in values.items():
-            assert torch.equal(tensor, wanted[key]) and tensor.abs().sum() > 0, key
-        of_memory = {"tag"} if way == "one of two" else set()
-        assert in_files == {key for key in held if key[0] not in of_memory}
-        assert kernels == {n: "fused" if n in of_memory else "fused_mmap" for n in ("user", "tag")}
+    """The tables are only in files, or the most frequent rows are also in memory."""
+    case, in_memory = CASES[way], {"tag"} if way == "one of two" else set()
+    expected = run_on_ranks(case[2], train_and_locate, *case[:2], "fused", 0.0, str(tmp_path))
+    assert not any(in_files for _, _, _, _, in_files, *_ in expected)
+    for share in (0.0, HOT_SHARE):
+        found = run_on_ranks(case[2], train_and_locate, *case[:2], "fused_mmap", share, str(tmp_path))
+        assert any(held for _, _, _, held, *_ in found)
+        for (losses, values, read, held, in_files, kernels, names, moved), wanted in zip(found, expected, strict=True):
+            assert losses == wanted[0] and values.keys() == wanted[1].keys() and not names
+            for key, tensor in values.items():
+                assert torch.equal(tensor, wanted[1][key]) and tensor.abs().sum() > 0, key
+            assert all(torch.equal(read[name], wanted[2][name]) for name in read)
+            mapped = {key for key in held if key[0] not in in_memory}
+            assert share or in_files == mapped, "with hot rows, the last page of a file is in memory"
+            assert kernels == {n: "fused" if n in in_memory else "fused_mmap" for n in ("user", "tag")}
+            assert all(moved) == bool(share and mapped), "rows are cached and written back"
 
 
 def train_by_id(rank, world, kernel, folder):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loops import failed_outcomes, train_with_checks
+from loops import failed_outcomes, run_with_fault
 from ranks import run_on_ranks
 from small import SCHEMA, build_step_on_rank, make_batches, make_small_config, train_step
 
@@ -109,12 +109,8 @@ def test_different_optimizers_use_separate_lookups(tag, expected):
 
 @pytest.mark.parametrize("tag", ["adam", "sgd"])
 def test_live_checks_support_several_optimizers(tag):
-    tables = {"tag": {"name": tag}, "user": {"name": "rowwise_adagrad"}}
-    assert failed_outcomes(run_on_ranks(2, run_live_checks, tables)) == []
-
-
-def run_live_checks(rank, world, tables):
-    return train_with_checks(rank, world, PLANS["row-wise"], optimizer="adagrad", tables=tables)
+    settings = {"optimizer": "adagrad", "tables": {"tag": {"name": tag}, "user": {"name": "rowwise_adagrad"}}}
+    assert failed_outcomes(run_on_ranks(2, run_with_fault, PLANS["row-wise"], None, settings)) == []
 
 
 def read_learning_rates(rank, world):

@@ -20,7 +20,7 @@ from raytrec.common.errors import ConfigError, RunError
 from raytrec.config.features import Features
 from raytrec.config.run_config import load_config
 from raytrec.embeddings import optim, pooling
-from raytrec.embeddings.tables import fill_tables, tables
+from raytrec.embeddings.tables import tables
 from raytrec.planning.validation import validate_constraints
 from raytrec.tasks import objective
 from raytrec.worker import build as building
@@ -148,27 +148,6 @@ def measure_cast_difference(rank, world, guarded):
 def test_2563_cast_separates_read_and_trained_weights():
     assert run_on_ranks(2, measure_cast_difference, True) == [0.0, 0.0]
     assert min(run_on_ranks(2, measure_cast_difference, False)) > MIN_FAULT_ERROR
-
-
-def build_replica(rank, world, filled):
-    """Return a data-parallel table's initial values on this rank, without broadcasts from rank 0."""
-    torch.manual_seed(rank)
-    keep = patch.object(building, "fill_tables", fill_tables if filled else lambda *_: None)
-    seed = patch.object(torch, "manual_seed", lambda *_: None)  # each rank has its own random stream
-    torchrec = patch.object(torch.distributed, "broadcast", lambda *_, **__: None)
-    ddp = patch("torch.nn.parallel.distributed._sync_module_states", lambda *_, **__: None)
-    with keep, seed, torchrec, ddp:
-        step = build_step_on_rank(make_small_config(world, {"sharding_type": "data_parallel"}))
-    return tables(step.model)["user"].weight.dense()
-
-
-def test_1739_replicas_start_different():
-    """The pinned TorchRec broadcasts tables from rank 0. raytrec does not need the broadcast: a row's initial
-    value depends only on the seed, the table and the row."""
-    one, two = run_on_ranks(2, build_replica, True)
-    assert torch.equal(one, two)
-    one, two = run_on_ranks(2, build_replica, False)
-    assert not torch.equal(one, two)
 
 
 def plan_missing_rank(rank, world):

@@ -1,6 +1,7 @@
 """Metrics allowed for a task, metric names, and the display of results."""
 
 import ast
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from small import SCHEMA
 import raytrec
 from raytrec.common.errors import ConfigError
 from raytrec.config.tasks import TaskSection
+from raytrec.driver.console import Result, print_summary
 from raytrec.metrics.registry import METRICS, GroupMetric, find_metric
 from raytrec.metrics.results import build_slice_tables, format_result
 from raytrec.metrics.selection import Selection, read_metric_displays
@@ -103,9 +105,6 @@ def test_slices_are_shown_as_tables():
 
 
 def test_console_and_report_show_slices(tmp_path, capsys):
-    import json
-
-    from raytrec.driver.console import Result, print_summary
     from raytrec.report.report import build
 
     record = {"slice": "<b>DE</b>", "rows": 1234, "auc": 0.8, "calibration": 1.01}

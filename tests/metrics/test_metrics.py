@@ -1,10 +1,12 @@
 """Metrics summed over ranks, compared with their definitions, and resumed on other rank counts."""
 
+import sys
 from math import isnan, log
 from types import SimpleNamespace
 
 import pytest
 import torch
+from operators import OperatorCounter
 from ranks import run_on_ranks
 from small import make_small_schema
 
@@ -12,6 +14,7 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.tasks import TaskSection
 from raytrec.metrics.registry import METRICS, SumMetric, find_metric, metric
 from raytrec.metrics.selection import Selection, read_metric_displays
+from raytrec.metrics.sums import MetricSums
 from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 from raytrec.tasks.task import resolve_tasks
 
@@ -55,8 +58,6 @@ def batches(of, rank=0, world=1):
 
 def sum_metrics(rank, world, tasks, first=0, total=None):
     """Return (sums after 3 steps, metrics of all batches from `first`) of these tasks."""
-    from raytrec.metrics.sums import MetricSums
-
     of = selection(tasks)
     sums = MetricSums(of, torch.device("cpu"))
     if total:
@@ -71,19 +72,11 @@ def sum_metrics(rank, world, tasks, first=0, total=None):
 
 
 def compute_reference(logits, labels, weights):
-    """Return log loss, NE, calibration and AUC of rows with a positive weight, by their definitions."""
-    real = weights > 0
-    p, y = logits[real].double().sigmoid(), labels[real].double()
-    entropy = float(-(y * p.log() + (1 - y) * (1 - p).log()).mean())
-    rate = float(y.mean())
-    base = -(rate * log(rate) + (1 - rate) * log(1 - rate))
-    wins = (p[y == 1, None] > p[None, y == 0]).double() + (p[y == 1, None] == p[None, y == 0]).double() / 2
-    return {
-        "logloss": entropy,
-        "ne": entropy / base,
-        "calibration": float(p.sum() / y.sum()),
-        "auc": float(wins.mean()),
-    }
+    """Return log loss, NE, calibration and AUC."""
+    from test_over_ranks import ROW_REFERENCES  # ranks do not need scikit-learn
+
+    y, p, w = (x.double().numpy() for x in (labels, logits.double().sigmoid(), weights))
+    return {name: ROW_REFERENCES[name](y, p, w) for name in ("logloss", "ne", "calibration", "auc")}
 
 
 @pytest.mark.slow
@@ -119,8 +112,6 @@ def test_metric_sums_resume_on_any_number_of_ranks(before, after):
 
 def test_metric_sums_launch_kernels_only_every_few_steps(monkeypatch):
     """The sums stay complete with pending steps, and the number of pending logits is limited."""
-    from operators import OperatorCounter
-
     from raytrec.metrics import sums as module
 
     of = selection(TWO_TASKS)
@@ -151,8 +142,6 @@ def make_step_outputs(click_weights, watched_weights):
 
 @pytest.mark.parametrize("click_weights", [[0.0, 0.0], [0.0, 2.0]])
 def test_metrics_without_counted_rows_are_nan(click_weights):
-    from raytrec.metrics.sums import MetricSums
-
     of = selection([TWO_TASKS[0] | {"mask": "seen"}, TWO_TASKS[1] | {"nulls": "error"}])
     sums = MetricSums(of, torch.device("cpu"))
     sums.add(make_step_outputs(click_weights, [1.0, 1.0]))
@@ -169,8 +158,6 @@ def test_metrics_without_counted_rows_are_nan(click_weights):
 
 def resume_without_steps(rank, world, total):
     """Return the metrics without any step, and the sums saved directly after a restore."""
-    from raytrec.metrics.sums import MetricSums
-
     sums = MetricSums(selection(TWO_TASKS), torch.device("cpu"))
     empty = sums.reduce()
     sums.resume(total)
@@ -259,8 +246,6 @@ class Taken(SumMetric):
 
 
 def evaluate_user_metrics(rank, world, folder):
-    import sys
-
     sys.path.insert(0, folder)
     tasks = [{"label": "click", "metrics": ["metrics_of_mine:HitRate", "ne", "metrics_of_mine:Spread"]}]
     of = selection(tasks)
@@ -268,8 +253,6 @@ def evaluate_user_metrics(rank, world, folder):
 
 
 def compute_metrics_without_rows(of):
-    from raytrec.metrics.sums import MetricSums
-
     sums = MetricSums(of, torch.device("cpu"))
     sums.add(make_step_outputs([0.0, 0.0], [0.0, 0.0]))
     return sums.reduce()

@@ -4,14 +4,7 @@ import pytest
 import torch
 from made import DIM, ROWS, apply_linear, inputs, layers, make, schema, weights
 
-from raytrec.models.interactions import Cross, DotInteraction
 from raytrec.models.parts.layers import Constant
-
-
-def test_dlrm_interactions_cover_all_pairs():  # whole steps: worker/test_reference.py
-    vectors = torch.randn(5, 4, 8)
-    expected = [(vectors[:, i] * vectors[:, j]).sum(1) for i in range(4) for j in range(i + 1, 4)]
-    torch.testing.assert_close(DotInteraction(4)(vectors), torch.stack(expected, 1))
 
 
 def test_dlrm_without_dense_columns_learns_a_constant_vector():
@@ -37,23 +30,6 @@ def test_dcn_matches_its_equations(rank, deep):
     parallel = deep == "parallel"
     x = torch.cat([x, layers(w, "deep", x0, 2)], 1) if parallel else layers(w, "deep", x, 2)
     torch.testing.assert_close(model(dense, pooled), apply_linear(w, "logit", x)[:, 0])
-
-
-def test_cross_layers_match_torchrec():
-    from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
-
-    x = torch.randn(ROWS, 6)
-    for rank, theirs in ((3, LowRankCrossNet(6, 2, low_rank=3)), (None, CrossNet(6, 2))):
-        ours = Cross(6, 2, rank)
-        with torch.no_grad():
-            for i, layer in enumerate(ours.layers):
-                if rank:
-                    theirs.V_kernels[i].copy_(layer[0].weight)
-                    theirs.W_kernels[i].copy_(layer[1].weight)
-                else:
-                    theirs.kernels[i].copy_(layer[0].weight)
-                theirs.bias[i].copy_(layer[-1].bias.normal_().view_as(theirs.bias[i]))
-        torch.testing.assert_close(ours(x), theirs(x))
 
 
 def test_mlperf_dcn_can_be_configured():
@@ -112,38 +88,26 @@ def test_masknet_masks_have_the_width_of_their_input():
     assert [block.mask[0].in_features for block in model.blocks] == [5 * 8, 5 * 8]
 
 
-FINAL_MLP = {"mlp1": [6, 4], "mlp2": [6], "gate_mlp": [5]}
-
-
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("outputs", [1, 3])
-def test_final_mlp_matches_its_equations(heads, outputs):
+@pytest.mark.parametrize("heads, outputs, gates", [(1, 1, True), (2, 3, True), (1, 3, False)])
+def test_final_mlp_matches_its_equations(heads, outputs, gates):
     of = schema(dims=(8, 4, 12))
-    model = make("final_mlp", of, outputs, heads=heads, gate1=["age", "user"], **FINAL_MLP)
+    keys = {"gating": True, "gate1": ["age", "user"]} if gates else {"gating": False}
+    model = make("final_mlp", of, outputs, heads=heads, mlp1=[6, 4], mlp2=[6], gate_mlp=[5], **keys)
     dense, pooled = given = inputs(of)
     w, expected = weights(model), []
 
     def gate(name, context):
-        return 2 * apply_linear(w, f"{name}.last", layers(w, f"{name}.hidden", context, 1)).sigmoid()
+        hidden = layers(w, f"{name}.hidden", context, 1)
+        return 2 * apply_linear(w, f"{name}.last", hidden).sigmoid()
 
     for b in range(ROWS):
         e = torch.cat([dense[b], *(x[b] for x in pooled.values())])
-        one = layers(w, "streams.0", e * gate("gates.0", torch.cat([dense[b, :1], pooled["user"][b]])), 2)
-        two = layers(w, "streams.1", e * gate("gates.1", w["gates.1.vector"][0]), 1)
+        of_one = e * gate("gates.0", torch.cat([dense[b, :1], pooled["user"][b]])) if gates else e
+        of_two = e * gate("gates.1", w["gates.1.vector"][0]) if gates else e
+        one, two = layers(w, "streams.0", of_one, 2), layers(w, "streams.1", of_two, 1)
         of_heads = list(zip(one.chunk(heads), two.chunk(heads), strict=True))
         forms = [
             sum(left @ w["bilinear"][t, h] @ right for h, (left, right) in enumerate(of_heads)) for t in range(outputs)
         ]
         expected.append(apply_linear(w, "logit", torch.cat([one, two])) + torch.stack(forms))
     torch.testing.assert_close(model(*given), torch.stack(expected).squeeze(1), rtol=1e-5, atol=1e-5)
-
-
-def test_final_mlp_without_gates_reads_plain_features():
-    model = make("final_mlp", schema(), gating=False, **FINAL_MLP)
-    assert not len(model.gates)
-    dense, pooled = given = inputs(schema())
-    w, e = weights(model), torch.cat([dense, *pooled.values()], 1)
-    one, two = layers(w, "streams.0", e, 2), layers(w, "streams.1", e, 1)
-    form = ((one @ w["bilinear"][0, 0]) * two).sum(1, keepdim=True)
-    expected = apply_linear(w, "logit", torch.cat([one, two], 1)) + form
-    torch.testing.assert_close(model(*given), expected.squeeze(1))

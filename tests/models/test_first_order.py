@@ -36,24 +36,6 @@ def test_deepfm_matches_its_equations(outputs, dense):
     torch.testing.assert_close(model(*given), torch.stack(expected).squeeze(1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("outputs", [1, 3])
-@pytest.mark.parametrize("dense", [("age", "price"), ()])
-def test_wide_deep_with_cross_layers_matches_its_equations(outputs, dense):
-    """The logits are a linear model plus DCN-V2 over the remaining columns of the table rows."""
-    of = schema(dense=dense)
-    model, (columns, pooled) = (
-        make("wide_deep", of, outputs, top_mlp=[6], cross_layers=2, slope_rate=5).eval(),
-        inputs(of),
-    )
-    w, linear = weights(model), sum(each[:, :outputs] for each in pooled.values())
-    if dense:
-        linear = linear + 5 * columns @ w["slopes.weight"].T
-    x = torch.cat([columns, *(each[:, outputs:] for each in pooled.values())], 1)
-    deep = layers(w, "deep", model.cross(x), 1)
-    expected = linear + apply_linear(w, "logit", deep)
-    torch.testing.assert_close(model(columns, pooled), expected.squeeze(1), rtol=1e-5, atol=1e-5)
-
-
 def test_wide_deep_drops_the_deep_part_of_some_rows():
     of = schema()
     model, (columns, pooled) = make("wide_deep", of, top_mlp=[6], deep_dropout=0.5), inputs(of)
@@ -66,17 +48,6 @@ def test_wide_deep_drops_the_deep_part_of_some_rows():
     found = torch.stack([model.train()(columns, pooled) for _ in range(20)])
     is_linear, is_whole = ((found - each).abs() < 1e-5 for each in (linear, whole))
     assert (is_linear | is_whole).all() and 0.3 < is_linear.float().mean() < 0.7
-
-
-def test_torchrec_fm_differs_for_wide_vectors():
-    """TorchRec also multiplies values of one vector, so only vectors of width 1 give equal results."""
-    from torchrec.modules.deepfm import FactorizationMachine
-
-    from raytrec.models.first_order import sum_pair_products
-
-    narrow, wide = torch.randn(ROWS, 4, 1), torch.randn(ROWS, 4, 3)
-    torch.testing.assert_close(sum_pair_products(narrow), FactorizationMachine()([narrow]))
-    assert not torch.allclose(sum_pair_products(wide).sum(1, keepdim=True), FactorizationMachine()([wide]))
 
 
 @pytest.mark.parametrize("outputs", [1, 2])
@@ -98,22 +69,35 @@ def test_xdeepfm_matches_its_equations(outputs, dense):
     torch.testing.assert_close(model(*given), torch.stack(expected).squeeze(1), rtol=1e-5, atol=1e-5)
 
 
+SPLIT = {"wide": ["tags", "price"], "deep": ["user", "item", "a*"]}
+
+
 @pytest.mark.parametrize("outputs", [1, 3])
-@pytest.mark.parametrize("wide,deep", [(["*"], ["*"]), (["tags", "price"], ["user", "item", "a*"])])
-def test_wide_deep_matches_its_equations(outputs, wide, deep):
-    """Cheng et al. 2016, equation 3: a deep-only feature has no first-order weight."""
-    of = schema(dims=(8, 4, 12))
-    model = make("wide_deep", of, outputs, wide=wide, deep=deep, top_mlp=[6])
+@pytest.mark.parametrize(
+    "columns, keys",
+    [(("age", "price"), {}), ((), {}), (("age", "price"), SPLIT)],
+    ids=["all features", "no dense columns", "split"],
+)
+@pytest.mark.parametrize("cross_layers", [0, 2])
+def test_wide_deep_matches_its_equations(outputs, columns, keys, cross_layers):
+    """Cheng et al. 2016, equation 3: a deep-only feature has no first-order weight.
+
+    With cross layers, the deep part is DCN-V2.
+    """
+    of = schema(dims=(8, 4, 12), dense=columns)
+    model = make("wide_deep", of, outputs, top_mlp=[6], cross_layers=cross_layers, slope_rate=5, **keys)
     dense, pooled = given = inputs(of)
     w = weights(model)
-    if wide == ["*"]:
-        linear_part = sum(x[:, :outputs] for x in pooled.values()) + dense @ w["slopes.weight"].T
-        beside = torch.cat([dense, *(x[:, outputs:] for x in pooled.values())], 1)
-    else:
-        linear_part = pooled["tags"][:, :outputs] + dense[:, 1:] @ w["slopes.weight"].T
+    if keys:
+        linear_part = pooled["tags"][:, :outputs] + 5 * dense[:, 1:] @ w["slopes.weight"].T
         beside = torch.cat([dense[:, :1], pooled["user"], pooled["item"]], 1)
-    expected = linear_part + apply_linear(w, "logit", layers(w, "deep", beside, 1))
-    torch.testing.assert_close(model(*given), expected.squeeze(1))
+    else:
+        linear_part = sum(x[:, :outputs] for x in pooled.values())
+        linear_part = linear_part + (5 * dense @ w["slopes.weight"].T if columns else 0)
+        beside = torch.cat([dense, *(x[:, outputs:] for x in pooled.values())], 1)
+    crossed = model.cross(beside) if cross_layers else beside
+    expected = linear_part + apply_linear(w, "logit", layers(w, "deep", crossed, 1))
+    torch.testing.assert_close(model(*given), expected.squeeze(1), rtol=1e-5, atol=1e-5)
 
 
 def test_wide_deep_accepts_narrow_tables_of_deep_features():

@@ -62,15 +62,6 @@ def test_target_models_accept_empty_sequences(name):
     assert_no_nan(*made(name, dense=(), lengths=(0, 0)))
 
 
-def test_empty_sequences_have_zero_interest_and_no_gradient():
-    model, _, found = made("dien", lengths=(0, 0))
-    interest, _ = model.interests[0](found["history"], found["item"])
-    assert not interest.any()
-    model, dense, found = made("sequence", lengths=(0, 0))
-    model(dense, found).sum().backward()
-    assert not model.attention[0].recency.grad.any()
-
-
 def test_dien_gru_runs_in_float32_under_autocast():
     model, dense, found = made("dien")
     seen = {}
@@ -246,37 +237,3 @@ def test_bst_matches_its_equations(outputs, blocks, heads):
         x = layers(w, "top", x, 2, 2, lambda _: leaky_relu)
         torch.testing.assert_close(given[i].reshape(-1), apply_linear(w, "logit", x))
     assert given.shape == ((ROWS,) if outputs == 1 else (ROWS, 2))
-
-
-@pytest.mark.slow
-def test_attention_learns_the_newest_id_but_the_mean_does_not():
-    from ranked_rows import auc_of_predictions
-
-    from raytrec.checks.parity import reference
-
-    planted, generator = schema("user", "item", "history", dense=()), torch.Generator().manual_seed(0)
-
-    def batch(rows):
-        users, items = torch.randint(0, 9, (2, rows), generator=generator)
-        history = torch.randint(0, 9, (rows, LENGTH), generator=generator)
-        labels = (history[:, -1] % 3 == items % 3).float()
-        one, each = torch.arange(rows), torch.ones(rows)
-        bags = {
-            "user": (users, one, each),
-            "item": (items, one, each),
-            "history": (history.flatten(), one.repeat_interleave(LENGTH), torch.ones(rows * LENGTH)),
-        }
-        return reference.GlobalBatch(torch.empty(rows, 0), labels.unsqueeze(1), bags)
-
-    def auc(name, by_id, **keys):
-        torch.manual_seed(3)
-        tables = {name: torch.randn(9, DIM) / 3 for name in planted.tables}
-        model = make(name, planted, bottom_mlp=[], top_mlp=[16], **keys)
-        one = reference.Reference(planted, tables, model, by_id)
-        optimizer = torch.optim.Adam(one.parameters(), lr=0.02)
-        reference.train(one, (batch(256) for _ in range(150)), [optimizer])
-        test = batch(2000)
-        return auc_of_predictions(one(test).detach().double().sigmoid(), test.labels[:, 0])
-
-    assert auc("sequence", {"history": LENGTH}, max_length=LENGTH) > 0.9
-    assert auc("dlrm", {}) < 0.8

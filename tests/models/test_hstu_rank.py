@@ -68,7 +68,8 @@ def make_inputs(of, lengths=LENGTHS, now=1e5):
     if "now" in of.dense:
         dense[:, of.dense.index("now")] = now + HOUR_S * torch.arange(rows)
     at = (torch.rand(rows, LENGTH) * now).sort(descending=True).values
-    sides = torch.stack([at, torch.randint(-1, 4, (rows, LENGTH)), torch.rand(rows, LENGTH) * 3], 2).double()
+    watched = torch.randint(0, 7, (rows, LENGTH)) / 2  # some numbers equal a threshold
+    sides = torch.stack([at, torch.randint(-1, 4, (rows, LENGTH)), watched], 2).double()
     found["history"] = found["history"]._replace(side_features=sides * found["history"].present.unsqueeze(2))
     return dense, found
 
@@ -209,16 +210,6 @@ def test_candidates_of_a_request_score_like_rows(name):
     torch.testing.assert_close(*gradients)
 
 
-def test_candidates_do_not_see_each_other():
-    model, of = make_ranker(**ALL)
-    (dense, found), _ = make_requests(of)
-    before = model(dense, found)
-    changed = found["item"].clone()
-    changed[1] += 1
-    is_equal = (model(dense, found | {"item": changed}) == before).all(dim=1)
-    assert not is_equal[1] and is_equal[torch.arange(len(is_equal)) != 1].all()
-
-
 def test_history_is_encoded_once_per_request():
     model, of = make_ranker(**ALL)
     (dense, found), _ = make_requests(of)
@@ -275,17 +266,6 @@ def test_exported_history_is_encoded_once_per_user(candidate):
         largest = expected.abs().max()  # about 30
         torch.testing.assert_close(actual / largest, expected / largest, rtol=0, atol=1e-6)
         assert once_flops < whole_flops / 8
-
-
-@pytest.mark.parametrize("place, reason", [(0, "time"), (1, "a bit"), (2, "a threshold")])
-def test_scores_depend_on_times_and_actions(place, reason):
-    model, of = make_ranker(**ALL)
-    dense, found = make_inputs(of)
-    sides = found["history"].side_features.clone()
-    sides[:, 1, place] = torch.where(sides[:, 1, place] >= 2, 0.0, 2.0)
-    changed = found | {"history": found["history"]._replace(side_features=sides)}
-    differs = (model(dense, changed) != model(dense, found)).any(dim=1)
-    assert differs.tolist() == [length > 1 for length in LENGTHS]
 
 
 def test_higher_bits_and_later_times_do_not_change_scores():

@@ -4,8 +4,6 @@ import pytest
 import torch
 from made import ROWS, assert_learns, assert_rows_independent, inputs, make, schema
 
-from raytrec.config.models.base import MODELS
-
 KEYS = {
     "dcn": {"top_mlp": [6]},
     "dlrm": {"bottom_mlp": [], "top_mlp": [6]},
@@ -93,7 +91,3 @@ def test_outputs_share_all_layers_except_the_last(name):
     if of_last is not None:
         assert (of_last.abs().sum(1) > 0).tolist() == [False, True, False]
     assert make(name, of, **SHARED_LAYER_MODELS[name])(dense, found).shape == (ROWS,)
-
-
-def test_tested_models_are_registered():
-    assert set(KEYS) <= set(MODELS.parts)

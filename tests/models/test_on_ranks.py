@@ -6,7 +6,11 @@ import torch
 from ranks import run_on_ranks
 from small import SMALL_SCHEMA_PARTS, build_step_on_rank, make_batches, make_small_config, make_small_schema, train_step
 
+from raytrec.checks.parity.batches import make_local_batch
 from raytrec.config.features import resolve_features
+from raytrec.embeddings.pooling import find_table_modules
+from raytrec.embeddings.tables import tables
+from raytrec.models.recommender import build_recommender
 
 SECTIONS = {
     "dcn": {"name": "dcn", "cross_rank": 3, "top_mlp": [6]},
@@ -21,42 +25,8 @@ SEQUENCES = make_small_schema(
 )
 
 
-def train_and_get_state(rank, world, name, plan, root, first, last):
-    """Train steps first to last from the checkpoint in root, if any; return dense parameters and tables."""
-    from raytrec.checkpoint.restore import restore
-    from raytrec.checkpoint.save import CheckpointWriter
-    from raytrec.checkpoint.state import LogicalState
-    from raytrec.embeddings.tables import tables
-
-    settings = make_small_config(world, {"sharding_type": plan}, model=SECTIONS[name])
-    features, step = resolve_features(SEQUENCES, settings.model), build_step_on_rank(settings, SEQUENCES)
-    state = LogicalState(step.model, step.optimizer)
-    assert bool(restore(root, state).folder) == bool(first)
-    train_step(step, make_batches(last, rank, world, schema=SEQUENCES, features=features)[1][first:])
-    saver = CheckpointWriter(root, settings.checkpoint)
-    saver.save(last, state.tensors(), {})
-    assert saver.collect_outcome().error is None
-    found = {key: p.detach().clone() for key, p in step.model.module.head.model.named_parameters()}
-    return found | {name: table.weight.dense(first_only=True) for name, table in tables(step.model).items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SECTIONS)
-def test_model_resumes_with_another_plan(name, tmp_path):
-    whole = run_on_ranks(1, train_and_get_state, name, "table_wise", str(tmp_path / "whole"), 0, 6)[0]
-    place = str(tmp_path / "parts")
-    run_on_ranks(2, train_and_get_state, name, "row_wise", place, 0, 3)
-    parts = run_on_ranks(3, train_and_get_state, name, "column_wise", place, 3, 6)[0]
-    torch.testing.assert_close(parts, whole, rtol=0, atol=2e-6)
-
-
 def score_batch(rank, world, matmul):
     """Return the logits of a global batch from evaluation on ranks and from a recommender."""
-    from raytrec.checks.parity.batches import make_local_batch
-    from raytrec.embeddings.pooling import find_table_modules
-    from raytrec.embeddings.tables import tables
-    from raytrec.models.recommender import build_recommender
-
     settings = make_small_config(world, {"sharding_type": "row_wise"}, model=SECTIONS["sequence"], matmul=matmul)
     features, step = resolve_features(SEQUENCES, settings.model), build_step_on_rank(settings, SEQUENCES)
     whole, local = make_batches(3, rank, world, schema=SEQUENCES, features=features)

@@ -18,9 +18,6 @@ from made import (
 )
 from made import make as make_model
 
-from raytrec.config.features import resolve_features
-from raytrec.config.models import SECTIONS
-
 SCHEMA = schema("user", "item", "history", "negatives", dense=())
 DRAWN = {"negatives": "negatives", "max_negatives": 3}
 TOWERS = {"query": ["user", "history"], "item": ["item"]}
@@ -155,17 +152,3 @@ def test_two_tower_negatives_train_all_parameters():
     model(dense, mean)[:, 1].sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     assert all(p.grad.any() for name, p in model.named_parameters() if name != "bias")
-
-
-@pytest.mark.parametrize(
-    "name,keys,sequences",
-    [
-        ("mf", DRAWN, {"negatives": 3}),
-        ("ncf", DRAWN, {"negatives": 3}),
-        ("two_tower", DRAWN | {"towers": TOWERS}, {"negatives": 3}),
-        ("sasrec", {"max_length": 9}, {"history": 9}),
-    ],
-)
-def test_pair_models_read_sequences_of_ids(name, keys, sequences):
-    section = SECTIONS[name].model_validate({"name": name} | keys)
-    assert resolve_features(SCHEMA, section).sequences == sequences

@@ -140,9 +140,3 @@ def test_model_section_rejects_invalid_keys(model, message):
     with pytest.raises(ConfigError) as error:
         load_config({"data": {"train": "d/train"}, "model": model})
     assert message in str(error.value), str(error.value)
-
-
-def test_override_changes_the_model():
-    config = load_config({"data": {"train": "d/train"}}, ["model.name=dcn", "model.cross_rank=4"])
-    assert (config.model.name, config.model.cross_rank) == ("dcn", 4)
-    assert load_config(config).model == config.model

@@ -9,6 +9,7 @@ from made import LENGTH, LENGTHS, ROWS, SPARSE, inputs, loss, schema
 from made import make as make_model
 from ranks import run_on_ranks
 
+from raytrec.common.collectives import Peers
 from raytrec.common.errors import ConfigError
 from raytrec.config.models import SECTIONS
 from raytrec.models.inputs import IDS, Sequence
@@ -63,38 +64,36 @@ def iterate_queries(name, model, dense, found, i):
     yield query * (model.scale if name == "two_tower" else 1), bias, item[i], own
 
 
-@pytest.mark.parametrize("name,kind", [(n, k) for n in MODELS for k in KINDS])
-def test_shared_negatives_match_a_loop_over_queries(name, kind):
-    model, (dense, found) = make(name, kind), make_inputs_with_ids()
-    drawn = found["negatives"].vectors[found["negatives"].present]
-    ids = found[IDS]["negatives"][found["negatives"].present]
-    given = model(dense, found)[:, 1]
+def compute_losses(name, kind, model, dense, found, log_shares=0.0):
+    """Return the loss of each row, by a loop over queries and the negatives that are not their own item.
+
+    Args:
+        log_shares: numbers that are subtracted from the scores of the negatives, [ROWS, 3] or one for all.
+    """
+    present, losses = found["negatives"].present, []
+    drawn, ids = found["negatives"].vectors[present], found[IDS]["negatives"][present]
+    shares = torch.as_tensor(log_shares).expand(present.shape)[present]
     for i in range(ROWS):
         total = torch.zeros(())
         for query, bias, vector, own in iterate_queries(name, model, dense, found, i):
             items = model.item(dense, {"item": torch.stack([vector, *drawn[ids != own]])})
-            score, *others = items @ query + bias
-            total = total + loss(kind, score, others)
-        expected = total / LENGTH if name in ("sasrec", "hstu") else total
-        torch.testing.assert_close(given[i], expected, msg=f"row {i}: {given[i]} instead of {expected}")
+            scores = items @ query + bias
+            total = total + loss(kind, scores[0], (scores[1:] - shares[ids != own]).unbind())
+        losses.append(total / LENGTH if name in ("sasrec", "hstu") else total)
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("name,kind", [(n, k) for n in MODELS for k in KINDS])
+def test_shared_negatives_match_a_loop_over_queries(name, kind):
+    model, (dense, found) = make(name, kind), make_inputs_with_ids()
+    given = model(dense, found)[:, 1]
+    torch.testing.assert_close(given, compute_losses(name, kind, model, dense, found))
     wanted = [*model.parameters(), found["negatives"].vectors, found["item"]]
     whole = torch.autograd.grad(given.sum(), wanted, allow_unused=True)
     with patch.dict(shared_negatives.MAX_SCORES_PER_BLOCK, cpu=20):  # one or two queries at a time
         parts = torch.autograd.grad(model(dense, found)[:, 1].sum(), wanted, allow_unused=True)
     torch.testing.assert_close(parts, whole)
     assert whole[-2][~found["negatives"].present].count_nonzero() == 0
-
-
-def test_softmax_over_all_items_equals_cross_entropy():
-    model, (dense, found) = make("mf", "softmax"), make_inputs_with_ids()
-    table = torch.randn(9, 8)
-    ids = torch.tensor([[0, 1, 2], [3, 4, -1], [-1, -1, -1], [5, 6, -1], [7, -1, -1], [8, -1, -1]])
-    found["negatives"] = Sequence(table[ids] * (ids >= 0).unsqueeze(2), ids >= 0)
-    found[IDS] = {"negatives": ids, "item": torch.tensor([[4], [0], [8], [8], [2], [7]])}
-    found["item"] = table[found[IDS]["item"].squeeze(1)]
-    logits = model.query(dense, found) @ table.T
-    expected = torch.nn.functional.cross_entropy(logits, found[IDS]["item"].squeeze(1), reduction="none")
-    torch.testing.assert_close(model(dense, found)[:, 1], expected)
 
 
 @pytest.mark.parametrize("name", ["mf", "two_tower", "sasrec"])
@@ -107,16 +106,8 @@ def test_log_share_corrects_scores_of_frequent_negatives(name):
     dense, found = make_inputs_with_ids()
     side = torch.randn(*found["negatives"].present.shape, 2, dtype=torch.float64)
     found["negatives"] = found["negatives"]._replace(side_features=side)
-    present = found["negatives"].present
-    shares, ids = side[:, :, 1].float()[present], found[IDS]["negatives"][present]
-    vectors, given = found["negatives"].vectors[present], model(dense, found)[:, 1]
-    for i in range(ROWS):
-        total = torch.zeros(())
-        for query, bias, vector, own in iterate_queries(name, model, dense, found, i):
-            items = model.item(dense, {"item": torch.stack([vector, *vectors[ids != own]])})
-            score, *others = items @ query + bias
-            total = total + loss("softmax", score, torch.stack(others).sub(shares[ids != own]).unbind())
-        torch.testing.assert_close(given[i], total / LENGTH if name == "sasrec" else total)
+    expected = compute_losses(name, "softmax", model, dense, found, side[:, :, 1].float())
+    torch.testing.assert_close(model(dense, found)[:, 1], expected)
 
 
 def test_gbce_weight_matches_the_paper():
@@ -133,8 +124,6 @@ def test_gbce_weight_matches_the_paper():
 
 def parts(rank, world, kind, most, counts):
     """Return this rank's losses, and the gradients of its queries, items and negatives."""
-    from raytrec.common.collectives import Peers
-
     torch.manual_seed(0)
     query, items = torch.randn(sum(counts), 3), torch.randn(sum(counts), 3)
     drawn, ids, share = torch.randn(6, 3), torch.tensor([0, 1, 2, -1, 1, 3]), torch.randn(6)

@@ -29,28 +29,11 @@ def test_torchrec_defect_cases_match_one_process(place):
     assert_parity([case for case in TORCHREC_DEFECT_CASES if case.place == place], place)
 
 
-def select_fp16_cases():
-    """Return one case on 2 ranks per sharding type; together the cases cover all optimizers."""
-    of = {}
-    for case in FP16_CASES:
-        if case.place == (2, 1):
-            of.setdefault(case.sharding, []).append(case)
-    few = [cases[-1 - number % len(cases)] for number, cases in enumerate(of.values())]
-    assert {case.optimizer for case in few} == {case.optimizer for case in FP16_CASES}
-    return few
-
-
-@pytest.mark.parity
-def test_selected_fp16_tables_match_one_process():
-    """The error is within LIMITS["fp16"] of an fp32 reference with the same initial fp16 values."""
-    assert_parity(select_fp16_cases(), (2, 1))
-
-
 @pytest.mark.parity
 @pytest.mark.parametrize("place", [(1, 1), (2, 1), (4, 2)], ids=str)
 def test_all_fp16_tables_match_one_process(place):
-    few = select_fp16_cases()
-    assert_parity([case for case in FP16_CASES if case.place == place and case not in few], place)
+    """The error is within LIMITS["fp16"] of an fp32 reference with the same initial fp16 values."""
+    assert_parity([case for case in FP16_CASES if case.place == place], place)
 
 
 def iterate_chunks():
@@ -67,19 +50,10 @@ def test_all_combinations_match_one_process(cases, place):
     assert_parity(cases, place)
 
 
-def use_managed_ids(cases):
-    """Return these cases with managed ids, whose row order is arbitrary; rows are compared by id."""
-    return [replace(case, ids="managed") for case in cases]
-
-
-@pytest.mark.parity
-def test_managed_id_defect_cases_match_one_process():
-    """Means, weights, activation checkpointing, clipping, sequences and shared tables."""
-    few = [case for case in TORCHREC_DEFECT_CASES if case.place == (3, 1) and case.recomputed]
-    assert_parity(use_managed_ids(few), (3, 1))
-
-
 @pytest.mark.parity
 @pytest.mark.parametrize("place", FACTORS["place"], ids=str)
-def test_managed_id_pairwise_cases_match_one_process(place):
-    assert_parity(use_managed_ids([case for case in list_pairwise_cases() if case.place == place]), place)
+def test_managed_ids_match_one_process(place):
+    """The row order of managed ids is arbitrary; rows are compared by id."""
+    defects = [case for case in TORCHREC_DEFECT_CASES if case.place == (3, 1) and case.recomputed]
+    cases = [case for case in defects + list_pairwise_cases() if case.place == place]
+    assert_parity([replace(case, ids="managed") for case in cases], place)

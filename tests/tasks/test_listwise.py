@@ -10,7 +10,6 @@ from ranks import run_on_ranks
 from small import batch_of_labels, make_objective
 from standin import use_stand_in_gpu
 
-from raytrec.common.errors import ConfigError
 from raytrec.data.batch import Batch
 from raytrec.tasks import global_batch
 from raytrec.tasks.losses import Rows, loss
@@ -158,10 +157,3 @@ def test_temperatures_do_not_change_predictions_and_follow_their_tasks():
         {name: part.item() for name, part in scaled.items()}, rel=1e-6
     )
     assert torch.equal(made.predictions(logits)["c"], logits[:, 2])
-
-
-def test_learn_temperature_must_be_a_bool():
-    with pytest.raises(ConfigError, match="learn_temperature is 'no', not true or false"):
-        make_objective([{"loss": "listwise_softmax", "options": {"learn_temperature": "no"}}])
-    with pytest.raises(ConfigError, match="options of the loss: temperature, learn_temperature"):
-        make_objective([{"loss": "listwise_softmax", "options": {"temp": 2}}])

@@ -5,7 +5,9 @@ import torch
 from ranks import run_on_ranks
 from small import build_step_on_rank, gather_weights, make_objective, make_small_config, make_small_schema, train_step
 
+from raytrec.checks.parity.batches import GlobalBatch, compute_row_bounds, make_local_batch
 from raytrec.common.errors import ConfigError
+from raytrec.config.features import resolve_features
 from raytrec.config.models import SECTIONS, check_model
 from raytrec.driver.datasets import check_lookup_l2
 
@@ -27,9 +29,6 @@ def make_step_ids(step):
 
 
 def train_on_rank(rank, world, plan):
-    from raytrec.checks.parity.batches import GlobalBatch, compute_row_bounds, make_local_batch
-    from raytrec.config.features import resolve_features
-
     tasks = [{"label": "y", "loss": "from_model", "metrics": []}]
     settings = make_small_config(world, {"sharding_type": plan}, "sgd", RATE, tasks=tasks, model=MODEL)
     step, rows = build_step_on_rank(settings, SCHEMA), torch.arange(ROWS)

@@ -105,6 +105,16 @@ MASK_CYCLE = [{"name": "a", "label": "clicked", "mask": "b"}, {"name": "b", "lab
         ([{"loss": "focal", "options": {"alpha": 1.0}}], SCHEMA, ["alpha is 1.0"]),
         ([{"loss": "cross_entropy", "options": {"classes": 1}}], SCHEMA, ["classes is 1, not a whole"]),
         ([{"loss": "in_batch_softmax", "options": {"temperature": -1}}], SCHEMA, ["temperature is -1"]),
+        (
+            [{"loss": "listwise_softmax", "options": {"learn_temperature": "no"}}],
+            SCHEMA,
+            ["learn_temperature is 'no', not true or false"],
+        ),
+        (
+            [{"loss": "listwise_softmax", "options": {"temp": 2}}],
+            SCHEMA,
+            ["options of the loss: temperature, learn_temperature"],
+        ),
         ([{"loss": "own_parts:WithinGroups"}], SCHEMA, ["requires group, which is not set", "tasks[0].group"]),
         ([{"item_frequency": "often"}], SCHEMA, ["item_frequency is often, but bce does not compare items"]),
         ([{"loss": "bpr", "item_frequency": "often"}], SCHEMA, ["tasks[0].item_frequency"]),
@@ -171,25 +181,12 @@ def test_tasks_define_logit_and_key_columns():
     assert label_ranges(tasks, TWO_LABELS)["watched s"] == (0, 2)
 
 
-@pytest.mark.parametrize("model", ["dlrm", "dcn", "own_parts:Linear"])
-def test_models_support_several_tasks(model):
-    tasks = [{"label": "clicked"}, {"label": "watched s", "loss": "mse"}]
-    check_fit(load_task_config(tasks[:1], model={"name": model}), TWO_LABELS, on_this_machine=False)
-    check_fit(load_task_config(tasks, model={"name": model}), TWO_LABELS, on_this_machine=False)
-
-
-@pytest.mark.parametrize("model", ["dlrm", "dcn"])
-def test_vector_losses_require_a_model_with_vectors(model):
-    config = load_task_config([{"loss": "in_batch_softmax"}], model={"name": model})
-    with pytest.raises(ConfigError) as error:
-        check_fit(config, TWO_LABELS, on_this_machine=False)
-    assert f"reads query and item vectors, but model.name={model} returns none" in str(error.value)
-    assert "where:    tasks, model.name" in str(error.value)
-    check_fit(
-        load_task_config([{"loss": "in_batch_softmax"}], model={"name": "own_parts:Linear"}),
-        TWO_LABELS,
-        on_this_machine=False,
-    )
+def test_vector_losses_require_a_model_with_vectors():
+    tasks = [{"label": "clicked"}, {"label": "watched s", "loss": "in_batch_softmax"}]
+    check_fit(load_task_config(tasks, model={"name": "own_parts:Linear"}), TWO_LABELS, on_this_machine=False)
+    with pytest.raises(ConfigError, match=r"query and item vectors, but model\.name=dlrm returns none") as error:
+        check_fit(load_task_config(tasks), TWO_LABELS, on_this_machine=False)
+    assert error.value.where == "tasks, model.name"
 
 
 def test_remote_losses_and_metrics_are_foreign_code():

@@ -1,6 +1,8 @@
 """Losses summed over the global batch, and losses that compare rows of all ranks."""
 
 import math
+import re
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
@@ -152,9 +154,11 @@ def test_outputs_are_split_into_task_columns():
     for place, task in enumerate(outputs.tasks.values()):
         assert torch.equal(task.weights, weights[:, place])
     assert list(outputs.tasks) == ["kind", "near", "click"]
-    for width in (3, 4, 7):
-        with pytest.raises(ConfigError, match=rf"\[3, {width}\] for 3 tasks"):
-            total(made.losses(torch.zeros(3, width), batch_of_labels(labels)))
+    for columns in ([], [3], [4], [7]):
+        with pytest.raises(ConfigError, match=re.escape(f"{[3, *columns]} for 3 tasks")):
+            total(made.losses(torch.zeros(3, *columns), batch_of_labels(labels)))
+    with pytest.raises(ConfigError, match=r"\[3, 2\] for 1 tasks"):
+        total(make_objective([{}]).losses(torch.zeros(3, 2), batch_of_labels(labels)))
 
 
 def test_outputs_name_keys_by_their_columns():
@@ -192,42 +196,27 @@ def test_torchrec_switches_are_kept_and_checked():
         assert "gradient division is disabled" in message
 
 
-def record_collectives(rank, world, tasks):
-    """Return the torch.distributed calls of a batch loss, its value and its gradient."""
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_single")
+
+
+def count_collectives(rank, world, task):
+    """Return the numbers of calls of COLLECTIVES by a loss, its value and its gradient."""
     import torch.distributed as dist
 
-    calls = []
-
-    def counted(name):
-        there = getattr(dist, name)
-        return lambda *given, **named: calls.append(name) or there(*given, **named)
-
-    names = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_single"]
-    before = {name: getattr(dist, name) for name in names}
-    for name in names:
-        setattr(dist, name, counted(name))
-    try:
-        logits = (X + rank).requires_grad_()
-        made = make_objective(tasks, world=world)
-        keys = torch.tensor([[1], [1], [2]]) if tasks[0].get("group") else None
+    logits, keys = (X + rank).requires_grad_(), torch.tensor([[1], [1], [2]]) if task.get("group") else None
+    with ExitStack() as stack:
+        calls = [stack.enter_context(patch.object(dist, name, wraps=getattr(dist, name))) for name in COLLECTIVES]
+        made = make_objective([task], world=world)
         found = total(made.losses(logits, batch_of_labels(Y, rows=3 * world, keys=keys)))
         (grad,) = torch.autograd.grad(found, logits)
-    finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
-    return calls, found.item(), grad
+    return tuple(call.call_count for call in calls), found.item(), grad
 
 
 @pytest.mark.parametrize(
-    "task,expected",
-    [
-        ({}, []),
-        ({"loss": "bpr"}, ["all_gather_into_tensor", "reduce_scatter_single"]),
-        ({"loss": "bpr", "group": "g"}, ["all_gather_into_tensor"] * 2 + ["reduce_scatter_single"]),
-    ],
+    "task,expected", [({}, (0, 0, 0)), ({"loss": "bpr"}, (0, 1, 1)), ({"loss": "bpr", "group": "g"}, (0, 2, 1))]
 )
 def test_only_batch_losses_use_collectives(task, expected):
-    everyone = run_on_ranks(2, record_collectives, [task])
+    everyone = run_on_ranks(2, count_collectives, task)
     logits = torch.cat([X, X + 1]).requires_grad_()
     keys = torch.tensor([[1], [1], [2]] * 2) if task.get("group") else None
     whole = total(make_objective([task]).losses(logits, batch_of_labels(Y.repeat(2), keys=keys)))

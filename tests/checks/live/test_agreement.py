@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from loops import DATA_PARALLEL, failed_outcomes, train_with_checks
@@ -104,8 +105,6 @@ def test_ranks_exchange_objects_only_after_a_failure(kind, bad):
 
 def loop_without_objects(rank, world, fault):
     """Run a loop whose ranks cannot exchange objects."""
-    from unittest.mock import patch
-
     with patch("raytrec.common.collectives.Peers.objects", side_effect=RuntimeError("nothing is wrong")):
         return train_with_checks(rank, world, DATA_PARALLEL, fault)
 

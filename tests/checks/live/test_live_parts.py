@@ -4,11 +4,10 @@ import json
 from itertools import pairwise
 from types import SimpleNamespace
 
-import managed_ids
 import numpy as np
 import pytest
 import torch
-from loops import SHARDING_PLANS, failed_outcomes, train_with_checks
+from loops import SHARDING_PLANS, failed_outcomes, run_with_fault
 from rank_threads import run_in_threads
 from ranks import run_on_ranks
 from small import make_small_config
@@ -42,10 +41,10 @@ from raytrec.common.collectives import Peers
 from raytrec.embeddings.tables import Shard, ShardedValues, Table
 from raytrec.embeddings.taps import Lookup, iterate_keys
 
-WIDTHS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 16, torch.float64: 64, torch.int64: 64}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8]
 
 
-@pytest.mark.parametrize("dtype", [*WIDTHS, torch.bool, torch.uint8])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_fingerprint_depends_on_every_bit(dtype):
     values = torch.randn(5).to(dtype)
     before, seen = int(fingerprint(values)), set()
@@ -271,28 +270,6 @@ def test_outcomes_are_json_serializable():
     }  # fmt: skip
 
 
-def loop_with_checks_off(rank, world, names):
-    chosen = dict.fromkeys(names, "off")
-    return train_with_checks(
-        rank, world, {"sharding_type": "row_wise"}, checks=chosen, schema=managed_ids.managed_schema()
-    )
-
-
-@pytest.mark.slow
-def test_disabled_checks_are_not_run():
-    names = [check.name for check in list_builtin_checks()]
-    assert run_on_ranks(2, loop_with_checks_off, names) == [[], []]
-    for name in names:
-        answers = run_on_ranks(2, loop_with_checks_off, [other for other in names if other != name])
-        assert not failed_outcomes(answers) and {o["check"] for o in answers[0]} == {name}
-
-
-def loop_long(rank, world, plan, optimizer, lr):
-    return train_with_checks(
-        rank, world, plan, optimizer=optimizer, lr=lr, dense=optimizer, steps=200, every=5, balance="unequal"
-    )
-
-
 RATES = {"sgd": 0.5, "adagrad": 0.1, "adam": 0.01}
 FAST_CASES = [("row_wise", "adagrad")]  # cases of `make test`
 LONG_CASES = [
@@ -304,7 +281,14 @@ LONG_CASES = [
 
 @pytest.mark.parametrize("sharding,optimizer,lr", LONG_CASES)
 def test_ordinary_training_passes_all_checks(sharding, optimizer, lr):
-    assert not failed_outcomes(run_on_ranks(2, loop_long, {"sharding_type": sharding}, optimizer, lr))
+    settings = {"optimizer": optimizer, "lr": lr, "dense": optimizer, "steps": 200, "every": 5}
+    assert not failed_outcomes(run_on_ranks(2, run_with_fault, {"sharding_type": sharding}, None, settings))
+
+
+def test_disabled_checks_are_not_run():
+    checks = {check.name: "off" for check in list_builtin_checks() if check.name != "conservation"}
+    answers = run_on_ranks(2, run_with_fault, SHARDING_PLANS["row-wise"], None, {"checks": checks})
+    assert {outcome["check"] for outcome in answers[0]} == {"conservation"}
 
 
 def test_checks_support_tensors_on_two_devices():
@@ -333,19 +317,15 @@ def test_read_copies_once_per_device_and_dtype():
     assert read_flat_values([]) == []
 
 
-def loop_on_device(rank, world, plan, settings):
-    import torch.distributed as dist
-
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return train_with_checks(rank, world, SHARDING_PLANS[plan], dense="adam", device=device, **settings)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["row-wise", "table-wise", "data-parallel", "dense"])
 def test_all_checks_pass_on_gpus(plan):
     """The outcomes are the same as on CPU, up to rounding errors."""
-    settings = {"optimizer": "adagrad", "max_grad_norm": 10.0 if plan == "row-wise" else None}
-    found = {kind: run_on_ranks(2, loop_on_device, plan, settings, device=kind) for kind in ("cuda", "cpu")}
+    settings = {"optimizer": "adagrad", "dense": "adam", "max_grad_norm": 10.0 if plan == "row-wise" else None}
+    found = {
+        kind: run_on_ranks(2, run_with_fault, SHARDING_PLANS[plan], None, settings | {"device": kind}, device=kind)
+        for kind in ("cuda", "cpu")
+    }
     assert not failed_outcomes(found["cuda"])
     outcomes = [[(o["check"], o["step"], o["text"]) for o in found[kind][0]] for kind in ("cuda", "cpu")]
     assert outcomes[0] == outcomes[1]

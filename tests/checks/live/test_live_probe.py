@@ -2,71 +2,59 @@
 raises no false alarm. The module docstring of test_live.py describes when faults and checks happen."""
 
 from itertools import product
+from unittest.mock import patch
 
 import pytest
-from loops import (
-    DATA_PARALLEL,
-    ROW_WISE,
-    SHARDING_PLANS,
-    failed_outcomes,
-    only_failed_text,
-    run_with_fault,
-    train_with_checks,
-)
+import torch
+from loops import DATA_PARALLEL, ROW_WISE, SHARDING_PLANS, failed_outcomes, only_failed_text, run_with_fault
 from ranks import run_on_ranks
-from small import SCHEMA, make_small_schema
+from small import SMALL_SCHEMA_PARTS, make_small_schema
+from torchrec.distributed import comm_ops
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from raytrec.config.models.sequences import SequenceSection
+from raytrec.embeddings.pooling import sum_bag_weights
+from raytrec.embeddings.sharding import ScaledCodec
 
 STEPS = {
     "plain": {},
     "all": {"max_grad_norm": 0.01, "activation_checkpointing": True, "on_nan": "skip", "balance": "empty"},
 }
-
-
 ALL_STEPS = ["all", pytest.param("plain", marks=pytest.mark.survive)]
+SEQUENCE_MODEL = SequenceSection(name="sequence", max_length=3, target="user", top_mlp=[6])
 
 
-def loop_with_weighted_sums(rank, world, plan):
-    schema = SCHEMA.model_copy(deep=True)
-    schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sum"
-    return train_with_checks(rank, world, plan, schema=schema)
+def make_pooled_schema(pooling, **parts):
+    """Return the small Schema with this pooling of friends and tags; the ids of tags have weights."""
+    sparse = SMALL_SCHEMA_PARTS["sparse"]
+    changed = {name: sparse[name] | {"pooling": pooling} for name in ("friends", "tags")}
+    return make_small_schema(sparse=sparse | changed, **parts)
 
 
-def loop_with_empty_bags(rank, world, plan):
-    """Run a loop whose probed batch has rows but no ids."""
-
-    def emptied(scene):
-        import torch
-        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-        old = scene.local[5].sparse
-        scene.local[5].sparse = KeyedJaggedTensor(
-            old.keys(), old.values()[:0], old.weights()[:0], lengths=torch.zeros_like(old.lengths())
-        )
-
-    return train_with_checks(rank, world, plan, emptied, 1)
-
-
-def loop_with_sequences(rank, world, plan, settings, schema=SCHEMA):
-    """Run a model that looks up two sequences id by id, one of them with weights."""
-    from raytrec.config.models.sequences import SequenceSection
-
-    schema = schema.model_copy(deep=True)
-    schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"
-    model = SequenceSection(name="sequence", max_length=3, target="user", top_mlp=[6])
-    return train_with_checks(rank, world, plan, schema=schema, model=model, **settings)
+def remove_ids(scene):
+    """Remove all ids of the probed batch."""
+    old = scene.local[5].sparse
+    lengths = torch.zeros_like(old.lengths())
+    scene.local[5].sparse = KeyedJaggedTensor(old.keys(), old.values()[:0], old.weights()[:0], lengths=lengths)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", ALL_STEPS)
 @pytest.mark.parametrize("plan", ["row-wise", "column-wise", "table-wise", "data-parallel"])
 def test_parity_passes_for_sequences(plan, settings):
-    assert not failed_outcomes(run_on_ranks(2, loop_with_sequences, SHARDING_PLANS[plan], STEPS[settings]))
+    """The model looks up two sequences id by id."""
+    settings = STEPS[settings] | {"schema": make_pooled_schema("sequence"), "model": SEQUENCE_MODEL}
+    assert not failed_outcomes(run_on_ranks(2, run_with_fault, SHARDING_PLANS[plan], None, settings))
 
 
-@pytest.mark.parametrize("batch", [loop_with_weighted_sums, loop_with_empty_bags])
+@pytest.mark.parametrize(
+    "fault,settings",
+    [(None, {"schema": make_pooled_schema("sum")}), (remove_ids, {"after": 1})],
+    ids=["sums", "no ids"],
+)
 @pytest.mark.parametrize("plan", [ROW_WISE, {"sharding_type": "column_wise"}, DATA_PARALLEL])
-def test_parity_passes_for_special_batches(plan, batch):
-    assert not failed_outcomes(run_on_ranks(2, batch, plan))
+def test_parity_passes_for_special_batches(plan, fault, settings):
+    assert not failed_outcomes(run_on_ranks(2, run_with_fault, plan, fault, settings))
 
 
 def make_batch_infinite(scene):
@@ -94,8 +82,6 @@ def test_misrouted_ids_are_detected():
 
 
 def divide_means_twice(scene):
-    from raytrec.embeddings.pooling import sum_bag_weights
-
     def again(means, inputs, pooled):
         totals = dict(zip(inputs[1].keys(), sum_bag_weights(inputs[1]), strict=True))
         return {
@@ -114,8 +100,6 @@ def scale_means_slightly(scene):
 
 
 def disable_gradient_division(scene):
-    from torchrec.distributed import comm_ops
-
     comm_ops.set_gradient_division(False)
     return lambda: comm_ops.set_gradient_division(True)
 
@@ -172,11 +156,10 @@ def test_undivided_gradients_are_detected(plan, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [2])
 @pytest.mark.parametrize("plan", ["table-row-wise", "grid"])
-def test_parity_check_works_on_two_hosts(plan, hosts):
-    assert not failed_outcomes(run_on_ranks(4, run_with_fault, SHARDING_PLANS[plan], None, {}, hosts=hosts))
-    answers = run_on_ranks(4, run_with_fault, SHARDING_PLANS[plan], disable_gradient_division, {}, hosts=hosts)
+def test_parity_check_works_on_two_hosts(plan):
+    assert not failed_outcomes(run_on_ranks(4, run_with_fault, SHARDING_PLANS[plan], None, {}, hosts=2))
+    answers = run_on_ranks(4, run_with_fault, SHARDING_PLANS[plan], disable_gradient_division, {}, hosts=2)
     assert "table user: the gradient" in only_failed_text(answers, "parity")
 
 
@@ -215,31 +198,41 @@ def test_missing_table_all_reduce_is_detected():
 # Quantized collectives: correct runs stay within the stated bound, faulty runs do not.
 EXCHANGING_PLANS = [name for name in SHARDING_PLANS if name not in ("data-parallel", "dense", "fp16")]
 WHOLE_TABLE_PLANS = ["table-wise", "column-wise", "table-column-wise"]
+WIDE_TABLES = {"user": {"rows": 23, "dim": 32}, "tag": {"rows": 5, "dim": 32}}
+# (plan, precision forward, precision backward, ranks, hosts, pooling)
 FAST_QCOMMS_CASES = [
-    ("row-wise", "fp16", "bf16", 2),
-    ("table-wise", "int8", "int8", 2),
-    ("column-wise", "fp32", "fp16", 2),
+    ("row-wise", "fp16", "bf16", 2, 1, "mean"),
+    ("table-wise", "int8", "int8", 2, 1, "mean"),
+    ("column-wise", "fp32", "fp16", 2, 1, "mean"),
+    ("row-wise", "int8", "int8", 2, 1, "sequence"),
 ]
 SLOW_QCOMMS_CASES = [
-    pytest.param(*case, marks=pytest.mark.parity)
-    for case in (
-        *product(EXCHANGING_PLANS, ("fp32", "fp16", "bf16"), ("fp32", "fp16", "bf16"), (1, 2, 3)),
-        *product(WHOLE_TABLE_PLANS, ("fp16", "int8"), ("fp32", "int8"), (2, 3)),
-    )
-    if case not in FAST_QCOMMS_CASES
+    *product(EXCHANGING_PLANS, ("fp32", "fp16", "bf16"), ("fp32", "fp16", "bf16"), (1, 2, 3), [1], ["mean"]),
+    *product(WHOLE_TABLE_PLANS, ("fp16", "int8"), ("fp32", "int8"), (2, 3), [1], ["mean"]),
+    *(
+        (plan, precision, precision, 4, 2, "mean")
+        for plan, precision in product(("table-row-wise", "grid", "row-wise", "table-column-wise"), ("fp16", "bf16"))
+    ),
+    *(
+        (plan, precision, precision, 2, 1, "sequence")
+        for plan, precision in product(("table-wise", "column-wise", "row-wise"), ("fp16", "bf16", "int8"))
+    ),
+]
+QCOMMS_CASES = FAST_QCOMMS_CASES + [
+    pytest.param(*case, marks=pytest.mark.parity) for case in SLOW_QCOMMS_CASES if case not in FAST_QCOMMS_CASES
 ]
 
 
-WIDE_SCHEMA = make_small_schema(tables={name: {"rows": rows, "dim": 32} for name, rows in (("user", 23), ("tag", 5))})
+def make_qcomms_settings(forward, backward, pooling="mean"):
+    settings = {"schema": make_pooled_schema(pooling, tables=WIDE_TABLES)}
+    settings |= {"model": SEQUENCE_MODEL} if pooling == "sequence" else {}
+    return settings | {"qcomms": {"forward_precision": forward, "backward_precision": backward}}
 
 
-def loop_quantized(rank, world, plan, forward, backward, fault=None, **settings):
-    qcomms = {"forward_precision": forward, "backward_precision": backward}
-    return train_with_checks(rank, world, plan, fault, schema=WIDE_SCHEMA, qcomms=qcomms, **settings)
-
-
-def assert_passed(answers, forward, backward, world):
-    """Assert that all checks passed and that the parity check saw rounding errors within its limit."""
+@pytest.mark.parametrize("plan,forward,backward,world,hosts,pooling", QCOMMS_CASES)
+def test_qcomms_rounding_stays_within_the_bound(plan, forward, backward, world, hosts, pooling):
+    settings = make_qcomms_settings(forward, backward, pooling)
+    answers = run_on_ranks(world, run_with_fault, SHARDING_PLANS[plan], None, settings, hosts=hosts)
     assert not failed_outcomes(answers)
     found = [outcome for outcome in answers[0] if outcome["check"] == "parity"]
     assert found and all(outcome["figure"] <= outcome["limit"] for outcome in found)
@@ -247,45 +240,8 @@ def assert_passed(answers, forward, backward, world):
         assert all(outcome["figure"] > 1e-5 for outcome in found), "nothing was rounded"
 
 
-@pytest.mark.parametrize(("plan", "forward", "backward", "world"), [*FAST_QCOMMS_CASES, *SLOW_QCOMMS_CASES])
-def test_qcomms_rounding_stays_within_the_bound(plan, forward, backward, world):
-    assert_passed(
-        run_on_ranks(world, loop_quantized, SHARDING_PLANS[plan], forward, backward), forward, backward, world
-    )
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("plan", ["table-row-wise", "grid", "row-wise", "table-column-wise"])
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_qcomms_rounding_is_bounded_on_two_hosts(plan, precision):
-    assert_passed(
-        run_on_ranks(4, loop_quantized, SHARDING_PLANS[plan], precision, precision, hosts=2), precision, precision, 4
-    )
-
-
-@pytest.mark.parametrize(
-    ("plan", "precision"),
-    [
-        ("row-wise", "int8"),
-        *[
-            pytest.param(plan, precision, marks=pytest.mark.parity)
-            for plan, precision in product(("table-wise", "column-wise", "row-wise"), ("fp16", "bf16", "int8"))
-        ],
-    ],
-)
-def test_qcomms_rounding_is_bounded_for_sequences(plan, precision):
-    settings = {"qcomms": {"forward_precision": precision, "backward_precision": precision}}
-    assert_passed(
-        run_on_ranks(2, loop_with_sequences, SHARDING_PLANS[plan], settings, WIDE_SCHEMA), precision, precision, 2
-    )
-
-
 def scale_decoded_gradients(scene):
     """Scale decoded gradients by 1.02."""
-    from unittest.mock import patch
-
-    from raytrec.embeddings.sharding import ScaledCodec
-
     decode = ScaledCodec.decode
     patched = patch.object(
         ScaledCodec, "decode", lambda self, *given: decode(self, *given) * (1 if self.factor == 1 else 1.02)
@@ -295,7 +251,7 @@ def scale_decoded_gradients(scene):
 
 
 def test_error_above_the_rounding_bound_is_detected():
-    answers = run_on_ranks(2, loop_quantized, SHARDING_PLANS["row-wise"], "fp16", "fp16", scale_decoded_gradients)
+    answers = run_on_ranks(2, run_with_fault, ROW_WISE, scale_decoded_gradients, make_qcomms_settings("fp16", "fp16"))
     (found,) = failed_outcomes(answers, "parity")
     assert found["step"] == 6 and "the gradient that reaches rank" in found["text"]
     assert 0.01 < found["figure"] < 0.03 and 4e-4 < found["limit"] < 6e-4

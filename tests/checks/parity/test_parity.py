@@ -5,14 +5,15 @@ import torch
 from ranks import run_on_ranks
 from small import SCHEMA, SMALL_SCHEMA_PARTS, make_small_config, make_small_schema
 
-from raytrec.config.tables import DenseOptim, QCommsSection, Schedule
+from raytrec.checks.parity.compare import compare
+from raytrec.config.run_config import load_config
+from raytrec.config.tables import Schedule
+from raytrec.embeddings.tables import tables
+from raytrec.worker.build import build_step
 
 
 def compare_steps(rank, world, settings, device="cpu", steps=2, build=None, schema=SCHEMA):
     """Return the findings of some steps as (check, name, whether the error is within its limit)."""
-    from raytrec.checks.parity.compare import compare
-    from raytrec.worker.build import build_step
-
     given = settings.model_copy(deep=True)
     found = compare(build or build_step, settings, schema, torch.device(device), rows=12, steps=steps)
     assert settings == given, "compare() changed its argument"
@@ -25,8 +26,6 @@ def find_failures(found):
 
 def compare_with_moved_replica(rank, world, part, where):
     """Move one rank's copy of a value by 0.01 before the first step; return the names that fail."""
-    from raytrec.embeddings.tables import tables
-    from raytrec.worker.build import build_step
 
     def build(*args):
         step, plan = build_step(*args)
@@ -49,60 +48,52 @@ def test_parity_detects_differing_replicas(part, name):
     assert name in run_on_ranks(2, compare_with_moved_replica, part, 1)[0]
 
 
+def make_sequence_config(sharding):
+    model = {"name": "sequence", "max_length": 3, "target": "user", "top_mlp": [6]}
+    return make_small_config(2, {"sharding_type": sharding}, model=model, max_grad_norm=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "plan,optimizer",
-    [({"sharding_type": "table_wise", "dtype": "fp16"}, "adagrad"), ({"sharding_type": "data_parallel"}, "adam")],
+    "settings,pooling",
+    [
+        (make_small_config(2, {"sharding_type": "table_wise", "dtype": "fp16"}), "mean"),
+        (make_small_config(2, {"sharding_type": "data_parallel"}, "adam"), "mean"),
+        # Two tables share one lookup, and ranks exchange distinct ids.
+        *((make_sequence_config(sharding), "sequence") for sharding in ("row_wise", "column_wise", "table_wise")),
+    ],
+    ids=["fp16", "copies", "row-wise sequences", "column-wise sequences", "table-wise sequences"],
 )
-def test_gpu_ranks_match_one_cpu_process(plan, optimizer):
-    found = run_on_ranks(2, compare_steps, make_small_config(2, plan, optimizer), "cuda", device="cuda")[0]
-    assert {check for check, _, _ in found} == {"forward", "gradient", "weights", "state"} and not find_failures(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["row_wise", "column_wise", "table_wise"])
-def test_gpu_sequence_lookups_match_one_cpu_process(sharding):
-    """Two tables share one lookup, and ranks exchange distinct ids."""
+def test_gpu_ranks_match_one_cpu_process(settings, pooling):
     sparse = {
-        name: spec | {"pooling": "sequence"} if "pooling" in spec else spec
+        name: spec | {"pooling": pooling} if "pooling" in spec else spec
         for name, spec in SMALL_SCHEMA_PARTS["sparse"].items()
     }
-    model = {"name": "sequence", "max_length": 3, "target": "user", "top_mlp": [6]}
-    settings = make_small_config(2, {"sharding_type": sharding}, model=model, max_grad_norm=0.05)
-    found = run_on_ranks(2, compare_steps, settings, "cuda", 2, None, make_small_schema(sparse=sparse), device="cuda")[
-        0
-    ]
+    schema = make_small_schema(sparse=sparse)
+    found = run_on_ranks(2, compare_steps, settings, "cuda", 2, None, schema, device="cuda")[0]
     assert {check for check, _, _ in found} == {"forward", "gradient", "weights", "state"} and not find_failures(found)
 
 
-@pytest.mark.slow
+COSINE = ["optim.schedule={warmup_steps: 3, decay: cosine, decay_steps: 6}"]
+DENSE_CLIPPED = ["train.max_grad_norm=0.01", "train.clip_tables=false"]
+DENSE_CLIPPED += ["optim.dense={name: adam, lr: 0.01, betas: [0.5, 0.9]}"]
+
+
 @pytest.mark.parametrize(
-    ("sharding", "schedule"),
+    "sharding,changes,steps",
     [
-        ("row_wise", Schedule(warmup_steps=3, decay="cosine", decay_steps=6)),
-        ("data_parallel", Schedule(warmup_steps=3, decay="cosine", decay_steps=6)),
-        ("row_wise", Schedule(decay="linear")),  # decays until the end of the run
+        pytest.param("row_wise", COSINE, 12, marks=pytest.mark.slow),
+        pytest.param("data_parallel", COSINE, 12, marks=pytest.mark.slow),
+        pytest.param("row_wise", ["optim.schedule.decay=linear"], 12, marks=pytest.mark.slow),  # until the last step
+        ("row_wise", DENSE_CLIPPED, 2),
+        ("data_parallel", DENSE_CLIPPED, 2),
+        ("row_wise", ["plan.qcomms={forward_precision: bf16, backward_precision: bf16}"], 2),
     ],
+    ids=["cosine, row-wise", "cosine, copies", "linear", "clipped, row-wise", "clipped, copies", "qcomms are ignored"],
 )
-def test_parity_follows_learning_rate_schedules(sharding, schedule):
-    settings = make_small_config(2, {"sharding_type": sharding}, "sgd")
-    settings.optim.schedule = schedule
-    found = run_on_ranks(2, compare_steps, settings, "cpu", 12)[0]
-    assert len(found) > 10 and not find_failures(found)
-
-
-@pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
-def test_parity_holds_if_only_dense_gradients_are_clipped(sharding):
-    settings = make_small_config(2, {"sharding_type": sharding}, max_grad_norm=0.01, clip_tables=False)
-    settings.optim.dense = DenseOptim(name="adam", lr=0.01, betas=(0.5, 0.9))
-    found = run_on_ranks(2, compare_steps, settings)[0]
-    assert len(found) > 10 and not find_failures(found)
-
-
-def test_parity_ignores_configured_qcomms():
-    settings = make_small_config(2, {"sharding_type": "row_wise"}, "sgd")
-    settings.plan.qcomms = QCommsSection(forward_precision="bf16", backward_precision="bf16")
-    found = run_on_ranks(2, compare_steps, settings)[0]
+def test_parity_holds_with_training_options(sharding, changes, steps):
+    settings = load_config(make_small_config(2, {"sharding_type": sharding}, "sgd"), changes)
+    found = run_on_ranks(2, compare_steps, settings, "cpu", steps)[0]
     assert len(found) > 10 and not find_failures(found)
 
 
