@@ -29,14 +29,10 @@ def count_bytes(tensors):
     return sum(value.nbytes for value in tensors.values())
 
 
-def is_same(copies, tensors):
-    return copies.keys() == tensors.keys() and all(
-        not copies[name].is_cuda
-        and copies[name].dtype == value.dtype
-        and copies[name].shape == value.shape
-        and torch.equal(copies[name], value.cpu())
-        for name, value in tensors.items()
-    )
+def assert_same(copies, tensors):
+    """Assert that these host tensors are copies of the others."""
+    assert not any(copy.is_cuda for copy in copies.values())
+    torch.testing.assert_close(copies, {name: value.cpu() for name, value in tensors.items()}, rtol=0, atol=0)
 
 
 def test_gpu_copy_uses_page_locked_memory_of_state_size():
@@ -44,15 +40,18 @@ def test_gpu_copy_uses_page_locked_memory_of_state_size():
         tensors, host = make_state("cuda"), HostStateBuffer()
         first = host.copy(tensors)
         assert count_bytes(tensors) <= gpu.pinned_bytes <= 1.1 * count_bytes(tensors)
-        assert is_same(first, tensors) and host.note is None
+        assert_same(first, tensors)
+        assert host.note is None
         assert all(copy.is_pinned() for copy in first.values() if copy.numel())
         held = gpu.pinned_bytes
         for value in tensors.values():
             value.add_(1) if value.dtype != torch.bool else value.logical_not_()
-        assert is_same(host.copy(tensors), tensors) and gpu.pinned_bytes == held, "the buffer is reused"
-        assert is_same(first, tensors), "the first copy shares the buffer"
+        assert_same(host.copy(tensors), tensors)
+        assert gpu.pinned_bytes == held, "the buffer is reused"
+        assert_same(first, tensors)  # the first copy shares the buffer
         tensors["dense/5/value"] = torch.zeros(9, 9, device="cuda")
-        assert is_same(host.copy(tensors), tensors) and gpu.pinned_bytes <= 1.1 * count_bytes(tensors)
+        assert_same(host.copy(tensors), tensors)
+        assert gpu.pinned_bytes <= 1.1 * count_bytes(tensors)
         host.close()
         assert gpu.pinned_bytes == 0
         host.copy(tensors)
@@ -69,16 +68,18 @@ def test_gpu_copy_waits_once_for_its_own_stream():
         gpu.waits.clear()
         copies = host.copy(tensors)
         assert [wait.what for wait in gpu.waits] == ["Stream.synchronize"]
-        assert is_same(copies, tensors)
+        assert_same(copies, tensors)
         host.close()
 
 
 def test_unlockable_memory_is_used_with_a_warning():
     with use_stand_in_gpu() as gpu, patch("standin.device._Runtime.cudaHostRegister", lambda *_: 2):
         tensors, host = make_state("cuda"), HostStateBuffer()
-        assert is_same(host.copy(tensors), tensors) and not gpu.pinned_bytes
+        assert_same(host.copy(tensors), tensors)
+        assert not gpu.pinned_bytes
         assert "could not be page-locked (cudaHostRegister failed with error 2)" in host.note
-        assert is_same(host.copy(tensors), tensors) and host.note is None, "the warning appears once"
+        assert_same(host.copy(tensors), tensors)
+        assert host.note is None, "the warning appears once"
 
 
 def test_cpu_ranks_do_not_touch_cuda():
@@ -89,9 +90,9 @@ def test_cpu_ranks_do_not_touch_cuda():
     names = ("is_available", "synchronize", "current_stream", "cudart", "current_device", "_lazy_init")
     with patch.multiple(torch.cuda, **dict.fromkeys(names, touched)):
         copies = host.copy(tensors)
-        assert is_same(copies, tensors)
+        assert_same(copies, tensors)
         host.close()
-    assert is_same(copies, tensors), "pages are freed with the last tensor"
+    assert_same(copies, tensors)  # pages are freed with the last tensor
 
 
 def build_step_on(world, plan, optimizer, device):
@@ -148,9 +149,7 @@ def test_gpu_and_cpu_checkpoints_are_interchangeable(plan, then, optimizer, asyn
             here = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
             assert of_tables == {here} and places <= {str(here)}
     one, other = (read_tensors(folders[device]) for device in ("cpu", "cuda"))
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        torch.testing.assert_close(other[name], value, rtol=1e-6, atol=1e-6, msg=name)
+    torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
     for device, source in (("cuda", "cpu"), ("cpu", "cuda")):
         root, target = str(tmp_path / source), str(tmp_path / f"{source} to {device}")
         again = run_on_ranks(2, restore_and_save, then, optimizer, device, root, target, device=device)

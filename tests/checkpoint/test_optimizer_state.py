@@ -50,7 +50,5 @@ def collect_misplaced_state(rank, world, name, plan, folder):
 @pytest.mark.parametrize("plan", ["data_parallel", "row_wise"])
 @pytest.mark.parametrize("name", ["adam", "adagrad", "sgd"])
 def test_fused_optimizer_state_is_on_the_parameter_device(name, plan, tmp_path):
-    assert run_on_ranks(2, collect_misplaced_state, name, {"sharding_type": plan}, str(tmp_path), device="cuda") == [
-        [],
-        [],
-    ]
+    arguments = name, {"sharding_type": plan}, str(tmp_path)
+    assert run_on_ranks(2, collect_misplaced_state, *arguments, device="cuda") == [[], []]

@@ -7,17 +7,10 @@ from pathlib import Path
 
 import checkpoints
 import pytest
+import small
 import torch
 from ranks import run_on_ranks
-from small import (
-    SCHEMA,
-    build_step_on_rank,
-    initial_rows,
-    make_batches,
-    make_small_config,
-    make_small_schema,
-    train_step,
-)
+from small import SCHEMA, make_small_config, train_step
 
 from raytrec.config.features import resolve_features
 from raytrec.config.models import PythonSection
@@ -77,7 +70,8 @@ def build_step_and_batches(name, optimizer, rank):
         length = 4 if name.startswith("ids") else None
         settings.model = PythonSection(name="mean_model:MeanModel", max_length=length)
         schema, features = SEQUENCES, resolve_features(SEQUENCES, settings.model)
-    return build_step_on_rank(settings, schema), make_batches(5, rank, world, schema=schema, features=features)[1]
+    local = small.make_batches(5, rank, world, schema=schema, features=features)[1]
+    return small.build_step_on_rank(settings, schema), local
 
 
 def train_and_save(rank, world, name, optimizer, root):
@@ -96,35 +90,20 @@ def restore_and_train_on(rank, world, name, optimizer, source, root):
     checkpoints.save_checkpoint(root, step, 5)
 
 
-@pytest.mark.survive
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_checkpoint_restores_under_every_plan(optimizer, tmp_path):
-    """Restore through a chain of all plans on 1 to 4 ranks; the last checkpoint equals the first."""
-    check_handover(OPTIMIZERS[optimizer], optimizer, tmp_path)
+def make_cases():
+    """Yield chains of plans: two with sequences, the most common plans, and all plans."""
+    yield pytest.param("adagrad", list(SEQUENCE_PLANS)[:2], id="adagrad, sequences")
+    for optimizer, plans in FAST_PLANS.items():
+        yield pytest.param(optimizer, plans, marks=pytest.mark.slow, id=f"{optimizer}, common plans")
+    for optimizer, plans in OPTIMIZERS.items():
+        yield pytest.param(optimizer, plans, marks=pytest.mark.survive, id=f"{optimizer}, all plans")
+    for optimizer in ("adam", "sgd"):
+        yield pytest.param(optimizer, list(SEQUENCE_PLANS), marks=pytest.mark.survive, id=f"{optimizer}, all sequences")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", FAST_PLANS)
-def test_checkpoint_restores_under_common_plans(optimizer, tmp_path):
-    """Restore through a chain of the most common plans."""
-    assert {*FAST_PLANS[optimizer]} <= {*OPTIMIZERS[optimizer]}
-    check_handover(FAST_PLANS[optimizer], optimizer, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "plans"),
-    [
-        ("adagrad", list(SEQUENCE_PLANS)[:2]),
-        pytest.param("adam", list(SEQUENCE_PLANS), marks=pytest.mark.survive),
-        pytest.param("sgd", list(SEQUENCE_PLANS), marks=pytest.mark.survive),
-    ],
-)
-def test_tables_change_between_bag_and_sequence_lookups(optimizer, plans, tmp_path):
-    """Checkpoints of bag tables are restored into tables that are looked up id by id, and back."""
-    check_handover(plans, optimizer, tmp_path)
-
-
-def check_handover(plans, optimizer, tmp_path):
+@pytest.mark.parametrize(("optimizer", "plans"), make_cases())
+def test_checkpoint_restores_under_other_plans(optimizer, plans, tmp_path):
+    """Restore through a chain of plans on 1 to 4 ranks; every checkpoint of the same step equals the first."""
     known = PLANS | SEQUENCE_PLANS
     first = run_on_ranks(known[plans[0]][0], train_and_save, plans[0], optimizer, str(tmp_path / "0"))[0]
     values = checkpoints.read_tensors(first)
@@ -148,7 +127,7 @@ def check_handover(plans, optimizer, tmp_path):
             torch.testing.assert_close(b[key], value, rtol=2e-4, atol=2e-5, msg=f"{one} → {other}: {key}")
 
 
-BIG_SCHEMA = make_small_schema(
+BIG_SCHEMA = small.make_small_schema(
     sparse={"user": {"table": "user"}},
     tables={"user": {"rows": 4_000_000, "dim": 16}},  # 244 MiB, and 15 MiB of state
 )
@@ -194,4 +173,4 @@ def test_restore_memory_is_bounded_by_the_shards(tmp_path):
     grown, held, last = max(found, key=lambda f: f[1])
     assert held > 250e6
     assert grown < 1.2 * held, f"{grown / 2**20:.0f} MiB for {held / 2**20:.0f} MiB"
-    assert torch.equal(last, initial_rows(BIG_SCHEMA, "user", 3, 3_999_990, 4_000_000))
+    assert torch.equal(last, small.initial_rows(BIG_SCHEMA, "user", 3, 3_999_990, 4_000_000))

@@ -76,9 +76,8 @@ def test_concurrent_save_matches_a_standalone_save(way, room, tmp_path):
     found = run_on_ranks(world, save_alone_and_concurrently, plan, optimizer, str(tmp_path), room)
     folders, copied, _ = found[0]
     alone, beside, later_alone, later_beside = folders
-    assert (
-        checkpoints.differing_tensors(alone, beside) == [] == checkpoints.differing_tensors(later_alone, later_beside)
-    )
+    assert checkpoints.differing_tensors(alone, beside) == []
+    assert checkpoints.differing_tensors(later_alone, later_beside) == []
     assert checkpoints.differing_tensors(alone, later_alone) != [], "the step between the saves changed the state"
     assert any(name.startswith("tables/") for name in copied) == (way in ("a dense update", "copies"))
     assert all(bool(waits) == bool(room) for *_, waits in found), "training waits only without space"

@@ -335,17 +335,10 @@ def test_checkpoints_do_not_use_pickle(saved_checkpoint, monkeypatch):
 def test_save_rejects_unsupported_values(small_blocks, tmp_path):
     assert "'a' is not a tensor" in get_failure(save_alone, tmp_path / "c", {"a": 3, "b": torch.zeros(2)}).what
     assert "complex64" in get_failure(save_alone, tmp_path / "c", {"a": torch.zeros(2, dtype=torch.complex64)}).what
-    with pytest.raises(CheckpointError, match="JSON"):
-        ShardWriter(str(tmp_path), "a", {"loss": float("nan")})
-    with pytest.raises(CheckpointError, match="JSON"):
-        ShardWriter(str(tmp_path), "a", {"bad": torch.zeros(2)})
+    for value in (float("nan"), torch.zeros(2)):
+        with pytest.raises(CheckpointError, match="JSON"):
+            ShardWriter(str(tmp_path), "a", {"loss": value})
     assert not (tmp_path / "c" / INDEX).exists()
-
-
-def test_load_casts_to_the_target_dtype(saved_checkpoint):
-    folder, tensors = saved_checkpoint
-    out = load_alone(folder, {"second": torch.zeros(33, dtype=torch.float64)})
-    assert torch.equal(out["second"], tensors["second"].double())
 
 
 def test_new_attempt_replaces_the_index_and_keeps_old_files(saved_checkpoint):
@@ -554,10 +547,12 @@ FlakyObjectStore.__abstractmethods__ = frozenset()
 def test_object_store_requests_are_retried(small_blocks, tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "RETRY_DELAYS_S", (0.01, 0.01, 0.01))
     store = FlakyObjectStore(tmp_path)
+
+    def open_store(uri):
+        return fs.PyFileSystem(store), uri.removeprefix("store://")
+
     for module in (index, rawfile, raytrec.common.storage):
-        monkeypatch.setattr(
-            module, "open_filesystem", lambda uri: (fs.PyFileSystem(store), uri.removeprefix("store://"))
-        )
+        monkeypatch.setattr(module, "open_filesystem", open_store)
     tensors = {"a": draw_values((40, 3), torch.float32, 1), "b": draw_values((5, 9), torch.bfloat16, 2).t()}
     store.left = 2
     save_alone("store://bucket/c", tensors, note="x")

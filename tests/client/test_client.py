@@ -8,15 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checkpoints
 import light
 import numpy as np
 import parquet
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from heads import plain_environment, tiny_config
+from json_lines import read_json_lines
 
 from raytrec.retrieval.index import load_index
 from raytrec.tracking.progress_log import strip_messages
@@ -85,9 +85,8 @@ def full_run(request, head):
     address = getattr(head, request.param)
     lr = {"client": 0.01, "url": 0.011}[request.param]
     files = {"client": FILES_PROGRAM, "url": NO_FILES_PROGRAM}[request.param]
-    got = light.run_notebook_program(
-        files + FULL_RUN_PROGRAM, head.env, address, short_config(optim__dense={"lr": lr}), timeout=800
-    )
+    config = short_config(optim__dense={"lr": lr})
+    got = light.run_notebook_program(files + FULL_RUN_PROGRAM, head.env, address, config, timeout=800)
     return request.param, got, head.root / "runs" / got["folder"].rpartition("/")[2]
 
 
@@ -95,13 +94,9 @@ def hash_file(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def steps_of(run, event):
     """Return the steps of a run's events of this kind."""
-    return [e["step"] for e in read_lines(Path(run) / "events.jsonl") if e["event"] == event]
+    return [e["step"] for e in read_json_lines(Path(run) / "events.jsonl", event)]
 
 
 def test_client_shows_metrics_as_written(full_run):
@@ -112,10 +107,9 @@ def test_client_shows_metrics_as_written(full_run):
     assert result["train.steps"] == 48 and result["eval.auc"] > 0.85
     assert got["same"][1:] == [str(folder), "finished"]
     assert (got["progress"]["step"], got["progress"]["total"]) == (48, 48)
-    written = read_lines(folder / "metrics.jsonl")
     for kind, names in (("train", ("rows_per_s", "ne")), ("eval", ("auc", "ne"))):
         shown = got["metrics"][kind]["step"]
-        lines_of = {line["step"]: line for line in written if line["kind"] == kind}
+        lines_of = {line["step"]: line for line in read_json_lines(folder / "metrics.jsonl", kind)}
         assert shown == list(lines_of) if (way, kind) != ("url", "train") else set(shown) <= set(lines_of)
         for name in names:
             assert got["metrics"][kind][name] == [lines_of[step][name] for step in shown]
@@ -135,12 +129,7 @@ def test_only_ray_client_serves_run_files(full_run):
     assert got["pictures"] == {path.stem: hash_file(path) for path in (folder / "pictures").glob("*.png")}
     assert got["report"] == hash_file(folder / "report.html")
     assert got["config"] == (folder / "config.yaml").read_text()
-    from raytrec.checkpoint.files import find
-    from raytrec.checkpoint.storage import ShardReader
-
-    loaded = {"tables/user/weight": torch.empty(40, 8)}
-    dcp.load(loaded, storage_reader=ShardReader(find(folder)[0]), no_dist=True)
-    table = loaded["tables/user/weight"]
+    table = checkpoints.read_tensors(checkpoints.newest_checkpoint(folder))["tables/user/weight"]
     np.testing.assert_array_equal(np.float32(got["rows"]), table[[39, 0, 7]].numpy())
     assert got["tables"] == {"tag": [12, 8], "user": [40, 8]}
 
@@ -281,10 +270,8 @@ def test_run_over_ray_client_ends_with_its_client(head):
     assert now["state"] == "interrupted"
     further = f"until(run, {now['step'] + 1})"  # one step more than recorded
     again = STOP_PROGRAM.replace("until(run, 30)", further).partition("again =")[0] + "answer(before=before)"
-    assert light.run_notebook_program(again, head.env, head.client, long_config(0.03))["before"] == [
-        str(head.root / "runs" / name),
-        "running",
-    ]
+    got = light.run_notebook_program(again, head.env, head.client, long_config(0.03))
+    assert got["before"] == [str(head.root / "runs" / name), "running"]
     starts = steps_of(head.root / "runs" / name, "start")
     assert starts[0] == 0 and starts[1] >= 50  # from its last checkpoint
 
@@ -362,9 +349,8 @@ def test_client_reports_wrong_or_missing_token(head, way, tmp_path):
     wrong = tmp_path / "token"
     wrong.write_text("0" * 64)
     wrong.chmod(0o600)
-    got = light.run_notebook_program(
-        CONNECT_PROGRAM, head.env | {"RAY_AUTH_TOKEN_PATH": str(wrong)}, getattr(head, way)
-    )
+    env = head.env | {"RAY_AUTH_TOKEN_PATH": str(wrong)}
+    got = light.run_notebook_program(CONNECT_PROGRAM, env, getattr(head, way))
     assert "refuses the token" in got["error"] and got["seconds"] < 60
     assert got["rendered"] == [f"error: {got['error']}"]
     got = light.run_notebook_program(CONNECT_PROGRAM, plain_environment() | {"HOME": str(tmp_path)}, getattr(head, way))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from heads import RAY, RAYTREC, tiny_config
+from json_lines import read_json_lines
 from waiting import wait_for
 
 REPO = Path(__file__).parents[2]
@@ -36,9 +37,8 @@ class SubmittedJob:
 
     def _begin(self, head, command):
         self.head, self.lines = head, []
-        self._process = subprocess.Popen(
-            command, env=head.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self._process = subprocess.Popen(command, env=head.env, **output)
 
     def until(self, text):
         """Read until a line contains this text; return that line."""
@@ -163,8 +163,7 @@ def test_resubmitted_search_continues_its_trials(head, checkout):
     outcome = json.loads((search / "outcome.json").read_text())
     assert [trial["state"] for trial in outcome["trials"]] == ["finished", "finished"]
     assert yaml.safe_load((search / "best.yaml").read_text())["model"]["top_mlp"] in ([16], [600, 600])
-    lines = (two / "events.jsonl").read_text().splitlines()
-    starts = [event["step"] for event in map(json.loads, lines) if event["event"] == "start"]
+    starts = [event["step"] for event in read_json_lines(two / "events.jsonl", "start")]
     assert starts[0] == 0 and starts[-1] > 0, "the trial must resume from its checkpoint"
 
 
@@ -189,12 +188,13 @@ def test_job_scripts_run_on_the_cluster(head, checkout, command, output):
 
 
 def test_submit_reports_mistakes_with_an_exit_code(head, tmp_path):
-    wrong = head.run(
-        RAYTREC, "submit", write_config(tmp_path / "wrong.yaml"), "data.train=data/nowhere", "--address", head.url
+    config = write_config(tmp_path / "wrong.yaml")
+    wrong, early = (
+        head.run(RAYTREC, "submit", config, override, "--address", head.url)
+        for override in ("data.train=data/nowhere", "train.epoch=3")
     )
     assert wrong.returncode == 1
     assert "error:" in wrong.stdout and "data/nowhere" in wrong.stdout and "Traceback" not in wrong.stdout
-    early = head.run(RAYTREC, "submit", write_config(tmp_path / "wrong.yaml"), "train.epoch=3", "--address", head.url)
     assert early.returncode == 1 and "train.epochs" in early.stderr and "job " not in early.stdout
 
 

@@ -182,15 +182,14 @@ def test_predict_starts_a_job_and_returns_its_result():
 
 def test_job_api_recommends_ray_client_for_files():
     run = JobRun(FakeJobs(START_LOG), "mine-1")
-    asks = [run.tables, run.pictures, run.report, lambda: run.rows("user", [1])]
-    asks += [lambda: run.file("plan.json")]
+    asks = run.tables, run.pictures, run.report, lambda: run.rows("user", [1]), lambda: run.file("plan.json")
     for ask in asks:
         with pytest.raises(RunError, match="only provides the logs of jobs") as error:
             ask()
         assert "ray://HOST:10001" in error.value.expected and "as a job" in error.value.do
 
 
-def test_job_api_lists_jobs_as_runs(monkeypatch):
+def test_job_api_lists_jobs_as_runs():
     api = FakeJobs()
     assert api.runs() == [{"name": "mine-1", "folder": None, "state": "running", "unix_s": 5.0}]
     assert api.run("mine-1").job == "mine-1"

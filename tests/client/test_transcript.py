@@ -42,10 +42,7 @@ def test_differences_reports_changed_output():
 
     line = "tiny-20261122-012915  step 40/80 (50%)  1,000 rows/s"
     other = "tiny-20261231-000000  step 7/9 (77%)  12.5 rows/s"
-    assert describe_difference([line], [other]) is None
-    assert describe_difference([line], ["warning: rank 0 is slow", other]) is None
-    assert describe_difference(["...", line, "..."], ["a", "b", other, "c"]) is None
+    assert describe_difference(["...", line, "..."], ["a", "warning: rank 0 is slow", other, "c"]) is None
     assert "the end" in describe_difference([line], [other, "more"])
     assert "got:" in describe_difference([line], [other.replace("rows", "cats")])
     assert f"expected: {line}" in describe_difference(["...", line], ["a", "b"])
-    assert describe_difference(["in /home/me/runs"], ["in /tmp/x-1/runs"]) is None

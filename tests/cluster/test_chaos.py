@@ -35,9 +35,8 @@ chaos.main(faults=2, seed=0, only=kinds, minutes=8, keep=False)
 def test_crashed_chaos_benchmark_keeps_its_record():
     paths = [os.environ.get("PYTHONPATH"), str(BENCHMARKS)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BROKEN_BENCHMARK], env=env, capture_output=True, text=True, timeout=540
-    )
+    command = [sys.executable, "-W", "ignore", "-c", BROKEN_BENCHMARK]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=540)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED" in done.stdout and "StopIteration" in done.stdout, done.stdout + done.stderr
     assert "at fault 2 (node added); 0 faults remained" in done.stdout

@@ -8,12 +8,20 @@ import sys
 import time
 from pathlib import Path
 
+import checkpoints
 import planted
 import pytest
 import recorder
+import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 from hosts import HostCluster, NamespaceHost, why_hosts_unavailable
 from watched import Run
+
+from raytrec.checkpoint.files import find_newest_checkpoint
+from raytrec.checkpoint.storage import ShardWriter
+from raytrec.common.errors import RunError, get_root_cause
+from raytrec.driver.coordinator import Coordinator
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -56,10 +64,9 @@ class HostRun(Run):
         command = [sys.executable, str(BENCHMARKS / "recorder.py"), "train", *arguments]
         environment = self.nodes.env | {"RAY_ADDRESS": self.nodes.address}
         environment[recorder.RECORDS] = os.environ[recorder.RECORDS]
+        command = self.nodes.all[0].command(*command)
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self.nodes.all[0].command(*command), stdout=log, stderr=log, env=environment
-            )
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def trained(self, step: int) -> bool:
         attempts = self.record.look()
@@ -212,14 +219,6 @@ def test_the_store_listens_on_one_address_only(tmp_path):
 
 
 def test_abandoned_worker_group_commits_no_checkpoint(tmp_path):
-    import torch
-    import torch.distributed.checkpoint as dcp
-
-    from raytrec.checkpoint.files import find_newest_checkpoint
-    from raytrec.checkpoint.storage import ShardWriter
-    from raytrec.common.errors import RunError, get_root_cause
-    from raytrec.driver.coordinator import Coordinator
-
     coordinator = Coordinator(5, 60)
 
     async def given_up():
@@ -237,9 +236,7 @@ def test_abandoned_worker_group_commits_no_checkpoint(tmp_path):
         raise RunError("the driver has abandoned this worker group")
 
     folder = str(tmp_path / "step-0000000025")
-    progress = {"step": 25, "rows": 50, "trained": 50.0, "nan_steps": 0, "window": [], "seconds": 1.0}
-    progress |= {"timed_rows": 50, "evaluation": None}
-    about = {"config": {}, "schema": "", "data": "", "progress": progress}
+    about = {"config": {}, "schema": "", "data": "", "progress": checkpoints.progress_values(25)}
     with pytest.raises(BaseException) as failure:
         writer = ShardWriter(folder, "a", about, confirm=refuse)
         dcp.save({"t": torch.ones(3)}, storage_writer=writer, no_dist=True)

@@ -7,17 +7,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from heads import RayHead
+from ray.train import ScalingConfig
 from waiting import wait_for
 
 from raytrec.cluster import local_ray
 from raytrec.cluster.local_ray import RAY_TMPDIR_VARIABLE, check_ports, create_private_folder, end_sessions, sweep
 from raytrec.cluster.session import describe_connection, ray_session
 from raytrec.common.errors import RunError
+from raytrec.compat import ray_train
 from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE
+from raytrec.driver.launch import DUPLICATE_SIGNAL_WINDOW_S, StopSignalHandler
+from raytrec.driver.policies import NodeCapacityPolicy
 
 
 @pytest.fixture
@@ -197,11 +202,8 @@ def test_unreachable_cluster_is_reported_soon(monkeypatch, way, scheme):
         address = f"{scheme}127.0.0.1:{probe.getsockname()[1]}"
         if way == "RAY_ADDRESS":
             monkeypatch.setenv(way, address)
-        began = time.monotonic()
-        with (
-            pytest.raises(RunError, match="cannot connect to a Ray cluster at 127") as error,
-            ray_session(address if way == "scaling.address" else None),
-        ):
+        began, given = time.monotonic(), address if way == "scaling.address" else None
+        with pytest.raises(RunError, match="cannot connect to a Ray cluster at 127") as error, ray_session(given):
             pass
     assert error.value.where == f"{way}={address}" and time.monotonic() - began < 10
 
@@ -240,8 +242,6 @@ def test_cleaner_queries_its_own_cluster(ray_cluster):
     """The cleaner does not query other clusters on the machine."""
     import ray
 
-    from raytrec.compat.ray_train import OwnClusterCleaner, is_own_actor_alive
-
     @ray.remote(num_cpus=0)
     class Controller:
         def id(self):
@@ -252,7 +252,7 @@ def test_cleaner_queries_its_own_cluster(ray_cluster):
     group = ray.util.placement_group([{"CPU": 1}])
     ray.get(group.ready())
 
-    class CleanerElsewhere(OwnClusterCleaner):
+    class CleanerElsewhere(ray_train.OwnClusterCleaner):
         def __init__(self, *arguments, **options):
             os.environ["RAY_ADDRESS"] = "127.0.0.1:9"  # where the state API would ask
             super().__init__(*arguments, **options)
@@ -262,12 +262,11 @@ def test_cleaner_queries_its_own_cluster(ray_cluster):
     ray.get(cleaner.register_placement_group.remote(group), timeout=60)
     ray.get(cleaner.start_monitoring.remote(), timeout=60)
     time.sleep(1)
-    assert is_own_actor_alive(actor, 1)
-    assert ray.util.placement_group_table(group)["state"] == "CREATED"
-    ray.kill(controller)
     table = ray.util.placement_group_table
+    assert ray_train.is_own_actor_alive(actor, 1) and table(group)["state"] == "CREATED"
+    ray.kill(controller)
     wait_for(lambda: table(group)["state"] == "REMOVED", "removal of the placement group", 20)
-    assert not is_own_actor_alive(actor, 1)
+    assert not ray_train.is_own_actor_alive(actor, 1)
 
 
 TWICE_STARTED_CODE = """
@@ -298,16 +297,11 @@ def test_ray_is_started_again_if_it_was_not_up_in_time():
 
 def test_run_in_its_own_ray_starts_no_unused_actors():
     """Each actor would be a process that Ray wakes a hundred times per second."""
-    from ray.train import ScalingConfig
-
-    from raytrec.compat import ray_train
-    from raytrec.compat.ray_train import ControlledTrainer, NoDatasets
-    from raytrec.driver.policies import NodeCapacityPolicy
 
     def kinds(own):
-        trainer = ControlledTrainer(lambda: None, policies={}, on_start=None, wait=None, owns_ray=own)
+        trainer = ray_train.ControlledTrainer(lambda: None, policies={}, on_start=None, wait=None, owns_ray=own)
         callbacks = trainer._create_default_callbacks()
-        assert next(c for c in callbacks if type(c) is NoDatasets).before_init_train_context([None]) == {}
+        assert next(c for c in callbacks if type(c) is ray_train.NoDatasets).before_init_train_context([None]) == {}
         return [type(callback) for callback in callbacks]
 
     theirs, ours = ray_train.PlacementGroupCleanerCallback, ray_train.OwnClusterCleanerCallback
@@ -324,10 +318,6 @@ def test_run_in_its_own_ray_starts_no_unused_actors():
 
 def test_duplicate_signals_count_as_one():
     """`timeout` sends each signal to the process and to its group."""
-    from types import SimpleNamespace
-
-    from raytrec.driver.launch import DUPLICATE_SIGNAL_WINDOW_S, StopSignalHandler
-
     said = []
     coordinator = SimpleNamespace(ask=SimpleNamespace(remote=lambda *a: said.append("save")))
     controller = SimpleNamespace(abort=SimpleNamespace(remote=lambda: said.append("abort")))

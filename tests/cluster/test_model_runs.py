@@ -1,4 +1,4 @@
-"""Test complete runs with built-in models and a user-defined model, and the --allow-code option."""
+"""Test a complete run with a user-defined model, and the --allow-code option."""
 
 import json
 import os
@@ -10,12 +10,6 @@ import parquet
 import pytest
 
 pytestmark = pytest.mark.cluster
-TOWERS = {"query": ["user"], "item": ["tags", "price"]}
-MODELS = {
-    "dcn": {"name": "dcn", "cross_rank": 4, "top_mlp": [16]},
-    "two_tower": {"name": "two_tower", "towers": TOWERS, "tower_mlp": [8]},
-    "sequence": {"name": "sequence", "max_length": 2, "target": "user", "top_mlp": [16]},
-}
 USER_MODEL = """
 from torch import nn
 
@@ -55,27 +49,12 @@ def raytrec(folder, *arguments):
     )
 
 
-def settings(folder, tmp_path, model, **changes):
-    values = parquet.config_values(folder, tmp_path / "run", train__epochs=2, **changes) | {"model": model}
+def settings(folder, tmp_path, model):
+    values = parquet.config_values(folder, tmp_path / "run", train__epochs=2) | {"model": model}
     values["checks"] = {"every_steps": 10}
     values["tracking"] |= {"enabled": False}
     (tmp_path / "run.json").write_text(json.dumps(values))  # JSON is YAML
     return str(tmp_path / "run.json")
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", MODELS)
-def test_models_train_with_checks_and_evaluate_on_one_worker(folder, tmp_path, name):
-    run = raytrec(folder, "train", settings(folder, tmp_path, MODELS[name]), "--json")
-    assert run.returncode == 0, run.stderr
-    metrics = json.loads(run.stdout)
-    assert metrics["eval.auc"] > 0.75, "the labels can be learned"
-    assert metrics["train.checks_failed"] == 0 and metrics["train.checks_passed"] > 0
-    data = str(folder / "test")
-    again = raytrec(folder, "evaluate", str(tmp_path / "run"), "--data", data, "--workers", "1", "--json")
-    assert again.returncode == 0, again.stderr
-    for figure in ("eval.auc", "eval.logloss", "eval.rows"):
-        assert json.loads(again.stdout)[figure] == pytest.approx(metrics[figure], abs=1e-6)
 
 
 @pytest.mark.timeout(900)
@@ -83,11 +62,12 @@ def test_user_model_of_another_user_requires_allow_code(folder, tmp_path):
     model = {"name": "models_of_mine:Mine", "options": {"outputs": 1}, "max_length": 2}
     run = raytrec(folder, "train", settings(folder, tmp_path, model), "--json")
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout)["eval.auc"] > 0.75
+    metrics = json.loads(run.stdout)
+    assert metrics["eval.auc"] > 0.75 and metrics["train.checks_failed"] == 0 < metrics["train.checks_passed"]
     data, place = str(folder / "test"), str(tmp_path / "run")
     again = raytrec(folder, "evaluate", place, "--data", data, "--json")
     assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout)["eval.auc"] == pytest.approx(json.loads(run.stdout)["eval.auc"], abs=1e-6)
+    assert json.loads(again.stdout)["eval.auc"] == pytest.approx(metrics["eval.auc"], abs=1e-6)
     (tmp_path / "run/config.yaml.mark").unlink()  # without the mark, the run counts as another user's
     for refused in (
         raytrec(folder, "evaluate", place, "--data", data),

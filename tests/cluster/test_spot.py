@@ -95,10 +95,6 @@ def launch(provider, config, count):
     return adapter.poll_errors()
 
 
-def count_purchases(ec2):
-    return Counter(instance.instance_lifecycle or "on demand" for instance in list_running(ec2))
-
-
 def list_running(ec2):
     return [i for i in ec2.instances.all() if i.state["Name"] in ("pending", "running")]
 
@@ -120,14 +116,13 @@ def test_ec2_accepts_every_node_type(account):
 def test_node_resources_match_ec2_instance_types(account):
     """The autoscaler uses EC2's own data of the instance types."""
     ec2, _, config, _ = account
-    types = config["available_node_types"]
-    names = [types[name]["node_config"]["InstanceType"] for name in ("gpu", "cpu")]
-    described = ec2.meta.client.describe_instance_types(InstanceTypes=names)["InstanceTypes"]
-    for kind in described:
-        resources = types[("gpu", "cpu")[names.index(kind["InstanceType"])]]["resources"]
-        assert resources["CPU"] == kind["VCpuInfo"]["DefaultVCpus"]
-        gpus = kind.get("GpuInfo", {}).get("Gpus", [])
-        assert resources.get("GPU", 0) == sum(each["Count"] for each in gpus)
+    for name in ("gpu", "cpu"):
+        node_type = config["available_node_types"][name]
+        names = [node_type["node_config"]["InstanceType"]]
+        (described,) = ec2.meta.client.describe_instance_types(InstanceTypes=names)["InstanceTypes"]
+        gpus = sum(each["Count"] for each in described.get("GpuInfo", {}).get("Gpus", []))
+        assert node_type["resources"]["CPU"] == described["VCpuInfo"]["DefaultVCpus"]
+        assert node_type["resources"].get("GPU", 0) == gpus
 
 
 @pytest.mark.slow
@@ -148,20 +143,9 @@ def test_spot_machines_are_preferred_to_on_demand(account, free, expected):
     ec2, provider, config, left = account
     left["spot"] = free
     assert launch(provider, config, 3) == []
-    assert count_purchases(ec2) == expected
-    tags = [{tag["Key"]: tag["Value"] for tag in instance.tags} for instance in list_running(ec2)]
-    assert {each["ray-user-node-type"] for each in tags} == {"gpu"}
-
-
-@pytest.mark.slow
-def test_plain_ray_gets_no_machine_without_spot_capacity(account):
-    from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
-
-    ec2, _, config, left = account
-    left["spot"] = 0
-    (error,) = launch(AWSNodeProvider, config, 2)
-    assert "InsufficientInstanceCapacity" in str(error.__cause__)
-    assert count_purchases(ec2) == {}
+    machines = list_running(ec2)
+    assert Counter(machine.instance_lifecycle or "on demand" for machine in machines) == expected
+    assert all({"Key": "ray-user-node-type", "Value": "gpu"} in machine.tags for machine in machines)
 
 
 @pytest.mark.slow
@@ -170,7 +154,7 @@ def test_config_mistake_fails_the_on_demand_request(account):
     config["available_node_types"]["gpu"]["node_config"]["IamInstanceProfile"] = {"Arn": "arn:aws:iam::1:x/no"}
     (error,) = launch(provider, config, 1)
     assert "not found" in str(error.__cause__)
-    assert count_purchases(ec2) == {}
+    assert list_running(ec2) == []
 
 
 class TextHandler(BaseHTTPRequestHandler):
@@ -220,13 +204,8 @@ def google(monkeypatch):
     from ray.autoscaler._private.gcp import config as gcp
 
     def build(_=None):
-        return discovery.build(
-            "compute",
-            "v1",
-            credentials=AnonymousCredentials(),
-            requestBuilder=gcp.build_request,
-            client_options={"api_endpoint": server.address},
-        )
+        options = {"credentials": AnonymousCredentials(), "client_options": {"api_endpoint": server.address}}
+        return discovery.build("compute", "v1", requestBuilder=gcp.build_request, **options)
 
     monkeypatch.setattr(gcp, "_create_compute", build)
     for name in ("_create_crm", "_create_iam"):
@@ -303,7 +282,8 @@ def metadata():
 
 
 @pytest.mark.parametrize("notice", [preemption.has_aws_notice, preemption.has_gcp_notice])
-def test_preemption_notice_is_detected(metadata, notice):
+def test_preemption_notice_is_detected(metadata, monkeypatch, notice):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the query must not use a proxy
     assert notice(metadata.address) is False
     metadata.going = True
     assert notice(metadata.address) is True
@@ -317,9 +297,3 @@ def test_wait_for_polls_until_a_notice_arrives(monkeypatch):
     answers = iter([False, False, True])
     preemption.wait_for(lambda: next(answers))
     assert not list(answers)
-
-
-def test_notice_query_bypasses_proxies(metadata, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    metadata.going = True
-    assert preemption.has_aws_notice(metadata.address) is True

@@ -75,14 +75,9 @@ def start(folder, place, script="worker.py", job="01000000", **set_for_it):
     """Start a worker the way the raylet does."""
     context = json.dumps({"env_vars": set_for_it})
     command = [sys.executable, "-S", FORKED_WORKER_PROGRAM, str(folder / script), "--node-id=1"]
+    command += [f"--serialized-runtime-env-context={context}", "--language=PYTHON"]
     environment = os.environ | {PLACE: str(place), "RAY_JOB_ID": job, "RAY_RAYLET_PID": str(RAYLET)}
-    return subprocess.Popen(
-        [*command, f"--serialized-runtime-env-context={context}", "--language=PYTHON"],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env=environment,
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment)
 
 
 def run_worker(*args, **options):

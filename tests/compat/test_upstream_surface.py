@@ -51,7 +51,9 @@ NAMES = [
 HTTP = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
 TRAINER = "ray.train.v2.api.data_parallel_trainer:DataParallelTrainer."
 EXECUTION = "ray.train.v2._internal.execution."
+SCALING = EXECUTION + "scaling_policy.scaling_policy:ScalingPolicy."
 CALLBACKS = "ray.train.v2._internal.callbacks."
+CLEANER = CALLBACKS + "placement_group_callback:PlacementGroupCleanerCallback"
 SERVICES = "ray._private.services:"
 NODE = "ray._private.node:Node."
 EXECUTOR = "ray.data._internal.execution.streaming_executor:StreamingExecutor"
@@ -94,31 +96,21 @@ SOURCES = {
     # ray_train.py
     TRAINER + "fit": [
         "self._initialize_and_run_controller(",
-        "scaling_policy=",
-        "failure_policy=",
-        "self._create_default_callbacks()",
+        *("scaling_policy=", "failure_policy=", "self._create_default_callbacks()"),
     ],
     TRAINER + "_initialize_and_run_controller": [
         "self._register_sigint_handler(controller)\n\n        ray.get(controller.run.remote())",
         "return ray.get(controller.get_result.remote())",
     ],
-    EXECUTION + "scaling_policy.scaling_policy:ScalingPolicy._maybe_send_resource_request": [
-        "self._get_num_workers_for_resource_request()"
-    ],
-    EXECUTION + "scaling_policy.scaling_policy:ScalingPolicy.before_controller_shutdown": [
-        "self._cancel_resource_request()"
-    ],
-    EXECUTION + "scaling_policy.scaling_policy:ScalingPolicy.before_controller_abort": [
-        "self._cancel_resource_request()"
-    ],
+    SCALING + "_maybe_send_resource_request": ["self._get_num_workers_for_resource_request()"],
+    SCALING + "before_controller_shutdown": ["self._cancel_resource_request()"],
+    SCALING + "before_controller_abort": ["self._cancel_resource_request()"],
     CALLBACKS + "backend_setup:BackendSetupCallback.__init__": ["backend_cls()"],
     CALLBACKS + "backend_setup:BackendSetupCallback": ["self._backend.on_start(execution_group, self._backend_config)"],
     EXECUTION + "worker_group.worker_group:WorkerGroup": ["cb.before_init_train_context(workers)"],
     "ray.train.v2._internal.exceptions:WorkerHealthCheckFailedError": ["self.health_check_failure"],
-    CALLBACKS + "placement_group_callback:PlacementGroupCleanerCallback.after_controller_start": [
-        "(PlacementGroupCleaner)"
-    ],
-    CALLBACKS + "placement_group_callback:PlacementGroupCleanerCallback": ["self._cleaner.start_monitoring.remote()"],
+    CLEANER + ".after_controller_start": ["(PlacementGroupCleaner)"],
+    CLEANER: ["self._cleaner.start_monitoring.remote()"],
     EXECUTION + "controller.placement_group_cleaner:PlacementGroupCleaner._monitor_loop": ["is_actor_alive("],
     # ray_core.py
     SERVICES + "get_node_ip_address": ["not ray_constants.ENABLE_RAY_CLUSTER"],
@@ -238,19 +230,9 @@ SOURCES = {
     FUSED + ".forward": ["self.iter_cpu.item() == 0"],
     FUSED + ".set_optimizer_step": ["self.iter"],
     FUSED: [
-        "self.iter_cpu",
-        '"iter"',
-        "self.hash_size_cumsum",
-        '"hash_size_cumsum"',
-        "weights_host",
-        "self.max_D",
-        "lxu_cache_weights",
-        "lxu_cache_state",
-        "cache_hash_size_cumsum",
-        "self.gather_uvm_cache_stats",
-        "self.prefetch_stream",
-        "self.prefetch_pipeline",
-        "self.lock_cache_line",
+        *("self.iter_cpu", '"iter"', "self.hash_size_cumsum", '"hash_size_cumsum"', "weights_host", "self.max_D"),
+        *("lxu_cache_weights", "lxu_cache_state", "cache_hash_size_cumsum", "self.gather_uvm_cache_stats"),
+        *("self.prefetch_stream", "self.prefetch_pipeline", "self.lock_cache_line"),
         *("def flush(", "def reset_cache_states("),
         *("def get_uvm_cache_stats(", "use_local_cache", "def reset_uvm_cache_stats("),
     ],

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,16 +72,10 @@ def test_error_suggests_the_nearest_supported_pair(set_installed_versions, torch
     assert error.value.expected == expected and f"requirements/{nearest}" in error.value.do
 
 
-@pytest.mark.parametrize("found", ["25.0.1", "25.9", "26.0.0"])
-def test_any_version_of_a_supported_series_is_accepted(set_installed_versions, found):
+@pytest.mark.parametrize("found", ["25.0.1", "25.9", "26.0.0", "27.0.0", "2.5.0", "250.1"])
+def test_only_versions_of_supported_series_are_accepted(set_installed_versions, found):
     set_installed_versions(pyarrow=found)
-    versions.require_versions()
-
-
-@pytest.mark.parametrize("found", ["27.0.0", "2.5.0", "250.1"])
-def test_unsupported_series_is_rejected(set_installed_versions, found):
-    set_installed_versions(pyarrow=found)
-    with pytest.raises(RunError, match="pyarrow"):
+    with nullcontext() if found.startswith(("25.", "26.")) else pytest.raises(RunError, match="pyarrow"):
         versions.require_versions()
 
 

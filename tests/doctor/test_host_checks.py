@@ -133,12 +133,9 @@ def with_gpus(installed, monkeypatch):
 def test_unsupported_and_failing_gpus_are_reported(with_gpus, monkeypatch):
     with_gpus(**CUDA_BUILD)
     # Hide the CPU build that is installed here.
-    real = host_checks.get_build_device.__globals__["get_installed_version"]
-    monkeypatch.setitem(
-        host_checks.get_build_device.__globals__,
-        "get_installed_version",
-        lambda name: name != "fbgemm-gpu-cpu" and real(name),
-    )
+    names = host_checks.get_build_device.__globals__
+    real = names["get_installed_version"]
+    monkeypatch.setitem(names, "get_installed_version", lambda name: name != "fbgemm-gpu-cpu" and real(name))
     served, other = diagnoses("gpus")
     assert other.result == FAILURE and "no code for Tesla T4 (compute capability 7.5)" in other.finding
     assert "9.0" in other.finding and "docs/gpu.md" in other.do
@@ -233,20 +230,24 @@ def test_stale_and_second_clusters_are_reported(tmp_path, monkeypatch):
     assert second.result == WARNING and "7001, 7002" in second.finding and "ray stop" in second.do
 
 
-def test_token_readable_by_others_is_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file := tmp_path / "token"))
+@pytest.fixture
+def token(tmp_path, monkeypatch):
+    """Path of a missing token file."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    return tmp_path / "token"
+
+
+def test_token_readable_by_others_is_a_failure(token):
     assert "none yet" in get_only_diagnosis("token", OK).finding
-    file.write_text("a" * 64)
-    file.chmod(0o644)
-    assert f"chmod 600 {file}" in get_only_diagnosis("token", FAILURE).do
-    file.chmod(0o600)
+    token.write_text("a" * 64)
+    token.chmod(0o644)
+    assert f"chmod 600 {token}" in get_only_diagnosis("token", FAILURE).do
+    token.chmod(0o600)
     get_only_diagnosis("token", OK)
 
 
-def test_missing_cluster_token_is_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+def test_missing_cluster_token_is_a_failure(token, monkeypatch):
     monkeypatch.setattr(examine, "CHECK_ORDER", ())
     first, *_ = examine.examine(f"127.0.0.1:{find_free_ports(1)[0]}").diagnoses
     assert (first.check, first.result) == ("cluster", FAILURE)
@@ -322,10 +323,8 @@ def test_blocked_port_error_names_both_nodes(monkeypatch):
     for client in clients:  # the queue is full, so the kernel drops new connections, as a firewall does
         client.setblocking(False)
         client.connect_ex(full.getsockname())
-    real = network.listen
-    monkeypatch.setattr(
-        network, "listen", lambda address: full.getsockname()[1] if address == "127.0.0.2" else real(address)
-    )
+    real, port = network.listen, full.getsockname()[1]
+    monkeypatch.setattr(network, "listen", lambda address: port if address == "127.0.0.2" else real(address))
     monkeypatch.setattr(network.find_connection_errors, "__defaults__", (0.3,))
     found = [*network.check_ports(hosts := TwoHosts())]
     assert hosts.disconnected_pairs == {frozenset((0, 1))}
@@ -475,9 +474,8 @@ def doctor(*arguments, blocked=(), **environment):
 @pytest.mark.slow
 def test_doctor_runs_without_torch_and_fbgemm(tmp_path):
     """Imports fail in the command and in its children, but the command shows no traceback."""
-    site = simulated_packages.install_simulated_packages(
-        tmp_path / "site", {"torch/__init__.py": BROKEN, "torch/version.py": ""}
-    )
+    modules = {"torch/__init__.py": BROKEN, "torch/version.py": ""}
+    site = simulated_packages.install_simulated_packages(tmp_path / "site", modules)
     path = os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])
     done = doctor("--json", blocked=("torch", "torchrec", "fbgemm_gpu", "mlflow"), PYTHONPATH=path)
     found = json.loads(done.stdout)
@@ -491,8 +489,7 @@ def test_doctor_runs_without_torch_and_fbgemm(tmp_path):
 def test_doctor_applies_overrides_to_the_config(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(f"data: {{train: {tmp_path}}}\n")
-    command = [sys.executable, "-c", "from raytrec.cli import main; main()", "doctor", str(config), "scaling.nodes=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = doctor(str(config), "scaling.nodes=2")
     assert done.returncode == 1 and "scaling.nodes" in done.stderr and "no such option" not in done.stderr.lower()
 
 

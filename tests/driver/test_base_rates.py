@@ -61,28 +61,19 @@ def test_a_constant_label_has_no_log_odds(tmp_path):
 
 
 def test_log_odds_exclude_held_out_rows(tmp_path):
+    config = load_config(settings(tmp_path, [{"label": "y"}]), ["data.holdout=0.1", "train.eval_every_steps=5"])
+    columns = {name: np.resize(values, 100) for name, values in COLUMNS.items()}
     rows = np.arange(100)
-    config = settings(tmp_path, [{"label": "y"}])
-    kept = load_config(config, ["data.holdout=0.1"])
-    columns = {
-        name: np.resize(np.array(values, float if name != "item" else int), 100) for name, values in COLUMNS.items()
-    }
     pq.write_table(pa.table(columns | {"z": rows % 2, "y": rows % 2}), tmp_path / "train" / "a.parquet")
-    _, datasets = open_data(kept)
+    _, datasets = open_data(config)
     held = datasets["valid"].groups[0].split.rows()
     positive = 50 - sum(held % 2)
     assert len(held) == 10 and datasets["train"].log_odds == pytest.approx((log(positive / (90 - positive)),))
-    _, datasets = open_data(load_config(kept, [f"data.valid={tmp_path}/train"]))
+    _, datasets = open_data(load_config(config, [f"data.valid={tmp_path}/train"]))
     assert datasets["train"].rows == datasets["valid"].rows == 100
 
 
-def test_evaluation_during_training_accepts_held_out_rows(tmp_path):
-    config = settings(tmp_path, [{"label": "y"}])
-    assert load_config(config, ["data.holdout=auto", "train.eval_every_steps=5"]).data.holdout == "auto"
-
-
 def test_log_odds_include_labels_of_partition_folders(tmp_path):
-    config = settings(tmp_path, [{"label": "y"}])
     for label in 0, 1:
         rows = {name: values for name, values in COLUMNS.items() if name not in ("y", "z", "price")}
         (tmp_path / f"folders/y={label}").mkdir(parents=True)
@@ -97,11 +88,8 @@ def test_log_odds_include_labels_of_partition_folders(tmp_path):
 )
 def test_held_out_rows_include_evaluation_columns(tmp_path, evaluation, monkeypatch):
     monkeypatch.setattr("raytrec.driver.datasets.open_items", lambda *_: {})
-    changes = {"data__holdout": 0.2, "data__test": f"{tmp_path}/train", "data__reserve_columns": ["shown", "item"]}
     values = settings(tmp_path, [{"label": "y"}]).model_dump(by_alias=True) | {"eval": evaluation}
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        values[section][name] = value
+    values["data"] |= {"holdout": 0.2, "test": f"{tmp_path}/train", "reserve_columns": ["shown", "item"]}
     pq.write_table(pa.table(COLUMNS | {"z": [0.5] * 8, "old": [[0]] * 8}), tmp_path / "train" / "a.parquet")
     _, datasets = open_data(load_config(values))
     plans = {name: datasets[name].form.plan for name in ("train", "valid")}

@@ -1,37 +1,30 @@
 """Test `raytrec convert`: a trained table of another kind or size continues to learn as before."""
 
+import shutil
+
 import checkpoints
 import numpy as np
 import pytest
+import small
 import torch
 from plain_ids import splitmix64
 from ranks import run_on_ranks
-from small import (
-    SCHEMA,
-    SMALL_SCHEMA_PARTS,
-    build_step_on_rank,
-    initial_rows,
-    make_small_config,
-    make_small_schema,
-    train_step,
-)
 from typer.testing import CliRunner
 
 from raytrec.checkpoint.files import get_step_folder
 from raytrec.checkpoint.index import CheckpointError, read_index
 from raytrec.checkpoint.rows import parse_stored_schema
+from raytrec.cli import app
 from raytrec.common.errors import ConfigError, SchemaError
 from raytrec.driver.evaluation import convert
 
 STEPS = 3
 
 
-def with_tables(**tables):
-    return make_small_schema(tables=SMALL_SCHEMA_PARTS["tables"] | tables)
-
-
-def with_user_rows(rows):
-    return with_tables(user={"rows": rows, "dim": 8})
+def draw_new_user_rows(rows):
+    """Return the initial values of the rows that table user gets if it grows to `rows` rows."""
+    schema = small.make_small_schema(sparse={"user": {"table": "user"}}, tables={"user": {"rows": rows, "dim": 8}})
+    return small.initial_rows(schema, "user", 3, 23, rows)
 
 
 def save_trained_checkpoint(rank, world, root, schema, optimizer):
@@ -40,23 +33,15 @@ def save_trained_checkpoint(rank, world, root, schema, optimizer):
     from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
 
-    made = make_small_config(world, {"sharding_type": "row_wise"}, optimizer)
-    step = build_step_on_rank(made, schema)
-    train_step(step, make_local_batches(rank, world))
+    made = small.make_small_config(world, {"sharding_type": "row_wise"}, optimizer)
+    step = small.build_step_on_rank(made, schema)
+    small.train_step(step, small.make_batches(STEPS, rank, world)[1])
     state, saver = LogicalState(step.model, step.optimizer), CheckpointWriter(root, made.checkpoint)
     about = {"config": made.model_dump(by_alias=True, mode="json"), "schema": schema.to_yaml(), "data": ""}
     ids, about_ids = gather_ids(step.maps)
     about |= {"progress": checkpoints.progress_values(STEPS)} | about_ids
     saver.save(STEPS, state.tensors(), about, ids)
     assert saver.collect_outcome().error is None
-
-
-def make_local_batches(rank, world, seed=1):
-    """Return this rank's part of batches whose ids exist in all tables."""
-    from raytrec.checks.parity.batches import compute_row_bounds, make_local_batch, make_random_batches
-
-    whole = make_random_batches(SCHEMA, 12, STEPS, seed=seed)
-    return [make_local_batch(b, SCHEMA, compute_row_bounds(12, world, "unequal"), rank) for b in whole]
 
 
 def continue_training(rank, world, folder, optimizer):
@@ -66,11 +51,12 @@ def continue_training(rank, world, folder, optimizer):
     from raytrec.worker.build import begin
 
     schema = parse_stored_schema(read_index(folder)["about"])
-    made = make_small_config(world, {"sharding_type": "row_wise"}, optimizer)
+    made = small.make_small_config(world, {"sharding_type": "row_wise"}, optimizer)
     made.warm_start.from_, made.warm_start.optimizer = folder, True
-    step = build_step_on_rank(made, schema)
+    step = small.build_step_on_rank(made, schema)
     begin(step, made, schema)
-    losses = [outputs.loss.item() for outputs in train_step(step, make_local_batches(rank, world, seed=2))]
+    local = small.make_batches(2 * STEPS, rank, world)[1][STEPS:]
+    losses = [outputs.loss.item() for outputs in small.train_step(step, local)]
     parts_of = LogicalState(step.model, step.optimizer).tables
     tables = {n: {"weight": t.weight.dense()} | {k: p.dense() for k, p in t.state.items()}
               for n, t in parts_of.items()}  # fmt: skip
@@ -83,7 +69,7 @@ def trained(tmp_path_factory):
     """Checkpoint folder by optimizer; the tables have no managed ids."""
     root = tmp_path_factory.mktemp("trained")
     for optimizer in ("rowwise_adagrad", "adam"):
-        run_on_ranks(2, save_trained_checkpoint, str(root / optimizer), SCHEMA, optimizer)
+        run_on_ranks(2, save_trained_checkpoint, str(root / optimizer), small.SCHEMA, optimizer)
     return {name: get_step_folder(str(root / name), STEPS) for name in ("rowwise_adagrad", "adam")}
 
 
@@ -96,7 +82,7 @@ def test_table_converted_to_managed_ids_learns_the_same(trained, optimizer, tmp_
     new = checkpoints.read_tensors(out)
     assert new["ids/user/id"].tolist() == sorted(range(23), key=splitmix64)
     assert set(new["ids/user/last"].tolist()) == {-1} and set(new["ids/user/sightings"].tolist()) == {1}
-    assert torch.equal(new["tables/user/weight"][23:], initial_rows(with_user_rows(24), "user", 3, 23, 24))
+    assert torch.equal(new["tables/user/weight"][23:], draw_new_user_rows(24))
     state = [v for n, v in new.items() if n.startswith("tables/user/") and "weight" not in n and v.dim()]
     assert state and not any(values[23:].any() for values in state)
     before, after = (run_on_ranks(2, continue_training, f, optimizer) for f in (trained[optimizer], out))
@@ -109,35 +95,36 @@ def test_table_converted_to_managed_ids_learns_the_same(trained, optimizer, tmp_
         assert after[0][1]["user"][kind].shape[0] == 24
 
 
-@pytest.mark.parametrize("kind", ["resize:40", "resize:140000", "resize:20", "hash"])
-def test_convert_resizes_and_hashes_plain_tables(trained, kind, tmp_path):
+def test_convert_hashes_plain_tables(trained, tmp_path):
     out = str(tmp_path / "out")
-    convert(trained["adam"], [f"user={kind}"], out)
+    convert(trained["adam"], ["user=hash"], out)
+    assert checkpoints.differing_tensors(trained["adam"], out) == []
+    table = parse_stored_schema(checkpoints.read_about(out)).tables["user"]
+    assert (table.out_of_range, table.rows) == ("hash", 23)
+
+
+@pytest.mark.parametrize("rows", [40, 140_000, 20])
+def test_convert_resizes_plain_tables(trained, rows, tmp_path):
+    out = str(tmp_path / "out")
+    convert(trained["adam"], [f"user=resize:{rows}"], out)
     one, other = checkpoints.read_tensors(trained["adam"]), checkpoints.read_tensors(out)
     assert one.keys() == other.keys()
-    changed = {name for name in one if not torch.equal(one[name], other[name])} if kind == "hash" else None
-    table = parse_stored_schema(checkpoints.read_about(out)).tables["user"]
-    if kind == "hash":
-        assert changed == set() and table.out_of_range == "hash" and table.rows == 23
-        return
-    rows = int(kind.partition(":")[2])
+    assert parse_stored_schema(checkpoints.read_about(out)).tables["user"].rows == rows
     for name, values in one.items():
-        if not name.startswith("tables/user/") or not values.dim():
-            assert torch.equal(other[name], values), name
-            continue
-        assert len(other[name]) == rows == table.rows
-        assert torch.equal(other[name][: min(rows, 23)], values[:rows])
-        if rows > 23:
-            fresh = initial_rows(with_user_rows(rows), "user", 3, 23, rows)
-            assert torch.equal(other[name][23:], fresh * name.endswith("weight"))
+        expected = values
+        if name.startswith("tables/user/") and values.dim():
+            expected = values[:rows]
+            if rows > 23:
+                expected = torch.cat([values, draw_new_user_rows(rows) * name.endswith("weight")])
+        assert torch.equal(other[name], expected), name
 
 
 @pytest.fixture(scope="module")
 def managed(tmp_path_factory):
     """Checkpoint folder of tables with managed ids, all of which have been seen: 22 in table user."""
     root = str(tmp_path_factory.mktemp("managed"))
-    ids = {"eviction": "lfu", "fallback_rows": 2}
-    schema = with_tables(user={"rows": 25, "dim": 8, "ids": ids}, tag={"rows": 6, "dim": 8, "ids": "managed"})
+    user = {"rows": 25, "dim": 8, "ids": {"eviction": "lfu", "fallback_rows": 2}}
+    schema = small.make_small_schema(tables={"user": user, "tag": {"rows": 6, "dim": 8, "ids": "managed"}})
     run_on_ranks(2, save_trained_checkpoint, root, schema, "adagrad")
     return get_step_folder(root, STEPS)
 
@@ -168,8 +155,8 @@ def test_convert_resizes_tables_with_managed_ids(managed, rows, tmp_path):
 
 
 def test_convert_keeps_waiting_ids(tmp_path):
-    ids = {"admit_after": 4}
-    schema = with_tables(user={"rows": 25, "dim": 8, "ids": ids})
+    user = {"rows": 25, "dim": 8, "ids": {"admit_after": 4}}
+    schema = small.make_small_schema(tables=small.SMALL_SCHEMA_PARTS["tables"] | {"user": user})
     run_on_ranks(2, save_trained_checkpoint, str(tmp_path / "run"), schema, "adagrad")
     place, out = get_step_folder(str(tmp_path / "run"), STEPS), str(tmp_path / "out")
     convert(place, ["user=resize:30"], out)
@@ -218,22 +205,15 @@ def test_convert_rejects_impossible_conversions(managed, trained, tmp_path):
 
 
 def test_convert_rejects_damaged_checkpoint(trained, tmp_path):
-    import shutil
-
-    place = tmp_path / "step-0000000003"
-    shutil.copytree(trained["adam"], place)
+    place = shutil.copytree(trained["adam"], tmp_path / "step-0000000003")
     file = max(place.glob("*.bin"), key=lambda path: path.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    checkpoints.flip_lowest_bit(file, file.stat().st_size // 2)
     with pytest.raises(CheckpointError, match="checksum"):
         convert(str(place), ["user=managed"], str(tmp_path / "out"))
     assert not list((tmp_path / "out").glob("*"))
 
 
 def test_convert_command_prints_its_changes(trained, tmp_path):
-    from raytrec.cli import app
-
     arguments = ["convert", trained["adam"], "--table", "user=managed", "--table", "tag=resize:9"]
     done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output

@@ -15,10 +15,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pynvml
 import pytest
+from json_lines import read_json_lines
 
 from raytrec.common import machine
 from raytrec.common.errors import ConfigError, DataError, GpuFailedError, RunError
-from raytrec.common.machine import check_gpu, find_needed_recovery, get_smallest_gpu_memory, list_usable_gpus
+from raytrec.common.machine import check_gpu, find_needed_recovery, list_usable_gpus
 from raytrec.config.run_config import load_config
 from raytrec.driver import run as driver
 from raytrec.driver.datasets import open_data
@@ -113,19 +114,17 @@ def test_a_new_run_restores_nothing(runs):
 
 
 def test_report_shows_the_training_loss_once(runs):
-    run = runs[2]
-    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
-    expected = {line["step"]: line["logloss"] for line in lines if line["kind"] == "train"}
-    assert losses == pytest.approx(expected, rel=1e-5) and [*losses] == [20, 40, 48]
-    page = (run.path / "report.html").read_text()
+    lines = read_json_lines(runs[2].path / "metrics.jsonl", "train")
+    assert [line["step"] for line in lines] == [20, 40, 48]
+    assert [line["loss"] for line in lines] == pytest.approx([line["logloss"] for line in lines], rel=1e-5)
+    page = (runs[2].path / "report.html").read_text()
     assert "log loss<" in page and ">loss<" not in page, "the loss of bce is the log loss"
 
 
 @pytest.mark.parametrize("workers", WORKER_COUNTS)
 def test_ranks_look_up_each_id_once_per_epoch(runs, tiny_data, workers):
     """Each id of an epoch is looked up once, on any rank, and all checks pass."""
-    lines = [json.loads(line) for line in (runs[workers].path / "ranks.jsonl").read_text().splitlines()]
+    lines = read_json_lines(runs[workers].path / "ranks.jsonl")
     assert sorted((line["step"], line["rank"]) for line in lines) == [
         (step, rank) for step in (20, 40, 48) for rank in range(workers)
     ]
@@ -134,17 +133,14 @@ def test_ranks_look_up_each_id_once_per_epoch(runs, tiny_data, workers):
     for name, count in ids.items():
         looked_up = sum(line["tables"][name]["lookups"] for line in lines if name in line["tables"])
         assert looked_up == 3 * count
-    checks = [json.loads(line) for line in (runs[workers].path / "checks.jsonl").read_text().splitlines()]
-    assert {c["check"] for c in checks} == {
-        "same_environment", "shards", "replicas", "parity", "conservation", "finite", "numerics"
-    }  # fmt: skip
-    assert [c for c in checks if not c["passed"]] == []
+    checks = read_json_lines(runs[workers].path / "checks.jsonl")
+    names = {"same_environment", "shards", "replicas", "parity", "conservation", "finite", "numerics"}
+    assert {c["check"] for c in checks} == names and [c for c in checks if not c["passed"]] == []
     assert runs[workers].metrics["train.checks_passed"] == len(checks)
 
 
 def test_final_evaluation_records_curves(runs):
-    lines = (runs[2].path / "metrics.jsonl").read_text().splitlines()
-    final = next(line for line in map(json.loads, lines) if line["kind"] == "final")
+    (final,) = read_json_lines(runs[2].path / "metrics.jsonl", "final")
     roc, reliability = final["curves"]["roc"], final["curves"]["reliability"]
     steps = zip(roc["fpr"], roc["fpr"][1:], roc["tpr"], roc["tpr"][1:], strict=False)
     area = sum((x2 - x1) * (y1 + y2) / 2 for x1, x2, y1, y2 in steps)
@@ -278,6 +274,16 @@ def test_expandable_segments_respect_existing_settings(monkeypatch):
 
 
 @pytest.fixture
+def nvml(monkeypatch):
+    """NVML of a host with two GPUs, without a limit to visible GPUs."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+
+
+@pytest.fixture
 def two_gpus(monkeypatch):
     """Fake host with two GPUs, which every rank can see; the tests change the second one."""
     import torch
@@ -301,39 +307,25 @@ def test_check_gpu_rejects_gpu_unsupported_by_fbgemm(two_gpus):
 @pytest.mark.parametrize(
     "action,status,asks", [(0, 0, None), (1, 0, "a reset"), (2, 0, "a reboot"), (3, 0, None), (1, 3, None)]
 )
-def test_check_gpu_rejects_failed_gpu(two_gpus, monkeypatch, action, status, asks):
+def test_check_gpu_rejects_failed_gpu(two_gpus, nvml, monkeypatch, action, status, asks):
     """NVML reports the required recovery if the driver is recent enough."""
     field = SimpleNamespace(nvmlReturn=status, value=SimpleNamespace(uiVal=action))
     healthy = SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=0))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for name in ("nvmlInit", "nvmlShutdown"):
-        monkeypatch.setattr(pynvml, name, lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetFieldValues", lambda gpu, _: [field if gpu else healthy])
     with pytest.raises(GpuFailedError, match=f"GPU 1 of .* requires {asks}") if asks else nullcontext() as error:
         check_gpu("127.0.0.1")
     assert not asks or error.value.place[1] == "1"
 
 
-def test_recovery_of_an_invisible_gpu_is_unknown(monkeypatch):
-    for name in ("nvmlInit", "nvmlShutdown"):
-        monkeypatch.setattr(pynvml, name, lambda: None)
+def test_recovery_of_an_invisible_gpu_is_unknown(nvml, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert find_needed_recovery("cuda:1") is None
 
 
-def test_no_gpu_is_visible_with_an_empty_variable(monkeypatch):
-    for name in ("nvmlInit", "nvmlShutdown"):
-        monkeypatch.setattr(pynvml, name, lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
-    memory = SimpleNamespace(total=80 << 30, reserved=1 << 30)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda *_, **__: memory)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", lambda _: (0, 0))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert get_smallest_gpu_memory() == 79 << 30 and list_usable_gpus() == ["0"]
+def test_no_gpu_is_visible_with_an_empty_variable(nvml, monkeypatch):
+    assert list_usable_gpus() == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert get_smallest_gpu_memory() is None and list_usable_gpus() == []
+    assert list_usable_gpus() == []
 
 
 def list_modification_times(folder):

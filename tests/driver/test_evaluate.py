@@ -22,8 +22,6 @@ from raytrec.driver.evaluation import load_evaluation_config
 from raytrec.driver.prepare import create_scratch_folder
 from raytrec.driver.run import add_recovery_hint
 
-ROWS = 6 * 12
-
 
 def evaluate_batches(rank, world, memory=None):
     """Evaluate six batches; return (metrics, curves, places that waited until the GPU was idle)."""
@@ -40,7 +38,7 @@ def evaluate_batches(rank, world, memory=None):
     selection = Selection.from_config(config, small.SCHEMA)
     _, local = small.make_batches(6, rank, world)
     read = [batch.pin_memory() for batch in local] if on_gpu else local
-    dataset = SimpleNamespace(rows=ROWS, uri="here")
+    dataset = SimpleNamespace(rows=6 * 12, uri="here")
     stream = SimpleNamespace(batches=lambda: iter(read), may_skip=False, dataset=dataset)
     if not on_gpu:
         return *evaluate(step, stream, device, selection), set()

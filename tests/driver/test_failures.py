@@ -43,6 +43,16 @@ frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f in li
 frame #5: c10d::ProcessGroupNCCL::WorkNCCL::synchronizeInternal() + 0x1d (0x7f in libtorch_cuda.so)
 """
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {}, NCCL version 2.29.7\n{}"
+NCCL_CUDA = NCCL.format(
+    "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+    "Cuda failure 700 'an illegal memory access was encountered'",
+)
+NCCL_USAGE = NCCL.format(
+    "invalid usage (run with NCCL_DEBUG=WARN for details)",
+    "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
+)
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 ECC = "CUDA error: uncorrectable ECC error encountered"
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
@@ -57,22 +67,8 @@ OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacit
         (OOM + FRAMES, OOM),
         ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED" + FRAMES, "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`" + FRAMES, "CUBLAS_"),
-        (
-            NCCL.format(
-                "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
-                "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
-                "Cuda failure 700 'an illegal memory access was encountered'",
-            ),
-            "Cuda failure 700 'an illegal memory access was encountered'",
-        ),
-        (
-            NCCL.format(
-                "invalid usage (run with NCCL_DEBUG=WARN for details)",
-                "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
-                "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
-            ),
-            "Duplicate GPU detected",
-        ),
+        (NCCL_CUDA, "Cuda failure 700 'an illegal memory access was encountered'"),
+        (NCCL_USAGE, "Duplicate GPU detected"),
     ],
 )
 def test_gpu_error_in_a_collective_is_the_cause(text, message):

@@ -16,17 +16,9 @@ def test_result_renders_as_html_table_with_locations():
 
 
 def test_predictions_and_index_render_as_html_tables():
-    metrics = {
-        "name": "films on data",
-        "seconds": 2.0,
-        "predict.rows": 5000,
-        "predict.files": 2,
-        "predict.rows_per_s": None,
-        "predict.ids": 9,
-        "predict.changed_ids": 3,
-        "predict.skipped_rows": 0,
-        "predict.skipped_files": 1,
-    }
+    counts = {"rows": 5000, "files": 2, "rows_per_s": None, "ids": 9, "changed_ids": 3}
+    counts |= {"skipped_rows": 0, "skipped_files": 1}
+    metrics = {"name": "films on data", "seconds": 2.0} | {f"predict.{name}": n for name, n in counts.items()}
     shown = Result(metrics, "out", pairs=predict._pairs(metrics))._repr_html_()
     for cells in ("rows</td><td>5,000", "ids clamped or hashed</td><td>3 of 9", "skipped files</td><td>1"):
         assert f"<tr><td>{cells}</td></tr>" in shown

@@ -8,6 +8,7 @@ import checkpoints
 import disks
 import parquet
 import pytest
+from json_lines import read_json_lines
 from test_survive import events
 from waiting import wait_for
 
@@ -30,9 +31,8 @@ def disk(tmp_path):
 
 
 def settings(folder, place, **changes):
-    return parquet.config_values(
-        folder, place, train__epochs=6, checkpoint__every_steps=8, tracking__every_steps=8, **changes
-    )
+    changes |= {"train__epochs": 6, "checkpoint__every_steps": 8, "tracking__every_steps": 8}
+    return parquet.config_values(folder, place, **changes)
 
 
 @contextmanager
@@ -98,8 +98,7 @@ def test_run_writes_missing_files_once_the_disk_has_room(undisturbed, tiny_data,
     assert said.count("cannot write to the run folder") == said.count("is writable again") == 1
     assert [e["step"] for e in events(run, "saved")] == list(range(8, 97, 8))
     assert {"full", "room"} <= {e["event"] for e in events(run)}
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    assert [m["step"] for m in lines if m["kind"] == "train"] == list(range(4, 97, 4))
+    assert [m["step"] for m in read_json_lines(run / "metrics.jsonl", "train")] == list(range(4, 97, 4))
     assert result.metrics["eval.auc"] == undisturbed.metrics["eval.auc"]
     assert json.loads((run / "result.json").read_text())["train.steps"] == 96
 

@@ -1,18 +1,28 @@
-"""Test checks of configuration against schema before Ray starts, and the literal display of names."""
+"""Test checks of configuration, schema and Parquet footers before Ray starts, and the literal display of names."""
 
 import io
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import parquet
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
+from rich.console import Console
 from small import make_small_schema
 
-from raytrec.common.errors import ConfigError
+from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver import preflight as fit
+from raytrec.driver.console import Result, RunConsole, print_summary
+from raytrec.driver.prepare import open_run
+from raytrec.planning.dry_run import ClusterEstimate
+from raytrec.planning.machines import Cluster
+from raytrec.planning.memory import PlannedTable
+from raytrec.planning.plan_report import print_plans
 
 SCHEMA = yaml.safe_load(parquet.SCHEMA_YAML)
 TWO_TOWER = {"name": "two_tower", "towers": {"query": ["user"], "item": ["tags"]}}
@@ -89,15 +99,12 @@ def test_tables_in_files_must_fit_the_disk(tmp_path, monkeypatch):
         check({"plan": plan}, {"tables": SCHEMA["tables"] | {"user": {"rows": rows, "dim": 8}}})
 
     monkeypatch.setattr("raytrec.compat.ray_core.measure_system_memory", lambda: 1 << 20)
-    fits(100_000, mmap_dir=str(tmp_path))  # 3.4 MiB, of which memory has 1
     with pytest.raises(ConfigError, match="compute_kernel=fused_mmap"):
         fits(100_000, tables={})
-    with pytest.raises(ConfigError, match=r"tables user need [\d,.]+ TiB of disk.*but only .* are free"):
-        fits(10**12, mmap_dir=str(tmp_path))
-    movable = {"tables": {}, "compute_kernels": ["fused", "fused_mmap"]}
-    fits(100_000, mmap_dir=str(tmp_path), **movable)
-    with pytest.raises(ConfigError, match=r"tables user need [\d,.]+ TiB of disk.*but only .* are free"):
-        fits(10**12, mmap_dir=str(tmp_path), **movable)
+    for plan in ({}, {"tables": {}, "compute_kernels": ["fused", "fused_mmap"]}):
+        fits(100_000, mmap_dir=str(tmp_path), **plan)  # 3.4 MiB, of which memory has 1
+        with pytest.raises(ConfigError, match=r"tables user need [\d,.]+ TiB of disk.*but only .* are free"):
+            fits(10**12, mmap_dir=str(tmp_path), **plan)
 
 
 def test_check_fit_rejects_unsupported_mlflow_address():
@@ -110,27 +117,16 @@ def test_check_fit_rejects_unsupported_mlflow_address():
 @pytest.mark.parametrize("name", ["[/x]", "[bold]x", ":smile:", "a[red", "\x1b[31mx"])
 def test_console_shows_markup_in_names_literally(name):
     """Rich interprets markup on a terminal; names of tables, columns, folders and runs may contain it."""
-    from rich.console import Console
-
-    from raytrec.driver import console
-    from raytrec.driver.console import Result, print_summary
-    from raytrec.driver.preflight import Plans
-    from raytrec.planning.dry_run import ClusterEstimate
-    from raytrec.planning.machines import Cluster
-    from raytrec.planning.memory import PlannedTable
-    from raytrec.planning.plan_report import print_plans
-
     config = RunConfig.model_validate({"data": {"train": "d/train"}})
     schema = make_small_schema(sparse={"a": {"table": name}}, tables={name: {"rows": 1, "dim": 4}})
     table = PlannedTable(name, 1, 4, "row_wise", "fused", [0], [(0, 1, 4)], "fp32")
-    planned = Plans(config=config, schema=schema, on=[ClusterEstimate(Cluster(1, 1, 80, 160, 100), [table])])
+    planned = fit.Plans(config=config, schema=schema, on=[ClusterEstimate(Cluster(1, 1, 80, 160, 100), [table])])
     out = io.StringIO()
     with redirect_stdout(out), redirect_stderr(out), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Console, "is_terminal", True)
-        with console.RunConsole(name) as live:
-            live.phase(name)
-            live.note(name)
-            live.warn(name)
+        with RunConsole(name) as live:
+            for show in (live.phase, live.note, live.warn):
+                show(name)
             live.eval(1, auc=0.5)
         print_summary(Result({"name": name}, Path(), [name]))
         print_plans(planned)
@@ -191,3 +187,87 @@ def test_early_stopping_that_cannot_end_the_run_warns(every, stopping, earliest)
     values = {"data": {"train": "d/train", "valid": "d/valid"}, "train": train, "checkpoint": {"keep_best": 1}}
     lines = fit.check_row_and_step_counts(load_config(values), Schema.parse(SCHEMA, "test"), 1000)
     assert lines == [] if earliest is None else f"could end early at step {earliest}, but the run has" in lines[0]
+
+
+def constant_label(row):
+    return 1
+
+
+@pytest.fixture
+def plan_labels(tmp_path):
+    """Function that plans a run whose training labels are `label_of(row)`."""
+    folder = parquet.write_dataset(tmp_path / "d", train=60, valid=20, test=20)
+
+    def make_plan(label_of, *transforms, statistics=True, **task):
+        for path in (folder / "train").glob("*.parquet"):
+            table = pq.read_table(path)
+            labels = pa.array(map(label_of, table["row"].to_pylist()), pa.int64())
+            table = table.set_column(0, "label", labels)
+            pq.write_table(table, path, row_group_size=7, write_statistics=statistics)
+        values = parquet.config_values(folder, tmp_path / "run", data__transforms=transforms)
+        return open_run(load_config(values | {"tasks": [task]}), resumed=False)
+
+    return make_plan
+
+
+@pytest.mark.parametrize("task", [{}, {"loss": "focal"}, {"loss": "cross_entropy", "options": {"classes": 2}}])
+def test_constant_class_label_is_rejected(plan_labels, task):
+    with pytest.raises(DataError, match=r"the label of task label is 1 in every row") as error:
+        fit.check_plan(plan_labels(constant_label, **task))
+    assert "data.train" in error.value.where and "in_batch_softmax" in error.value.do
+
+
+@pytest.mark.parametrize("is_null", [lambda row: row % 9 == 3, lambda row: row < 20], ids=["some rows", "row groups"])
+def test_constant_label_with_nulls_is_rejected(plan_labels, is_null):
+    with pytest.raises(DataError):
+        fit.check_constant_labels(plan_labels(lambda row: None if is_null(row) else 1, nulls="skip"))
+
+
+def test_trained_model_may_continue_with_one_class(plan_labels):
+    for start in ("warm", "resumed"):
+        (line,) = fit.check_constant_labels(replace(plan_labels(constant_label), start=start))
+        assert line.startswith("the label of task label is 1 in every row of data.train")
+
+
+def test_constant_regression_label_causes_a_warning(plan_labels):
+    (line,) = fit.check_plan(plan_labels(constant_label, loss="mse"))
+    assert line.startswith("the label of task label is 1 in every row of data.train, so mse cannot learn")
+
+
+def test_labels_that_may_vary_cause_no_warning(plan_labels):
+    """The labels differ between files, have no statistics, come from a transform, or belong to a loss that
+    needs only positives."""
+    binarize = {"do": "binarize", "columns": ["row"], "at_least": 5, "into": ["label"]}
+    for each in (
+        plan_labels(lambda row: int(row > 50)),
+        plan_labels(constant_label, statistics=False),
+        plan_labels(constant_label, binarize),
+        plan_labels(constant_label, loss="in_batch_softmax"),
+        plan_labels(constant_label, loss="from_model"),
+    ):
+        assert fit.check_constant_labels(each) == []
+
+
+CLIP = {"do": "clip", "columns": ["price"], "high": 10}
+
+
+@pytest.mark.parametrize(
+    ("largest", "scale", "transforms", "warns"),
+    [
+        (100_000, {}, [], True),
+        (-100_000, {}, [], True),
+        (1000, {}, [], False),
+        (100_000, {"price": {"log": True}}, [], False),
+        (100_000, {}, [CLIP], False),
+    ],
+)
+def test_unscaled_column_with_large_values_warns(tmp_path, largest, scale, transforms, warns):
+    folder = parquet.write_dataset(tmp_path / "d", train=60, valid=20, test=20)
+    parquet.change_column_values(folder / "train/part-0.parquet", "price", {29: largest}, row_group_size=7)
+    with (folder / "schema.yaml").open("a") as schema:
+        schema.write(yaml.safe_dump({"scale": scale}))
+    values = parquet.config_values(folder, tmp_path / "run", data__transforms=transforms)
+    lines = fit.check_plan(open_run(load_config(values), resumed=False))
+    found = [line for line in lines if "dense column price has absolute values up to 100,000" in line]
+    assert len(found) == warns
+    assert all("{price: {log: true}}" in line and "{do: log, columns: [price]}" in line for line in found)

@@ -22,13 +22,12 @@ PARTS = {"coordinator": "ray::Coordinator", "raylet": "raylet/raylet", "GCS": "g
 
 
 @contextmanager
-def training(file, *words, run=None):
+def training(file, *words):
     """Run `raytrec train` in a separate process group; yield it after its first checkpoint."""
     command = [*words, sys.executable, "-m", "raytrec", "train", str(file)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        run = run or file.parent / "run"
-        wait_for(lambda: events(run, "saved") or process.poll() is not None, "checkpoint", 300)
+        wait_for(lambda: events(file.parent / "run", "saved") or process.poll() is not None, "checkpoint", 300)
         assert process.poll() is None, process.stderr.read()
         yield process
     finally:
@@ -122,8 +121,7 @@ def test_other_clusters_do_not_disturb_a_run(tiny_data, tmp_path):
     from heads import RayHead
 
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    longer = run_file(tiny_data, tmp_path / "a")
-    longer.write_text(longer.read_text().replace("epochs: 15", "epochs: 1500"))
+    longer = run_file(tiny_data, tmp_path / "a", train__epochs=1500)
     with training(longer) as process:
         with RayHead(tmp_path / "head", cpus=2), training(run_file(tiny_data, tmp_path / "b")) as other:
             assert other.communicate(timeout=200) and other.returncode == 0

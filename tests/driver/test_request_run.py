@@ -1,6 +1,5 @@
 """Test a complete run on request data: training, checks, resume, evaluation, prediction and export."""
 
-import json
 import shutil
 
 import checkpoints
@@ -11,6 +10,7 @@ import pytest
 import request_rows
 import small
 import torch
+from json_lines import read_json_lines
 
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.run_config import load_config
@@ -29,7 +29,8 @@ TASKS = [
 ]
 MODEL = {"name": "din", "target": "item", "max_length": 5, "attention_mlp": [4], "top_mlp": [8]}
 TOWERS = {"name": "mf", "user": "user", "item": "item"}
-SHORT_INTERVALS = {"checks__every_steps": 2, "tracking__every_steps": 2, "checkpoint__every_steps": 5}
+SHORT_INTERVALS = {"checks": {"every_steps": 2}, "checkpoint": {"every_steps": 5}}
+SHORT_INTERVALS["tracking"] = {"every_steps": 2, "report": False}
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +49,11 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(folder, ray_cluster, tmp_path_factory):
     values = parquet.config_values(folder, tmp_path_factory.mktemp("run") / "run", data__global_batch_size=32)
-    values |= {"model": MODEL, "tasks": TASKS}
-    for key, value in SHORT_INTERVALS.items():
-        section, _, name = key.partition("__")
-        values.setdefault(section, {})[name] = value
-    return driver.train(values)
+    return driver.train(values | {"model": MODEL, "tasks": TASKS} | SHORT_INTERVALS)
 
 
 def test_request_run_passes_checks_and_counts_requests(run):
-    checks = [json.loads(line) for line in (run.path / "checks.jsonl").read_text().splitlines()]
+    checks = read_json_lines(run.path / "checks.jsonl")
     assert {line["check"] for line in checks if line["passed"]} >= {"parity", "conservation"}
     assert all(line["passed"] for line in checks)
     assert run.metrics["eval.rows"] == 103

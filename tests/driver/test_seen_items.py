@@ -91,26 +91,24 @@ def test_item_columns_are_checked_against_schema_histories(folder):
         open_retrieval_data(folder, {"name": "mf"}, item="item_key", seen=["seen"], right_items="right_items_keys")
 
 
+def replace_test_rows(folder, tmp_path, table):
+    """Make a folder with other test rows."""
+    for name in ("train", "items", "schema.yaml"):
+        (tmp_path / name).symlink_to(folder / name)
+    (tmp_path / "test").mkdir()
+    pq.write_table(table, tmp_path / "test/part-0.parquet")
+
+
 def test_seen_column_may_differ_from_the_history(folder, tmp_path):
     """Views are the history and purchases are seen; the two columns share no item."""
-    for name in ("train", "items"):
-        (tmp_path / name).symlink_to(folder / name)
-    (tmp_path / "schema.yaml").symlink_to(folder / "schema.yaml")
-    (tmp_path / "test").mkdir()
     table, rng = pq.read_table(folder / "test"), random.Random(1)
     other = [rng.sample(sorted({*range(ITEMS)} - {*met}), 5) for met in table["history"].to_pylist()]
-    table = table.append_column("bought", pa.array(other, pa.list_(pa.int32())))
-    pq.write_table(table, tmp_path / "test/part-0.parquet")
+    replace_test_rows(folder, tmp_path, table.append_column("bought", pa.array(other, pa.list_(pa.int32()))))
     open_retrieval_data(tmp_path, item="item", seen=["bought"], right_items="right_items")
 
 
 def test_task_column_with_item_lists_is_rejected(folder, tmp_path):
-    for name in ("train", "items", "schema.yaml"):
-        (tmp_path / name).symlink_to(folder / name)
-    (tmp_path / "test").mkdir()
     table = pq.read_table(folder / "test")
-    place = table.column_names.index("item")
-    table = table.set_column(place, "item", table["right_items"])
-    pq.write_table(table, tmp_path / "test/part-0.parquet")
+    replace_test_rows(folder, tmp_path, table.drop("item").append_column("item", table["right_items"]))
     with pytest.raises(DataError, match=r"eval\.retrieval\.right_items="):
         open_retrieval_data(tmp_path, item="item", seen=["seen"])

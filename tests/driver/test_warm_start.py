@@ -1,7 +1,5 @@
 """Test warm starts, transforms, partitions and unusual columns in complete runs."""
 
-import json
-
 import checkpoints
 import parquet
 import pyarrow as pa
@@ -9,7 +7,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from any_parquet import write_unusual_dataset
 from small import initial_rows
 
@@ -78,23 +75,15 @@ def test_transformed_partitions_train_like_prepared_data(tiny_data, tmp_path):
     (tmp_path / "users.txt").write_text("\n".join(names.to_pylist()))
     plain = parquet.config_values(tiny_data, tmp_path / "a", train__max_steps=10)
     plain["data"] |= {"shuffle": "none", "valid": None, "test": None}
-    settings = json.loads(json.dumps(plain))
-    settings["run"]["dir"] = str(tmp_path / "b")
-    settings["data"] |= {
+    lookup = {"do": "lookup_vocabulary", "columns": ["user_name"], "into": ["user"]}
+    data = {
         "train": str(tmp_path / "raw"),
         "partitions": {"to": "date=2026-11-02"},
         "schema": str(tiny_data / "schema.yaml"),
-        "transforms": [
-            {
-                "do": "lookup_vocabulary",
-                "columns": ["user_name"],
-                "into": ["user"],
-                "vocabulary": str(tmp_path / "users.txt"),
-            }
-        ],
+        "transforms": [lookup | {"vocabulary": str(tmp_path / "users.txt")}],
     }
-    for values in (plain, settings):
-        driver.train(values)
+    driver.train(plain)
+    driver.train(plain | {"run": {"dir": str(tmp_path / "b")}, "data": plain["data"] | data})
 
     weights = [checkpoints.read_tensors(checkpoints.newest_checkpoint(tmp_path / name)) for name in ("a", "b")]
     assert len(weights[0]) > 5 and weights[0].keys() == weights[1].keys()
@@ -102,33 +91,18 @@ def test_transformed_partitions_train_like_prepared_data(tiny_data, tmp_path):
         torch.testing.assert_close(weights[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def changed_schema(folder, tmp_path, **rows):
-    """Write a schema whose tables have other numbers of rows; return its path."""
-    values = yaml.safe_load(parquet.SCHEMA_YAML)
-    for table, count in rows.items():
-        values["tables"][table]["rows"] = count
-    path = tmp_path / "schema.yaml"
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
-    return path
-
-
 def test_warm_start_grows_and_resets_tables(first, tiny_data, tmp_path, capfd):
     """Table user grows from 40 to 50 rows and keeps weights and state; tag gets initial values."""
-    schema = changed_schema(tiny_data, tmp_path, user=50)
-    changes = {
-        "warm_start.tables": "{'us*': resize, tag: new}",
-        "warm_start.optimizer": "true",
-        "scaling.num_workers": 3,
-        "data.valid": "null",
-        "data.test": "null",
-    }
-    overrides = [f"run.dir={tmp_path / 'run'}", f"data.schema={schema}", *NO_LEARNING, "train.max_steps=1"]
-    second = driver.train(None, overrides + [f"{k}={v}" for k, v in changes.items()], start_from=first.path)
+    schema = tmp_path / "schema.yaml"
+    schema.write_text(parquet.SCHEMA_YAML.replace("rows: 40", "rows: 50"))
+    changes = ["warm_start.tables={'us*': resize, tag: new}", "warm_start.optimizer=true", f"data.schema={schema}"]
+    changes += ["scaling.num_workers=3", "data.valid=null", "data.test=null", "train.max_steps=1"]
+    second = driver.train(None, [f"run.dir={tmp_path / 'run'}", *changes, *NO_LEARNING], start_from=first.path)
     said = " ".join(capfd.readouterr().err.split())
     assert "table user: 10 rows get their initial values" in said
     assert "table tag (12 × 8) gets its initial values" in said
     old, new = (checkpoints.read_tensors(checkpoints.newest_checkpoint(run.path)) for run in (first, second))
-    initial = Schema.parse(yaml.safe_load(schema.read_text()), "test")
+    initial = Schema.load(schema)
     torch.testing.assert_close(new["tables/user/weight"][:40], old["tables/user/weight"], rtol=0, atol=1e-12)
     torch.testing.assert_close(new["tables/user/weight"][40:], initial_rows(initial, "user", 0, 40, 50))
     torch.testing.assert_close(new["tables/tag/weight"], initial_rows(initial, "tag", 0, 0, 12))
@@ -154,19 +128,16 @@ def test_warm_start_shrinks_and_drops_tables(first, tmp_path):
         "labels: [label]\ndense: [price]\nsparse: {user: {table: user}}\ntables: {user: {rows: 30, dim: 8}}\n"
     )
     settings = parquet.config_values(data, tmp_path / "run", train__max_steps=1)
-    settings["optim"] = {"embeddings": {"lr": 1e-30}, "dense": {"lr": 1e-30}}
-    settings.setdefault("warm_start", {})["tables"] = {"user": "resize", "tag": "drop"}
+    tables = {"user": "resize", "tag": "drop"}
 
-    def fails(says):
-        with pytest.raises(SchemaError, match=says):
-            driver.train(settings, start_from=first.path)
+    def train(**warm_start):
+        return driver.train(settings | {"warm_start": warm_start}, NO_LEARNING, start_from=first.path)
 
-    fails("warm_start.dense=matching")
-    settings["warm_start"]["dense"] = "matching"
-    del settings["warm_start"]["tables"]["tag"]
-    fails("table tag is missing in the schema, but 12 × 8 in")
-    settings["warm_start"]["tables"]["tag"] = "drop"
-    second = driver.train(settings, start_from=first.path)
+    with pytest.raises(SchemaError, match=r"warm_start\.dense=matching"):
+        train(tables=tables)
+    with pytest.raises(SchemaError, match="table tag is missing in the schema, but 12 × 8 in"):
+        train(tables={"user": "resize"}, dense="matching")
+    second = train(tables=tables, dense="matching")
     old, new = (checkpoints.read_tensors(checkpoints.newest_checkpoint(run.path)) for run in (first, second))
     torch.testing.assert_close(new["tables/user/weight"], old["tables/user/weight"][:30], rtol=0, atol=1e-12)
     dense = [n for n in new if n.startswith("dense/") and n.endswith("/value")]

@@ -16,9 +16,7 @@ LENGTHS = {f"t{i}": 100.0 if i in (0, 5) else 3.0 for i in range(12)}
 def make_uneven_schema():
     """Return a schema in which a few tables have most of the bytes and others most of the lookups."""
     lengths = ("mean_length", "p99_length", "max_length")
-    known = {
-        name: dict.fromkeys(lengths, length) | {"distinct": TABLES[name]["rows"]} for name, length in LENGTHS.items()
-    }
+    known = {name: dict.fromkeys(lengths, n) | {"distinct": TABLES[name]["rows"]} for name, n in LENGTHS.items()}
     values = make_small_schema(sparse={t: {"table": t} for t in TABLES}, tables=TABLES).model_dump(exclude_none=True)
     return Schema.parse(values | {"statistics": known}, "uneven")
 

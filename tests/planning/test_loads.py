@@ -24,10 +24,6 @@ def run_inspect(capsys, *arguments):
     return (ended.value.code or 0, *capsys.readouterr())
 
 
-def get_table_ranks(tables):
-    return {table.table: table.ranks for table in tables}
-
-
 def test_recorded_lookups_balance_the_plan(run, capsys, tmp_path):
     out = tmp_path / "schema.yaml"
     assert run_inspect(capsys, "--from-run", run, "--out", out)[0] == 0
@@ -36,8 +32,8 @@ def test_recorded_lookups_balance_the_plan(run, capsys, tmp_path):
     assert lengths == pytest.approx({name.replace("t", "f"): ids for name, ids in IDS_PER_ROW.items()})
     assert schema.statistics["f0"].hottest == [0.1, 0.4]
     before, now = (
-        get_table_ranks(plan_uneven_run(uneven_config(run), uneven_schema())),
-        get_table_ranks(plan_uneven_run(uneven_config(run), schema)),
+        {table.table: table.ranks for table in plan_uneven_run(uneven_config(run), known)}
+        for known in (uneven_schema(), schema)
     )
     assert before["t0"] == before["t2"] and now["t0"] != now["t2"], "the long bags are on different ranks"
     assert run_inspect(capsys, "--from-run", run)[1] == out.read_text(encoding="utf-8")
@@ -84,11 +80,8 @@ def test_lengths_are_computed_for_each_sharding_type(tmp_path, kind, hosts, work
 
 def test_unrecorded_ranks_get_the_mean_of_recorded_ranks(tmp_path):
     config, schema = uneven_config(tmp_path, 128, sharding_types=["row_wise"]), uneven_schema()
-    kept = [
-        line
-        for line in make_rank_lines(plan_uneven_run(config, schema), 128)
-        if line.rank in select_recorded_ranks(128)
-    ]
+    lines = make_rank_lines(plan_uneven_run(config, schema), 128)
+    kept = [line for line in lines if line.rank in select_recorded_ranks(128)]
     assert len(kept) == 3 * 64
     assert compute_recorded_lengths(kept, config, schema) == pytest.approx(IDS_PER_ROW, rel=0.02)
 

@@ -197,12 +197,8 @@ def test_vectors_of_ids_in_sequences_are_exchanged_all_to_all():
 
 
 def test_ranks_sharing_cores_slow_down_dense_layers():
-    one, four = (
-        ClusterEstimator(config("data_parallel", device="cpu"), schema(), build_unsharded, make_rates())(
-            Cluster(1, ranks, 8, 32, 100)
-        )
-        for ranks in (1, 4)
-    )
+    estimate = ClusterEstimator(config("data_parallel", device="cpu"), schema(), build_unsharded, make_rates())
+    one, four = (estimate(Cluster(1, ranks, 8, 32, 100)) for ranks in (1, 4))
     work = [count_dense_layers(build_unsharded, config(), schema(), rows) for rows in (64, 16)]
     ratio = four.time.parts["dense layers"] / one.time.parts["dense layers"]
     moved = [each.flops + each.bytes + 7 * each.parameters for each in work]
@@ -211,26 +207,19 @@ def test_ranks_sharing_cores_slow_down_dense_layers():
 
 def test_hot_ids_touch_fewer_rows_and_hit_the_cache():
     hot = schema(hottest=[0.5, 0.9], distinct=100)
-    cold, warm = (
-        predict_step(config("row_wise", "fused", "sgd"), of=of).loads.touched["sgd"] for of in (schema(), hot)
-    )
+    made = config("row_wise", "fused", "sgd")
+    cold, warm = (predict_step(made, of=of).loads.touched["sgd"] for of in (schema(), hot))
     assert warm.sum() < cold.sum()
     known = hot.statistics["t"]
-    assert (
-        estimate_hit_share(1, known) == 0.5
-        and estimate_hit_share(10, known) == 0.9
-        and estimate_hit_share(100, known) == 1
-    )
+    assert [estimate_hit_share(rows, known) for rows in (1, 10, 100)] == [0.5, 0.9, 1]
     assert 0.9 < estimate_hit_share(50, known) < 1 and estimate_hit_share(50, None) == 0.8
 
 
 def test_faster_machine_has_shorter_step_parts():
     made = config("row_wise", "fused")
-    seconds = [
-        ClusterEstimator(made, schema(), build_unsharded)(parse_cluster(name)).time.parts
-        for name in ("4xa100-80", "4xh100")
-    ]
-    assert all(seconds[1][part] <= seconds[0][part] for part in ("lookup", "dense layers", "host to device"))
+    estimate = ClusterEstimator(made, schema(), build_unsharded)
+    slow, fast = (estimate(parse_cluster(name)).time.parts for name in ("4xa100-80", "4xh100"))
+    assert all(fast[part] <= slow[part] for part in ("lookup", "dense layers", "host to device"))
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"copy": 1}', '{"source": 3, "other": 1}'])

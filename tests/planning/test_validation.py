@@ -9,20 +9,11 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.features import Features
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Statistics
-from raytrec.embeddings.constraints import (
-    TableConstraint,
-    count_column_shards,
-    list_kernel_choices,
-    resolve_constraints,
-)
+from raytrec.embeddings import constraints
+from raytrec.embeddings.constraints import TableConstraint, resolve_constraints
+from raytrec.planning import memory as planned_memory
 from raytrec.planning.loads import group_lengths_by_table
-from raytrec.planning.memory import (
-    GIB,
-    HOST_RESERVE_SHARE,
-    estimate_footprints,
-    estimate_host_table_bytes,
-    move_to_files,
-)
+from raytrec.planning.memory import GIB, HOST_RESERVE_SHARE
 from raytrec.planning.validation import validate_constraints
 
 ROWS = {"user": 100, "user_tag": 50, "item": 1000, "shop": 7}
@@ -34,15 +25,9 @@ def schema(dim=16):
 
 
 def config(tables=None, together=(), optimizer="adagrad", workers=4, model=None, **plan):
-    return load_config(
-        {
-            "data": {"train": "d/train"},
-            "scaling": {"num_workers": workers},
-            "model": model or {},
-            "optim": {"embeddings": {"name": optimizer}},
-            "plan": {"tables": tables or {}, "colocate": list(together), **plan},
-        }
-    )
+    plan |= {"tables": tables or {}, "colocate": list(together)}
+    values = {"data": {"train": "d/train"}, "model": model or {}, "plan": plan}
+    return load_config(values, {"scaling.num_workers": workers, "optim.embeddings.name": optimizer})
 
 
 def check_plan(tables=None, together=(), device="cpu", memory=None, given=None, **options):
@@ -178,11 +163,7 @@ def test_int8_qcomms_exclude_sharding_types_that_add_sums():
     [
         ((16, 32, 48, 64), "table_wise", None),
         ((12, 12, 36, 24), "table_wise", None),
-        (
-            (16, 32, 8, 64),
-            "table_wise",
-            "not make exchanges smaller: each group of 8 values.*a shard of table item has 8",
-        ),
+        ((16, 32, 8, 64), "table_wise", "make exchanges smaller: each group of 8 values.*a shard of table item has 8"),
         ((16, 16, 16, 20), "table_wise", "int8 would not make exchanges smaller: each group of 4 values"),
         ((16, 64, 64, 64), "column_wise", "a shard of table user has 4 columns"),  # 16 on 4 ranks
         ((8, 8, 8, 8), "data_parallel", None),
@@ -231,27 +212,18 @@ def test_host_memory_tables_use_no_gpu_memory(kernel):
 def list_tables_in_files(memory, kernels=("fused", "fused_mmap"), tables=None, optimizer="adagrad"):
     """Return the tables in files for each attempt to find a plan."""
     settings = config(tables, optimizer=optimizer, compute_kernels=list(kernels))
-    constraints = resolve_constraints(settings, schema())
-    attempts = move_to_files(constraints, schema(), settings, memory)
+    attempts = planned_memory.move_to_files(resolve_constraints(settings, schema()), schema(), settings, memory)
     return [[name for name, of in each.items() if of.kernel == "fused_mmap"] for each in attempts]
 
 
 def test_largest_tables_move_to_files_first():
     whole = sum(ROWS.values()) * 16 * 8  # bytes with state
     assert list_tables_in_files(whole, ["fused"]) == [[]]
-    assert list_tables_in_files(whole) == [[], ["item"], ["user", "item"], ["user", "user_tag", "item", "shop"]]
-    assert list_tables_in_files(whole - 1)[0] == ["item"] and list_tables_in_files(whole - ITEM - 1)[0] == [
-        "user",
-        "item",
-    ]
-    assert (
-        list_tables_in_files(0)[-1]
-        == ["user", "user_tag", "item", "shop"]
-        == list_tables_in_files(whole, ["fused_mmap"])[0]
-    )
-    assert list_tables_in_files(0, optimizer="adam") == [[]], (
-        "Adam updates are dense on CPU, so tables cannot be in files"
-    )
+    assert list_tables_in_files(whole) == [[], ["item"], ["user", "item"], [*ROWS]]
+    assert list_tables_in_files(whole - 1)[0] == ["item"]
+    assert list_tables_in_files(whole - ITEM - 1)[0] == ["user", "item"]
+    assert list_tables_in_files(0)[-1] == list_tables_in_files(whole, ["fused_mmap"])[0] == [*ROWS]
+    assert list_tables_in_files(0, optimizer="adam") == [[]], "Adam updates are dense on CPU"
     fixed = {"item": {"compute_kernel": "fused"}, "shop": {"sharding_type": "data_parallel"}}
     assert list_tables_in_files(0, tables=fixed)[-1] == ["user", "user_tag"]
 
@@ -260,24 +232,29 @@ def test_gpus_reject_mmap_kernels():
     with pytest.raises(ConfigError, match="which GPUs do not support"):
         check_plan(device="cuda", compute_kernels=["fused_mmap"])
     both = config(compute_kernels=["fused_mmap", "fused", "fused_uvm"])
-    assert list_kernel_choices(both, "cuda", managed=False) == ["fused", "fused_uvm"]
-    assert list_kernel_choices(both, "cpu", managed=False) == ["fused"]
+    assert constraints.list_kernel_choices(both, "cuda", managed=False) == ["fused", "fused_uvm"]
+    assert constraints.list_kernel_choices(both, "cpu", managed=False) == ["fused"]
 
 
 def test_host_memory_limit_reserves_checkpoint_copies():
     """A rank's share also holds a reserve, prefetched rows, and copies of its part of all tables."""
     settings, others = config(make_item_line(kernel="fused_uvm")), 157 * 16 * 8
-    resolved = resolve_constraints(settings, schema())
-    assert estimate_host_table_bytes(settings, schema(), resolved, 4, 1000) == 0
+
+    def estimate(share):
+        resolved = resolve_constraints(settings, schema())
+        return planned_memory.estimate_host_table_bytes(settings, schema(), resolved, 4, share)
+
+    assert estimate(1000) == 0
     settings.data.buffer_gib = 1000 / GIB
     left = (1 - HOST_RESERVE_SHARE) * 200_000 - 1000
     for settings.checkpoint.async_save, room in ((True, (left - others / 4) / 2), (False, left)):
-        assert estimate_host_table_bytes(settings, schema(), resolved, 4, 200_000) == int(room)
+        assert estimate(200_000) == int(room)
 
 
 def test_checkpoint_copies_of_gpu_tables_need_host_memory():
     settings, buffer = config(), int(0.5 * GIB)
-    sizes = estimate_footprints(settings, schema(), resolve_constraints(settings, schema()), "cuda").values()
+    resolved = resolve_constraints(settings, schema())
+    sizes = planned_memory.estimate_footprints(settings, schema(), resolved, "cuda").values()
     copies = sum(size.device for size in sizes) // 4
     options = {"world": 4, "ranks_per_host": 2}
     validate_constraints(settings, schema(), "cuda", host_share=buffer + copies + 4, **options)
@@ -302,7 +279,7 @@ def test_checkpoint_copies_of_gpu_tables_need_host_memory():
     ],
 )
 def test_column_shards_are_equal_and_multiples_of_four(dim, sharding, ranks, expected):
-    assert count_column_shards(dim, (sharding,), ranks, world=4, local=2) == expected
+    assert constraints.count_column_shards(dim, (sharding,), ranks, world=4, local=2) == expected
 
 
 SEQUENCES = make_small_schema(

@@ -27,12 +27,9 @@ def search(tiny_data, tmp_path):
     made = prepare_test_search(tiny_data, tmp_path, SPACE, make_settings(trials=4), tracking__enabled=False)
     write_search(made)
     key = made.figure.key
-    for trial, state, points in zip(
-        made.trials,
-        (State.FINISHED, State.STOPPED, State.FAILED, State.WAITING),
-        ({2: 0.9, 5: 0.8123}, {2: 0.95}, {2: 0.1}, {}),
-        strict=True,
-    ):
+    states = State.FINISHED, State.STOPPED, State.FAILED, State.WAITING
+    histories = {2: 0.9, 5: 0.8123}, {2: 0.95}, {2: 0.1}, {}
+    for trial, state, points in zip(made.trials, states, histories, strict=True):
         trial.state, trial.points, trial.step = state, points, max(points, default=0)
     made.trials[2].error = "the loss is not a finite number <b>"
     result = {f"eval.{key}": 0.8123, "eval.rows": 100, "train.steps": 5, "metrics": []}
@@ -79,15 +76,6 @@ optim.schedule: {choice: [{}, {decay: linear, decay_steps: 1000}]}
 """
 
 
-def make_wide_search(data, tmp_path):
-    """Return a search of 12 finished trials with many keys."""
-    made = prepare_test_search(data, tmp_path, WIDE_SPACE, make_settings(trials=12), tracking__enabled=False)
-    for trial in made.trials:
-        trial.state, trial.step = State.FINISHED, 200
-        trial.points = {100: 0.7, 200: 0.7 + 0.01 * trial.number}
-    return made
-
-
 @pytest.mark.parametrize("kind", ["valid", "holdout", "test"])
 def test_outcome_names_the_data_that_selected_the_best_trial(search, capsys, kind):
     if kind != "valid":
@@ -104,8 +92,11 @@ def test_outcome_names_the_data_that_selected_the_best_trial(search, capsys, kin
 
 
 def test_wide_outcome_table_does_not_break_words(tiny_data, tmp_path, capsys, monkeypatch):
+    """The search has 12 finished trials and many keys."""
     monkeypatch.setenv("COLUMNS", "80")
-    made = make_wide_search(tiny_data, tmp_path)
+    made = prepare_test_search(tiny_data, tmp_path, WIDE_SPACE, make_settings(trials=12), tracking__enabled=False)
+    for trial in made.trials:
+        trial.state, trial.step, trial.points = State.FINISHED, 200, {100: 0.7, 200: 0.7 + 0.01 * trial.number}
     print_outcome(made)
     table = capsys.readouterr().out
     assert all(len(line) <= 80 for line in table.splitlines() if "│" in line)

@@ -36,10 +36,8 @@ def run_trials(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "TRIAL_POLL_INTERVAL_S", 0.01)
 
     def inner(body, trials=1, at_once=1):
-        steps = {"eval_every_steps": 1, "max_steps": 20}
-        search = prepare_test_search(
-            tiny_data, tmp_path, settings=make_settings(trials=trials, metric="auc"), train=steps
-        )
+        settings, steps = make_settings(trials=trials, metric="auc"), {"eval_every_steps": 1, "max_steps": 20}
+        search = prepare_test_search(tiny_data, tmp_path, settings=settings, train=steps)
         write_search(search)
         script = TRIAL_SCRIPT.format(key=search.figure.key, body=body)
         monkeypatch.setattr(runner, "TRAIN_COMMAND", (sys.executable, "-c", script))

@@ -107,11 +107,8 @@ def test_drawn_values_are_set_in_the_configuration():
     drawn = config.with_overrides({"optim.dense.lr": 0.5, "tasks.buy.weight": 0.1, "tasks.clicked.weight": 0.2})
     assert drawn.optim.dense.lr == 0.5 != config.optim.dense.lr
     assert [task.weight for task in drawn.tasks] == [0.2, 0.1]
-    for key, mistake in (
-        ("tasks.by.weight", "did you mean 'buy'"),
-        ("data.train.x", "a value"),
-        ("tasks.x", "no keys"),
-    ):
+    mistakes = {"tasks.by.weight": "did you mean 'buy'", "data.train.x": "a value", "tasks.x": "no keys"}
+    for key, mistake in mistakes.items():
         with pytest.raises(ConfigError, match=mistake):
             config.with_overrides({key: 1})
 

@@ -145,17 +145,6 @@ def test_halving_stops_the_same_trials_as_the_reference(factor, grace):
     assert stopped == expected and len(stopped) > 8
 
 
-def test_halving_compares_with_earlier_evaluations():
-    rule, trials = make_halving_rule()
-    for number in (1, 2):
-        trials[number].points = {1: 0.8 + number / 100, 2: 0.9}
-        rule.falls_behind(trials[number])
-    trials[2].points[1] = 0.1  # this rung was already evaluated
-    assert not rule.falls_behind(trials[2])
-    trials[3].points[1] = 0.5
-    assert rule.falls_behind(trials[3])
-
-
 def test_halving_compares_trials_by_trained_rows():
     rule, trials = make_halving_rule(factor=4.0)  # rungs at 10 and 40 rows
     trials[1].config = load_config(TRIAL_VALUES | {"data": TRIAL_VALUES["data"] | {"global_batch_size": 4 * BATCH}})
@@ -167,10 +156,3 @@ def test_halving_compares_trials_by_trained_rows():
 def test_halving_continues_trials_without_figures():
     rule, trials = make_halving_rule()
     assert not any(map(rule.falls_behind, trials.values()))
-
-
-def test_halving_stops_no_trial_before_the_first_rung():
-    rule, trials = make_halving_rule(grace=20)
-    for number in (1, 2):
-        trials[number].points = {STEPS: 1 / number}
-        assert not rule.falls_behind(trials[number])

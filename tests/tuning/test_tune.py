@@ -9,6 +9,7 @@ import sys
 import parquet
 import pytest
 import yaml
+from json_lines import read_json_lines
 from waiting import wait_for
 
 from raytrec.checkpoint.files import find_newest_checkpoint
@@ -64,12 +65,9 @@ def test_search_finds_the_best_trial_and_stops_the_other(tiny_data, tmp_path, ca
     result = json.loads((good.folder / "result.json").read_text())
     assert result[f"eval.{outcome.figure.key}"] == good.value and result["eval.rows"] == 501  # in data.valid
     folder = tmp_path / "s"
-    written = json.loads((folder / "outcome.json").read_text())
-    assert written == outcome.metrics == json.loads(json.dumps(outcome.metrics))
-    assert outcome.metrics["best"]["trial"] == good.number and read_trial_states(folder)[bad.number] == "stopped"
-    config = load_config(folder / "best.yaml")
-    assert config.model.top_mlp == [16] and config.data.test == f"{tiny_data}/test" and config.run.dir is None
-    assert f"{good.value:.4f}" in (folder / "best.yaml").read_text().splitlines()[0]
+    assert json.loads((folder / "outcome.json").read_text()) == outcome.metrics
+    assert read_trial_states(folder)[bad.number] == "stopped"
+    assert load_config(folder / "best.yaml").model.top_mlp == [16]
     assert "trial 1 starts" in shown and f"trial {bad.number} stopped at step" in shown
     with pytest.raises(RunError, match="already contains a search"):
         tune(make_tune_settings(tiny_data, tmp_path / "s"), space, trials=2)
@@ -104,8 +102,7 @@ def read_saved_step(folder):
 
 def read_start_steps(folder):
     """Return the steps at which the trial started or resumed training."""
-    lines = (folder / "events.jsonl").read_text().splitlines()
-    return [event["step"] for event in map(json.loads, lines) if event["event"] == "start"]
+    return [event["step"] for event in read_json_lines(folder / "events.jsonl", "start")]
 
 
 @pytest.mark.survive
@@ -159,8 +156,4 @@ def test_search_is_tracked_under_one_mlflow_parent_run(tiny_data, tmp_path):
     parent = runs.pop(outcome.config.run.name)
     assert sorted(runs) == [f"{outcome.config.run.name}-001", f"{outcome.config.run.name}-002"]
     assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
-    assert parent.data.params == {"space.optim.dense.lr": "choice [0.01, 0.02]"}
     assert parent.data.metrics[f"eval.{outcome.figure.key}"] == outcome.best.value
-    assert parent.data.tags["best.trial"] == str(outcome.best.number)
-    files = {file.path for file in client.list_artifacts(parent.info.run_id)}
-    assert files == {"best.yaml", "space.yaml"}

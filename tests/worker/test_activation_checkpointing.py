@@ -1,17 +1,9 @@
 """train.activation_checkpointing: bit-identical results from less memory."""
 
 import pytest
+import small
 import torch
 from ranks import run_on_ranks
-from small import (
-    SCHEMA,
-    assert_same_state,
-    build_step_on_rank,
-    copy_local_state,
-    make_batches,
-    make_small_config,
-    train_step,
-)
 
 MODELS = {
     "dlrm": {"name": "dlrm", "bottom_mlp": [6], "top_mlp": [6], "dropout": 0.5},
@@ -25,23 +17,18 @@ MODELS = {
 }
 
 
-def make_schema(name):
-    schema = SCHEMA.model_copy(deep=True)
-    if name == "sequence":
-        schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"
-    return schema
-
-
 def train_four_steps(rank, world, model, recomputed, changes):
     """Return the losses of four steps, and all weights and optimizer state after the last step."""
     from raytrec.config.features import resolve_features
 
     changes = {"activation_checkpointing": recomputed, **changes}
-    settings = make_small_config(world, {"sharding_type": "row_wise"}, model=model, **changes)
-    schema = make_schema(model["name"])
-    step, features = build_step_on_rank(settings, schema), resolve_features(schema, settings.model)
-    outputs = train_step(step, make_batches(4, rank, world, schema=schema, features=features)[1])
-    return [each.loss for each in outputs], copy_local_state(step)
+    settings = small.make_small_config(world, {"sharding_type": "row_wise"}, model=model, **changes)
+    schema = small.SCHEMA.model_copy(deep=True)
+    if model["name"] == "sequence":
+        schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"
+    step, features = small.build_step_on_rank(settings, schema), resolve_features(schema, settings.model)
+    outputs = small.train_step(step, small.make_batches(4, rank, world, schema=schema, features=features)[1])
+    return [each.loss for each in outputs], small.copy_local_state(step)
 
 
 @pytest.mark.slow
@@ -49,12 +36,10 @@ def train_four_steps(rank, world, model, recomputed, changes):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("changes", [{}, {"matmul": "bf16", "max_grad_norm": 0.1, "on_nan": "skip"}])
 def test_activation_checkpointing_keeps_results_bit_identical(name, world, changes):
-    plain = run_on_ranks(world, train_four_steps, MODELS[name], False, changes)
-    for (losses, state), (others, other) in zip(
-        plain, run_on_ranks(world, train_four_steps, MODELS[name], True, changes), strict=True
-    ):
+    plain, recomputed = (run_on_ranks(world, train_four_steps, MODELS[name], on, changes) for on in (False, True))
+    for (losses, state), (others, other) in zip(plain, recomputed, strict=True):
         assert losses == others and all(loss.isfinite() for loss in losses)
-        assert_same_state(state, other)
+        small.assert_same_state(state, other)
 
 
 def count_saved_bytes(model, dense, pooled):
@@ -78,9 +63,9 @@ def test_activation_checkpointing_reduces_saved_activations():
     from raytrec.models.recommender import checkpoint_activations
 
     section = {"name": "dcn", "bottom_mlp": [64], "cross_layers": 6, "top_mlp": [64, 64, 64]}
-    model = build_model(SCHEMA, make_small_config(1, {}, model=section).model)
+    model = build_model(small.SCHEMA, small.make_small_config(1, {}, model=section).model)
     dense = torch.rand(256, 2)
-    pooled = {name: torch.rand(256, 8, requires_grad=True) for name in SCHEMA.sparse}
+    pooled = {name: torch.rand(256, 8, requires_grad=True) for name in small.SCHEMA.sparse}
     before = count_saved_bytes(model, dense, pooled)
     checkpoint_activations(model)
     assert 0 < count_saved_bytes(model, dense, pooled) < before / 2

@@ -1,12 +1,10 @@
 """train.compile: the same losses, weights and names as in eager mode, also in evaluations and checkpoints."""
 
-from functools import partialmethod
-
 import pytest
 import torch
+from compile_backends import use_compile_backend
 from ranks import run_on_ranks
 from small import build_step_on_rank, make_batches, make_small_config, make_small_schema, train_step
-from torch import nn
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.machine import require_compiler
@@ -19,27 +17,22 @@ BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.survive)]
 
 
 def train_and_evaluate(rank, world, backend):
-    """Return (names of the dense state, its values, logits of an evaluation, number of compiled graphs)."""
+    """Return (dense state, logits of an evaluation, number of compiled graphs)."""
     import torch._dynamo.utils
 
     from raytrec.checkpoint.state import LogicalState
 
-    plain = nn.Module.compile
-    nn.Module.compile = partialmethod(plain, backend=backend)
     torch.compiler.reset()
     stats = torch._dynamo.utils.counters["stats"]
     before = stats["unique_graphs"]
-    try:
-        settings = make_small_config(world, ROWS, compile=bool(backend), ema=0.9)
-        step = build_step_on_rank(settings)
-    finally:
-        nn.Module.compile = plain
+    with use_compile_backend(backend):
+        step = build_step_on_rank(make_small_config(world, ROWS, compile=bool(backend), ema=0.9))
     state, local = LogicalState(step.model, step.optimizer), make_batches(5, rank, world)[1]
     train_step(step, local[:4])
     (outputs,) = step.evaluate(iter(local[4:]))
     train_step(step, local[:1])
     weights = {name: value.clone() for name, value in state.dense.items()}
-    return sorted(weights), weights, outputs["y"].logits, stats["unique_graphs"] - before
+    return weights, outputs["y"].logits, stats["unique_graphs"] - before
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -47,11 +40,8 @@ def train_and_evaluate(rank, world, backend):
 def test_compiled_model_matches_eager(world, backend):
     plain = run_on_ranks(world, train_and_evaluate, None)
     for own, other in zip(plain, run_on_ranks(world, train_and_evaluate, backend), strict=True):
-        assert own[0] == other[0], "checkpoints have the same names"
-        for name, value in own[1].items():
-            torch.testing.assert_close(other[1][name], value, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(other[2], own[2], rtol=1e-4, atol=1e-6)
-        assert (own[3], other[3]) == (0, 2), "one graph for training, one for evaluation, any batch size"
+        torch.testing.assert_close(other[:2], own[:2], rtol=1e-4, atol=1e-6)
+        assert (own[2], other[2]) == (0, 2), "one graph for training, one for evaluation, any batch size"
 
 
 def train_on_varying_lengths(rank, world, name, dropout):
@@ -70,18 +60,14 @@ def train_on_varying_lengths(rank, world, name, dropout):
         "negatives": {"table": "item", "pooling": "sequence"},
     }
     schema = make_small_schema(dense=[], sparse=sparse, tables={"item": {"rows": 31, "dim": 8}})
-    model = {"name": name, "max_length": 12, "negatives": "negatives", "max_negatives": 3}
-    model["dropout"] = dropout
+    model = {"name": name, "max_length": 12, "negatives": "negatives", "max_negatives": 3, "dropout": dropout}
     torch.compiler.reset()
-    stats, plain, logits, graphs = torch._dynamo.utils.counters["stats"], nn.Module.compile, [], []
+    stats, logits, graphs = torch._dynamo.utils.counters["stats"], [], []
     before = stats["unique_graphs"]
     for compile in (False, True):
-        nn.Module.compile = partialmethod(plain, backend="eager")
-        try:
-            settings = make_small_config(world, ROWS, model=model, compile=compile)
+        settings = make_small_config(world, ROWS, model=model, compile=compile)
+        with use_compile_backend("eager"):
             step = build_step_on_rank(settings, schema)
-        finally:
-            nn.Module.compile = plain
         features = resolve_features(schema, settings.model)
         for number, (rows, most) in enumerate([(24, 8), (31, 13), (24, 3), (40, 10), (24, 2), (13, 6)]):
             (whole,) = make_random_batches(schema, rows, 1, seed=number)
@@ -167,10 +153,9 @@ def run_with_reused_buffers(rank, world, compile):
 
     Return (weights, logits of each batch, modes of torch.compile, number of compiled functions).
     """
-    backend, plain, kept = BufferReusingBackend(), nn.Module.compile, []
-    nn.Module.compile = partialmethod(plain, backend=backend)
+    backend, kept = BufferReusingBackend(), []
     torch.compiler.reset()
-    try:
+    with use_compile_backend(backend):
         step = build_step_on_rank(make_small_config(world, ROWS, compile=compile))
         step.head.register_forward_pre_hook(
             lambda head, _: kept.extend(w for w in head.model.parameters() if head.training and w.grad is not None)
@@ -180,8 +165,6 @@ def run_with_reused_buffers(rank, world, compile):
         given = train_step(step, [*local[:3], smaller[0], local[3]])
         given += step.evaluate(iter([local[4], local[0], smaller[1]]))
         given += train_step(step, local[4:])
-    finally:
-        nn.Module.compile = plain
     assert not kept, "gradients of the previous step are kept; the next replay would overwrite them"
     weights = [weight.detach().clone() for weight in step.head.model.parameters()]
     return weights, [outputs["y"].logits for outputs in given], backend.modes, backend.compiled
@@ -189,16 +172,10 @@ def run_with_reused_buffers(rank, world, compile):
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.survive)])
 def test_cuda_graph_replay_does_not_overwrite_outputs(world):
-    for own, other in zip(
-        run_on_ranks(world, run_with_reused_buffers, False),
-        run_on_ranks(world, run_with_reused_buffers, "graphs"),
-        strict=True,
-    ):
-        for value, plain in zip([*other[0], *other[1]], [*own[0], *own[1]], strict=True):
-            torch.testing.assert_close(value, plain, rtol=1e-4, atol=1e-6)
-        assert other[2:] == ({"reduce-overhead"}, 3), (
-            "one function each for training forward, training backward and evaluation"
-        )
+    plain, replayed = (run_on_ranks(world, run_with_reused_buffers, compile) for compile in (False, "graphs"))
+    for own, other in zip(plain, replayed, strict=True):
+        torch.testing.assert_close(other[:2], own[:2], rtol=1e-4, atol=1e-6)
+        assert other[2:] == ({"reduce-overhead"}, 3), "functions of forward, backward and evaluation"
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def run_consensus(rank, world, ring):
 def test_every_rank_gets_the_same_decision(world, ring, lag):
     found = run_on_ranks(world, run_consensus, ring)
     assert all(each[:4] == found[0][:4] for each in found)
+    assert world <= ring or all(max(each[4]) < world for each in found), "the rings are short"
     own_lag, given, last, agreed, _ = found[0]
     assert own_lag == lag
     assert given[:lag] == [None] * lag and None not in given[lag:]
@@ -50,16 +51,9 @@ def test_every_rank_gets_the_same_decision(world, ring, lag):
     assert (agreed.through, agreed.bad) == (50, 7)
 
 
-def test_large_worlds_use_short_rings():
-    sizes = run_on_ranks(5, run_consensus, 4)
-    assert all(max(each[4]) < 5 for each in sizes)
-
-
 @pytest.mark.parametrize("world", [65, 97, 256, 1000, 1021, 1024])
 def test_grid_pairs_every_row_with_every_column(world):
     places = [_find_grid_position(rank, world) for rank in range(world)]
-    rows, columns = ({place[axis] for place in places} for axis in (0, 1))
+    rows, columns = (Counter(place[axis] for place in places) for axis in (0, 1))
     assert set(places) == {(row, column) for row in rows for column in columns}
-    assert max(max(Counter(row for row, _ in places).values()), max(Counter(c for _, c in places).values())) <= (
-        world**0.5 + 2
-    )
+    assert max(*rows.values(), *columns.values()) <= world**0.5 + 2

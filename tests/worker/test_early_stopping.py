@@ -10,6 +10,7 @@ from small import SCHEMA, make_small_config
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
+from raytrec.metrics.selection import Selection
 
 
 def find_expected_stop(values, patience, better):
@@ -29,7 +30,6 @@ def find_expected_stop(values, patience, better):
 def run_until_stop(rank, world, values, section, resumed_after=None):
     """Return the number of evaluations until a run ends, and its message. Only rank 0 knows the metrics."""
     from raytrec.config.training import EarlyStoppingSection
-    from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import MetricSums
     from raytrec.worker.evaluate import EarlyStopping
     from raytrec.worker.progress import Progress
@@ -98,22 +98,19 @@ def test_training_ends_at_the_target():
 
 
 def test_invalid_early_stopping_is_rejected():
-    from raytrec.metrics.selection import Selection
-
     base = make_small_config(1, {"sharding_type": "row_wise"})
-    with pytest.raises(ConfigError, match="early_stopping is set, but"):
-        load_config(base, ["train.early_stopping={patience: 2}"])
-    with pytest.raises(ConfigError, match="greater than 0"):
-        load_config(base, ["train.early_stopping={patience: 0}"])
-    with pytest.raises(ConfigError, match="patience and target are both null"):
-        load_config(base, ["train.early_stopping={patience: null}"])
+    for patience, message in (
+        ("2", "early_stopping is set, but"),
+        ("0", "greater than 0"),
+        ("null", "patience and target are both null"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(base, [f"train.early_stopping={{patience: {patience}}}"])
     selection = Selection.from_config(base, SCHEMA)
     with pytest.raises(ConfigError, match=r"train\.early_stopping\.metric is aux.* did you mean 'auc'"):
         selection.best("aux", "train.early_stopping.metric")
 
 
 def test_metric_of_single_task_accepts_task_prefix():
-    from raytrec.metrics.selection import Selection
-
     selection = Selection.from_config(make_small_config(1, {"sharding_type": "row_wise"}), SCHEMA)
     assert selection.best("y.auc").key == "auc" == selection.best("auc").key

@@ -32,28 +32,20 @@ def locate_blocked_thread(*files):
         thread.join()
 
 
+LOOP, MODEL = f"{PACKAGE}worker/loop.py", f"{PACKAGE}models/mine.py"
+COLLECTIVE, LINEAR = f"{SITE_PACKAGES}torch/distributed/c10d.py", f"{SITE_PACKAGES}torch/nn/linear.py"
+TOOL = f"{SITE_PACKAGES}raytrec_tools/x.py"
+
+
 @pytest.mark.parametrize(
     ("files", "waits"),
     [
-        ((f"{PACKAGE}worker/loop.py", f"{SITE_PACKAGES}torch/distributed/distributed_c10d.py"), True),
-        (
-            (
-                f"{PACKAGE}worker/loop.py",
-                f"{SITE_PACKAGES}torch/distributed/c10d.py",
-                f"{SITE_PACKAGES}raytrec_tools/x.py",
-            ),
-            True,
-        ),
-        (
-            (
-                f"{SITE_PACKAGES}torch/distributed/c10d.py",
-                f"{PACKAGE}models/mine.py",
-                f"{SITE_PACKAGES}torch/nn/linear.py",
-            ),
-            False,
-        ),
-        ((f"{PACKAGE}worker/loop.py", f"{SITE_PACKAGES}torch/nn/modules/linear.py"), False),
+        ((LOOP, COLLECTIVE), True),
+        ((LOOP, COLLECTIVE, TOOL), True),
+        ((COLLECTIVE, MODEL, LINEAR), False),
+        ((LOOP, LINEAR), False),
     ],
+    ids=["collective", "tool in a collective", "model", "layer"],
 )
 def test_collective_is_recognized_in_a_raytrec_checkout(files, waits):
     assert locate_blocked_thread(*files) is waits

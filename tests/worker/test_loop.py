@@ -1,16 +1,21 @@
 """The training loop of one rank: records, checks, agreement between ranks, and phases of saving."""
 
+from time import sleep
+
 import loop
 import pytest
 import torch
 from operators import OperatorCounter
 from ranks import run_on_ranks
 
+from raytrec.common.messages import RankLine
 from raytrec.driver.coordinator import SLOW_PHASES
+from raytrec.report.findings import find_straggler
 from raytrec.worker.step import derive_seed
 
 NO_RECORDS = "tracking.every_steps=null"
 CHECKS = ("same_environment", "shards", "replicas", "parity", "conservation", "finite", "numerics")
+WITHOUT_RECORDS = [NO_RECORDS, *(f"checks.{name}=off" for name in CHECKS)]
 
 
 def run(rank, world, steps, changes, folder, disturb=None):
@@ -72,13 +77,10 @@ def test_failed_check_warns_when_configured(tmp_path):
 
 @pytest.mark.slow
 def test_disabled_checks_and_records_report_nothing(tmp_path):
-    changes = [NO_RECORDS, *(f"checks.{name}=off" for name in CHECKS)]
-    assert run_on_ranks(2, run, 4, changes, str(tmp_path), flip_bit) == [([], None), ([], None)]
+    assert run_on_ranks(2, run, 4, WITHOUT_RECORDS, str(tmp_path), flip_bit) == [([], None), ([], None)]
 
 
 def delay_rank_1(made):
-    from time import sleep
-
     if made.context.index == 1:
         sleep(0.1)  # between steps, so the time belongs to this rank
 
@@ -86,9 +88,6 @@ def delay_rank_1(made):
 @pytest.mark.slow
 def test_waiting_rank_reports_collective_time(tmp_path):
     """The slow rank reports the delay as its own time; the other rank reports time in collectives."""
-    from raytrec.common.messages import RankLine
-    from raytrec.report.findings import find_straggler
-
     results = run_on_ranks(2, run, 12, ["tracking.every_steps=6"], str(tmp_path), delay_rank_1)
     lines = [[m for m in said if m["kind"] == "rank"][1] for said, _ in results]
     fast, slow = (line["phases_s"] for line in lines)
@@ -126,7 +125,7 @@ def test_final_checkpoint_wait_has_its_own_phase(tmp_path):
 
 
 def count_all_reduces(rank, world, folder):
-    """Count the count_all_reduces of two ordinary steps.
+    """Count the all-reduces of two ordinary steps.
 
     Return the count, the random numbers drawn in the last step, and the numbers expected from its seed.
     """
@@ -162,16 +161,13 @@ def test_two_ranks_all_reduce_at_each_step(tmp_path):
 
 def collect_train_reports(rank, world, folder):
     """Return the steps at which training metrics were reported, and their messages."""
-    made, at = (
-        loop.make_worker_loop(rank, world, 23, ["train.log_every_steps=5", "checkpoint.every_s=null"], folder),
-        [],
-    )
+    changes, at = ["train.log_every_steps=5", "checkpoint.every_s=null"], []
 
     def after(made):
         told = sum(message["kind"] == "train" for message in made.said)
         at.extend([made.progress.step] * (told - len(at)))
 
-    made.train(23, after)
+    made = loop.make_worker_loop(rank, world, 23, changes, folder).train(23, after)
     messages = [message for message in made.said if message["kind"] == "train"]
     figures = [{k: v for k, v in m.items() if k not in ("rows_per_s", "time")} for m in messages]
     return at, [m["step"] for m in messages], figures, made.progress.trained

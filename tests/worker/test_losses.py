@@ -8,11 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 from ranks import run_on_ranks
 from standin.clock import use_simulated_clock
+from test_loop import WITHOUT_RECORDS
 
-QUIET = ["tracking.every_steps=null"] + [
-    f"checks.{name}=off"
-    for name in ("same_environment", "shards", "replicas", "parity", "conservation", "finite", "numerics")
-]
+from raytrec.driver.coordinator import GPU_PHASE_TEXTS
+from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT
 
 
 def make_loss_infinite(step):
@@ -37,7 +36,7 @@ def run(rank, world, folder, bad, steps, behind_s, changes):
 
             StandInGpu.active.work(behind_s)
 
-    made = loop.make_worker_loop(rank, world, steps, QUIET + changes, folder, spoil=make_loss_infinite(bad))
+    made = loop.make_worker_loop(rank, world, steps, WITHOUT_RECORDS + changes, folder, spoil=make_loss_infinite(bad))
     with use_simulated_clock():
         made.train(steps, busy)
     failed = [line["error"] for line in made.said if line.get("error")]
@@ -57,7 +56,7 @@ def collect_heartbeats(rank, world, folder):
         StandInGpu.active.work(0.3)
         said.append(made.context.heartbeat.find_unfinished())
 
-    made = loop.make_worker_loop(rank, world, 5, [*QUIET, "tracking.every_steps=100"], folder)
+    made = loop.make_worker_loop(rank, world, 5, [*WITHOUT_RECORDS, "tracking.every_steps=100"], folder)
     with use_simulated_clock():
         made.train(5, busy)
     return [*said, made.context.heartbeat.find_unfinished()]
@@ -65,9 +64,6 @@ def collect_heartbeats(rank, world, folder):
 
 @pytest.mark.slow
 def test_heartbeat_reports_unfinished_gpu_step(tmp_path):
-    from raytrec.driver.coordinator import GPU_PHASE_TEXTS
-    from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT
-
     for first, *said, recorded, last in run_on_ranks(2, collect_heartbeats, str(tmp_path), device="cuda"):
         assert first is recorded is last is None, "no unfinished step at start, after a record or at the end"
         for step, (unfinished, phase) in enumerate(said, 2):
@@ -82,8 +78,6 @@ def test_first_nonfinite_step_is_named_and_dumped(device, behind_s, bad, tmp_pat
 
     A GPU finishes each step 0.1 s after the host.
     """
-    from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT
-
     changes = ["checkpoint.every_steps=4", "checkpoint.keep_last=9"]
     results = run_on_ranks(2, run, str(tmp_path), bad, 9, behind_s, changes, device=device)
     for rank, (error, ended, labels, dense) in enumerate(results):

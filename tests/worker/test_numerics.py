@@ -6,18 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import small
 import torch
 from ranks import run_on_ranks
-from small import (
-    SCHEMA,
-    build_step_on_rank,
-    gather_weights,
-    make_batches,
-    make_reference_model,
-    make_small_config,
-    max_weight_difference,
-    train_step,
-)
+from small import SCHEMA, build_step_on_rank, make_batches, make_small_config, train_step
+
+from raytrec.config.training import TrainSection
+from raytrec.driver.resume import _list_differences
+from raytrec.worker.process import prepare_process
 
 TESTS = Path(__file__).parents[1]
 
@@ -45,9 +41,9 @@ def compare_bf16_step(rank, world, changes):
 
     settings = make_small_config(world, {"sharding_type": "row_wise"}, "sgd", lr=1.0, matmul="bf16", **changes)
     step = build_step_on_rank(settings)
-    begun, (whole, local), expected = gather_weights(step), make_batches(1, rank, world), {}
+    begun, (whole, local), expected = small.gather_weights(step), make_batches(1, rank, world), {}
     for name in ("bf16", "fp32"):
-        one = make_reference_model(step, settings)
+        one = small.make_reference_model(step, settings)
         dense, one.model = one.model, Bf16Autocast(one.model) if name == "bf16" else one.model
         optimizers = [torch.optim.SGD(one.tables.values(), lr=1.0), torch.optim.SGD(dense.parameters(), lr=0.1)]
         reference.train(one, whole, optimizers)
@@ -58,11 +54,8 @@ def compare_bf16_step(rank, world, changes):
     assert trained.dtype == evaluated.dtype == torch.float32
     assert {p.dtype for p in step.model.parameters()} == {torch.float32}
     assert torch.equal(evaluated, evaluated.bfloat16().float())  # the logits are exact bf16 values
-    got = gather_weights(step)
-    return {
-        name: max_weight_difference(got, weights) / max_weight_difference(begun, weights)
-        for name, weights in expected.items()
-    }
+    got, differ = small.gather_weights(step), small.max_weight_difference
+    return {name: differ(got, weights) / differ(begun, weights) for name, weights in expected.items()}
 
 
 @pytest.mark.parametrize(
@@ -167,9 +160,6 @@ def test_torch_switches_are_set_only_during_steps(settings, device, inside):
 
 
 def test_deterministic_keeps_user_environment_variables(monkeypatch):
-    from raytrec.config.training import TrainSection
-    from raytrec.worker.process import prepare_process
-
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     prepare_process(TrainSection(deterministic=True))
@@ -177,9 +167,6 @@ def test_deterministic_keeps_user_environment_variables(monkeypatch):
 
 
 def test_managed_ids_order_the_launches_of_their_communicator(monkeypatch):
-    from raytrec.config.training import TrainSection
-    from raytrec.worker.process import prepare_process
-
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
     prepare_process(TrainSection(), has_managed_ids=True)
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "0", "the user's value must be kept"
@@ -194,9 +181,6 @@ def test_managed_ids_order_the_launches_of_their_communicator(monkeypatch):
 def test_ranks_of_a_host_share_the_compile_processes(monkeypatch, ranks, cpus, usable, processes):
     import torch._inductor.config as inductor
 
-    from raytrec.config.training import TrainSection
-    from raytrec.worker.process import prepare_process
-
     monkeypatch.setattr(inductor, "compile_threads", inductor.compile_threads)
     monkeypatch.setattr(os, "cpu_count", lambda: cpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(usable)))
@@ -210,31 +194,7 @@ def test_ranks_of_a_host_share_the_compile_processes(monkeypatch, ranks, cpus, u
     assert inductor.compile_threads == 77, "the user's value, and the value without train.compile, must be kept"
 
 
-def collect_parity_precisions(rank, world):
-    """Return the matmul precision of the sharded models that the parity check builds."""
-    from raytrec.checks.parity.compare import compare
-    from raytrec.worker.build import build_step
-
-    built = []
-
-    def build_and_note(config, *args):
-        built.append(config.train.matmul)
-        return build_step(config, *args)
-
-    settings = make_small_config(world, {"sharding_type": "row_wise"}, matmul="bf16")
-    findings = compare(build_and_note, settings, SCHEMA, torch.device("cpu"), steps=1)
-    return built, settings.train.matmul, all(f.error <= f.limit for f in findings)
-
-
-@pytest.mark.slow
-def test_parity_runs_in_fp32():
-    ((built, configured, passed),) = run_on_ranks(1, collect_parity_precisions)
-    assert built == ["fp32", "fp32"] and configured == "bf16" and passed
-
-
 def test_resume_allows_deterministic_but_not_matmul_changes():
-    from raytrec.driver.resume import _list_differences
-
     def changed(**settings):
         return _list_differences(make_small_config(1, {}), make_small_config(1, {}, **settings))
 

@@ -8,9 +8,8 @@ from small import assert_same_state, build_step_on_rank, copy_local_state, make_
 
 def run_steps(rank, world, plan):
     """Run four training steps, an evaluation and three training steps."""
-    step = build_step_on_rank(
-        make_small_config(world, plan, "adagrad", max_grad_norm=0.1), device=torch.device("cuda", rank)
-    )
+    settings = make_small_config(world, plan, "adagrad", max_grad_norm=0.1)
+    step = build_step_on_rank(settings, device=torch.device("cuda", rank))
     _, local = make_batches(7, rank, world)
     local = [batch.pin_memory() for batch in local]
     pipeline = step._pipeline
@@ -25,10 +24,8 @@ def run_steps(rank, world, plan):
 
 @pytest.mark.slow
 def test_prefetching_does_not_change_results():
-    plain = run_on_ranks(2, run_steps, {"sharding_type": "row_wise"}, device="cuda")
-    prefetching = run_on_ranks(
-        2, run_steps, {"sharding_type": "row_wise", "compute_kernel": "fused_uvm_caching"}, device="cuda"
-    )
+    plans = ({"sharding_type": "row_wise", "compute_kernel": kernel} for kernel in ("fused", "fused_uvm_caching"))
+    plain, prefetching = (run_on_ranks(2, run_steps, plan, device="cuda") for plan in plans)
     for (kind, logits, state, _, _), (other, same, others, locks, phases) in zip(plain, prefetching, strict=True):
         assert kind == "TimedPipeline" and other == "TimedPrefetchPipeline"
         assert same == logits

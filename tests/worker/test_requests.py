@@ -1,33 +1,27 @@
 """Requests with candidate lists train like rows of single candidates, and like plain torch."""
 
-from functools import partialmethod
-
 import pytest
-import request_rows as select_request_names
+import request_rows
 import small
 import torch
 import torch.distributed as dist
+from compile_backends import use_compile_backend
 from ranks import run_on_ranks
 from torch import nn
+
+from raytrec.checks.parity.batches import compute_row_bounds
 
 STEPS, ROWS = 4, 12
 TASKS = [
     {"label": "y", "metrics": ["auc", "logloss"]},
     {"label": "y", "name": "seen", "mask": "shown", "sample_weight": "w"},
 ]
+LEARNED = {"options": {"learn_temperature": True}}
 GROUP_TASKS = [  # the group is the request, which rows of single candidates name
     {"label": "y", "name": "pairs", "loss": "bpr", "group": "row"},
-    {
-        "label": "y",
-        "name": "list",
-        "loss": "listwise_softmax",
-        "options": {"learn_temperature": True},
-        "group": "row",
-        "mask": "shown",
-        "sample_weight": "w",
-    },
+    TASKS[1] | {"name": "list", "loss": "listwise_softmax", "group": "row", **LEARNED},
 ]
-VECTOR_TASKS = [{"loss": "in_batch_softmax", "options": {"learn_temperature": True}}]
+VECTOR_TASKS = [{"loss": "in_batch_softmax", **LEARNED}]
 TOWERS = {"query": ["user", "age", "hour", "history", "tags"], "item": ["item", "price", "shop"]}
 MODELS = {
     "two_tower": {"name": "two_tower", "towers": TOWERS, "tower_mlp": [6, 4]},
@@ -44,15 +38,9 @@ MODELS = {
 def split_batch(step, rank, world):
     """Return the global batch, this rank's requests and the bounds; with three ranks, rank 0 has none in step
     1."""
-    whole = select_request_names.make_request_table(ROWS, step)
-    bounds = make_cuts(world, "empty" if world == 3 and step == 1 else "unequal")
+    whole = request_rows.make_request_table(ROWS, step)
+    bounds = compute_row_bounds(ROWS, world, "empty" if world == 3 and step == 1 else "unequal")
     return whole, whole.slice(bounds[rank], bounds[rank + 1] - bounds[rank]), bounds
-
-
-def make_cuts(world, balance):
-    from raytrec.checks.parity.batches import compute_row_bounds
-
-    return compute_row_bounds(ROWS, world, balance)
 
 
 def run(rank, world, name, form, tasks=TASKS, optimizer="rowwise_adagrad", **train):
@@ -63,7 +51,7 @@ def run(rank, world, name, form, tasks=TASKS, optimizer="rowwise_adagrad", **tra
     from raytrec.tasks.task import resolve_tasks
     from raytrec.tasks.task_columns import build_read_plan
 
-    schema = select_request_names.SCHEMA if form == "requests" else select_request_names.REPEATED_SCHEMA
+    schema = request_rows.SCHEMA if form == "requests" else request_rows.REPEATED_SCHEMA
     kinds = ["row_wise", "table_wise"]
     config = small.make_small_config(world, kinds, optimizer, tasks=tasks, model=MODELS[name], **train)
     features, learned = resolve_features(schema, config.model), resolve_tasks(config.tasks, schema)
@@ -74,16 +62,9 @@ def run(rank, world, name, form, tasks=TASKS, optimizer="rowwise_adagrad", **tra
     for number in range(STEPS):
         whole, mine, bounds = split_batch(number, rank, world)
         if form == "repeated":
-            whole, mine = (
-                select_request_names.repeat_by_candidate(whole),
-                select_request_names.repeat_by_candidate(mine),
-            )
+            whole, mine = map(request_rows.repeat_by_candidate, (whole, mine))
         padding = ROWS - (bounds[rank + 1] - bounds[rank]) if form == "requests" else 99 - mine.num_rows
-        made.append(
-            select_request_names.requests_to_batch(
-                mine, schema, features, padding, plan=plan, global_rows=whole.num_rows
-            )
-        )
+        made.append(request_rows.requests_to_batch(mine, schema, features, padding, plan, whole.num_rows))
     made = [batch.pin_memory() for batch in made] if on_gpu else made
     step = small.build_step_on_rank(config, schema, device)
     sums, losses, before = MetricSums(Selection(learned), device), [], small.gather_weights(step)
@@ -99,13 +80,9 @@ def run(rank, world, name, form, tasks=TASKS, optimizer="rowwise_adagrad", **tra
 
 def run_compiled(rank, world, name):
     """Run the requests with train.compile."""
-    plain = nn.Module.compile
-    nn.Module.compile = partialmethod(plain, backend="aot_eager")
     torch.compiler.reset()
-    try:
+    with use_compile_backend("aot_eager"):
         return run(rank, world, name, "requests", compile=True)
-    finally:
-        nn.Module.compile = plain
 
 
 @pytest.mark.slow
@@ -176,7 +153,7 @@ def test_requests_train_like_plain_torch(world):
     weights = {name: nn.Parameter(values.clone()) for name, values in before.items()}
     optimizer, expected = torch.optim.SGD(weights.values(), lr=0.1), []
     for step in range(STEPS):
-        requests = select_request_names.make_request_table(ROWS, step).to_pylist()
+        requests = request_rows.make_request_table(ROWS, step).to_pylist()
         logits = torch.stack([logit for request in requests for logit in compute_plain_logits(weights, request)])
         labels = torch.tensor([y for request in requests for y in request["y"]], dtype=torch.float32)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)

@@ -21,14 +21,11 @@ class InMemoryStream:
 
 
 def run_shrink(rank, world, scale, average):
-    """Return (factor, weights before, weights after); labels come from the linear part plus scale × deep
-    part."""
+    """Return (factor, weights before, weights after); labels come from the linear part plus scale × deep part."""
     from raytrec.metrics.selection import Selection
     from raytrec.worker.evaluate import can_shrink, evaluate, evaluate_shrunk, shrink
 
-    settings = make_small_config(
-        world, {"sharding_type": "row_wise"}, model=SECTION, **({"ema": 0.9} if average else {})
-    )
+    settings = make_small_config(world, {"sharding_type": "row_wise"}, model=SECTION, ema=0.9 if average else None)
     step = build_step_on_rank(settings, SCHEMA)
     weight = step.head.model.logit.weight
     _, local = make_batches(20, rank, world, "equal", schema=SCHEMA)

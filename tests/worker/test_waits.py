@@ -21,59 +21,40 @@ from raytrec.deltas.chain import open_stream
 # (Waiting place, callers in raytrec, innermost first, as many as needed to identify it) → reason.
 SPLITS = "TorchRec reads on the host how many ids go to each rank; on the stream of the ids' exchange"
 THROTTLE = "the host is nonfinite.MAX_STEPS_IN_FLIGHT steps ahead; the GPU has work for them"
+SKIP = "on_nan=skip: the forward pass decides whether optimizers step; the backward pass is queued behind it"
+DISTINCT = "how many distinct ids there are; on the stream of the ids' exchange"
+TO_CPU = "torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe"
 ALLOWED_WAITS = {
-    ("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pipeline.py:__call__"): SPLITS,
-    ("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pipeline.py:_receive_splits"): SPLITS,
-    ("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pooling.py:forward"): SPLITS,
+    (TO_CPU, "pipeline.py:__call__"): SPLITS,
+    (TO_CPU, "pipeline.py:_receive_splits"): SPLITS,
+    (TO_CPU, "pooling.py:forward"): SPLITS,
     ("torchrec/distributed/dist_data.py:_get_recat", "pipeline.py:wait_sparse_data_dist"): SPLITS,
     ("nonfinite.py:wait", "nonfinite.py:poll_status", "checkpointing.py:after_step"): THROTTLE,
     ("nonfinite.py:wait", "progress.py:_read_pending", "progress.py:report"): THROTTLE,
-    (
-        "nonfinite.py:wait",
-        "nonfinite.py:step",
-    ): "on_nan=skip: the forward pass decides whether optimizers step; the backward pass is queued behind it",
+    ("nonfinite.py:wait", "nonfinite.py:step"): SKIP,
 }
 SEQUENCE_WAITS = {
-    ("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pooling.py:<listcomp>"): SPLITS,
-    (
-        "torchrec/distributed/embedding.py:_dedup_indices",
-        "pipeline.py:start_sparse_data_dist",
-    ): "how many distinct ids there are; on the stream of the ids' exchange",
+    (TO_CPU, "pooling.py:<listcomp>"): SPLITS,
+    ("torchrec/distributed/embedding.py:_dedup_indices", "pipeline.py:start_sparse_data_dist"): DISTINCT,
 }
-PREFETCH_WAITS = {("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pipeline.py:_prefetch"): SPLITS}
+PREFETCH_WAITS = {(TO_CPU, "pipeline.py:_prefetch"): SPLITS}
 # In `assign`, on the copy stream: the host needs the numbers of new and evicted ids.
 MAX_ASSIGN_WAITS = 40  # per step, two evicting tables
 MAX_WAITS, MAX_COLLECTIVES = 65, 21  # per step, for any number of tables
+ITEM_TABLES = {"user": {"rows": 23, "dim": 8}, "item": {"rows": 31, "dim": 8}}
+SEQUENCE = {"table": "item", "pooling": "sequence"}
+PAIRS = {"user": {"table": "user"}, "item": {"table": "item"}, "negatives": SEQUENCE}
 SCHEMAS = {
     "bags": SCHEMA,
     "managed ids": managed_ids.managed_schema(),
-    "sequences": make_small_schema(
-        dense=[],
-        sparse={
-            "user": {"table": "user"},
-            "item": {"table": "item"},
-            "history": {"table": "item", "pooling": "sequence"},
-            "negatives": {"table": "item", "pooling": "sequence"},
-        },
-        tables={"user": {"rows": 23, "dim": 8}, "item": {"rows": 31, "dim": 8}},
-    ),
-    "pairs": make_small_schema(
-        dense=[],
-        sparse={
-            "user": {"table": "user"},
-            "item": {"table": "item"},
-            "negatives": {"table": "item", "pooling": "sequence"},
-        },
-        tables={"user": {"rows": 23, "dim": 8}, "item": {"rows": 31, "dim": 8}},
-    ),
+    "sequences": make_small_schema(dense=[], sparse=PAIRS | {"history": SEQUENCE}, tables=ITEM_TABLES),
+    "pairs": make_small_schema(dense=[], sparse=PAIRS, tables=ITEM_TABLES),
 }
 NEXT_ITEM = {"max_length": 4, "negatives": "negatives", "max_negatives": 3}
 TOWERS = {"towers": {"query": ["user", "a"], "item": ["friends", "tags", "b"]}, "tower_mlp": [6]}
-
-
+PAIR_TOWERS = {"towers": {"query": ["user"], "item": ["item"]}, "tower_mlp": [6]}
 # Negatives outnumber the queries of a rank, so queries are sent to all ranks.
 SHARED = {"negatives": "negatives", "max_negatives": 3, "share_negatives": True}
-PAIR_TOWERS = {"towers": {"query": ["user"], "item": ["item"]}, "tower_mlp": [6]}
 OWN_LOSS = ({"loss": "from_model"},)
 DELTAS = ("export.deltas.every_s=1000", "export.deltas.to={folder}/deltas")
 
@@ -89,6 +70,10 @@ class Case:
     kernel: str = "fused"
     more: dict = field(default_factory=dict)  # additional waits that must occur
 
+    @classmethod
+    def of_sequences(cls, name, schema="sequences", tasks=tasks, **model):
+        return cls(schema=schema, model={"name": name, **model}, tasks=tasks, more=SEQUENCE_WAITS)
+
 
 CONFIGURATIONS = {
     "default": Case(),
@@ -100,25 +85,13 @@ CONFIGURATIONS = {
     "managed ids": Case(schema="managed ids"),
     "deltas": Case(DELTAS),
     "deltas of managed ids": Case(DELTAS, schema="managed ids"),
-    "sasrec": Case(schema="sequences", model={"name": "sasrec", **NEXT_ITEM}, more=SEQUENCE_WAITS),
-    "hstu": Case(schema="sequences", model={"name": "hstu", **NEXT_ITEM}, more=SEQUENCE_WAITS),
-    "hstu_rank": Case(schema="sequences", model={"name": "hstu_rank", "max_length": 4, "dim": 8}, more=SEQUENCE_WAITS),
-    "dien": Case(
-        schema="sequences",
-        model={"name": "dien", "max_length": 4, "target": "item", "negatives": "negatives", "top_mlp": [6]},
-        more=SEQUENCE_WAITS,
-    ),
-    "bst": Case(
-        schema="sequences",
-        model={"name": "bst", "max_length": 4, "target": "item", "top_mlp": [6]},
-        more=SEQUENCE_WAITS,
-    ),
-    "sasrec shared": Case(
-        schema="sequences", model={"name": "sasrec", "max_length": 4, **SHARED}, tasks=OWN_LOSS, more=SEQUENCE_WAITS
-    ),
-    "two_tower shared": Case(
-        schema="pairs", model={"name": "two_tower", **PAIR_TOWERS, **SHARED}, tasks=OWN_LOSS, more=SEQUENCE_WAITS
-    ),
+    "sasrec": Case.of_sequences("sasrec", **NEXT_ITEM),
+    "hstu": Case.of_sequences("hstu", **NEXT_ITEM),
+    "hstu_rank": Case.of_sequences("hstu_rank", max_length=4, dim=8),
+    "dien": Case.of_sequences("dien", max_length=4, target="item", negatives="negatives", top_mlp=[6]),
+    "bst": Case.of_sequences("bst", max_length=4, target="item", top_mlp=[6]),
+    "sasrec shared": Case.of_sequences("sasrec", tasks=OWN_LOSS, max_length=4, **SHARED),
+    "two_tower shared": Case.of_sequences("two_tower", "pairs", OWN_LOSS, **PAIR_TOWERS, **SHARED),
     "in-batch softmax": Case(model={"name": "two_tower", **TOWERS}, tasks=({"loss": "in_batch_softmax"},)),
 }
 # Cases of `make test`, and cases of `make test-survive`, whose parts are in other cases. The others are slow.
@@ -178,9 +151,8 @@ def collect_waits(rank, world, case, folder):
         if made.progress.step == FIRST_STEP:
             gpu.waits.clear()
         if made.progress.step == LAST_STEP:
-            assigned[:] = [
-                w for w in gpu.waits if any(c.endswith("managed/batches.py:map_and_admit_ids") for c in w.callers)
-            ]
+            place = "managed/batches.py:map_and_admit_ids"
+            assigned[:] = [w for w in gpu.waits if any(c.endswith(place) for c in w.callers)]
             found.update((w.where, w.callers, w.drains) for w in gpu.waits if w not in assigned or w.drains)
             of_torchrec = sum(not w.where.startswith("raytrec/") for w in gpu.waits if w not in assigned)
             assert case.schema != "bags" or of_torchrec <= MAX_UPSTREAM_WAITS * (LAST_STEP - FIRST_STEP), of_torchrec
@@ -224,7 +196,7 @@ def test_ordinary_steps_wait_only_at_allowed_places(name, tmp_path):
         skips = {key for key in ALLOWED_WAITS if key[1] == "nonfinite.py:step"}
         expected = set(ALLOWED_WAITS) - (skips if "skip" not in name else set()) | set(case.more)
         if case.more is PREFETCH_WAITS:  # other cases read this in forward
-            expected.remove(("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pooling.py:forward"))
+            expected.remove((TO_CPU, "pooling.py:forward"))
         assert set(keys.values()) == expected, "an allowed wait no longer occurs"
         dry = {keys[where, *callers] for where, callers, drains in found if drains}
         assert not dry, "the GPU is idle during the wait"
