@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from small import make_small_schema
@@ -116,10 +115,16 @@ def test_driver_startup_imports_no_slow_modules():
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[] False []\n"
 
 
-def train(here, tiny_data, tmp_path, *overrides):
+def write_config(tiny_data, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(f"data: {{train: {tiny_data}/train, test: {tiny_data}/test, global_batch_size: 128}}")
-    return here("train", config, f"run.dir={tmp_path}/run", "scaling.num_workers=2", *overrides)
+    return config
+
+
+def train(here, tiny_data, tmp_path, *overrides):
+    return here(
+        "train", write_config(tiny_data, tmp_path), f"run.dir={tmp_path}/run", "scaling.num_workers=2", *overrides
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,13 +169,9 @@ def test_evaluate_reproduces_the_metrics_of_train(run_here, tiny_data, tmp_path)
 
 @pytest.mark.survive
 def test_ctrl_c_ends_the_run_and_explains_resume(tiny_data, tmp_path):
-    config = tmp_path / "run.yaml"
-    config.write_text(f"data: {{train: {tiny_data}/train, test: {tiny_data}/test, global_batch_size: 128}}")
-    code = "from raytrec.cli import main; main()"
     options = [f"run.dir={tmp_path}/run", "scaling.num_workers=1", "train.epochs=100000"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "train", str(config), *options], stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "raytrec", "train", str(write_config(tiny_data, tmp_path)), *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     seen = ""
     while "rows/s" not in seen:
         line = process.stderr.readline()
@@ -185,11 +186,3 @@ def test_ctrl_c_ends_the_run_and_explains_resume(tiny_data, tmp_path):
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("raytrec").experiment_id])
     assert run.info.status == "KILLED"
-
-
-def test_train_script_runs_the_train_command(tmp_path):
-    script = Path(__file__).parents[2] / "jobs/train.py"
-    result = subprocess.run(
-        [sys.executable, script, tmp_path / "none.yaml"], capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == 1 and "config file does not exist" in result.stderr

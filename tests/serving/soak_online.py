@@ -18,9 +18,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 from typing import Annotated
@@ -84,11 +84,8 @@ def send_requests(url, bodies, state, clients, outcome):
             content = answer.json()
             answers[number, content["version"], tuple(content["predictions"]["score"])] += 1
 
-    threads = [threading.Thread(target=run, args=[seed]) for seed in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(run, range(clients)))
     outcome.put((counts, answers))
 
 

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -72,24 +73,22 @@ def test_new_replica_takes_over_kept_connections(service, export):
             except Exception as error:
                 failed.append(error)
 
-    threads = [threading.Thread(target=run) for _ in range(CLIENTS)]
-    for thread in threads:
-        thread.start()
-    try:
-        old = list_replicas(service)
-        service.replicas()[0].kill()
-        (new,) = wait_for(lambda: list_replicas(service) - old, "another replica", 180)
-        began, shares = time.monotonic(), []
-        while time.monotonic() - began < 2 * SHARE_TIMEOUT_S:  # metrics are those of the last report
-            before = count_requests(service)
-            time.sleep(10)
-            gained = count_requests(service)
-            gained = {replica: gained[replica] - before[replica] for replica in gained}
-            shares.append(round(gained[new] / sum(gained.values()), 2))
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(60)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        for _ in range(CLIENTS):
+            pool.submit(run)
+        try:
+            old = list_replicas(service)
+            service.replicas()[0].kill()
+            (new,) = wait_for(lambda: list_replicas(service) - old, "another replica", 180)
+            began, shares = time.monotonic(), []
+            while time.monotonic() - began < 2 * SHARE_TIMEOUT_S:  # metrics are those of the last report
+                before = count_requests(service)
+                time.sleep(10)
+                gained = count_requests(service)
+                gained.subtract(before)
+                shares.append(round(gained[new] / gained.total(), 2))
+        finally:
+            stop.set()
     print("shares of the new replica, every 10 s:", shares)
     assert not failed and max(shares[: SHARE_TIMEOUT_S // 10 + 1]) >= 0.35 and min(shares[3:]) >= 0.3, (failed, shares)
 

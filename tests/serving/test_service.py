@@ -7,6 +7,7 @@ import threading
 import time
 import urllib.error
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -336,15 +337,14 @@ def test_shutdown_resets_no_request_and_frees_the_port(exports, tmp_path):
                 wrong.append(error)
 
     with run_service(made["whole"].path, 2, tmp_path) as service:
-        threads = [threading.Thread(target=run, args=(service, number % 2)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        time.sleep(1)
-        service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(60) == 0
-        stop.set()
-        for thread in threads:
-            thread.join(60)
+        with ThreadPoolExecutor(4) as pool:
+            for closing in (False, True, False, True):
+                pool.submit(run, service, closing)
+            time.sleep(1)
+            service.process.send_signal(signal.SIGTERM)
+            status = service.process.wait(60)
+            stop.set()
+        assert status == 0
         assert not wrong and answered[200] > 20, (answered, wrong[:3])
         check_ports({"--port": int(service.url.rpartition(":")[2])})
 
