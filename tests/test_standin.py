@@ -224,9 +224,7 @@ def test_stand_in_training_matches_cpu_training(plan, optimizer, settings):
     got = run_on_ranks(2, train_and_collect_weights, "cuda", plan, optimizer, settings, device="cuda")
     for rank, ((weights, places), (of_cpu, _)) in enumerate(zip(got, expected, strict=True)):
         assert places <= {f"cuda:{rank}"}
-        assert weights.keys() == of_cpu.keys()
-        for name, value in weights.items():
-            assert torch.allclose(value, of_cpu[name], rtol=0, atol=1e-6), name
+        torch.testing.assert_close(weights, of_cpu, rtol=0, atol=1e-6)
 
 
 def test_wait_callers_exclude_packages_under_raytrec_folder(gpu):

@@ -4,7 +4,6 @@ Commands run in this process unless a separate process is needed.
 """
 
 import json
-import signal
 import subprocess
 import sys
 
@@ -115,16 +114,10 @@ def test_driver_startup_imports_no_slow_modules():
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[] False []\n"
 
 
-def write_config(tiny_data, tmp_path):
+def train(here, tiny_data, tmp_path, *overrides):
     config = tmp_path / "run.yaml"
     config.write_text(f"data: {{train: {tiny_data}/train, test: {tiny_data}/test, global_batch_size: 128}}")
-    return config
-
-
-def train(here, tiny_data, tmp_path, *overrides):
-    return here(
-        "train", write_config(tiny_data, tmp_path), f"run.dir={tmp_path}/run", "scaling.num_workers=2", *overrides
-    )
+    return here("train", config, f"run.dir={tmp_path}/run", "scaling.num_workers=2", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -165,24 +158,3 @@ def test_evaluate_reproduces_the_metrics_of_train(run_here, tiny_data, tmp_path)
     evaluated = json.loads(again.stdout)
     for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):
         assert evaluated[name] == pytest.approx(figures[name], abs=1e-6)
-
-
-@pytest.mark.survive
-def test_ctrl_c_ends_the_run_and_explains_resume(tiny_data, tmp_path):
-    options = [f"run.dir={tmp_path}/run", "scaling.num_workers=1", "train.epochs=100000"]
-    command = [sys.executable, "-m", "raytrec", "train", str(write_config(tiny_data, tmp_path)), *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    seen = ""
-    while "rows/s" not in seen:
-        line = process.stderr.readline()
-        assert line, seen
-        seen += line
-    process.send_signal(signal.SIGINT)
-    _, rest = process.communicate(timeout=90)
-    assert process.returncode == 130
-    assert "resume with: raytrec train --resume" in rest and "Traceback" not in rest
-    from mlflow import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("raytrec").experiment_id])
-    assert run.info.status == "KILLED"
