@@ -9,6 +9,7 @@ from pathlib import Path
 import parquet
 import pytest
 import yaml
+from heads import RAYTREC
 
 from raytrec.cluster.access import AUTH_MODE_VARIABLE, TOKEN, TOKEN_PATH_VARIABLE, token_file, use_token
 from raytrec.cluster.session import get_interface_variables
@@ -31,8 +32,10 @@ def unusable_home(request, monkeypatch):
         os.environ.pop(name, None)
 
 
-def test_local_cluster_stores_token_in_environment(unusable_home):
+def test_local_cluster_stores_token_and_absolute_home_in_environment(unusable_home):
+    """Importing ray.train resolves a folder below the home directory, so its path must be absolute."""
     use_token(create=True, is_local_only=True)
+    assert os.path.isabs(os.path.expanduser("~")) and Path.home().is_absolute()
     token = os.environ[TOKEN]
     assert len(token) == 64 and os.environ[AUTH_MODE_VARIABLE] == "token"
     use_token(create=True, is_local_only=True)
@@ -53,12 +56,6 @@ def test_joining_without_token_raises_run_error(unusable_home):
         use_token()
 
 
-def test_home_directory_is_absolute_without_usable_home(unusable_home):
-    """Importing ray.train resolves a folder below the home directory, so its path must be absolute."""
-    use_token(create=True, is_local_only=True)
-    assert os.path.isabs(os.path.expanduser("~")) and Path.home().is_absolute()
-
-
 def test_network_settings_need_no_home(unusable_home):
     assert get_interface_variables("lo")["GLOO_SOCKET_IFNAME"] == "lo"
     assert str(token_file()).endswith(".ray/auth_token")
@@ -74,13 +71,9 @@ def test_run_trains_and_evaluates_without_usable_home(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
 
     def raytrec(*words):
-        done = subprocess.run(
-            [Path(sys.executable).with_name("raytrec"), *words, "--json"],
-            env=environment | {"HOME": "/proc/none"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        command = [RAYTREC, *words, "--json"]
+        env = environment | {"HOME": "/proc/none"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
         return json.loads(done.stdout)
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from exports import train_for_export, train_tracked_run
+from heads import find_free_ports
 from packaging.requirements import Requirement
 from test_models import ModelCase
 
@@ -207,7 +207,7 @@ def test_mlflow_model_is_served_without_trainer_packages(make_minimal_environmen
     values = {"columns": list(rows), "data": list(map(list, zip(*rows.values(), strict=True)))}
     (tmp_path / "rows.json").write_text(json.dumps(values))
     run = make_minimal_environment("score", "mlflow")
-    done = run("python", "-c", SERVE_SOURCE, model, tmp_path / "rows.json", free_port())
+    done = run("python", "-c", SERVE_SOURCE, model, tmp_path / "rows.json", *find_free_ports(1))
     assert done.returncode == 0, done.stderr
     served, direct, there = json.loads(done.stdout.splitlines()[-1])
     assert there == []
@@ -215,12 +215,6 @@ def test_mlflow_model_is_served_without_trainer_packages(make_minimal_environmen
         for task, expected in predictions.items():
             got = [row[f"score_{task}"] for row in found]
             np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
-
-
-def free_port():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 @pytest.mark.survive

@@ -4,10 +4,8 @@ Commands run in this process unless a separate process is needed.
 """
 
 import json
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from small import make_small_schema
@@ -160,36 +158,3 @@ def test_evaluate_reproduces_the_metrics_of_train(run_here, tiny_data, tmp_path)
     evaluated = json.loads(again.stdout)
     for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):
         assert evaluated[name] == pytest.approx(figures[name], abs=1e-6)
-
-
-@pytest.mark.survive
-def test_ctrl_c_ends_the_run_and_explains_resume(tiny_data, tmp_path):
-    config = tmp_path / "run.yaml"
-    config.write_text(f"data: {{train: {tiny_data}/train, test: {tiny_data}/test, global_batch_size: 128}}")
-    code = "from raytrec.cli import main; main()"
-    options = [f"run.dir={tmp_path}/run", "scaling.num_workers=1", "train.epochs=100000"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "train", str(config), *options], stderr=subprocess.PIPE, text=True
-    )
-    seen = ""
-    while "rows/s" not in seen:
-        line = process.stderr.readline()
-        assert line, seen
-        seen += line
-    process.send_signal(signal.SIGINT)
-    _, rest = process.communicate(timeout=90)
-    assert process.returncode == 130
-    assert "resume with: raytrec train --resume" in rest and "Traceback" not in rest
-    from mlflow import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("raytrec").experiment_id])
-    assert run.info.status == "KILLED"
-
-
-def test_train_script_runs_the_train_command(tmp_path):
-    script = Path(__file__).parents[2] / "jobs/train.py"
-    result = subprocess.run(
-        [sys.executable, script, tmp_path / "none.yaml"], capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == 1 and "config file does not exist" in result.stderr

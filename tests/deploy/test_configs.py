@@ -8,12 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 import yaml
+from dry import PlannedMemory
+from raytrec_datasets.criteo.recipe import schema_of
 
 from raytrec import cli
-from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
+from raytrec.driver.nodes import build_worker_bundle
+from raytrec.driver.preflight import plan
+from raytrec.models import build_model
+from raytrec.planning.plan_report import print_plans
 
 JOBS = Path(__file__).parents[2] / "jobs"
 NAMES = sorted(path.stem for path in JOBS.glob("*.yaml"))
@@ -26,8 +32,6 @@ MOVIELENS = ["user_id", "item_id", "age", "gender", "occupation", "zip_prefix", 
 
 
 def criteo(sizes=(100,) * 26, dim=128):
-    from raytrec_datasets.criteo.recipe import schema_of
-
     return schema_of(list(sizes), dim)
 
 
@@ -59,8 +63,6 @@ def schema_for(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_job_configs_load_and_build_their_models(name):
-    from raytrec.models import build_model
-
     path = JOBS / f"{name}.yaml"
     text = path.read_text()
     assert text.startswith("#"), "a comment must state the purpose"
@@ -73,8 +75,6 @@ def test_job_configs_load_and_build_their_models(name):
 @pytest.mark.parametrize("name,hosts", [("criteo_1tb_8xa100", 1), ("criteo_1tb_8xh100", 1), ("criteo_1tb_2x8xh100", 2)])
 @pytest.mark.parametrize("sizes", [MLPERF_ROWS, [10_000_000] * 26], ids=["MLPerf", "hashed"])
 def test_criteo_configs_fit_the_gpus_of_their_clusters(name, hosts, sizes):
-    from dry import PlannedMemory
-
     config = load_config(JOBS / f"{name}.yaml")
     world = hosts * 8
     assert config.scaling.num_workers == world and config.scaling.device == "cuda"
@@ -92,17 +92,12 @@ def test_criteo_configs_fit_the_gpus_of_their_clusters(name, hosts, sizes):
 
 
 def test_workers_and_readers_of_criteo_jobs_fit_hosts_with_32_cpus():
-    from raytrec.driver.nodes import build_worker_bundle
-
     for path in JOBS.glob("criteo_1tb_*.yaml"):
         assert 8 * build_worker_bundle(load_config(path), "cuda")["CPU"] <= 32, path.name
 
 
 @pytest.mark.survive
 def test_plan_reports_device_and_host_memory(tmp_path, capsys):
-    from raytrec.driver.preflight import plan
-    from raytrec.planning.plan_report import print_plans
-
     schema = tmp_path / "schema.yaml"
     schema.write_text(yaml.safe_dump(criteo([10_000_000] * 26).model_dump(exclude_none=True)))
     pins = "plan.tables={C1: {compute_kernel: fused_uvm}, C2: {compute_kernel: fused_uvm_caching, ranks: [9]}}"
@@ -121,23 +116,9 @@ def test_plan_reports_device_and_host_memory(tmp_path, capsys):
     assert "GPU: cache" in shown and "host: optimizer state" in shown and found["fits"]
     (refused,) = plan(*given, "2x8x80gib:128gib").on
     assert re.search(r"table C2: .* of host memory", str(refused.refusal))
-    with pytest.raises(ConfigError, match="there is no machine '8xt9'"):
-        plan(*given, on="8xt9")
-
-
-def test_dry_run_rejects_plans_that_do_not_fit():
-    from dry import PlannedMemory
-
-    config = load_config(JOBS / "criteo_1tb_8xa100.yaml")
-    with pytest.raises(ConfigError, match=r"cannot place 26 tables \(97\.\d+ GiB of weights\) on 2 workers"):
-        PlannedMemory(config, criteo(MLPERF_ROWS), gpus=2)
-    with pytest.raises(ConfigError, match="table C1: there is no rank 9"):
-        PlannedMemory(load_config(config, ["plan.tables.C1.ranks=[9]"]), criteo())
 
 
 def test_dry_run_respects_pins_and_environment(monkeypatch):
-    from dry import PlannedMemory
-
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     pins = ["plan.tables.C1.sharding_type=row_wise", "plan.tables.C2.sharding_type=data_parallel"]
     half = ["plan.tables.C3.dtype=fp16", "plan.tables.C3.ranks=[5]"]
@@ -153,7 +134,7 @@ def test_dry_run_respects_pins_and_environment(monkeypatch):
 
 
 def test_each_job_script_runs_its_command(monkeypatch):
-    """jobs/NAME.py runs `raytrec NAME`; docs/jobs.md lists all scripts."""
+    """jobs/NAME.py passes its arguments to `raytrec NAME`; docs/jobs.md lists all scripts."""
     scripts = sorted(JOBS.glob("*.py"))
     page = (JOBS.parent / "docs/jobs.md").read_text()
     section = page.partition("## Use Ray's own command line")[2].partition("\n## ")[0]
@@ -164,3 +145,4 @@ def test_each_job_script_runs_its_command(monkeypatch):
         monkeypatch.setattr(sys, "argv", [str(path), "a.yaml", "x=1"])
         runpy.run_path(str(path), run_name="__main__")
     assert [(words[0], words[-2:]) for words in given] == [(p.stem, ["a.yaml", "x=1"]) for p in scripts]
+    assert {path.stem for path in scripts} <= set(typer.main.get_command(cli.app).list_commands(None))

@@ -12,12 +12,14 @@ import urllib.request
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import psutil
 import pyarrow as pa
 from checkpoints import flip_lowest_bit
 from exports import train_for_export
+from prometheus_client.parser import text_string_to_metric_families
 from test_models import ModelCase
 from waiting import wait_for
 
@@ -61,11 +63,19 @@ class RunningService:
 
     def ask(self, path, body=None, token=TOKEN, **more_headers):
         """Send a request and return the JSON answer. Raise OSError if the status is an error."""
-        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"} | more_headers
+        return json.loads(self._read(path, body, token, more_headers))
+
+    def _read(self, path, body=None, token=TOKEN, more_headers=()):
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"} | dict(more_headers)
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
         with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.loads(answer.read())
+            return answer.read()
+
+    def samples(self):
+        """Return all samples of /metrics."""
+        families = text_string_to_metric_families(self._read("/metrics").decode())
+        return [sample for family in families for sample in family.samples]
 
     def versions(self):
         """Return the model versions of the replicas; empty if the service does not answer."""
@@ -94,7 +104,7 @@ def command_line(process):
 
 @contextmanager
 def run_service(export, replicas, folder, promote_from="/", options=()):
-    """Run `raytrec serve` until the block ends.
+    """Run `raytrec serve` until the block ends, in which RAYTREC_SERVE_TOKEN is its token.
 
     Args:
         export: path of the export.
@@ -109,25 +119,25 @@ def run_service(export, replicas, folder, promote_from="/", options=()):
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "raytrec", "serve", export, "--replicas", str(replicas), *options]
     command += ["--promote-from", promote_from] if promote_from else []
-    environment = os.environ | {"RAYTREC_SERVE_TOKEN": TOKEN}
-    with (folder / "serve.log").open("w") as log:
-        process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, env=environment)
-    service = RunningService(process, f"http://127.0.0.1:{port}", folder)
+    with patch.dict(os.environ, {"RAYTREC_SERVE_TOKEN": TOKEN}):
+        with (folder / "serve.log").open("w") as log:
+            process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log)
+        service = RunningService(process, f"http://127.0.0.1:{port}", folder)
 
-    def answers():
-        assert process.poll() is None, (folder / "serve.log").read_text()
-        return len(service.versions()) == least
+        def answers():
+            assert process.poll() is None, (folder / "serve.log").read_text()
+            return len(service.versions()) == least
 
-    try:
-        wait_for(answers, "the service", START_S)
-        yield service
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(60)
-            finally:
-                process.kill()
+        try:
+            wait_for(answers, "the service", START_S)
+            yield service
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(60)
+                finally:
+                    process.kill()
 
 
 def copy_export(export, folder, change=lambda copy: None):

@@ -17,6 +17,8 @@ NOTEBOOKS = REPO / "notebooks"
 ML100K = Path(os.environ.get("RAYTREC_ML100K", REPO.parent / "shared/data/ml-100k"))
 FILM = "Star Wars (1977)"
 
+pytestmark = pytest.mark.timeout(1200)
+
 
 def movielens(folder):
     """Write files in MovieLens-100K's layout: 300 users, 200 films; most users like every second film."""
@@ -88,7 +90,6 @@ def result_of(head, notebook):
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(1200)
 def test_quickstart_notebook_trains_and_evaluates(head, execute_notebook):
     notebook = execute_notebook("quickstart", head.client)
     result, page = result_of(head, notebook)
@@ -104,7 +105,6 @@ def test_quickstart_notebook_trains_and_evaluates(head, execute_notebook):
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(1200)
 def test_explore_notebook_finds_similar_films(head, execute_notebook):
     """The test requires the run of the quickstart notebook."""
     notebook = execute_notebook("explore", head.client)
@@ -119,7 +119,6 @@ def test_explore_notebook_finds_similar_films(head, execute_notebook):
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(1200)
 def test_jobs_notebook_stops_and_resumes_a_run(head, execute_notebook):
     notebook = execute_notebook("jobs", head.url)
     said = "\n".join(outputs(notebook, "stdout"))
@@ -134,7 +133,6 @@ def test_jobs_notebook_stops_and_resumes_a_run(head, execute_notebook):
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(1200)
 def test_own_model_notebook_trains_its_model(head, execute_notebook):
     """The model class of the notebook is uploaded with the run, since the cluster lacks its file."""
     result, _ = result_of(head, execute_notebook("own_model", head.client))

@@ -128,6 +128,11 @@ def make_stranger_environment(head, kind):
     return env | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(wrong)}
 
 
+def run_as(env, *command):
+    """Run a command in the environment of a user."""
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
 def config(head, place, **changes):
     values = parquet.config_values(head.root / "data" / "tiny", place.parent / "run", **changes)
     place.write_text(yaml.safe_dump(values))
@@ -143,10 +148,8 @@ STRANGERS = pytest.mark.parametrize("kind", ["without a token", "with another to
 def test_train_reports_missing_or_wrong_token_soon(head, tmp_path, kind, way):
     began = time.monotonic()
     address = getattr(head, way)
-    command = [RAYTREC, "train", config(head, tmp_path / "a.yaml"), f"scaling.address={address}"]
-    done = subprocess.run(
-        command, env=make_stranger_environment(head, kind), capture_output=True, text=True, timeout=120
-    )
+    words = config(head, tmp_path / "a.yaml"), f"scaling.address={address}"
+    done = run_as(make_stranger_environment(head, kind), RAYTREC, "train", *words)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     what = "requires a token" if kind == "without a token" else "refuses the token"
     assert f"error: the cluster {what}" in done.stderr, done.stderr
@@ -174,25 +177,18 @@ print(len(GcsClient(address=sys.argv[1]).get_all_node_info()))
 @STRANGERS
 def test_cluster_rejects_requests_without_its_token(head, tmp_path, kind):
     env = make_stranger_environment(head, kind)
-    done = subprocess.run(
-        [PYTHON, "-c", GCS_PROGRAM, head.address], env=env, capture_output=True, text=True, timeout=60
-    )
+    done = run_as(env, PYTHON, "-c", GCS_PROGRAM, head.address)
     assert done.returncode and "AuthenticationError" in done.stderr, done.stderr
     done = head.run(PYTHON, "-c", GCS_PROGRAM, head.address, timeout=60)
     assert done.stdout.strip() == "1", done.stderr
     headers = {} if kind == "without a token" else {"Authorization": f"Bearer {'0' * 64}"}
-    for path, body in (
-        ("/api/jobs/", b'{"entrypoint": "id"}'),
-        ("/api/jobs/", None),
-        ("/nodes", None),
-        ("/api/v0/actors", None),
-    ):
+    job = b'{"entrypoint": "id"}'
+    for path, body in (("/api/jobs/", job), ("/api/jobs/", None), ("/nodes", None), ("/api/v0/actors", None)):
         request = urllib.request.Request(head.url + path, data=body, headers=headers)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request, timeout=30)
         assert refused.value.code == (401 if kind == "without a token" else 403)
-    command = [RAYTREC, "submit", config(head, tmp_path / "a.yaml"), "--address", head.url]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = run_as(env, RAYTREC, "submit", config(head, tmp_path / "a.yaml"), "--address", head.url)
     assert done.returncode == 1 and "token" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 

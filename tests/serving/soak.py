@@ -16,7 +16,6 @@ outside of these times, or if a replica maps files of an export other than the c
 from __future__ import annotations
 
 import multiprocessing
-import os
 import sys
 import tempfile
 import threading
@@ -31,7 +30,6 @@ import typer  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from services import (  # noqa: E402
-    TOKEN,
     change_golden_score,
     command_line,
     copy_export,
@@ -195,7 +193,6 @@ def main(
 ) -> None:
     """Run the soak test and print its results."""
     requests, events = (600, SMOKE_EVENTS) if smallest else (requests, EVENTS)
-    os.environ["RAYTREC_SERVE_TOKEN"] = TOKEN
     with tempfile.TemporaryDirectory(prefix="raytrec-soak-") as scratch:
         root = Path(scratch)
         made, rows = export_in_all_precisions(root)

@@ -2,9 +2,9 @@
 
 import json
 import multiprocessing
-import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from served import to_arrow_stream
@@ -59,11 +59,8 @@ class Clients:
 
     def run(self, clients):
         """Run until enough requests are sent and all events are applied."""
-        threads = [threading.Thread(target=self._run, args=[seed]) for seed in range(clients)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(clients) as pool:
+            list(pool.map(self._run, range(clients)))
 
     def _run(self, seed):
         http, order = PoolManager(), np.random.default_rng(seed).permutation(len(self._requests))

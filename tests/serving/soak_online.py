@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 from typing import Annotated
@@ -85,11 +84,8 @@ def send_requests(url, bodies, state, clients, outcome):
             content = answer.json()
             answers[number, content["version"], tuple(content["predictions"]["score"])] += 1
 
-    threads = [threading.Thread(target=run, args=[seed]) for seed in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(run, range(clients)))
     outcome.put((counts, answers))
 
 
@@ -194,7 +190,6 @@ def main(
     smallest: Annotated[bool, typer.Option("--smallest", help="3,000 requests and 3 kills.")] = False,
 ) -> None:
     """Print the figures; the exit status is 1 after a wrong answer."""
-    os.environ["RAYTREC_SERVE_TOKEN"] = TOKEN
     requests, kills = (3000, 3) if smallest else (requests, KILLS)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-online-") as folder:

@@ -3,14 +3,16 @@
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from served import ServedApp, assert_predictions_equal
 from services import copy_export, rename_dense_column
-from test_app import ServedApp, assert_predictions_equal, get_valid_rows, served_export  # noqa: F401
+from test_app import get_valid_rows
 from waiting import wait_for
 
 import raytrec
@@ -45,20 +47,16 @@ def select_keys(share, version="films-2"):
 
 
 def test_share_of_keys_is_exact_within_chance_and_grows_monotonically():
+    """The first keys are recorded, because Python's hash of strings would differ between processes."""
     tenth, fifth = select_keys(0.1), select_keys(0.2)
     assert abs(len(tenth) - 1000) < 4 * 30 and abs(len(fifth) - 2000) < 4 * 40
     assert tenth < fifth and select_keys(1.0) == set(KEYS) and len(select_keys(1e-6)) < 2
     assert abs(len(tenth & select_keys(0.1, "films-3")) - 100) < 4 * 10, "challengers get the same users"
-
-
-def test_share_is_the_same_in_every_process():
-    """The keys of other processes are recorded; Python's hash of strings differs between processes."""
-    recorded = [2, 21, 33, 36, 46, 54, 55]
-    assert select_keys(0.1).intersection(KEYS[:60]) == {f"user-{number}" for number in recorded}
+    assert tenth.intersection(KEYS[:60]) == {f"user-{number}" for number in (2, 21, 33, 36, 46, 54, 55)}
 
 
 @pytest.fixture(scope="module")
-def models(served_export):  # noqa: F811
+def models(served_export):
     """Return the model of the current export and of the challenger, by role."""
     return {"current": raytrec.load(served_export[0]), "challenger": raytrec.load(to_challenger_uri(served_export))}
 
@@ -93,7 +91,7 @@ def read_metrics(http):
 
 
 @pytest.mark.slow
-def test_canary_answers_its_share_of_keys_with_its_own_scores(served_export, models):  # noqa: F811
+def test_canary_answers_its_share_of_keys_with_its_own_scores(served_export, models):
     rows, versions = get_valid_rows(served_export), {role: model.version for role, model in models.items()}
     with serve_challenger(served_export, "canary", 0.3) as http:
         challenger, roles = http.service.versions.challenger.challenger, []
@@ -110,7 +108,7 @@ def test_canary_answers_its_share_of_keys_with_its_own_scores(served_export, mod
         assert found["raytrec_seconds_count", "/predict", version] == roles.count(role)
 
 
-def test_body_decides_if_the_client_sends_no_key(served_export, models):  # noqa: F811
+def test_body_decides_if_the_client_sends_no_key(served_export, models):
     _, table = served_export
     with serve_challenger(served_export, "canary", 0.5) as http:
         challenger, answered = http.service.versions.challenger.challenger, set()
@@ -125,7 +123,7 @@ def test_body_decides_if_the_client_sends_no_key(served_export, models):  # noqa
         assert healths == {models["current"].version}
 
 
-def test_errors_of_a_canary_name_and_count_its_version(served_export, models):  # noqa: F811
+def test_errors_of_a_canary_name_and_count_its_version(served_export, models):
     with serve_challenger(served_export, "canary", 1.0) as http:
         status, _, headers = http.ask("/predict", {"rows": [{}]})
         assert (status, headers["X-Model-Version"]) == (400, models["challenger"].version)
@@ -138,10 +136,9 @@ def count_shadow_requests(http, outcome):
 
 
 @pytest.mark.slow
-def test_shadow_scores_are_compared_and_logged_but_not_answered(served_export, models, tmp_path):  # noqa: F811
+def test_shadow_scores_are_compared_and_logged_but_not_answered(served_export, models, tmp_path):
     table, version = served_export[1], models["challenger"].version
     with serve_challenger(served_export, "shadow", 1.0, log=tmp_path / "log") as http:
-        ids = []
         for _, predictions in http.scores_of_forms(table.to_pylist(), table):
             assert_predictions_equal(predictions, models["current"].predict(table))
         ids = {http.ask("/predict", {"rows": table.to_pylist()})[2]["X-Request-Id"] for _ in range(2)}
@@ -158,18 +155,15 @@ def test_shadow_scores_are_compared_and_logged_but_not_answered(served_export, m
     logs = [pq.read_table(file) for file in (tmp_path / "log").glob("*.parquet")]
     assert sorted(log["_path"].unique().to_pylist() for log in logs) == [["/predict"], ["shadow"]]
     assert all(ids <= set(log["_request"].to_pylist()) for log in logs)
-    for role, other in (("current", "challenger"), ("challenger", "current")):
-        compared = skew(
-            str(tmp_path / "log"), {"current": served_export[0], "challenger": to_challenger_uri(served_export)}[role]
-        )
+    for uri, other in ((served_export[0], "challenger"), (to_challenger_uri(served_export), "current")):
+        compared = skew(str(tmp_path / "log"), uri)
         assert not compared.metrics["differs"] and compared.metrics["requests"] == 6
         assert compared.metrics["other_versions"] == {models[other].version: 6 * len(table)}
 
 
-def test_rows_that_the_challenger_cannot_read_are_answered_and_counted(served_export, tmp_path, caplog):  # noqa: F811
-    uri = copy_export(
-        to_challenger_uri(served_export), tmp_path / "copy", lambda copy: rename_dense_column(copy, "a", "a2")
-    )
+def test_rows_that_the_challenger_cannot_read_are_answered_and_counted(served_export, tmp_path, caplog):
+    rename = lambda copy: rename_dense_column(copy, "a", "a2")  # noqa: E731
+    uri = copy_export(to_challenger_uri(served_export), tmp_path / "copy", rename)
     with serve_challenger(served_export, "shadow", 1.0, uri=uri) as http:
         for _ in range(2):
             assert http.ask("/predict", {"rows": get_valid_rows(served_export)})[0] == 200
@@ -178,7 +172,7 @@ def test_rows_that_the_challenger_cannot_read_are_answered_and_counted(served_ex
     assert caplog.text.count("cannot score a request") == 1 and "a2" in caplog.text
 
 
-def test_shadow_waits_for_idle_moments_and_drops_what_exceeds_its_queue(served_export, monkeypatch):  # noqa: F811
+def test_shadow_waits_for_idle_moments_and_drops_what_exceeds_its_queue(served_export, monkeypatch):
     body = json.dumps({"rows": get_valid_rows(served_export)}).encode()
     monkeypatch.setattr(batching, "MAX_SHADOW_BYTES", 2 * len(body))
     with serve_challenger(served_export, "shadow", 1.0) as http:
@@ -193,7 +187,7 @@ def test_shadow_waits_for_idle_moments_and_drops_what_exceeds_its_queue(served_e
         wait_for(lambda: count_shadow_requests(http, "scored") == 3, "another request", 60)
 
 
-def test_shadow_scores_only_its_share_of_requests(served_export):  # noqa: F811
+def test_shadow_scores_only_its_share_of_requests(served_export):
     body = {"rows": get_valid_rows(served_export)}
     with serve_challenger(served_export, "shadow", 0.3) as http:
         challenger = http.service.versions.challenger.challenger
@@ -205,7 +199,7 @@ def test_shadow_scores_only_its_share_of_requests(served_export):  # noqa: F811
         assert 0 < count_shadow_requests(http, "scored") == expected < 30
 
 
-def test_challenger_promotion_answers_without_another_load(served_export):  # noqa: F811
+def test_challenger_promotion_answers_without_another_load(served_export):
     versions, uri = LoadedExports(served_export[0]), to_challenger_uri(served_export)
     first, second = versions.version, read_manifest(uri).version
     report, current = ReplicaState(-1, first), Export(served_export[0], first)
@@ -229,16 +223,12 @@ def test_challenger_promotion_answers_without_another_load(served_export):  # no
     assert versions.version == first and len(versions.loaded) == 2
 
 
-def test_replica_that_cannot_load_the_challenger_answers_with_the_current_version(served_export, caplog, tmp_path):  # noqa: F811
+def test_replica_that_cannot_load_the_challenger_answers_with_the_current_version(served_export, caplog, tmp_path):
     versions, uri = LoadedExports(served_export[0]), to_challenger_uri(served_export)
     current = Export(served_export[0], versions.version)
-    for broken in (
-        make_challenger(0.5, "films-2", uri=str(tmp_path / "nothing")),
-        make_challenger(0.5, "films-2", uri=uri),
-    ):
-        report = execute_command(
-            versions, ReplicaCommand(1, current, challenger=broken), ReplicaState(-1, current.version)
-        )
+    for broken in (str(tmp_path / "nothing"), uri):
+        command = ReplicaCommand(1, current, challenger=make_challenger(0.5, "films-2", uri=broken))
+        report = execute_command(versions, command, ReplicaState(-1, current.version))
         assert (report.version, report.error, versions.challenger) == (current.version, None, None)
         assert report.challenger_error in caplog.text
     assert "there is no export" in caplog.text and "changed in place from films-2" in caplog.text
@@ -283,12 +273,9 @@ def test_malformed_promotions_are_refused(body, words):
 
 
 def test_promotions_are_parsed():
-    parsed = [Promotion.parse(body) for body in (b"{}", b'{"uri": "a", "share": null}', b'{"uri": "a", "share": 1}')]
-    assert [(each.uri, each.share, each.shadow) for each in parsed] == [
-        (None, None, False),
-        ("a", None, False),
-        ("a", 1.0, False),
-    ]
+    bodies = (b"{}", b'{"uri": "a", "share": null}', b'{"uri": "a", "share": 1}')
+    parsed = [(each.uri, each.share, each.shadow) for each in map(Promotion.parse, bodies)]
+    assert parsed == [(None, None, False), ("a", None, False), ("a", 1.0, False)]
 
 
 @pytest.mark.parametrize("challenger", [{"share": 0.5}, {"shadow": True}])
@@ -297,23 +284,14 @@ def test_rollback_command_refuses_share_and_shadow(challenger):
         promote(None, service="http://127.0.0.1:9", name=None, rollback=True, **challenger)
 
 
-def test_requests_during_changes_of_the_challenger_are_all_answered(served_export, models):  # noqa: F811
-    versions, stop, statuses = LoadedExports(served_export[0]), threading.Event(), []
-    challenger, rows = (
-        make_challenger(0.5, models["challenger"].version, uri=to_challenger_uri(served_export)),
-        get_valid_rows(served_export),
-    )
-    with ServedApp(Service(versions, "a token")) as http:
-
-        def ask():
-            while not stop.is_set():
-                statuses.append(http.ask("/predict", {"rows": rows})[0])
-
-        thread = threading.Thread(target=ask)
-        thread.start()
+def test_requests_during_changes_of_the_challenger_are_all_answered(served_export):
+    body, stop = {"rows": get_valid_rows(served_export)}, threading.Event()
+    with serve_challenger(served_export, "canary", 0.5) as http, ThreadPoolExecutor(1) as pool:
+        versions = http.service.versions
+        challenger = versions.challenger.challenger
+        asking = pool.submit(lambda: {http.ask("/predict", body)[0] for _ in iter(stop.is_set, True)})
         for number in range(30):
-            assert versions.set_challenger(challenger if number % 2 == 0 else None) is None
+            assert versions.set_challenger(challenger if number % 2 else None) is None
             time.sleep(0.005)
         stop.set()
-        thread.join()
-    assert set(statuses) == {200}
+        assert asking.result() == {200}

@@ -92,38 +92,21 @@ def test_refused_connections_are_only_those_that_have_not_begun():
             late.connect(listening.getsockname())
 
 
-class ReconnectingClient:
-    """Client that opens a connection for each request until its listener refuses connections.
-
-    Attributes:
-        answered: Number of answered requests.
-        failed: Errors of connections that had been established.
-    """
-
-    def __init__(self, port):
-        self._port, self.answered, self.failed = port, 0, []
-
-    def run(self):
-        while self._ask():
-            pass
-
-    def _ask(self):
+def send_until_refused(port):
+    """Open a connection for each request until connections are refused; return (statuses or error) of each request."""
+    results = []
+    while True:
         try:
-            connection = socket.create_connection(("127.0.0.1", self._port), timeout=WAIT_S)
+            connection = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
         except ConnectionRefusedError:
-            return False
+            return results
         with closing(connection):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             try:
                 connection.sendall(GET)
-                statuses = parse_statuses(connection.recv(1 << 16))
+                results.append(parse_statuses(connection.recv(1 << 16)))
             except OSError as error:
-                statuses = error
-            if statuses == [200]:
-                self.answered += 1
-            else:
-                self.failed.append(statuses)
-        return True
+                results.append(error)
 
 
 @pytest.mark.slow
@@ -135,11 +118,10 @@ def test_ends_reset_no_reconnecting_client(short_grace, ends):
     with ThreadPoolExecutor(30) as pool:
         for _ in range(ends // 10):
             listeners = [Listener(Echo(), "127.0.0.1", 0) for _ in range(10)]
-            clients = [ReconnectingClient(each.port) for each in listeners for _ in range(2)]
-            running = [pool.submit(client.run) for client in clients]
+            clients = [pool.submit(send_until_refused, each.port) for each in listeners for _ in range(2)]
             time.sleep(0.1)
-            running += [pool.submit(each.close) for each in listeners]
-            for each in running:
+            ending = [pool.submit(each.close) for each in listeners]
+            results = [result for client in clients for result in client.result(60)]
+            assert len(results) > 20 and not [result for result in results if result != [200]]
+            for each in ending:
                 each.result(60)
-            assert sum(client.answered for client in clients) > 20
-            assert not [error for client in clients for error in client.failed]

@@ -6,11 +6,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
+import numpy as np
 import pytest
 from listeners import GET, WAIT_S, Echo, connect, parse_statuses
+from waiting import wait_for
 
 from raytrec.common.errors import RunError
 from raytrec.serving import command
@@ -75,9 +77,7 @@ def test_surplus_connection_answers_all_pipelined_requests(listener):
         ask(connection)
         listener.fair_connections = 0
         (kept,) = listener._server.server_state.connections
-        until = time.monotonic() + WAIT_S
-        while not kept.is_surplus and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_for(lambda: kept.is_surplus, "a surplus connection", WAIT_S)
         answers = b""
         connection.sendall(GET * 5)
         while len(parse_statuses(answers)) < 5:
@@ -105,39 +105,29 @@ def test_coordinator_computes_fair_connections_for_each_node():
 @pytest.mark.slow
 def test_second_listener_takes_over_kept_connections():
     """Clients open another connection when the answer asks them to, as HTTP libraries do."""
-    first, stop, failed = Listener(Echo(), "127.0.0.1", 0), threading.Event(), []
+    apps, stop = (Echo(), Echo()), threading.Event()
+    first = Listener(apps[0], "127.0.0.1", 0)
 
     def run():
-        connection = None
-        try:
-            while not stop.is_set():
-                connection = connection or socket.create_connection(("127.0.0.1", first.port), timeout=WAIT_S)
-                if CLOSE in ask(connection):
-                    connection.close()
-                    connection = None
-                time.sleep(0.02)
-        except Exception as error:
-            failed.append(error)
+        while not stop.is_set():
+            with connect(first) as connection:
+                while not stop.is_set() and CLOSE not in ask(connection):
+                    time.sleep(0.02)
 
-    threads = [threading.Thread(target=run) for _ in range(CLIENTS)]
-    for thread in threads:
-        thread.start()
-    try:
-        with closing(Listener(Echo(), "127.0.0.1", first.port)) as second:
+    with ThreadPoolExecutor(CLIENTS) as pool, closing(first):
+        clients = [pool.submit(run) for _ in range(CLIENTS)]
+        with closing(Listener(apps[1], "127.0.0.1", first.port)) as second:
             first.fair_connections = second.fair_connections = CLIENTS / 2
             until, shares = time.monotonic() + 30, [0.0]
             while shares[-1] < 0.35 and time.monotonic() < until:
-                before = Counter(first=first._server.config.app.begun, second=second._server.config.app.begun)
+                before = [app.begun for app in apps]
                 time.sleep(1)
-                gained = Counter(first=first._server.config.app.begun, second=second._server.config.app.begun)
-                gained.subtract(before)
-                shares.append(gained["second"] / gained.total())
+                gained = np.subtract([app.begun for app in apps], before)
+                shares.append(gained[1] / gained.sum())
             stop.set()
-            for thread in threads:
-                thread.join(WAIT_S)
-    finally:
-        first.close()
-    assert not failed and shares[-1] >= 0.35, (failed[:3], shares)
+            for client in clients:
+                client.result(WAIT_S)
+    assert shares[-1] >= 0.35, shares
 
 
 LISTEN = """

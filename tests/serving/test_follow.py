@@ -5,7 +5,6 @@ import shutil
 import threading
 import time
 from collections import Counter
-from functools import partial
 
 import numpy as np
 import pytest
@@ -64,15 +63,35 @@ def folder(steps, exports, tmp_path):
     return folder
 
 
-@pytest.fixture(params=["mapped", "sharded"])
-def shards(request, monkeypatch):
-    """Return None for mapped tables, or two table shards that both have rows of small tables."""
-    if request.param == "mapped":
-        yield None
-        return
+@pytest.fixture
+def two_shards(monkeypatch):
+    """Yield two table shards that both have rows of small tables."""
     monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
     with local_shards(2) as shards:
         yield shards
+
+
+@pytest.fixture(params=["mapped", "sharded"])
+def shards(request):
+    """Return None for mapped tables, or two table shards."""
+    return None if request.param == "mapped" else request.getfixturevalue("two_shards")
+
+
+def start_follower(folder, shards, **options):
+    return follow.Follower(str(folder.path), make_maker=shards.make_maker(folder.path, **options))
+
+
+def score(follower, table):
+    return follower.versions.current.scorer.predict(table).to_pydict()
+
+
+def write_changed_rows(folder, steps, number, change):
+    """Write a delta with changed vectors in the first table; return the table and its first row in the delta."""
+    rows, ids, dense = steps.changes(number)
+    table = next(iter(rows))
+    places, vectors = rows[table]
+    folder.write(number, number, rows | {table: (places, change(vectors))}, ids, dense)
+    return table, places[0]
 
 
 class FollowingService(FollowingReplica):
@@ -118,8 +137,6 @@ def test_each_answer_is_of_the_version_that_it_names(steps, folder, exports, tmp
     states, counts, wrong, stop = score_states(whole, steps.table), Counter(), [], threading.Event()
     column = next(iter(next(iter(states.values()))))
     many = rows * 9  # scored in several parts
-    first = steps.table.column_names.index("user") if "user" in steps.table.column_names else 0
-    name = steps.table.column_names[first]
 
     def run(body, expected_rows, service):
         while not stop.is_set():
@@ -136,7 +153,8 @@ def test_each_answer_is_of_the_version_that_it_names(steps, folder, exports, tmp
 
     with FollowingService(folder, shards) as service:
         service.service.batcher._row_s = 1.0  # at most MIN_FULL_BATCH_ROWS rows in a part
-        user = {"user": {name: rows[0][name]}, "candidates": [{k: v for k, v in rows[0].items() if k != name}] * 3}
+        candidate = {name: value for name, value in rows[0].items() if name != "user"}
+        user = {"user": {"user": rows[0]["user"]}, "candidates": [candidate] * 3}
         bodies = [({"rows": rows}, range(len(rows))), ({"rows": many}, [*range(len(rows))] * 9), (user, [0] * 3)]
         threads = [threading.Thread(target=run, args=[*each, service]) for each in bodies]
         for thread in threads:
@@ -164,12 +182,10 @@ def test_each_answer_is_of_the_version_that_it_names(steps, folder, exports, tmp
 def test_refused_delta_keeps_the_state_until_it_is_repaired(steps, folder, service, caplog):
     service.wait(delta=2)
     before = service.scores({"rows": steps.table.to_pylist()})
-    rows, ids, dense = steps.changes(3)
-    table = next(iter(rows))
-    rows[table] = rows[table][0], rows[table][1].copy()
-    rows[table][1][0, 0] = np.nan
-    folder.write(3, 3, rows, ids, dense)
-    service.wait_for_problem(f"delta 3 cannot be applied: row {rows[table][0][0]} of table {table} contains NaN")
+    table, row = write_changed_rows(
+        folder, steps, 3, lambda vectors: np.where(vectors == vectors[0, 0], np.nan, vectors)
+    )
+    service.wait_for_problem(f"delta 3 cannot be applied: row {row} of table {table} contains NaN")
     time.sleep(0.3)
     assert service.scores({"rows": steps.table.to_pylist()}) == before
     assert service.ready()["version"] == f"small-2-{folder.checksums[2][:8]}"
@@ -255,55 +271,45 @@ def test_command_waits_for_the_first_export(folder, exports, monkeypatch, capsys
 
 
 @pytest.mark.slow
-def test_shards_keep_the_states_of_slow_replicas(steps, folder, exports, monkeypatch):
+def test_shards_keep_the_states_of_slow_replicas(steps, folder, exports, two_shards, monkeypatch):
     """Two replicas with different states share the shards; a replica that is too far behind catches up."""
-    monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
-    monkeypatch.setattr(loaded_tables, "MAX_STATES", 4)
-    monkeypatch.setattr(follow, "MAX_STATES", 4)
-    with local_shards(2) as shards:
-        slow, quick = (
-            follow.Follower(str(folder.path), make_maker=shards.make_maker(folder.path, cache_bytes=0))
-            for _ in range(2)
-        )
-        score = lambda follower: follower.versions.current.scorer.predict(steps.table).to_pydict()  # noqa: E731
-        first = score(slow)
-        for number in range(3, STEPS + 1):
-            folder.write_steps(steps, number, number)
-            assert quick.advance() and quick.position.number == number
-            expected = raytrec.load(exports(number)).predict(steps.table)
-            assert_predictions_equal(score(quick), expected)
-            if number < 6:
-                assert score(slow) == first
-        with pytest.raises(UnavailableError, match="table shards are unavailable or late"):
-            score(slow)
-        advances = sum(1 for _ in iter(slow.advance, False))
-        assert slow.position.number == STEPS and advances <= 2, "each delta is awaited in the shards"
-        wait_for(lambda: can_score(slow, steps.table), "the shards", 60)
-        assert score(slow) == score(quick)
-        assert [len(each._tables) for each in shards.shards] == [1, 1], "tables were loaded for an early state"
-        new = follow.Follower(str(folder.path), make_maker=shards.make_maker(folder.path))
-        assert new.position.number == STEPS and score(new) == score(quick)
-        folder.write(STEPS + 1, STEPS, *steps.changes(STEPS, STEPS - 1))
-        assert quick.advance() and new.advance()
-        deltas = [sorted(tables.delta for tables in shard._tables) for shard in shards.shards]
-        assert deltas == [[1, STEPS + 1]] * 2, "the deltas were applied to the tables of the golden rows"
+    for module in (loaded_tables, follow):
+        monkeypatch.setattr(module, "MAX_STATES", 4)
+    slow, quick = (start_follower(folder, two_shards, cache_bytes=0) for _ in range(2))
+    first = score(slow, steps.table)
+    for number in range(3, STEPS + 1):
+        folder.write_steps(steps, number, number)
+        assert quick.advance() and quick.position.number == number
+        assert_predictions_equal(score(quick, steps.table), raytrec.load(exports(number)).predict(steps.table))
+        if number < 6:
+            assert score(slow, steps.table) == first
+    with pytest.raises(UnavailableError, match="table shards are unavailable or late"):
+        score(slow, steps.table)
+    advances = sum(1 for _ in iter(slow.advance, False))
+    assert slow.position.number == STEPS and advances <= 2, "each delta is awaited in the shards"
+    wait_for(lambda: can_score(slow, steps.table), "the shards", 60)
+    last = score(quick, steps.table)
+    assert score(slow, steps.table) == last
+    assert [len(each._tables) for each in two_shards.shards] == [1, 1], "tables were loaded for an early state"
+    new = start_follower(folder, two_shards)
+    assert new.position.number == STEPS and score(new, steps.table) == last
+    folder.write(STEPS + 1, STEPS, *steps.changes(STEPS, STEPS - 1))
+    assert quick.advance() and new.advance()
+    deltas = [sorted(tables.delta for tables in shard._tables) for shard in two_shards.shards]
+    assert deltas == [[1, STEPS + 1]] * 2, "the deltas were applied to the tables of the golden rows"
 
 
 @pytest.mark.slow
-def test_shards_refuse_values_that_exceed_the_precision(steps, folder, monkeypatch, tmp_path):
+def test_shards_refuse_values_that_exceed_the_precision(steps, folder, two_shards, monkeypatch, tmp_path):
     """The tables are not loaded again for a delta that shards cannot apply."""
-    monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
     shutil.rmtree(folder.path / "exports")
     folder.add_export(1, steps.export(1, tmp_path / "half", quantize="fp16"))
     loaded = []
     monkeypatch.setattr(shard, "load_tables", lambda *words: loaded.append(words) or loaded_tables.load_tables(*words))
-    with local_shards(2) as shards, FollowingService(folder, shards) as service:
+    with FollowingService(folder, two_shards) as service:
         service.wait(delta=2)
         before = service.scores({"rows": steps.table.to_pylist()})
-        rows, ids, dense = steps.changes(3)
-        table = next(iter(rows))
-        rows[table] = rows[table][0], np.full_like(rows[table][1], 1e6)
-        folder.write(3, 3, rows, ids, dense)
+        table, _ = write_changed_rows(folder, steps, 3, lambda vectors: np.full_like(vectors, 1e6))
         service.wait_for_problem(f"delta 3 cannot be applied: table {table}: a table contains NaN or values beyond")
         time.sleep(0.5)
         assert len(loaded) == 2 and service.scores({"rows": steps.table.to_pylist()}) == before
@@ -311,99 +317,86 @@ def test_shards_refuse_values_that_exceed_the_precision(steps, folder, monkeypat
         service.wait(delta=3, problem=None)
 
 
-def test_replica_stops_before_a_value_that_shards_cannot_store(steps, folder, monkeypatch, tmp_path):
+def test_replica_stops_before_a_value_that_shards_cannot_store(steps, folder, two_shards, monkeypatch, tmp_path):
     """A replica that starts answers with the newest usable state, however many usable deltas came before."""
-    monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
-    monkeypatch.setattr(loaded_tables, "MAX_STATES", 2)
-    monkeypatch.setattr(follow, "MAX_STATES", 2)
+    for module in (loaded_tables, follow):
+        monkeypatch.setattr(module, "MAX_STATES", 2)
     shutil.rmtree(folder.path / "exports")
     folder.add_export(1, steps.export(1, tmp_path / "half", quantize="fp16"))
     folder.write_steps(steps, 3, 5)
-    rows, ids, dense = steps.changes(6)
-    table = next(iter(rows))
-    folder.write(6, 6, rows | {table: (rows[table][0], np.full_like(rows[table][1], 1e6))}, ids, dense)
-    with local_shards(2) as shards:
-        follower = follow.Follower(str(folder.path), make_maker=shards.make_maker(folder.path))
-        assert follower.position.number == 5 and can_score(follower, steps.table)
-        assert not follower.advance() and f"delta 6 cannot be applied: table {table}" in follower.problem
+    table, _ = write_changed_rows(folder, steps, 6, lambda vectors: np.full_like(vectors, 1e6))
+    follower = start_follower(folder, two_shards)
+    assert follower.position.number == 5 and can_score(follower, steps.table)
+    assert not follower.advance() and f"delta 6 cannot be applied: table {table}" in follower.problem
 
 
 @pytest.mark.slow
-def test_shards_tell_exports_of_different_precisions_apart(steps, folder, monkeypatch, tmp_path):
+def test_shards_tell_exports_of_different_precisions_apart(steps, folder, two_shards, tmp_path):
     """The distribution of rows over shards depends on the precision, so replicas with both need different tables."""
-    monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
-    with local_shards(2) as shards:
-        make_maker = partial(shards.make_maker, folder.path, cache_bytes=0)
-        first = follow.Follower(str(folder.path), make_maker=make_maker())
-        folder.write_steps(steps, 3, 4)
-        folder.add_export(4, steps.export(4, tmp_path / "int8", quantize="int8"))
-        second = follow.Follower(str(folder.path), make_maker=make_maker())
-        folder.write_steps(steps, 5, STEPS)
-        assert second.position.number == 4 and second.advance() and first.advance()
-        for follower, precision in ((first, None), (second, "int8")):
-            assert follower.position.number == STEPS
-            expected = raytrec.load(steps.export(STEPS, tmp_path / f"last-{precision}", quantize=precision))
-            predictions = follower.versions.current.scorer.predict(steps.table).to_pydict()
-            assert_predictions_equal(predictions, expected.predict(steps.table))
-        assert [[each.precisions for each in shard._tables] for shard in shards.shards] == [["fp32", "int8"]] * 2
-
-
-def test_missing_shard_stops_the_others_and_needs_one_thread(steps, folder, monkeypatch):
-    """Shards that went on would forget the state with which the replicas answer."""
-    monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
-    monkeypatch.setattr(loaded_tables, "MAX_STATES", 2)
-    monkeypatch.setattr(follow, "MAX_STATES", 2)
-    with local_shards(2) as shards:
-        options = {"cache_bytes": 0, "fallback": "zeros"}
-        follower = follow.Follower(str(folder.path), make_maker=shards.make_maker(folder.path, **options))
-        scorer = follower.versions.current.scorer
-        expected, threads = scorer.predict(steps.table).to_pydict(), threading.active_count()
-        shards.stop(1)
-        for number in range(3, STEPS + 1):
-            folder.write_steps(steps, number, number)
-            assert not follower.advance() and "shard" in follower.problem and str(folder.path) not in follower.problem
-            scorer.predict(steps.table)
-            assert scorer.lookups.take_missing_shards() == {1}
-        assert threading.active_count() <= threads + 3, "each attempt starts a thread"
-        shards.replace(1)
-        wait_for(lambda: scorer.predict(steps.table).to_pydict() == expected, "the shard", 60)
-        while follower.advance():
-            assert can_score(follower, steps.table), "shards forget the state of the replica"
+    first = start_follower(folder, two_shards, cache_bytes=0)
+    folder.write_steps(steps, 3, 4)
+    folder.add_export(4, steps.export(4, tmp_path / "int8", quantize="int8"))
+    second = start_follower(folder, two_shards, cache_bytes=0)
+    folder.write_steps(steps, 5, STEPS)
+    assert second.position.number == 4 and second.advance() and first.advance()
+    for follower, precision in ((first, None), (second, "int8")):
         assert follower.position.number == STEPS
+        expected = raytrec.load(steps.export(STEPS, tmp_path / f"last-{precision}", quantize=precision))
+        assert_predictions_equal(score(follower, steps.table), expected.predict(steps.table))
+    assert [[each.precisions for each in shard._tables] for shard in two_shards.shards] == [["fp32", "int8"]] * 2
 
 
-def test_starting_replica_does_not_advance_the_tables_of_others(steps, folder, exports, monkeypatch):
+def test_missing_shard_stops_the_others_and_needs_one_thread(steps, folder, two_shards, monkeypatch):
+    """Shards that went on would forget the state with which the replicas answer."""
+    for module in (loaded_tables, follow):
+        monkeypatch.setattr(module, "MAX_STATES", 2)
+    follower = start_follower(folder, two_shards, cache_bytes=0, fallback="zeros")
+    scorer = follower.versions.current.scorer
+    expected, threads = score(follower, steps.table), threading.active_count()
+    two_shards.stop(1)
+    for number in range(3, STEPS + 1):
+        folder.write_steps(steps, number, number)
+        assert not follower.advance() and "shard" in follower.problem and str(folder.path) not in follower.problem
+        scorer.predict(steps.table)
+        assert scorer.lookups.take_missing_shards() == {1}
+    assert threading.active_count() <= threads + 3, "each attempt starts a thread"
+    two_shards.replace(1)
+    wait_for(lambda: score(follower, steps.table) == expected, "the shard", 60)
+    while follower.advance():
+        assert can_score(follower, steps.table), "shards forget the state of the replica"
+    assert follower.position.number == STEPS
+
+
+def test_starting_replica_does_not_advance_the_tables_of_others(steps, folder, exports, two_shards, monkeypatch):
     """A delta with unusable dense weights stops replicas, but shards read only its rows."""
-    monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
     monkeypatch.setattr(loaded_tables, "MAX_STATES", 2)
-    with local_shards(2) as shards:
-        first = follow.Follower(str(folder.path), make_maker=shards.make_maker(folder.path, cache_bytes=0))
-        expected = first.versions.current.scorer.predict(steps.table).to_pydict()
-        rows, ids, dense = steps.changes(3)
-        folder.write(3, 3, rows, ids, {name: value * np.nan for name, value in dense.items()})
-        folder.write_steps(steps, 4, STEPS)
-        folder.add_export(STEPS, exports(STEPS))
-        second = follow.Follower(str(folder.path), make_maker=shards.make_maker(folder.path, cache_bytes=0))
-        assert second.position.number == STEPS and can_score(second, steps.table)
-        assert first.versions.current.scorer.predict(steps.table).to_pydict() == expected
+    first = start_follower(folder, two_shards, cache_bytes=0)
+    expected = score(first, steps.table)
+    rows, ids, dense = steps.changes(3)
+    folder.write(3, 3, rows, ids, {name: value * np.nan for name, value in dense.items()})
+    folder.write_steps(steps, 4, STEPS)
+    folder.add_export(STEPS, exports(STEPS))
+    second = start_follower(folder, two_shards, cache_bytes=0)
+    assert second.position.number == STEPS and can_score(second, steps.table)
+    assert score(first, steps.table) == expected
 
 
 @pytest.mark.slow
-def test_replica_loads_an_export_of_another_precision_if_shards_need_it(steps, folder, monkeypatch, tmp_path):
+def test_replica_loads_an_export_of_another_precision_if_shards_need_it(
+    steps, folder, two_shards, monkeypatch, tmp_path
+):
     """Old exports are removed, so a shard that restarts cannot load the state of a replica with their precision."""
-    monkeypatch.setattr(pooling, "PAGE_BYTES", 32)
     monkeypatch.setattr("raytrec.serving.table_shards.connection.REFUSAL_INTERVAL_S", 0.05)
-    with local_shards(2) as shards:
-        follower = follow.Follower(str(folder.path), make_maker=shards.make_maker(folder.path, cache_bytes=0))
-        folder.write_steps(steps, 3, STEPS)
-        folder.add_export(4, steps.export(4, tmp_path / "int8", quantize="int8"))
-        while follower.advance():
-            pass
-        remove_old_files(str(folder.path), keep=1)
-        shards.replace(1)
-        wait_for(lambda: follower.advance() or can_score(follower, steps.table), "the other precision", 60)
-        scorer = follower.versions.current.scorer
-        assert follower.position.number == STEPS and {*scorer.manifest.precisions.values()} == {"int8"}
+    follower = start_follower(folder, two_shards, cache_bytes=0)
+    folder.write_steps(steps, 3, STEPS)
+    folder.add_export(4, steps.export(4, tmp_path / "int8", quantize="int8"))
+    while follower.advance():
+        pass
+    remove_old_files(str(folder.path), keep=1)
+    two_shards.replace(1)
+    wait_for(lambda: follower.advance() or can_score(follower, steps.table), "the other precision", 60)
+    scorer = follower.versions.current.scorer
+    assert follower.position.number == STEPS and {*scorer.manifest.precisions.values()} == {"int8"}
 
 
 def can_score(follower, table):

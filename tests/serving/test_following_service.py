@@ -20,8 +20,7 @@ pytestmark = pytest.mark.survive
 
 
 @pytest.mark.parametrize("options", [[], ["--table-shards", "2", "--table-timeout-ms", "20000"]])
-def test_replicas_follow_a_run_and_catch_up_after_a_kill(tmp_path, options, monkeypatch):
-    monkeypatch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
+def test_replicas_follow_a_run_and_catch_up_after_a_kill(tmp_path, options):
     steps = train_steps(ModelCase("dlrm", (1, 1)), tmp_path, 4)
     folder = DeltaFolder.of_schema(tmp_path / "deltas", steps.schema)
     folder.write_steps(steps, 1, 2)

@@ -157,14 +157,10 @@ def test_tensors_in_every_form_give_the_scores_of_predict(http, served_export, b
 def test_lists_of_equal_lengths_need_no_lengths(http, served_export):
     table = served_export[1].slice(0, 4)
     tags = np.array([[0, 1], [4, 4], [2, 3], [1, 0]])
-    expected = http.scores(
-        {"rows": [row | {"tags": list(ids)} for row, ids in zip(table.to_pylist(), tags.tolist(), strict=True)]}
-    )
-    _, answer, data, _ = infer(http, [*to_matrices(table), ("tags", tags, "INT64")], binary=True)
-    assert_same_scores(read_outputs(answer, data), expected)
-    expected = http.scores({"rows": [row | {"tags": []} for row in table.to_pylist()]})
-    _, answer, data, _ = infer(http, [*to_matrices(table), ("tags", tags[:, :0], "INT64")], binary=True)
-    assert_same_scores(read_outputs(answer, data), expected)
+    for lists in (tags, tags[:, :0]):
+        rows = [row | {"tags": ids} for row, ids in zip(table.to_pylist(), lists.tolist(), strict=True)]
+        _, answer, data, _ = infer(http, [*to_matrices(table), ("tags", lists, "INT64")], binary=True)
+        assert_same_scores(read_outputs(answer, data), http.scores({"rows": rows}))
 
 
 @pytest.mark.parametrize("make_type", [pa.list_, lambda kind, _: pa.list_(kind), lambda kind, _: pa.large_list(kind)])
@@ -223,10 +219,8 @@ def test_metadata_describe_the_model_that_answers(http):
             if each["name"] != "tags":
                 matrices[each["parameters"]["matrix"]].append(each["name"])
         assert matrices == {"dense": DENSE, "ids": IDS}
-        assert [(each["name"], each["shape"]) for each in model["outputs"]] == [
-            ("score_y", [-1]),
-            ("score_kind", [-1, 2]),
-        ]
+        shapes = {each["name"]: each["shape"] for each in model["outputs"]}
+        assert shapes == {"score_y": [-1], "score_kind": [-1, 2]}
     for path in ("/v2/models/other", "/v2/models/films/versions/1/ready", "/v2/models/other/infer"):
         status, content, _ = http.ask(path, method="POST" if path.endswith("infer") else "GET")
         assert status == 404 and (version if "versions" in path else "films or small") in json.loads(content)["error"]
@@ -250,9 +244,8 @@ def test_rows_of_tensors_are_logged(served_export, tmp_path):
     with ServedApp(Service(LoadedExports(export), TOKEN)) as http:
         log = http.service.request_log = RequestLog(str(tmp_path), 1.0, "writer", http.service.figures)
         for binary in (True, False):
-            status, _, _, headers = infer(
-                http, [*to_matrices(table), *to_lists(table)], "/v2/models/small/infer", binary
-            )
+            tensors = [*to_matrices(table), *to_lists(table)]
+            status, _, _, headers = infer(http, tensors, "/v2/models/small/infer", binary)
             assert status == 200 and headers["X-Request-Id"]
         log.close()
         columns = http.service.versions.current.scorer.reader.columns
@@ -337,28 +330,26 @@ def test_invalid_request_error_names_the_cause(http, served_export, change, stat
 
 
 def test_texts_and_times_are_read_as_in_json():
-    columns = pa.schema(
-        {"word": pa.string(), "at": pa.timestamp("us"), "words": pa.list_(pa.string()), "on": pa.bool_()}
-    )
-    texts = [b"", "ö".encode(), b"a" * 300]
+    types = {"word": pa.string(), "at": pa.timestamp("us"), "words": pa.list_(pa.string()), "on": pa.bool_()}
+    columns = pa.schema(types)
+    texts, flags = b"".join(struct.pack("<I", len(text)) + text for text in (b"", "ö".encode(), b"a" * 300)), b"\1\0\1"
     inputs = [
-        make_tensor("word", b"".join(struct.pack("<I", len(text)) + text for text in texts), "BYTES", [3]),
-        make_tensor("on", b"\1\0\1", "BOOL", [3]),
+        make_tensor("word", texts, "BYTES", [3]),
+        make_tensor("on", flags, "BOOL", [3]),
         make_tensor("words", ["x", "y", "z"], "BYTES"),
         make_tensor("words.lengths", [0, 3, 0], "UINT8"),
         make_tensor("at", ["2026-11-07T00:00:00"] * 3, "BYTES"),
     ]
-    binary = texts and b"".join(struct.pack("<I", len(text)) + text for text in texts) + b"\1\0\1"
-    tensors = read_tensors(map(InputTensor.model_validate, inputs), memoryview(binary), columns)
+    tensors = read_tensors(map(InputTensor.model_validate, inputs), memoryview(texts + flags), columns)
     table = to_table(tensors, columns)
     assert table.schema.field("at").type == pa.timestamp("us")
     assert table.select(["word", "on", "words"]).to_pydict() == {
         "word": ["", "ö", "a" * 300], "on": [True, False, True], "words": [[], ["x", "y", "z"], []],
     }  # fmt: skip
-    for text in (b"\xff", b"\xc3"):
-        with pytest.raises(DataError, match="codec can't decode"):
-            entry = InputTensor.model_validate(make_tensor("word", struct.pack("<I", 1) + text, "BYTES", [1]))
-            read_tensors([entry], memoryview(struct.pack("<I", 1) + text), columns)
+    invalid = struct.pack("<I", 1) + b"\xc3"
+    with pytest.raises(DataError, match="codec can't decode"):
+        entry = InputTensor.model_validate(make_tensor("word", invalid, "BYTES", [1]))
+        read_tensors([entry], memoryview(invalid), columns)
 
 
 VALUES = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=3)

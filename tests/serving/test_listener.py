@@ -2,8 +2,8 @@
 
 import asyncio
 import socket
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 
 import pytest
@@ -58,17 +58,10 @@ def test_slow_clients_are_disconnected(short_client_timeout, listener):
     """All clients run at the same time and send one byte every 0.05 s."""
     with ExitStack() as stack:
         connections = {name: stack.enter_context(connect(listener)) for name in SLOW_REQUESTS}
-        sending = [
-            threading.Thread(target=send_slowly, args=(connections[name], data), daemon=True)
-            for name, data in SLOW_REQUESTS.items()
-        ]
-        began = time.monotonic()
-        for thread in sending:
-            thread.start()
+        pool, began = stack.enter_context(ThreadPoolExecutor(len(connections))), time.monotonic()
+        pool.map(send_slowly, connections.values(), SLOW_REQUESTS.values())
         found = {name: read_all(connection) for name, connection in connections.items()}
         assert time.monotonic() - began < 8
-        for thread in sending:
-            thread.join(WAIT_S)
     assert {name for name, answers in found.items() if answers} == {name for name in SLOW_REQUESTS if "request" in name}
 
 
@@ -83,12 +76,14 @@ def send_slowly(connection, data):
 
 @pytest.mark.slow
 def test_client_timeout_applies_to_unread_bodies(short_client_timeout):
-    with closing(Listener(Echo(reads=False), "127.0.0.1", 0)) as listener, connect(listener) as connection:
-        sending = threading.Thread(target=send_slowly, args=(connection, POST + b"x" * 99), daemon=True)
-        sending.start()
+    with (
+        closing(Listener(Echo(reads=False), "127.0.0.1", 0)) as listener,
+        connect(listener) as connection,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        pool.submit(send_slowly, connection, POST + b"x" * 99)
         began = time.monotonic()
         assert parse_statuses(read_all(connection)) == [200] and time.monotonic() - began < 5
-        sending.join(WAIT_S)
 
 
 @pytest.mark.slow
@@ -117,24 +112,15 @@ LARGE_REQUESTS = {
 @pytest.mark.parametrize("data", LARGE_REQUESTS.values(), ids=LARGE_REQUESTS)
 @pytest.mark.parametrize("size", [4 << 20, 1000])
 def test_large_request_heads_are_refused(listener, echo, data, size):
-    with connect(listener) as connection:
-        pieces = [data[at : at + size] for at in range(0, len(data), size)]
-        sending = threading.Thread(target=send_until_closed, args=(connection, *pieces), daemon=True)
-        sending.start()
-        found = read_all(connection)
-        sending.join(WAIT_S)
+    found = exchange(listener, [data[at : at + size] for at in range(0, len(data), size)])
     assert parse_statuses(found) in ([400], []), found[:200]  # []: reset while the client sent the rest
     assert not echo.begun or data.startswith(CHUNKED)
 
 
-def test_request_head_of_30_kb_is_served(listener):
+def test_large_chunked_bodies_and_heads_of_30_kb_are_served(listener):
     with connect(listener) as connection:
         connection.sendall(GET[:-2] + b"X: " + b"x" * 30_000 + b"\r\n\r\n")
         assert parse_statuses(connection.recv(1 << 16)) == [200]
-
-
-def test_large_chunked_body_is_not_refused_as_a_head(listener):
-    with connect(listener) as connection:
         for pieces in (1, 1000):
             body = b"%x\r\n%s\r\n" % (4_000_000 // pieces, b"x" * (4_000_000 // pieces)) * pieces
             connection.sendall(CHUNKED + body + b"0\r\n\r\n")
@@ -151,19 +137,22 @@ def test_pipelined_requests_are_answered_in_order(listener):
 
 
 def test_pipelining_is_bounded(listener, echo):
-    with connect(listener) as connection:
-        sending = threading.Thread(target=send_until_closed, args=(connection, GET * 20_000), daemon=True)
-        sending.start()
-        found = read_all(connection)
-        sending.join(WAIT_S)
+    found = exchange(listener, [GET * 20_000])
     assert 1 <= echo.begun <= 101, "more than 101 requests of one connection were started"
     assert set(parse_statuses(found)) <= {200, 400}
 
 
-def send_until_closed(connection, *pieces):
-    with suppress(OSError):  # the listener has closed it
-        for piece in pieces:
-            connection.sendall(piece)
+def exchange(listener, pieces):
+    """Send pieces on one connection, and meanwhile return all answers until the listener closes it."""
+
+    def send():
+        with suppress(OSError):  # the listener has closed it
+            for piece in pieces:
+                connection.sendall(piece)
+
+    with connect(listener) as connection, ThreadPoolExecutor(1) as pool:
+        pool.submit(send)
+        return read_all(connection)
 
 
 @pytest.mark.slow
@@ -175,10 +164,7 @@ def test_clients_that_do_not_read_are_disconnected(short_client_timeout, answer_
         connection.connect(("127.0.0.1", listener.port))
         connection.sendall(GET)
         assert connection.recv(9) == b"HTTP/1.1 "
-        began = time.monotonic()
-        while listener._server.server_state.connections and time.monotonic() - began < WAIT_S:
-            time.sleep(0.05)
-        assert not listener._server.server_state.connections
+        wait_for(lambda: not listener._server.server_state.connections, "the end of the connection", WAIT_S)
 
 
 def test_new_connection_replaces_the_longest_idle_one(monkeypatch, echo):

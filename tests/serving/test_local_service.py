@@ -5,14 +5,13 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-from services import TOKEN, command_line, export_in_all_precisions, run_service
+from services import TOKEN, command_line
 from urllib3 import PoolManager, Retry
 from waiting import wait_for
 
@@ -22,24 +21,11 @@ pytestmark = pytest.mark.survive
 CLIENTS, SHARE_TIMEOUT_S = 12, 30
 
 
-@pytest.fixture(scope="module", autouse=True)
-def token():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
-        yield
-
-
-@pytest.fixture(scope="module")
-def export(tmp_path_factory):
-    """Return the path of an export and the rows."""
-    made, table = export_in_all_precisions(tmp_path_factory.mktemp("service"))
+@pytest.fixture
+def export(exports_and_table):
+    """Return the path of the export and the rows."""
+    made, table = exports_and_table
     return made["whole"].path, table.to_pylist()
-
-
-@pytest.fixture(scope="module")
-def service(export, tmp_path_factory):
-    with run_service(export[0], 2, tmp_path_factory.mktemp("log")) as service:
-        yield service
 
 
 def test_command_does_not_load_torch_and_replicas_are_forked(service):
@@ -58,13 +44,10 @@ def test_both_replicas_equal_the_checkpoint(service, export):
 
 def count_requests(service):
     """Return the number of answered requests of each replica."""
-    request = urllib.request.Request(f"{service.url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
     counts = Counter()
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        for family in text_string_to_metric_families(answer.read().decode()):
-            for sample in family.samples:
-                if sample.name == "raytrec_requests_total" and sample.labels["path"] == "/predict":
-                    counts[sample.labels["replica"]] += sample.value
+    for sample in service.samples():
+        if sample.name == "raytrec_requests_total" and sample.labels["path"] == "/predict":
+            counts[sample.labels["replica"]] += sample.value
     return counts
 
 
@@ -85,30 +68,27 @@ def test_new_replica_takes_over_kept_connections(service, export):
         headers = {"Authorization": f"Bearer {TOKEN}"}
         while not stop.is_set():
             try:
-                body = {"rows": export[1]}
-                answer = http.request("POST", f"{service.url}/predict", json=body, headers=headers)
+                answer = http.request("POST", f"{service.url}/predict", json={"rows": export[1]}, headers=headers)
                 assert answer.status == 200
             except Exception as error:
                 failed.append(error)
 
-    threads = [threading.Thread(target=run) for _ in range(CLIENTS)]
-    for thread in threads:
-        thread.start()
-    try:
-        old = list_replicas(service)
-        service.replicas()[0].kill()
-        (new,) = wait_for(lambda: list_replicas(service) - old, "another replica", 180)
-        began, shares = time.monotonic(), []
-        while time.monotonic() - began < 2 * SHARE_TIMEOUT_S:  # metrics are those of the last report
-            before = count_requests(service)
-            time.sleep(10)
-            gained = count_requests(service)
-            gained = {replica: gained[replica] - before[replica] for replica in gained}
-            shares.append(round(gained[new] / sum(gained.values()), 2))
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(60)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        for _ in range(CLIENTS):
+            pool.submit(run)
+        try:
+            old = list_replicas(service)
+            service.replicas()[0].kill()
+            (new,) = wait_for(lambda: list_replicas(service) - old, "another replica", 180)
+            began, shares = time.monotonic(), []
+            while time.monotonic() - began < 2 * SHARE_TIMEOUT_S:  # metrics are those of the last report
+                before = count_requests(service)
+                time.sleep(10)
+                gained = count_requests(service)
+                gained.subtract(before)
+                shares.append(round(gained[new] / gained.total(), 2))
+        finally:
+            stop.set()
     print("shares of the new replica, every 10 s:", shares)
     assert not failed and max(shares[: SHARE_TIMEOUT_S // 10 + 1]) >= 0.35 and min(shares[3:]) >= 0.3, (failed, shares)
 

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 
@@ -18,24 +19,13 @@ from malformed import (
     send_raw_bytes,
 )
 from served import ARROW, JSON, assert_predictions_equal, to_arrow_stream
-from services import TOKEN, export_in_all_precisions, resident_mib, run_service
+from services import TOKEN, resident_mib
 from urllib3 import PoolManager
 
 pytestmark = pytest.mark.survive
 REQUESTS, WARM_UP, CLIENTS, SLOW_CLIENTS = 10_000, 2_000, 4, 8
 LARGE_BODY_BYTES = 1 << 20  # larger ones go to the warm-up: the allocator keeps part of their memory
 MAX_GROWTH_MIB = 32  # per process, after the warm-up
-
-
-@pytest.fixture(scope="module")
-def exports_and_table(tmp_path_factory):
-    return export_in_all_precisions(tmp_path_factory.mktemp("malformed"))
-
-
-@pytest.fixture(scope="module")
-def service(exports_and_table, tmp_path_factory):
-    with run_service(exports_and_table[0]["whole"].path, 2, tmp_path_factory.mktemp("log")) as service:
-        yield service
 
 
 class Sender:
@@ -56,21 +46,9 @@ class Sender:
 
     def send_all(self, bodies):
         """Send bodies from several threads."""
-        lock, bodies = threading.Lock(), iter(bodies)
-
-        def run():
-            while True:
-                with lock:
-                    body = next(bodies, None)
-                if body is None:
-                    return
-                self.send(*body)
-
-        threads = [threading.Thread(target=run) for _ in range(CLIENTS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            while several := [*islice(bodies, 100)]:  # all at once would take much memory
+                [*pool.map(lambda body: self.send(*body), several)]
 
 
 def iterate_malformed_bodies(rows, table, small, seed):
@@ -149,7 +127,7 @@ def test_malformed_requests_get_4xx_and_memory_stays_flat(service, exports_and_t
     small = [body for body in bodies if len(body[2]) < LARGE_BODY_BYTES]
     head = malformed_http_requests(json.dumps({"rows": rows}).encode())
     began = service.replicas()
-    sender.send_all(bodies * 3)
+    sender.send_all(iter(bodies * 3))
     send_raw(service.url, head)
     sender.send_all(islice(iterate_malformed_bodies(rows, table, small, 1), WARM_UP))
     before = [resident_mib(process) for process in began]

@@ -10,20 +10,8 @@ from test_inference_protocol import http, infer, served_export, to_lists, to_mat
 from raytrec.serving.bodies import ARROW, JSON
 from raytrec.serving.inference_protocol import OCTET_STREAM
 
-READ_PATHS = (
-    *(
-        "/",
-        "/health",
-        "/ready",
-        "/-/healthz",
-        "/openapi.json",
-        "/example",
-        "/v2",
-        "/v2/health/live",
-        "/v2/health/ready",
-    ),
-    *("/v2/models/films", "/v2/models/films/ready"),
-)
+READ_PATHS = ["/", "/health", "/ready", "/-/healthz", "/openapi.json", "/example", "/v2", "/v2/health/live"]
+READ_PATHS += ["/v2/health/ready", "/v2/models/films", "/v2/models/films/ready"]
 
 
 @pytest.fixture(scope="module")

@@ -31,23 +31,32 @@ def make_coordinator(kept=None):
 
 
 async def run_replica(of, name, loads=(FIRST, SECOND), failing=None, orders=None, challenger_error=None):
-    """Follow the coordinator and report every order as carried out, and the challenger_error if there is one."""
+    """Follow the coordinator and report every order as carried out, apart from the errors.
+
+    Args:
+        of: Coordinator.
+        name: Name of the replica.
+        loads: Exports that the replica can load.
+        failing: Error of loading another export.
+        orders: List to which orders are appended.
+        challenger_error: Error of loading a challenger.
+    """
     versions, report, given = {each.uri: each.version for each in loads}, ReplicaState(-1, FIRST.version), -1
     while True:
         order = await of.follow(name, report, given)
         (orders if orders is not None else []).append(order)
-        given = order.number
-        prepared = versions.get(order.prepare)
-        error = failing if order.prepare else None
+        given, prepared = order.number, versions.get(order.prepare)
+        error = failing if order.prepare and not prepared else None
         challenger = challenger_error if order.challenger else None
-        report = ReplicaState(order.number, order.answer.version, None if error else prepared, error, challenger)
+        report = ReplicaState(order.number, order.answer.version, prepared, error, challenger)
 
 
 def run_with_replicas(scenario, *replicas):
-    """Run a scenario while replicas follow the coordinator."""
+    """Run a scenario while replicas follow the coordinator, from 0.1 s after their start."""
 
     async def whole():
         following = [asyncio.create_task(each) for each in replicas]
+        await asyncio.sleep(0.1)
         try:
             return await asyncio.wait_for(scenario, 20)
         finally:
@@ -73,7 +82,6 @@ def test_promotion_and_rollback_reach_all_replicas():
     made = make_coordinator()
 
     async def scenario():
-        await asyncio.sleep(0.1)
         for nothing in (None, ""):
             with pytest.raises(RunError, match="no previous version"):
                 await made.promote(nothing)
@@ -82,24 +90,21 @@ def test_promotion_and_rollback_reach_all_replicas():
         assert (await made.promote(None))["version"] == "films-1"
         return await made.versions()
 
-    assert run_with_replicas(scenario(), run_replica(made, "one"), run_replica(made, "two")) == dict.fromkeys(
-        ("one", "two"), "films-1"
-    )
+    found = run_with_replicas(scenario(), run_replica(made, "one"), run_replica(made, "two"))
+    assert found == {"one": "films-1", "two": "films-1"}
 
 
 def test_failed_load_on_one_replica_cancels_the_promotion():
     made, orders = make_coordinator(), []
 
     async def scenario():
-        await asyncio.sleep(0.1)
         with pytest.raises(RunError, match="no room"):
             await made.promote("b")
         await asyncio.sleep(0.1)
         return await made.versions(), (await made.exports())[0]
 
-    found = run_with_replicas(
-        scenario(), run_replica(made, "one", orders=orders), run_replica(made, "two", failing=RunError("no room"))
-    )
+    refusing = run_replica(made, "two", loads=[FIRST], failing=RunError("no room"))
+    found = run_with_replicas(scenario(), run_replica(made, "one", orders=orders), refusing)
     assert found == ({"one": "films-1", "two": "films-1"}, FIRST)
     assert {order.answer for order in orders} == {FIRST}
 
@@ -119,28 +124,21 @@ def test_promotion_fails_if_the_export_ends_replicas(monkeypatch):
     made = make_coordinator()
 
     async def scenario():
-        await asyncio.sleep(0.1)
         with pytest.raises(RunError, match="2 replicas ended while they loaded the export") as error:
             await made.promote("b")
         assert error.value.where == "b"
         await asyncio.sleep(0.5)
         return set((await made.versions()).values()), await made.exports()
 
-    assert run_with_replicas(scenario(), run_replica(made, "one"), run_crashing_replicas(made, "two")) == (
-        {FIRST.version},
-        (FIRST, None),
-    )
+    found = run_with_replicas(scenario(), run_replica(made, "one"), run_crashing_replicas(made, "two"))
+    assert found == ({FIRST.version}, (FIRST, None))
 
 
 def test_restarted_coordinator_keeps_the_promotion():
     kept = InMemoryState()
     first, orders = make_coordinator(kept), []
 
-    async def scenario():
-        await asyncio.sleep(0.1)
-        await first.promote("b")
-
-    run_with_replicas(scenario(), run_replica(first, "one", orders=orders))
+    run_with_replicas(first.promote("b"), run_replica(first, "one", orders=orders))
     again = make_coordinator(kept)
     assert asyncio.run(again.exports()) == (SECOND, FIRST)
     assert asyncio.run(again.overview())["before"] == FIRST.version
@@ -153,7 +151,6 @@ def test_challenger_reaches_all_replicas_until_a_rollback_or_promotion():
     made, orders = make_coordinator(), []
 
     async def scenario():
-        await asyncio.sleep(0.1)
         result = await made.promote("b", 0.1)
         canary = Challenger(SECOND.uri, SECOND.version, 0.1, "canary")
         assert result["news"] == "films-2 (b) is the challenger: canary, share 0.1"
@@ -179,7 +176,6 @@ def test_rejected_challenger_changes_nothing():
     made, orders = make_coordinator(kept := InMemoryState()), []
 
     async def scenario():
-        await asyncio.sleep(0.1)
         state = kept.value
         with pytest.raises(RunError, match="films-1 already serves all requests"):
             await made.promote("a", 0.1)
@@ -189,26 +185,15 @@ def test_rejected_challenger_changes_nothing():
         assert kept.value == state and orders[-1].prepare is None
         return {order.challenger for order in orders}
 
-    async def refuse_second():
-        versions, report, given = {"a": "films-1"}, ReplicaState(-1, FIRST.version), -1
-        while True:
-            order = await made.follow("two", report, given)
-            given, prepared = order.number, versions.get(order.prepare)
-            error = RunError("no room") if order.prepare and not prepared else None
-            report = ReplicaState(order.number, FIRST.version, prepared, error)
-
-    assert run_with_replicas(scenario(), run_replica(made, "one", orders=orders), refuse_second()) == {None}
+    refusing = run_replica(made, "two", loads=[FIRST], failing=RunError("no room"))
+    assert run_with_replicas(scenario(), run_replica(made, "one", orders=orders), refusing) == {None}
 
 
 def test_restarted_coordinator_keeps_the_challenger_unless_another_export_is_deployed():
     kept = InMemoryState()
     first, orders = make_coordinator(kept), []
 
-    async def scenario():
-        await asyncio.sleep(0.1)
-        await first.promote("b", 0.25, True)
-
-    run_with_replicas(scenario(), run_replica(first, "one", orders=orders))
+    run_with_replicas(first.promote("b", 0.25, True), run_replica(first, "one", orders=orders))
     again, challenger = make_coordinator(kept), Challenger("b", "films-2", 0.25, "shadow")
     order = asyncio.run(again.follow("one", ReplicaState(orders[-1].number, "films-1"), last_command=orders[-1].number))
     assert (order.answer, order.challenger) == (FIRST, challenger)
@@ -216,11 +201,8 @@ def test_restarted_coordinator_keeps_the_challenger_unless_another_export_is_dep
     assert asyncio.run(make_coordinator(kept).overview())["challenger"] == vars(challenger) | {"failed_replicas": []}
     again = make_coordinator(kept)
     asyncio.run(again.declare(SECOND))
-    assert (
-        asyncio.run(again.overview())["challenger"]
-        is asyncio.run(make_coordinator(kept).overview())["challenger"]
-        is None
-    )
+    for coordinator in (again, make_coordinator(kept)):
+        assert asyncio.run(coordinator.overview())["challenger"] is None
 
 
 def test_coordinator_rolls_back_if_no_replica_loads_the_export(monkeypatch, caplog):
@@ -229,7 +211,6 @@ def test_coordinator_rolls_back_if_no_replica_loads_the_export(monkeypatch, capl
     made = make_coordinator(kept := InMemoryState())
 
     async def promote():
-        await asyncio.sleep(0.1)
         await made.promote("b")
         with pytest.raises(RunError, match="the table was cut"):
             await made.fall_back(SECOND, "the table was cut")

@@ -2,13 +2,14 @@
 
 import json
 import threading
-import time
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_app import ARROW, TOKEN, ServedApp, get_valid_rows, served_export, to_arrow_stream  # noqa: F401
+from served import ARROW, TOKEN, ServedApp, to_arrow_stream
+from test_app import get_valid_rows, make_ranking_body
+from waiting import wait_for
 
 import raytrec
 from raytrec.serving import request_log
@@ -44,18 +45,15 @@ def list_log_files(folder):
 
 
 @pytest.mark.slow
-def test_log_contains_rows_and_scores_of_every_request_format(served_export, tmp_path):  # noqa: F811
+def test_log_contains_rows_and_scores_of_every_request_format(served_export, tmp_path):
     export, table = served_export
     model = raytrec.load(export)
-    mine = model.get_reader("query").columns.names
-    user = {name: table[name][0].as_py() for name in mine}
-    candidates = table.drop_columns(mine).to_pylist()
     with LoggingService(export, tmp_path / "log") as service:
         bodies = [
             service.http.ask("/predict", {"rows": table.to_pylist()}),
             service.http.ask("/predict", {"columns": table.to_pydict()}),
             service.http.ask("/predict", to_arrow_stream(table), kind=ARROW),
-            service.http.ask("/predict", {"user": user, "candidates": candidates}),
+            service.http.ask("/predict", make_ranking_body(model, table)),
         ]
         assert service.http.ask("/predict", {"rows": []})[0] == 400
     ids = [headers["X-Request-Id"] for _, _, headers in bodies]
@@ -76,29 +74,24 @@ def test_log_contains_rows_and_scores_of_every_request_format(served_export, tmp
 
 
 @pytest.mark.slow
-def test_log_samples_requests_and_rotates_files(served_export, tmp_path, monkeypatch):  # noqa: F811
+def test_log_samples_requests_and_rotates_files(served_export, tmp_path, monkeypatch):
     monkeypatch.setattr(request_log, "FILE_INTERVAL_S", 3600)
     monkeypatch.setattr(request_log, "MAX_FILE_ROWS", 20)
     with LoggingService(served_export[0], tmp_path, sample=0.5) as service:
         for _ in range(60):
             service.http.ask("/predict", {"rows": get_valid_rows(served_export)})
-        until = time.monotonic() + 60
-        while not list_log_files(tmp_path):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_for(lambda: list_log_files(tmp_path), "a full file", 60)
     rows = [pq.read_metadata(file).num_rows for file in list_log_files(tmp_path)]
     assert 20 < sum(rows) < 100 and len(rows) > 1 and set(rows[:-1]) == {20}
     monkeypatch.setattr(request_log, "FILE_INTERVAL_S", 0.05)
     with LoggingService(served_export[0], tmp_path / "timed") as service:
         service.http.ask("/predict", {"rows": get_valid_rows(served_export)})
-        while not list(tmp_path.glob("timed/*.parquet")):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_for(lambda: list(tmp_path.glob("timed/*.parquet")), "a file after the interval", 60)
         assert service.counts() == (2, 0)
 
 
 @pytest.mark.survive
-def test_each_version_is_logged_to_its_own_file(served_export, tmp_path):  # noqa: F811
+def test_each_version_is_logged_to_its_own_file(served_export, tmp_path):
     with LoggingService(served_export[0], tmp_path) as service:
         versions = service.http.service.versions
         service.http.ask("/predict", {"rows": get_valid_rows(served_export)})
@@ -108,14 +101,14 @@ def test_each_version_is_logged_to_its_own_file(served_export, tmp_path):  # noq
     assert sorted(map(len, found)) == [1, 1] and found[0] != found[1]
 
 
-def test_unwritable_log_fails_no_request(served_export, tmp_path, caplog):  # noqa: F811
+def test_unwritable_log_fails_no_request(served_export, tmp_path, caplog):
     (tmp_path / "log").write_text("a file in the place of the folder")
     with LoggingService(served_export[0], tmp_path / "log") as service:
         assert service.http.ask("/predict", {"rows": get_valid_rows(served_export)})[0] == 200
     assert service.counts() == (0, 2) and "cannot be written" in caplog.text
 
 
-def test_full_log_queue_drops_requests(served_export, tmp_path, monkeypatch):  # noqa: F811
+def test_full_log_queue_drops_requests(served_export, tmp_path, monkeypatch):
     stuck, go_on = threading.Event(), threading.Event()
     convert = request_log.to_logged_rows
 

@@ -6,8 +6,8 @@ import signal
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,16 +15,8 @@ import numpy as np
 import psutil
 import pytest
 from described import assert_described
-from prometheus_client.parser import text_string_to_metric_families
-from services import (
-    TOKEN,
-    change_golden_score,
-    copy_export,
-    corrupt_table,
-    export_in_all_precisions,
-    mapped_folders,
-    run_service,
-)
+from served import assert_predictions_equal
+from services import TOKEN, change_golden_score, copy_export, corrupt_table, mapped_folders, run_service
 from urllib3 import PoolManager
 from urllib3.exceptions import NewConnectionError
 from waiting import wait_for
@@ -38,28 +30,20 @@ from raytrec.serving.replica_state import Challenger
 pytestmark = pytest.mark.survive
 
 
-@pytest.fixture(scope="module", autouse=True)
-def token():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
-        yield
-
-
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory):
+def exports(exports_and_table):
     """Return the exports by name and the rows."""
-    made, table = export_in_all_precisions(tmp_path_factory.mktemp("service"))
+    made, table = exports_and_table
     return made, table.to_pylist()
 
 
-@pytest.fixture(scope="module")
-def service(exports, tmp_path_factory):
-    with run_service(exports[0]["whole"].path, 2, tmp_path_factory.mktemp("log")) as service:
-        yield service
-
-
 class Load:
-    """Clients that send requests continuously and compare each answer with its version's scores."""
+    """Clients that send requests continuously and compare each answer with its version's scores.
+
+    Attributes:
+        counts: Number of answers by version.
+        failed: Errors and wrong answers as text.
+    """
 
     def __init__(self, service, exports, clients=4, retries=0):
         self._service, (self._made, self._rows), self._retries = service, exports, retries
@@ -82,12 +66,13 @@ class Load:
             try:
                 answer = self._ask()
             except OSError as error:
-                self.failed.append(error)
+                self.failed.append(repr(error))
+                time.sleep(0.1)
                 continue
             self.counts[answer["version"]] += 1
             for name, values in scores[answer["version"]].items():
                 if not np.allclose(answer["predictions"][name], values, rtol=1e-6, atol=1e-6):
-                    self.failed.append(answer)
+                    self.failed.append(repr(answer))
 
     def _ask(self):
         for left in range(self._retries, -1, -1):
@@ -156,13 +141,20 @@ def test_promotion_survives_a_killed_replica(service, exports):
         asking = threading.Thread(target=lambda: done.append(promote_with_retries(service, made["small"].path)))
         asking.start()
         time.sleep(0.2)
-        service.replicas()[0].kill()
+        killed = service.replicas()[0]
+        killed.kill()
         asking.join(60)
         assert done == [made["small"].version]
-        time.sleep(REPLICA_TIMEOUT_S + 1)
-        wait_for(lambda: service.versions() == [made["small"].version] * 2, "two replicas", 60)
+        wait_for_replacement(service, made["small"].version)
+        assert not killed.is_running() and len(service.replicas()) == 2
         assert promote(made["whole"].path, service=service.url, name=None) == made["whole"].version
     assert not load.failed, load.failed[:3]
+
+
+def wait_for_replacement(service, version):
+    """Wait until a killed replica is no longer counted, and two replicas answer with a version."""
+    time.sleep(REPLICA_TIMEOUT_S + 1)
+    wait_for(lambda: service.versions() == [version] * 2, "two replicas", 90)
 
 
 def promote_with_retries(service, uri):
@@ -181,21 +173,9 @@ def test_killed_coordinator_keeps_the_promotion(service, exports):
         service.family("ray::Coordinator")[0].kill()
         wait_for(lambda: len(service.versions()) == 2, "the coordinator")
         service.replicas()[0].kill()
-        time.sleep(REPLICA_TIMEOUT_S + 1)
-        wait_for(lambda: service.versions() == [made["small"].version] * 2, "two replicas", 60)
+        wait_for_replacement(service, made["small"].version)
     assert not load.failed and list(load.counts) == [made["small"].version], load.counts
     assert promote(made["whole"].path, service=service.url, name=None) == made["whole"].version
-
-
-def test_killed_replica_is_replaced_without_failed_requests(service, exports):
-    with Load(service, exports, retries=20) as load:
-        found = service.replicas()
-        assert len(found) == 2, found
-        found[0].kill()
-        time.sleep(1)
-        wait_for(lambda: not found[0].is_running() and len(service.replicas()) == 2, "another replica")
-    assert not load.failed, load.failed[:3]
-    assert set(service.versions()) == {exports[0]["whole"].version}
 
 
 def truncate_all_tables(export):
@@ -220,13 +200,9 @@ def test_service_rolls_back_if_the_served_export_is_truncated(service, exports, 
     wait_for(restored, "the version before", 180)
     assert not any(replica.is_running() for replica in found)
     answer = service.ask("/predict", {"rows": rows})["predictions"]
-    assert all(np.allclose(answer[n], v, atol=1e-6) for n, v in predict_scores(made["whole"], rows).items())
+    assert_predictions_equal(answer, made["whole"].model.predict(rows))
     said = f"version      rolled back to {made['whole'].version}: {copy} cannot be loaded"
     wait_for(lambda: said in (service.folder / "serve.log").read_text(), "the reason", 30)
-
-
-def predict_scores(export, rows):
-    return export.model.predict(rows).to_pydict()
 
 
 def test_exports_outside_the_folder_cannot_be_promoted(exports, tmp_path):
@@ -235,12 +211,11 @@ def test_exports_outside_the_folder_cannot_be_promoted(exports, tmp_path):
     with run_service(made["whole"].path, 1, tmp_path, promote_from=None) as service:
         beside = str(Path(made["whole"].path, "..", "small"))
         assert promote(beside, service=service.url, name=None) == made["small"].version
-        for uri in (copy, "s3://bucket/export?endpoint_override=127.0.0.1:9"):
+        link = Path(made["whole"].path).with_name("link")
+        link.symlink_to(copy)
+        for uri in (copy, str(link), "s3://bucket/export?endpoint_override=127.0.0.1:9"):
             with pytest.raises(RunError, match="outside the folder of the service"):
                 promote(uri, service=service.url, name=None)
-        (Path(made["whole"].path).parent / "link").symlink_to(copy)
-        with pytest.raises(RunError, match="outside the folder of the service"):
-            promote(str(Path(made["whole"].path).parent / "link"), service=service.url, name=None)
         assert promote(None, service=service.url, name=None, rollback=True) == made["whole"].version
         service.process.send_signal(signal.SIGTERM)
         assert service.process.wait(60) == 0
@@ -249,22 +224,20 @@ def test_exports_outside_the_folder_cannot_be_promoted(exports, tmp_path):
 def assert_keys_get_versions(service, exports, challenger):
     """Assert that all replicas choose the version of a key alike; return the number of answers by version."""
     (made, rows), counts = exports, Counter()
-    by_version = {each.version: each for each in made.values()}
+    scores = {each.version: each.model.predict(rows) for each in made.values()}
     for key in (f"user-{number}" for number in range(40)):
         version = challenger.version if challenger.includes(key.encode()) else made["whole"].version
         for _ in range(4):  # on connections to several replicas
             answer = service.ask("/predict", {"rows": rows}, **{"X-Request-Key": key})
             assert answer["version"] == version
             counts[version] += 1
-            for name, values in predict_scores(by_version[version], rows).items():
-                np.testing.assert_allclose(answer["predictions"][name], values, rtol=1e-6, atol=1e-6)
+            assert_predictions_equal(answer["predictions"], scores[version])
     return counts
 
 
 def replace_replica(service, version):
     service.replicas()[0].kill()
-    time.sleep(REPLICA_TIMEOUT_S + 1)
-    wait_for(lambda: service.versions() == [version] * 2, "two replicas", 90)
+    wait_for_replacement(service, version)
 
 
 def test_challenger_is_kept_by_restarted_processes_until_a_rollback(service, exports, tmp_path, capsys):
@@ -291,9 +264,8 @@ def test_challenger_is_kept_by_restarted_processes_until_a_rollback(service, exp
 
     shutil.rmtree(copy)
     replace_replica(service, whole.version)
-    wait_for(
-        lambda: len(service.ask("/model")["challenger"]["failed_replicas"]) == 1, "a replica without the challenger", 60
-    )
+    find_failed = lambda: service.ask("/model")["challenger"]["failed_replicas"]  # noqa: E731
+    wait_for(lambda: len(find_failed()) == 1, "a replica without the challenger", 60)
     assert all(service.ask("/predict", {"rows": rows})["version"] in (whole.version, small.version) for _ in range(20))
     assert promote(None, service=service.url, name=None, rollback=True) == whole.version
     assert f"{whole.version} ({whole.path}) serves all requests" in capsys.readouterr().out
@@ -305,12 +277,9 @@ def test_challenger_is_kept_by_restarted_processes_until_a_rollback(service, exp
 
 def scrape_metrics(service):
     """Return (name, replica) → value, summed over the other labels."""
-    request = urllib.request.Request(f"{service.url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
     found = Counter()
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        for family in text_string_to_metric_families(answer.read().decode()):
-            for sample in family.samples:
-                found[sample.name, sample.labels.get("replica")] += sample.value
+    for sample in service.samples():
+        found[sample.name, sample.labels.get("replica")] += sample.value
     return found
 
 
@@ -354,13 +323,13 @@ def test_shutdown_resets_no_request_and_frees_the_port(exports, tmp_path):
     """Half of the clients keep their connections open. A refused connection is not an error."""
     made, rows = exports
     http, wrong, answered, stop = PoolManager(maxsize=4), [], Counter(), threading.Event()
-    headers = {"Authorization": f"Bearer {TOKEN}"}
 
     def run(service, closing):
+        headers = {"Authorization": f"Bearer {TOKEN}"} | ({"Connection": "close"} if closing else {})
+        options = {"json": {"rows": rows}, "headers": headers, "retries": False}
         while not stop.is_set():
             try:
-                own = headers | ({"Connection": "close"} if closing else {})
-                answer = http.request("POST", f"{service.url}/predict", json={"rows": rows}, headers=own, retries=False)
+                answer = http.request("POST", f"{service.url}/predict", **options)
                 answered[answer.status] += 1
             except NewConnectionError:
                 return
@@ -368,15 +337,14 @@ def test_shutdown_resets_no_request_and_frees_the_port(exports, tmp_path):
                 wrong.append(error)
 
     with run_service(made["whole"].path, 2, tmp_path) as service:
-        threads = [threading.Thread(target=run, args=(service, number % 2)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        time.sleep(1)
-        service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(60) == 0
-        stop.set()
-        for thread in threads:
-            thread.join(60)
+        with ThreadPoolExecutor(4) as pool:
+            for closing in (False, True, False, True):
+                pool.submit(run, service, closing)
+            time.sleep(1)
+            service.process.send_signal(signal.SIGTERM)
+            status = service.process.wait(60)
+            stop.set()
+        assert status == 0
         assert not wrong and answered[200] > 20, (answered, wrong[:3])
         check_ports({"--port": int(service.url.rpartition(":")[2])})
 

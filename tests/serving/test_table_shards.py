@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import monotonic, sleep
 from types import SimpleNamespace
 
@@ -106,26 +107,20 @@ def test_scores_equal_those_of_mapped_tables(shards, exports, precision):
     assert_predictions_equal(ranked.to_pydict(), expected)
 
 
-@pytest.mark.slow
-def test_sequences_equal_those_of_mapped_tables(shards, tmp_path):
-    folder, table, _, _ = train_for_export(ModelCase("sequence", (1, 1)), tmp_path)
-    export = raytrec.export(folder, str(tmp_path / "export")).path
-    scores = load(export, make_lookups=shards.make_lookups).predict(table)
-    assert_predictions_equal(scores.to_pydict(), load(export).predict(table))
+@pytest.fixture
+def body(exports):
+    return {"rows": exports[2].to_pylist()}
 
 
 def serve(shards, export, **options):
     """Return an HTTP service whose tables are in shards."""
-    make_lookups = lambda *arguments: shards.make_lookups(*arguments, **options)  # noqa: E731
-    versions = LoadedExports(export, make_lookups=make_lookups)
+    versions = LoadedExports(export, make_lookups=partial(shards.make_lookups, **options))
     return ServedApp(Service(versions, TOKEN, figures=shards.figures, threads=2))
 
 
 @pytest.mark.slow
-def test_missing_shard_fails_requests_until_it_is_back(exports):
-    export, _, table = exports
-    body = {"rows": table.to_pylist()}
-    with local_shards(2) as shards, serve(shards, export, cache_bytes=0) as http:
+def test_missing_shard_fails_requests_until_it_is_back(exports, body):
+    with local_shards(2) as shards, serve(shards, exports[0], cache_bytes=0) as http:
         expected = http.scores(body)
         shards.stop(1)
         status, content, headers = http.ask("/predict", body)
@@ -138,9 +133,8 @@ def test_missing_shard_fails_requests_until_it_is_back(exports):
         assert shards.count("raytrec_table_seconds_count", outcome="complete") >= 3
 
 
-def test_missing_shard_is_replaced_by_zeros_if_desired(exports):
+def test_missing_shard_is_replaced_by_zeros_if_desired(exports, body):
     export, _, table = exports
-    body = {"rows": table.to_pylist()}
     with local_shards(2) as shards, serve(shards, export, cache_bytes=0, fallback="zeros") as http:
         expected = http.scores(body)
         assert http.ask("/predict", body)[2]["X-Missing-Shards"] is None
@@ -160,17 +154,15 @@ def test_missing_shard_is_replaced_by_zeros_if_desired(exports):
 def test_golden_rows_need_all_shards(exports):
     """A version whose golden rows cannot be compared is not loaded, whatever the fallback."""
     with local_shards(2) as shards:
-        make = shards.make_lookups
         shards.shards[0].answer = lambda request: pa.py_buffer(b"")
         with pytest.raises(RunError, match="table shards are unavailable or late: 0"):
-            load(exports[0], make_lookups=lambda *arguments: make(*arguments, fallback="zeros"))
+            load(exports[0], make_lookups=partial(shards.make_lookups, fallback="zeros"))
 
 
 @pytest.mark.slow
-def test_hanging_shard_delays_requests_by_the_timeout_only(exports):
-    export, _, table = exports
-    body, hanging = {"rows": table.to_pylist()}, threading.Event()
-    with local_shards(2) as shards, serve(shards, export, cache_bytes=0, timeout_s=0.3) as http:
+def test_hanging_shard_delays_requests_by_the_timeout_only(exports, body):
+    hanging = threading.Event()
+    with local_shards(2) as shards, serve(shards, exports[0], cache_bytes=0, timeout_s=0.3) as http:
         answer = shards.shards[0].answer
         wait_for(lambda: http.ask("/predict", body)[0] == 200, "an answer", 60)
         shards.shards[0].answer = lambda request: hanging.wait(60) and answer(request)
@@ -195,11 +187,10 @@ def test_silent_port_delays_no_request():
 
 
 @pytest.mark.slow
-def test_late_answer_fails_only_its_request(exports, caplog):
+def test_late_answer_fails_only_its_request(exports, body, caplog):
     """One slow request, such as one with very many rows, does not make the shard unavailable for others."""
-    export, _, table = exports
-    body, slow = {"rows": table.to_pylist()}, threading.Event()
-    with local_shards(2) as shards, serve(shards, export, cache_bytes=0, timeout_s=1.0) as http:
+    slow = threading.Event()
+    with local_shards(2) as shards, serve(shards, exports[0], cache_bytes=0, timeout_s=1.0) as http:
         answer, waits = shards.shards[0].answer, [True]
         expected = http.scores(body)
         shards.shards[0].answer = lambda request: (waits and waits.pop() and slow.wait(60)) or answer(request)
@@ -208,20 +199,18 @@ def test_late_answer_fails_only_its_request(exports, caplog):
         slow.set()
 
 
-def test_request_with_too_many_vectors_is_an_error_of_the_client(exports, monkeypatch):
-    export, _, table = exports
-    with local_shards(2) as shards, serve(shards, export) as http:
-        expected = http.scores({"rows": table.to_pylist()})
+def test_request_with_too_many_vectors_is_an_error_of_the_client(exports, body, monkeypatch):
+    with local_shards(2) as shards, serve(shards, exports[0]) as http:
+        expected = http.scores(body)
         monkeypatch.setattr(lookups, "MAX_VALUE_BYTES", 10_000)
-        status, content, _ = http.ask("/predict", {"rows": table.to_pylist() * 50})
+        status, content, _ = http.ask("/predict", {"rows": body["rows"] * 50})
         assert status == 400 and "the vectors of all ids take" in json.loads(content)["error"]
-        assert http.scores({"rows": table.to_pylist()}) == expected
+        assert http.scores(body) == expected
 
 
 @pytest.mark.slow
-def test_versions_are_served_side_by_side(exports):
+def test_versions_are_served_side_by_side(exports, body):
     whole, small, table = exports
-    body = {"rows": table.to_pylist()}
     with local_shards(2) as shards, serve(shards, whole) as http:
         versions, first = http.service.versions, http.scores(body)
         versions.commit(versions.prepare(small))
