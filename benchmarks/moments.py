@@ -59,7 +59,7 @@ def timed_train_worker(task: Any) -> None:
     """Run `train_worker` on a rank and record the rank's moments."""
     note(RANK)
     from raytrec.data.stream import PrefetchIterator
-    from raytrec.worker import build, checkpointing, loop, observers
+    from raytrec.worker import checkpointing, loop, observers, trainer
     from raytrec.worker.context import WorkerContext
 
     entered = WorkerContext.enter
@@ -70,7 +70,7 @@ def timed_train_worker(task: Any) -> None:
         return context
 
     WorkerContext.enter = enter  # type: ignore[method-assign]
-    after(build, "build_step", "built")
+    after(trainer, "build_step", "built")
     after(checkpointing.CheckpointManager, "__init__", "restored", once=True)
     after(observers.ProbeScheduler, "begin", "checked")  # the last observer
     after(PrefetchIterator, "__next__", "first batch", once=True)

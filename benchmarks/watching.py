@@ -36,8 +36,8 @@ from raytrec.checkpoint.state import LogicalState
 from raytrec.common.messages import Message
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.data.batch import Batch
-from raytrec.driver.followers import DeliveryProcess
 from raytrec.driver.recorder import Record
+from raytrec.driver.track import DeliveryProcess
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import MetricSums
 from raytrec.tracking.mlflow_records import RecordReader

@@ -180,7 +180,7 @@ def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
         follow: Continue until standard input ends, while another process executes the run.
     """
     from raytrec.common.redaction import hide
-    from raytrec.driver.followers import track
+    from raytrec.driver.track import track
 
     config = track(run, allow_code=allow_code, follow=follow)
     if follow:

@@ -109,9 +109,10 @@ def find_origin(place: str) -> str | None:
     if "://" in place:
         return place
     file = Path(place).absolute()
-    in_search = _contains_any(file.parent, SEARCH_FILES)
-    in_run = _contains_any(file.parent, RUN_FILES) or _contains_any(file.parent.parent, SEARCH_FILES)
-    is_stored = (file.name == CONFIG and in_run) or (file.name in SEARCH_CONFIG_FILES and in_search)
+    is_stored = file.name in SEARCH_CONFIG_FILES and _contains_any(file.parent, SEARCH_FILES)
+    if file.name == CONFIG:
+        in_search = _contains_any(file.parent.parent, SEARCH_FILES)
+        is_stored = is_stored or in_search or _contains_any(file.parent, RUN_FILES)
     return describe_foreign_file(file) if is_stored and not is_own_file(file) else None
 
 

@@ -18,12 +18,12 @@ from raytrec.config.overrides import Overrides
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.console import RunConsole
-from raytrec.driver.followers import DELIVERY_TIMEOUT_S
 from raytrec.driver.launch import open_session, run_group
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import resolve
 from raytrec.driver.recorder import Watch, write_json
 from raytrec.driver.run import shorten_store_uri
+from raytrec.driver.track import DELIVERY_TIMEOUT_S
 from raytrec.tracking.journal import append_line
 from raytrec.tracking.run_folder import CHECK_RESULT
 from raytrec.worker.context import WorkerTask

@@ -22,13 +22,14 @@ from raytrec.config.trust import find_foreign_code, list_user_code
 from raytrec.data.files.file_identity import FileIdentity, fingerprint, identify_datasets
 from raytrec.driver.console import Result, RunConsole
 from raytrec.driver.datasets import record_skipped_files, show_file_counts
+from raytrec.driver.delta_exports import DeltaExports
 from raytrec.driver.driver_state import hold_run_lock, record_driver
-from raytrec.driver.followers import DeliveryProcess, DeltaExports
 from raytrec.driver.launch import resume_command, run_group, run_in_session
 from raytrec.driver.preflight import check_plan
 from raytrec.driver.prepare import RunPlan, make_run_folder, open_run, resolve_config, write_config
 from raytrec.driver.recorder import Record, Watch, write_json
 from raytrec.driver.resume import check_same_data, check_unfinished, record_data
+from raytrec.driver.track import DeliveryProcess
 from raytrec.report.findings import find_bound, find_poor_fit
 from raytrec.report.report import BackgroundRenderer
 from raytrec.tracking.mlflow_records import collect_run_tags

@@ -22,7 +22,7 @@ from raytrec.common.redaction import hide
 from raytrec.common.storage import join_uri, quote_for_shell, read_bytes
 from raytrec.compat.mlflow_ import import_quietly, reason
 from raytrec.data.arrow import list_element_type
-from raytrec.driver.followers import load_tracked_config
+from raytrec.driver.track import load_tracked_config
 from raytrec.scoring.manifest import GOLDEN, Manifest
 from raytrec.tracking.mlflow_records import DeliveryState
 from raytrec.tracking.store import explain_open_error

@@ -67,7 +67,7 @@ class SequenceLookup:
             present_BL = places_L < lengths_B.unsqueeze(1)
             side = side_features.get(feature)
             if side is not None:
-                # FBGEMM's jagged_to_padded_dense does not support float64 on CPU (1.8.0).
+                # No bag has more than `length` ids. FBGEMM's jagged_to_padded_dense lacks float64 on CPU (1.8.0).
                 mask_BLn = present_BL.unsqueeze(2).expand(-1, -1, side.shape[1])
                 side = side.new_zeros(mask_BLn.shape).masked_scatter_(mask_BLn, side)
             inputs[feature] = Sequence(embeddings[feature], present_BL, side, host_B)

@@ -1,1 +1,1 @@
-"""Code that each rank of a run executes. Start reading with loop.py."""
+"""Code that each rank of a run executes. Start reading with trainer.py."""

@@ -182,7 +182,7 @@ class RecentBatches(Iterator[Batch]):
 def make_loss_error(
     batch: Batch | None, schema: Schema, folder: str, step: int, rank: int, sequences: Collection[str]
 ) -> RunError:
-    """Write the batch of a step whose loss is not finite (see `dump`), and return the error that names its file.
+    """Write the batch of a step whose loss is not finite (see `dump`), and return the error that names the folder.
 
     If `batch` is None, the batch is no longer in memory and nothing is written.
     """

@@ -43,8 +43,8 @@ class Trainer:
         self._order, evaluation = make_train_order(config), make_evaluation_order(config)
         train = context.stream("train", self._order)
         valid, test, self._items = (context.stream(name, evaluation) for name in ("valid", "test", "items"))
-        self._valid, self._test, self._rows = valid or test, test or valid, train.dataset.rows
-        total = count_total_steps(config, self._rows)
+        self._valid, self._test, self._train_rows = valid or test, test or valid, train.dataset.rows
+        total = count_total_steps(config, self._train_rows)
 
         context.enter_phase("building the model", "plan")
         if config.train.compile:
@@ -56,10 +56,11 @@ class Trainer:
         about = begin_or_resume(context, step, state, progress)
         freeze_gc()
 
-        self._epochs = train.epochs(resolve_epochs(config, self._rows), progress.step)
+        self._epochs = train.epochs(resolve_epochs(config, self._train_rows), progress.step)
         batches = RecentBatches(context.heartbeat.count_batches(self._epochs), progress.step)
         run = RankRun(context, step, plan, state, progress, batches, total)
-        self._config, self._step, self._progress, self._batches, self._total = config, step, progress, batches, total
+        self._config, self._total = config, total
+        self._step, self._progress, self._batches = step, progress, batches
         self._stopping = EarlyStopping(config.train.early_stopping, progress, context.device)
         self._folders = self._split_valid_by_folder()
         self._shrinks = "valid" in task.datasets and not self._folders and can_shrink(step)
@@ -120,10 +121,10 @@ class Trainer:
     def _train_until(self, pause: int) -> None:
         """Train until `pause` steps have been trained."""
         context, progress = self._context, self._progress
-        epoch_steps, log_every = self._order.steps(self._rows), self._config.train.log_every_steps
+        epoch_steps, log_every = self._order.steps(self._train_rows), self._config.train.log_every_steps
         progress.clock.resume()
         for outputs in self._step.train(self._batches, pause - progress.step):
-            rows = self._order.global_rows(self._rows, progress.step % epoch_steps)
+            rows = self._order.global_rows(self._train_rows, progress.step % epoch_steps)
             progress.count(rows, outputs)
             if progress.step % log_every == 0 or progress.step == self._total:
                 progress.end_window()
@@ -162,7 +163,7 @@ class Trainer:
         """Evaluate the test data, and report all metrics of the run."""
         context, progress, device = self._context, self._progress, self._context.device
         result = progress.result() | self._stopping.result() | {"world_size": context.world}
-        rows, rows_per_s = min(self._order.batch_rows, self._rows), progress.clock.rows_per_s
+        rows, rows_per_s = min(self._order.batch_rows, self._train_rows), progress.clock.rows_per_s
         result |= compute_flop_rates(self._step.flops, rows, rows_per_s, device, self._config.train.matmul)
         if self._test:
             context.enter_phase("evaluating", "evaluate")

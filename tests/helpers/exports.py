@@ -12,7 +12,7 @@ from ranks import run_on_ranks
 from test_models import ModelCase
 
 import raytrec
-from raytrec.driver.followers import track
+from raytrec.driver.track import track
 
 ROWS = 12
 

@@ -20,7 +20,7 @@ from tracked import add_compared_line, mlflow_client
 from waiting import wait_for
 
 from raytrec.common.errors import ConfigError
-from raytrec.driver.followers import DeliveryProcess
+from raytrec.driver.track import DeliveryProcess
 from raytrec.tracking.delivery import Delivery
 from raytrec.tracking.store import Store
 

@@ -1,1 +1,1 @@
-"""Live checks, which are evaluated during training; one file per check."""
+"""Live checks, which are evaluated during training."""

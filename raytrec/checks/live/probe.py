@@ -127,8 +127,8 @@ class Parity(Check):
     def _bags(self, batch: Batch) -> dict[str, Bags]:
         """Return a few bags of each feature: the bags of the first rows with a weight above 0, and the longest bag.
 
-        Bags of more than `LONGEST_BAG` ids are omitted. If it is not this rank's turn to compare bags, no bags are
-        selected.
+        Bags of more than `LONGEST_BAG` ids are omitted. No bags are selected if it is not this rank's turn to compare
+        bags, or if no row has such a weight.
         """
         is_turn = is_comparing(dist.get_rank(), dist.get_world_size(), self._turn)
         self._turn += 1

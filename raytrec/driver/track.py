@@ -1,4 +1,4 @@
-"""Child processes that follow a run: delivery to MLflow (also by `raytrec track`), and exports for its deltas."""
+"""Deliver a run to MLflow in a child process during the run, or with `raytrec track`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from select import select
 from subprocess import DEVNULL, PIPE, Popen
-from tempfile import TemporaryFile
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
-from raytrec.checkpoint.files import get_step_folder, pin, steps, unpin
-from raytrec.common.errors import ConfigError, RunError, get_last_line
-from raytrec.common.messages import Saved
+from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
 from raytrec.common.storage import quote_for_shell
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import describe_foreign_file, is_own_file
-from raytrec.deltas.chain import list_exports, open_stream, remove_old_files
-from raytrec.deltas.format import get_export_uri
 from raytrec.tracking.run_folder import CONFIG, check_run_folder
 
 SERVER_ANSWER_TIMEOUT_S = 5.0  # time that a finished run waits for a server that does not respond
@@ -30,12 +25,11 @@ FILE_ANSWER_TIMEOUT_S = 60.0  # the same for a SQLite file, which responds unles
 DELIVERY_TIMEOUT_S = 30.0  # time to deliver missing records at the end of a run
 SILENT_SERVER_TIMEOUT_S = 15.0  # time that `raytrec track` waits for a server that does not respond
 NICENESS = 19  # of the child processes
-EXPORT_POLL_INTERVAL_S = 0.2
 # The delivery computes nothing, so threads and memory arenas would only use memory.
 LOW_MEMORY_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 
-def _start_command(arguments: list[str], environment: dict[str, str], **streams: Any) -> Popen:
+def start_command(arguments: list[str], environment: dict[str, str], **streams: Any) -> Popen:
     """Start `raytrec` as a child process at low priority; this process's environment overrides `environment`."""
     process = Popen(
         # --allow-code: this process has already accepted the code of the configuration.
@@ -72,7 +66,7 @@ class DeliveryProcess:
         self._process: Popen | None = None
         if config.tracking.enabled:
             arguments = ["track", str(self._folder), "--follow"]
-            self._process = _start_command(arguments, LOW_MEMORY_ENV, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+            self._process = start_command(arguments, LOW_MEMORY_ENV, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
 
     def check(self) -> None:
         """Handle the reports that the process has sent.
@@ -153,95 +147,6 @@ class DeliveryProcess:
         self._missing = values.get("missing", self._missing)
         if "refused" in values:
             self._refusal = ConfigError(**values["refused"])
-
-
-class DeltaExports:
-    """Exporter of checkpoints to the folder of deltas, in full, every export.deltas.full_every deltas.
-
-    Each export runs in a child process; only one runs at a time. Without export.deltas, nothing is exported.
-
-    Args:
-        config: Configuration of the run.
-        warn: Function called with warnings for the user.
-
-    Raises:
-        ConfigError, RunError: The run cannot or must not write to the folder; see `deltas.chain.open_stream`.
-    """
-
-    def __init__(self, config: RunConfig, warn: Callable[[str], None]):
-        self._config, self._section, self._warn = config, config.export.deltas, warn
-        self._saved: Saved | None = None  # newest checkpoint with a delta
-        self._exporting: Saved | None = None
-        self._process: Popen | None = None
-        self._newest: int | None = None  # number of the delta whose state the newest export has
-        if self._section is None:
-            return
-        open_stream(config)
-        self._clean_up()
-        with suppress(OSError):
-            for step in steps(config.checkpoint_root):  # pins of an earlier driver that was killed
-                unpin(get_step_folder(config.checkpoint_root, step))
-
-    def add(self, saved: Saved) -> None:
-        """Remember a saved checkpoint as the next to export, if it was saved successfully and has a delta."""
-        if saved.delta is not None and saved.error is None:
-            self._saved = saved
-
-    def poll(self) -> None:
-        """Handle the end of an export, and start the next one if it is due."""
-        if self._process is not None and self._process.poll() is not None:
-            self._end_export(self._process.returncode)
-        saved = self._saved
-        is_due = self._newest is None or (saved and saved.delta - self._newest >= self._section.full_every)
-        if self._process is None and saved is not None and is_due:
-            self._saved = None
-            self._start_export(saved)
-
-    def finish(self, show_phase: Callable[[str, bool], None]) -> None:
-        """Wait for the export in progress, shown by RunConsole.phase, and run another one if it is due."""
-        self.poll()
-        while self._process is not None:
-            show_phase(f"exporting step {self._exporting.step} for services that follow the run", False)
-            sleep(EXPORT_POLL_INTERVAL_S)
-            self.poll()
-
-    def close(self) -> None:
-        """Stop the export in progress, if any."""
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
-            self._unpin()
-
-    def _start_export(self, saved: Saved) -> None:
-        arguments = ["export", self._config.run.dir, "--out", get_export_uri(self._section.to, saved.delta)]
-        arguments += ["--checkpoint", str(saved.step)]
-        arguments += ["--quantize", self._section.quantize] if self._section.quantize else []
-        with suppress(OSError):  # the checkpoint has been removed
-            self._errors = TemporaryFile()  # noqa: SIM115 (it is used until the next export)
-            pin(saved.folder)
-            environment, streams = {"OMP_NUM_THREADS": "1"}, {"stdin": DEVNULL, "stdout": DEVNULL}
-            self._process = _start_command(arguments, environment, **streams, stderr=self._errors)
-            self._exporting = saved
-
-    def _end_export(self, code: int) -> None:
-        saved = self._exporting
-        self._unpin()
-        if code:
-            self._errors.seek(0)
-            reason = get_last_line(self._errors.read().decode(errors="replace"), f"exit code {code}")
-            self._warn(f"step {saved.step} was not exported for services that follow the run: {reason}")
-        self._clean_up()
-
-    def _unpin(self) -> None:
-        self._process = None
-        with suppress(OSError):
-            unpin(self._exporting.folder)
-
-    def _clean_up(self) -> None:
-        """Remove old exports and deltas, and find the newest export."""
-        with suppress(OSError):  # the store is unavailable
-            remove_old_files(self._section.to, self._section.keep)
-            self._newest = max(list_exports(self._section.to), default=None)
 
 
 def load_tracked_config(run: str | Path, allow_code: bool) -> RunConfig:
