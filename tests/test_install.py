@@ -10,9 +10,7 @@ import sys
 import tomllib
 import venv
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -77,12 +75,12 @@ class InstallEnvironment:
         (requirements / "cuda.txt").write_text(f"fbgemm-gpu==1.8.0\ntorch=={TORCH_VERSION}\n")
         venv.create(folder / "env")  # without pip, as in deploy/Dockerfile; the outer pip installs into it
 
-    def install(self, *arguments: str, index: str = UNREACHABLE_INDEX, **pip: str) -> CompletedProcess:
+    def install(self, *arguments: str, index: str = UNREACHABLE_INDEX, **pip: str) -> subprocess.CompletedProcess:
         """Run the install script with `index` as --torch-index."""
         script = self.folder / "requirements/install.py"
         return self.run(script, *arguments, "--torch-index", index, **pip)
 
-    def run(self, *command: str | Path, check: bool = False, **pip: str) -> CompletedProcess:
+    def run(self, *command: str | Path, check: bool = False, **pip: str) -> subprocess.CompletedProcess:
         """Run Python with pip configured only by the `pip` settings (INDEX_URL=…)."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
         env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_PYTHON": str(self.folder / "env/bin/python")}
@@ -104,11 +102,26 @@ def install_environment(tmp_path):
 
 @pytest.mark.survive
 def test_install_script_replaces_cuda_torch_on_cpu(install_environment):
-    """pip and the pinned file alone install the CUDA build; the script replaces it with PyTorch's CPU build."""
+    """pip and the pinned file alone install the CUDA build; the script replaces it with the CPU build."""
     file = install_environment.folder / "requirements/cpu.txt"
     install_environment.run("-m", "pip", "install", "--no-deps", "-r", file, check=True)
     assert "libcublasLt" in install_environment.version()
     done = install_environment.install("cpu", index=install_environment.pytorch)
+    assert done.returncode == 0, done.stderr
+    assert install_environment.version() == f"{TORCH_VERSION}+cpu"
+
+
+@pytest.mark.survive
+def test_install_uses_find_links_without_index(install_environment):
+    links = f"{install_environment.wheels} {install_environment.folder / 'pypi'}"
+    done = install_environment.install("cpu", INDEX_URL=UNREACHABLE_INDEX, FIND_LINKS=links, RETRIES="0")
+    assert done.returncode == 0, done.stderr
+    assert install_environment.version() == f"{TORCH_VERSION}+cpu"
+
+
+@pytest.mark.survive
+def test_install_takes_cpu_torch_from_pytorch_index(install_environment):
+    done = install_environment.install("cpu", "--only-binary", ":all:", index=install_environment.pytorch)
     assert done.returncode == 0, done.stderr
     assert install_environment.version() == f"{TORCH_VERSION}+cpu"
     again = install_environment.install("cpu", INDEX_URL=UNREACHABLE_INDEX)  # installed packages need no index
@@ -149,7 +162,9 @@ def test_install_error_names_package_without_wheel(install_environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device,other,torch", [("cpu", "cuda", "2.13.0+cpu"), ("cuda", "cpu", "libcublasLt")])
+@pytest.mark.parametrize(
+    "device,other,torch", [("cpu", "cuda", f"{TORCH_VERSION}+cpu"), ("cuda", "cpu", "libcublasLt")]
+)
 def test_environment_rejects_install_for_other_device(install_environment, device, other, torch):
     """The cuda install takes PyPI's torch even if pip finds (and would prefer) the CPU build."""
     done = install_environment.install(device, FIND_LINKS=str(install_environment.wheels))
@@ -187,8 +202,9 @@ def test_install_rejects_old_driver(install_script, tmp_path, driver, good):
         file.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Mon Jan 27 2025\n")
     if good:
         return install_script.refuse_old_driver(file)
-    message = f"driver {driver} is(.|\n)*580 or newer(.|\n)*cuda-compat-13-0"
-    with pytest.raises(install_script.InstallError, match=message):
+    with pytest.raises(
+        install_script.InstallError, match=f"driver {driver} is(.|\n)*580 or newer(.|\n)*cuda-compat-13-0"
+    ):
         install_script.refuse_old_driver(file)
 
 
@@ -201,9 +217,14 @@ def test_requirements_pin_expected_torch(install_script):
     for device in install_script.FBGEMM:
         text = (REPOSITORY / f"requirements/{device}.txt").read_text()
         assert f"\n{install_script.FBGEMM[device]}==" in text and f"\ntorch=={TORCH_VERSION}\n" in text
+    assert install_script.is_right_torch("cuda", "2.13.0+cu130", TORCH_VERSION) and not install_script.is_right_torch(
+        "cuda", "", TORCH_VERSION
+    )
 
 
-def run_make(folder: Path, *arguments: str, stamps: Sequence[str] = (), path: Path | None = None) -> CompletedProcess:
+def run_make(
+    folder: Path, *arguments: str, stamps: tuple[str, ...] = (), path: Path | None = None
+) -> subprocess.CompletedProcess:
     """Run `make -n` with a .venv installed for the devices `stamps`; `path` replaces PATH."""
     shutil.copy(REPOSITORY / "Makefile", folder)
     for name in ("requirements/cpu.txt", "requirements/cuda.txt", "requirements/dev.txt", "pyproject.toml"):
@@ -216,8 +237,9 @@ def run_make(folder: Path, *arguments: str, stamps: Sequence[str] = (), path: Pa
     left_out = ("DEVICE", "MAKEFLAGS", "MAKELEVEL", "PYTHON")  # set by the make that runs the tests
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     env |= {"PATH": str(path)} if path else {}
-    command = [shutil.which("make"), "-n", *arguments]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=30)
+    return subprocess.run(
+        [shutil.which("make"), "-n", *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=30
+    )
 
 
 @pytest.mark.slow
