@@ -17,8 +17,8 @@ import tracked
 from raytrec.cli import main
 from raytrec.common import messages
 from raytrec.common.errors import RunError
-from raytrec.driver import followers
 from raytrec.driver.recorder import Record
+from raytrec.driver.track import track
 from raytrec.tracking.delivery import Delivery
 from raytrec.tracking.journal import append_line
 from raytrec.tracking.mlflow_records import DELIVERY_STATE_FILE, DeliveryState, RecordReader
@@ -276,7 +276,7 @@ def test_track_command_delivers_missing_records(feed_store_uri, tmp_path, monkey
 
     began = perf_counter()
     with pytest.raises(RunError, match=r"MLflow lacks 1[0-9] records and the end of the run \(.*refused") as error:
-        followers.track(folder, allow_code=True)
+        track(folder, allow_code=True)
     assert perf_counter() - began < 30, "the delivery waited for too long"
     assert "tracking.uri=http://127.0.0.1:9" in error.value.where and "training" not in capsys.readouterr().err
     values["tracking"]["uri"] = feed_store_uri
