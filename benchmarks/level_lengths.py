@@ -43,7 +43,7 @@ def side(rank: int, world: int) -> Answer:
     A request with `balance` and `rows` builds the model and is answered with true. A request with `steps` trains.
     Its answer is [seconds, seconds of waiting for other ranks, CPU seconds of the training thread in each step].
     """
-    from raytrec.data.batch import RowExchange
+    from raytrec.data.row_exchange import RowExchange
     from raytrec.data.stream import PrefetchIterator
 
     current: list[Any] = []

@@ -38,7 +38,7 @@ from raytrec.data.assembler import AssembledTensors, Bags
 from raytrec.scoring.load import load
 from raytrec.scoring.manifest import read_manifest
 from raytrec.serving.options import ServiceOptions
-from raytrec.serving.replica_state import ReplicaMetrics
+from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.table_shards.connection import TableState
 from raytrec.serving.table_shards.lookups import ShardedLookups
 from raytrec.serving.table_shards.shard import TableShard, end_shards, make_lookup_maker, start_shards

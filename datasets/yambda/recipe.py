@@ -28,7 +28,8 @@ import numpy as np
 import pyarrow as pa
 from raytrec_datasets.interactions.rows import slices
 from raytrec_datasets.writing import Output, SplitWriter, progress, write_table
-from raytrec_datasets.yambda.events import DAY_S, FINISHED_PERCENT, LIKE, LISTEN, Events, read_events, write_source
+from raytrec_datasets.yambda.events import FINISHED_PERCENT, LIKE, LISTEN, Events, read_events
+from raytrec_datasets.yambda.synthetic import DAY_S, write_source
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.storage import make_relative

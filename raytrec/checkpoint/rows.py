@@ -24,7 +24,7 @@ NUMPY_DTYPES = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16"
 TENSOR_KEY = "tables/{}/{}"
 
 
-class StoredTable(ExitStack):
+class StoredTable:
     """Table in a checkpoint that was saved under any sharding plan.
 
     An instance is a context manager, because it keeps files open.
@@ -47,7 +47,6 @@ class StoredTable(ExitStack):
     """
 
     def __init__(self, folder: str, index: dict[str, Any], name: str, kind: str = "weight", checked: bool = True):
-        super().__init__()
         entry = index["tensors"].get(TENSOR_KEY.format(name, kind))
         if entry is None:
             names = list_table_names(index)
@@ -61,10 +60,16 @@ class StoredTable(ExitStack):
             )
         self.rows, self.dim = _to_rows_and_columns(entry["shape"], 1)
         chunks = parse_chunks(TENSOR_KEY.format(name, kind), entry)
-        files = {chunk.file for chunk in chunks}
-        sources = {file: self.enter_context(open_data_file(folder, file)) for file in files}
+        self._files = ExitStack()
+        sources = {file: self._files.enter_context(open_data_file(folder, file)) for file in {c.file for c in chunks}}
         block_bytes = index["block_bytes"] if checked else None
         self._chunks = [_ChunkReader(sources[chunk.file], chunk, block_bytes, folder) for chunk in chunks]
+
+    def __enter__(self) -> StoredTable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
 
     def read(self, first: int, end: int) -> np.ndarray:
         """Return the rows [first, end): float32 [end - first, dim]."""

@@ -214,13 +214,13 @@ def scan(
             + (f"; skipped: {format_count(len(left_out), 'file')} ({left_out[0].what})" if left_out else ""),
         )
     lists = frozenset().union(*(facts.lists for facts in files))
-    accused = () if skip else tuple(group for facts in files for group in facts.suspect_groups)
+    suspect_groups = () if skip else tuple(group for facts in files for group in facts.suspect_groups)
     empty = explain_empty_tasks(facts.excluded for facts in files)
     bounds = {label: set().union(*(facts.label_bounds[label] for facts in files)) for label in plan.labels}
     constant = {label: next(iter(values)) for label, values in bounds.items() if len(values) == 1}
     large = {name: max(facts.large.get(name, 0.0) for facts in files) for facts in files for name in facts.large}
     form = ResolvedReadPlan(plan, lists, types, from_folders)
-    facts_of_all = tuple(left_out), accused, empty, constant, large, text_ids
+    facts_of_all = tuple(left_out), suspect_groups, empty, constant, large, text_ids
     return Dataset(join_folder_names(places), groups, form, *facts_of_all, listing=listing)
 
 

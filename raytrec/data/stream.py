@@ -21,11 +21,12 @@ from raytrec.common.memory import retain_freed_memory, trim_memory
 from raytrec.compat.ray_core import find_nodes_without_gpus
 from raytrec.compat.ray_data import disable_autoscaling_requests, disable_statistics, prefer_node, throttle_executors
 from raytrec.config.features import Features
-from raytrec.data.batch import Batch, Collator, RowExchange
+from raytrec.data.batch import Batch, Collator
 from raytrec.data.fragments import Dataset
 from raytrec.data.item_reader import read_items
 from raytrec.data.order import LaneItem
 from raytrec.data.pages.decode import ReadErrorPolicy
+from raytrec.data.row_exchange import RowExchange
 from raytrec.data.row_slices import LaneQueues
 
 NODE_POLL_INTERVAL_S = 10.0  # the list of nodes is refreshed at this interval

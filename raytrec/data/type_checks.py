@@ -192,12 +192,13 @@ def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
 def _check_values_of_ids(kind: pa.DataType, column: str, what: str, uri: str, *, may_be_times: bool) -> None:
     value = value_type(kind)
     fits = types.is_floating(value) or types.is_integer(value) or types.is_null(value)
+    expected = "lists with one number per id"
     advice = f"for lists of other numbers, {advise_transform('cast', column, to='float32')}"
     if may_be_times:  # side features
         fits = fits or is_number(value) or types.is_timestamp(value) or types.is_date(value) or types.is_duration(value)
+        expected = "lists with one number, time or date per id"
         advice = "remove the column from side_features, or convert it to numbers with a transform"
     if not (fits and is_list(kind)):
-        expected = f"lists with one number{', time or date' * may_be_times} per id"
         raise _unsupported_type_error(what, kind, column, uri, expected, _advise_fields(plain(kind), column) or advice)
 
 
@@ -240,9 +241,9 @@ def find_id_kinds(arrow: pa.Schema, schema: Schema, footer: FooterStatistics) ->
         footer: Statistics of the file.
     """
     columns = {name: schema.get_ids_column(name) for name in schema.sparse}
-    types = {name: value_type(arrow.field(column).type) for name, column in columns.items()}
-    has_values = {n for n, kind in types.items() if not pa.types.is_null(kind) and not footer.lacks_values(columns[n])}
-    return {name: is_text(types[name]) for name in columns if name in has_values}
+    kinds = {name: value_type(arrow.field(column).type) for name, column in columns.items()}
+    has_values = {n for n, kind in kinds.items() if not types.is_null(kind) and not footer.lacks_values(columns[n])}
+    return {name: is_text(kinds[name]) for name in columns if name in has_values}
 
 
 def compare_id_kinds(

@@ -159,12 +159,22 @@ class Coordinator:
             self._watcher = asyncio.get_running_loop().create_task(self._watch_ranks())
         return self._attempts - 1
 
-    async def beat(self, attempt: str, rank: int, *progress: Any) -> int:
-        """Record the heartbeat of a rank with the fields of its Progress, and return the current command."""
+    async def beat(
+        self,
+        attempt: str,
+        rank: int,
+        ticks: int,
+        step: int,
+        phase: str,
+        where: str,
+        waiting: bool,
+        unfinished: tuple[int, str] | None = None,
+    ) -> int:
+        """Record the heartbeat of a rank (see Progress), and return the current command."""
         member = self._members.get(rank)
         if attempt != self._attempt or member is None:
             return Command.ABORT  # the rank's group has been given up
-        previous, member.progress = member.progress, Progress(*progress)
+        previous, member.progress = member.progress, Progress(ticks, step, phase, where, waiting, unfinished)
         member.last_heartbeat_at = monotonic()
         if member.progress.ticks != previous.ticks:
             member.last_progress_at = member.last_heartbeat_at

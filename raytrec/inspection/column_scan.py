@@ -119,9 +119,11 @@ def _infer_folder_columns(footers: Footers) -> dict[str, pa.DataType]:
     A key becomes a column if it has several values, neither the key nor all values are times, and at least one
     file lacks a column of this name.
     """
+    folder_values, kinds = collect_folder_values(footers), {}
+    if not folder_values:
+        return {}
     file_columns = set.intersection(*(set(leaf_names(f.schema.to_arrow_schema())) for f in footers.values()))
-    kinds = {}
-    for key, texts in collect_folder_values(footers).items():
+    for key, texts in folder_values.items():
         values = {text or "" for text in texts}
         is_time = key in TIMES or all(map(DATE_PATTERN.match, values))
         if len(values) > 1 and not is_time and key not in file_columns:

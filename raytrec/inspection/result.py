@@ -121,7 +121,7 @@ class Inspection:
         is_long = len(transforms) > MAX_COMMAND_CHARS
         settings += [transforms] if self.transforms and not is_long else []
         command = shlex.join(["raytrec", "train", "jobs/own.yaml", *settings])
-        return command + f"  # add the data.transforms listed in {schema} to jobs/own.yaml" * is_long
+        return f"{command}  # add the data.transforms listed in {schema} to jobs/own.yaml" if is_long else command
 
     def _print_table(self) -> None:
         table = Table("column", "role", "reason", "nulls", "distinct", title_justify="left")

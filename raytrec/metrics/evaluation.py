@@ -60,10 +60,12 @@ class TaskRows:
         self._stores = [store for store in stores if store is not None]
         self.needed = bool(self._stores)
 
-    def add(self, *rows: Any) -> None:
+    def add(
+        self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, keys: Mapping[str, torch.Tensor]
+    ) -> None:
         """Store rows for the metrics and slices. For arguments, see BoundedRows.add."""
         for store in self._stores:
-            store.add(*rows)
+            store.add(logits, labels, weights, keys)
 
     def figures(self, peers: Peers, device: torch.device) -> tuple[dict[str, float | None], dict]:
         """Return metric values and counts by key (None if undefined), and curves; both are equal on all ranks.

@@ -181,8 +181,7 @@ class BST(nn.Module):
         self.transformers = SequenceModules(schema, target_of, lambda dim, _: Transformer(dim, config))
         width = len(schema.dense) + sum(schema.get_feature_dim(f) for f in self.others)
         width += (config.max_length + 1) * sum(schema.get_feature_dim(f) for f in target_of)
-        options = config.dropout, lambda _: nn.LeakyReLU()
-        self.top, self.logit = mlp_and_linear(width, config.top_mlp, outputs, *options)
+        self.top, self.logit = mlp_and_linear(width, config.top_mlp, outputs, config.dropout, lambda _: nn.LeakyReLU())
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs."""

@@ -117,10 +117,15 @@ class Search:
     ) -> Iterator[ShardingOption]:
         """Yield every sharding option of each table, with the storage of its shards."""
         dims = {name: table.dim for name, table in self.schema.tables.items()}
-        for split in (None, *split_columns(upstream, dims)):
-            enumerator = CorrectedEnumerator(self.topology, self._batch, upstream | (split or {}), fused, on_disk)
-            for option in enumerator.enumerate(self.model, self.sharders):
-                if split is None or (option.name in split and option.sharding_type in COLUMN_SHARDED_TYPES):
+
+        def enumerate_options(constraints: Upstream) -> list[ShardingOption]:
+            enumerator = CorrectedEnumerator(self.topology, self._batch, constraints, fused, on_disk)
+            return enumerator.enumerate(self.model, self.sharders)
+
+        yield from enumerate_options(upstream)
+        for split in split_columns(upstream, dims):
+            for option in enumerate_options(upstream | split):
+                if option.name in split and option.sharding_type in COLUMN_SHARDED_TYPES:
                     yield option
 
     @property

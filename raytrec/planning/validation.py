@@ -92,7 +92,7 @@ def validate_constraints(
 
 
 def _check_kernel(table: str, constraint: TableConstraint, sharding: str, optimizer: str, device: str) -> None:
-    kernel, what = constraint.kernel, ""
+    kernel, what, expected = constraint.kernel, "", ""
     is_fused = kernel not in (None, "dense")
     if sharding in COLUMN_SHARDED_TYPES and find_optimizer(optimizer).has_row_state():
         what = f"{sharding} does not support optimizer {optimizer}, whose state is one value per row: each "

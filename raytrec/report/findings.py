@@ -95,8 +95,8 @@ def _model(run: RunFolder) -> list[str]:
 
 def _get_last_value(run: RunFolder, key: str) -> float:
     """Return a metric's last defined value in evaluations, else its value in the result; NaN if both are undefined."""
-    measured = [line.figure(key) for line in run.figures(Eval, Final)]
-    return ([parse_number(run.result.get(EVAL_PREFIX + key))] + [v for v in measured if not isnan(v)])[-1]
+    measured = [value for line in run.figures(Eval, Final) if not isnan(value := line.figure(key))]
+    return measured[-1] if measured else parse_number(run.result.get(EVAL_PREFIX + key))
 
 
 def find_poor_fit(run: RunFolder) -> list[str]:

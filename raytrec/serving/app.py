@@ -19,13 +19,14 @@ from raytrec import __version__
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError, SchemaError, shorten_repr
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.batching import Batcher, ShadowQueue, UnavailableError, VersionedScores, make_busy_refusal
+from raytrec.serving.batching import Batcher, UnavailableError, VersionedScores, make_busy_refusal
 from raytrec.serving.bodies import JSON, Limits, Query, RefusedRequest, decode_request, encode_response, json_response
 from raytrec.serving.inference_protocol import MODEL_TEMPLATES, decode_inference, describe_tensors, match_path
 from raytrec.serving.loaded_exports import LoadedExport, LoadedExports
 from raytrec.serving.openapi import Endpoint, describe, make_example_text, make_page
-from raytrec.serving.replica_state import ReplicaMetrics
+from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.request_log import RequestLog
+from raytrec.serving.shadow_queue import ShadowQueue
 
 if TYPE_CHECKING:
     from raytrec.serving.follow import Follower

@@ -1,11 +1,10 @@
-"""Queues of rows to score: dynamic batches of several requests, and completed requests for a shadow challenger."""
+"""Dynamic batching: score the rows of several requests together."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,18 +14,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raytrec.common.errors import DataError, RunError, get_first_line
+from raytrec.common.errors import DataError, RunError
 from raytrec.data.row_slices import Rows
 from raytrec.scoring.request_rows import ObjectRows
 from raytrec.serving.bodies import Query, RefusedRequest
-from raytrec.serving.replica_state import ReplicaMetrics
 
-_log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1  # seconds after which a refused client may try again
 MAX_QUEUED_ROWS = 32_768  # maximum number of waiting rows; further requests are refused unless no rows are waiting
 MIN_FULL_BATCH_ROWS = 32  # minimum size of a full batch, even if it exceeds the time budget
-MAX_SHADOW_BYTES = 2 << 20  # maximum total size of the bodies of requests that wait in a ShadowQueue
-IDLE_INTERVAL_S = 0.001  # interval at which a ShadowQueue checks whether the replica is idle
 
 
 class UnavailableError(RunError):
@@ -218,54 +213,3 @@ def _to_query_error(piece: _BatchPart) -> DataError | None:
     except Exception as error:  # on other errors, such as a missing table shard, the error of the piece is reported
         return error if isinstance(error, DataError) else None
     return None
-
-
-class ShadowQueue:
-    """Queue of completed requests that a challenger scores while no rows wait for a response.
-
-    A request that would exceed MAX_SHADOW_BYTES is dropped and counted. Errors are counted and never reach a client.
-
-    Args:
-        figures: Metrics of the replica.
-        is_busy: Function that returns True if rows wait for a response.
-    """
-
-    def __init__(self, figures: ReplicaMetrics, is_busy: Callable[[], bool]):
-        self._requests, self._is_busy = figures.shadow_requests, is_busy
-        self._queue: deque[tuple[str, int, Callable[[], Awaitable[None]]]] = deque()
-        self._waiting_bytes, self._warned = 0, ""
-
-    def add(self, version: str, body_bytes: int, score: Callable[[], Awaitable[None]]) -> None:
-        """Add a request to the queue, or drop the request if the queue is full.
-
-        Args:
-            version: Version of the challenger.
-            body_bytes: Size of the request's body in bytes.
-            score: Function that scores the request.
-        """
-        if self._waiting_bytes + body_bytes > MAX_SHADOW_BYTES:
-            self._requests.labels(version, "dropped").inc()
-            return
-        self._waiting_bytes += body_bytes
-        self._queue.append((version, body_bytes, score))
-        if len(self._queue) == 1:
-            self._task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        """Score requests until the queue is empty."""
-        while self._queue:
-            await asyncio.sleep(IDLE_INTERVAL_S)
-            if self._is_busy():
-                continue
-            version, body_bytes, score = self._queue[0]
-            try:
-                await score()
-                outcome = "scored"
-            except Exception as error:
-                outcome = "error"
-                if version != self._warned:
-                    self._warned = version
-                    _log.warning("the challenger %s cannot score a request: %s", version, get_first_line(error))
-            self._queue.popleft()
-            self._waiting_bytes -= body_bytes
-            self._requests.labels(version, outcome).inc()

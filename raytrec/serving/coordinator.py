@@ -21,7 +21,8 @@ from time import monotonic
 from typing import Any
 
 from raytrec.common.errors import RunError
-from raytrec.serving.replica_state import Challenger, Export, ReplicaCommand, ReplicaState, write_metrics
+from raytrec.serving.replica_metrics import write_metrics
+from raytrec.serving.replica_state import Challenger, Export, ReplicaCommand, ReplicaState
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,8 @@ from raytrec.serving.listener import Listener
 from raytrec.serving.loaded_exports import execute_command, get_containing_folder, load_either, resolve_export
 from raytrec.serving.openapi import Endpoint
 from raytrec.serving.options import TOKEN, Promotion, ServiceOptions
-from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaMetrics, ReplicaState, describe_model
+from raytrec.serving.replica_metrics import ReplicaMetrics, describe_model
+from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaState
 from raytrec.serving.request_log import RequestLog
 from raytrec.serving.served_state import list_endpoints
 
@@ -143,8 +144,8 @@ class Replica:
             do = "start a service of the export without --follow"
             raise RefusedRequest(409, RunError(what, where="/promote", expected=expected, do=do))
         uri = resolve_export(promotion.uri, self._promote_from) if promotion.uri else None
-        ask = self._ask_coordinator(self._coordinator.promote, uri, promotion.share, promotion.shadow)
-        return json_response(await ask)
+        arguments = uri, promotion.share, promotion.shadow
+        return json_response(await self._ask_coordinator(self._coordinator.promote, *arguments))
 
     async def _versions(self, request: Request, scorer: Scorer) -> Response:
         return json_response(await self._ask_coordinator(self._coordinator.versions))

@@ -23,7 +23,7 @@ from raytrec.common.storage import make_absolute
 from raytrec.data.arrow import pick_columns
 from raytrec.serving.batching import VersionedScores
 from raytrec.serving.bodies import Query
-from raytrec.serving.replica_state import ReplicaMetrics
+from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.skew.samples import REQUEST_COLUMN, VERSION_KEY
 
 _log = logging.getLogger(__name__)

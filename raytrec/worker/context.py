@@ -117,7 +117,7 @@ class WorkerContext:
             name: Name of the dataset.
             order: Order of the rows; see data.stream.Stream.
         """
-        from raytrec.data.batch import RowExchange
+        from raytrec.data.row_exchange import RowExchange
         from raytrec.data.stream import Stream
 
         if name not in self.task.datasets:

@@ -15,7 +15,7 @@ ROWS, BATCH, LANES = 301, 48, 6  # 7 steps per epoch
 
 @pytest.mark.parametrize(("ranks", "rows", "max_rows"), [(2, 64, 32), (3, 190, 64), (5, 3, 1)])
 def test_assignment_levels_costs_and_respects_the_maximum(ranks, rows, max_rows):
-    from raytrec.data.batch import assign_rows
+    from raytrec.data.row_exchange import assign_rows
 
     rng = np.random.default_rng(0)
     costs = np.minimum(rng.lognormal(4.277, 1.429, rows), 1000).astype(np.int64)
@@ -32,7 +32,7 @@ def test_assignment_levels_costs_and_respects_the_maximum(ranks, rows, max_rows)
 def test_assignment_is_optimal_on_small_batches():
     from itertools import product
 
-    from raytrec.data.batch import assign_rows
+    from raytrec.data.row_exchange import assign_rows
 
     costs = np.array([9, 1, 1, 1, 1, 1, 1, 3])
     best = min(
@@ -60,11 +60,11 @@ def make_stream(folder, rank, world, balance="squared_length"):
     from reading import DirectStream
 
     from raytrec.config.features import Features
-    from raytrec.data.batch import RowExchange
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order
     from raytrec.data.pages.decode import ReadErrorPolicy
     from raytrec.data.read_plans import ReadPlan, ReservedColumnSet, TaskRows
+    from raytrec.data.row_exchange import RowExchange
 
     reserved = ReservedColumnSet(keys=("row",), columns=("row",))
     plan = ReadPlan(request_rows.SCHEMA, tasks=(TaskRows("y", "y", sample_weight="w"),), reserved=reserved)

@@ -7,7 +7,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from raytrec_datasets.yambda.events import TYPES, compute_auc, read_events, write_source
+from raytrec_datasets.yambda.events import TYPES, read_events
+from raytrec_datasets.yambda.synthetic import compute_auc, write_source
 from recipes import get_recipe_error, run_recipe
 
 from raytrec.common.errors import ConfigError, DataError

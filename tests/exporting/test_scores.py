@@ -152,7 +152,7 @@ def test_every_row_format_scores_like_predict(folder, exported_run, model):
 def test_request_log_keeps_types_and_compares_every_column(folder, exported_run, model, tmp_path):
     from raytrec.serving.batching import VersionedScores
     from raytrec.serving.bodies import Query
-    from raytrec.serving.replica_state import ReplicaMetrics
+    from raytrec.serving.replica_metrics import ReplicaMetrics
     from raytrec.serving.request_log import RequestLog
     from raytrec.skew.compare import skew
 

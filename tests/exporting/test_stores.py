@@ -21,7 +21,7 @@ from raytrec.common.processes import get_owner_name
 from raytrec.common.storage import open_filesystem
 from raytrec.serving.batching import VersionedScores
 from raytrec.serving.bodies import Query
-from raytrec.serving.replica_state import ReplicaMetrics
+from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.request_log import RequestLog
 from raytrec.skew.compare import skew
 

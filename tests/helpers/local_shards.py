@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from raytrec.scoring.stored_tables import StackedTable
 from raytrec.serving.options import ServiceOptions
-from raytrec.serving.replica_state import ReplicaMetrics
+from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.table_shards.connection import ShardConnection, TableState
 from raytrec.serving.table_shards.loaded_tables import LoadedTables
 from raytrec.serving.table_shards.lookups import ShardedLookups, close_connections

@@ -28,7 +28,8 @@ from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits, Query, decode_request
 from raytrec.serving.loaded_exports import LoadedExports, execute_command, load_either
 from raytrec.serving.openapi import make_page
-from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaState, describe_model
+from raytrec.serving.replica_metrics import describe_model
+from raytrec.serving.replica_state import Export, ReplicaCommand, ReplicaState
 
 LIMITS = Limits(body_bytes=200_000, rows=100, ids=50)
 

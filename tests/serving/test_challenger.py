@@ -18,20 +18,13 @@ from waiting import wait_for
 import raytrec
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.scoring.manifest import read_manifest
-from raytrec.serving import batching
+from raytrec.serving import shadow_queue
 from raytrec.serving.app import Service
 from raytrec.serving.command import promote
 from raytrec.serving.loaded_exports import LoadedExports, execute_command
 from raytrec.serving.options import Promotion
-from raytrec.serving.replica_state import (
-    Challenger,
-    Export,
-    ReplicaCommand,
-    ReplicaMetrics,
-    ReplicaState,
-    describe_model,
-    write_metrics,
-)
+from raytrec.serving.replica_metrics import ReplicaMetrics, describe_model, write_metrics
+from raytrec.serving.replica_state import Challenger, Export, ReplicaCommand, ReplicaState
 from raytrec.serving.request_log import RequestLog
 from raytrec.skew.compare import skew
 
@@ -174,7 +167,7 @@ def test_rows_that_the_challenger_cannot_read_are_answered_and_counted(served_ex
 
 def test_shadow_waits_for_idle_moments_and_drops_what_exceeds_its_queue(served_export, monkeypatch):
     body = json.dumps({"rows": get_valid_rows(served_export)}).encode()
-    monkeypatch.setattr(batching, "MAX_SHADOW_BYTES", 2 * len(body))
+    monkeypatch.setattr(shadow_queue, "MAX_WAITING_BYTES", 2 * len(body))
     with serve_challenger(served_export, "shadow", 1.0) as http:
         http.service.batcher.waiting = 1
         for _ in range(5):

@@ -22,7 +22,7 @@ from raytrec.deltas.chain import remove_old_files
 from raytrec.serving import command, follow
 from raytrec.serving.batching import UnavailableError
 from raytrec.serving.options import ServiceOptions
-from raytrec.serving.replica_state import describe_model, write_metrics
+from raytrec.serving.replica_metrics import describe_model, write_metrics
 from raytrec.serving.table_shards import loaded_tables, pooling, shard
 
 STEPS = 6

@@ -8,7 +8,8 @@ import pytest
 
 from raytrec.common.errors import RunError
 from raytrec.serving.coordinator import Coordinator
-from raytrec.serving.replica_state import Challenger, Export, ReplicaMetrics, ReplicaState
+from raytrec.serving.replica_metrics import ReplicaMetrics
+from raytrec.serving.replica_state import Challenger, Export, ReplicaState
 
 FIRST, SECOND = Export("a", "films-1"), Export("b", "films-2")
 

@@ -15,7 +15,7 @@ import raytrec
 from raytrec.serving import request_log
 from raytrec.serving.app import Service
 from raytrec.serving.loaded_exports import LoadedExports
-from raytrec.serving.replica_state import ReplicaMetrics
+from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.request_log import RequestLog
 
 

@@ -1,6 +1,6 @@
 """Counters of replicas in the text of /metrics, without Ray."""
 
-from raytrec.serving.replica_state import ReplicaMetrics, write_metrics
+from raytrec.serving.replica_metrics import ReplicaMetrics, write_metrics
 
 MODEL_INFO = {"version": "films-9", "age_s": 60.0}
 

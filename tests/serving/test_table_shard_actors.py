@@ -10,7 +10,7 @@ import raytrec
 from raytrec.common.errors import RunError
 from raytrec.scoring.load import load
 from raytrec.serving.options import ServiceOptions
-from raytrec.serving.replica_state import ReplicaMetrics
+from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.table_shards import pooling, shard
 
 

@@ -15,7 +15,7 @@ import raytrec
 from raytrec.common.errors import RunError
 from raytrec.serving.batching import VersionedScores
 from raytrec.serving.bodies import Query
-from raytrec.serving.replica_state import ReplicaMetrics
+from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.request_log import RequestLog
 from raytrec.skew.compare import LARGE_PSI, skew
 

@@ -67,9 +67,10 @@ class Reference(nn.Module):
             ids, bag, weights = batch.bags[feature]
             vectors = self.tables[spec.table][ids].float() * weights.unsqueeze(1)
             if feature in self.sequences:
-                sides = batch.side_features.get(feature)
-                parts = vectors, torch.ones_like(ids, dtype=torch.bool), sides
-                embeddings[feature] = Sequence(*(None if x is None else self._pad(feature, batch, x) for x in parts))
+                sides, present = batch.side_features.get(feature), torch.ones_like(ids, dtype=torch.bool)
+                padded_sides = None if sides is None else self._pad(feature, batch, sides)
+                padded = self._pad(feature, batch, vectors), self._pad(feature, batch, present)
+                embeddings[feature] = Sequence(*padded, padded_sides)
                 continue
             sums = vectors.new_zeros(len(batch), vectors.shape[1]).index_add(0, bag, vectors)
             if spec.pooling != "sum":

@@ -173,8 +173,11 @@ def _fetch(file: pa.NativeFile, span: _RowSpan, leaves: list[int], used: set[int
         except DECODING_ERRORS:
             return None
 
-    with ThreadPoolExecutor(8) as pool:  # reads from a store are concurrent, as pyarrow's reads of whole row groups
-        pieces = list((pool.map if remote else map)(fetch, leaves))
+    if remote:
+        with ThreadPoolExecutor(8) as pool:  # reads are concurrent, as pyarrow's reads of whole row groups
+            pieces = list(pool.map(fetch, leaves))
+    else:
+        pieces = [fetch(leaf) for leaf in leaves]
     with _lock:
         while sum(pages.nbytes for pages in _page_cache.values()) > MAX_PAGE_CACHE_BYTES:
             del _page_cache[next(iter(_page_cache))]  # the oldest

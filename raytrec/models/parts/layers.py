@@ -86,7 +86,8 @@ class SequenceModules(nn.ModuleList):
     """
 
     def __init__(self, schema: Schema, target_of: dict[str, str], make: Callable[[int, int], nn.Module]):
-        super().__init__(make(*map(schema.get_feature_dim, pair)) for pair in target_of.items())
+        dim = schema.get_feature_dim
+        super().__init__(make(dim(feature), dim(target)) for feature, target in target_of.items())
         self.target_of = target_of
 
     def forward(self, inputs: dict) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from raytrec.serving.table_shards.pooling import RowCache, ShardedStack, StackLo
 
 if TYPE_CHECKING:
     from raytrec.serving.options import ServiceOptions
-    from raytrec.serving.replica_state import ReplicaMetrics
+    from raytrec.serving.replica_metrics import ReplicaMetrics
 
 NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)  # rows, lengths and weights
 UPDATE_TIMEOUT_S = 10.0  # timeout of shards that apply a delta; the shards continue, and the replica asks again

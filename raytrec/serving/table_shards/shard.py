@@ -24,7 +24,7 @@ from raytrec.scoring.lookups import IdRows
 from raytrec.scoring.manifest import Manifest, read_manifest
 from raytrec.serving.coordinator import NAMESPACE
 from raytrec.serving.options import ServiceOptions
-from raytrec.serving.replica_state import ReplicaMetrics
+from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.table_shards.connection import READ_ACTION, ShardConnection, TableState, read_tls_files
 from raytrec.serving.table_shards.loaded_tables import LoadedTables, load_tables
 from raytrec.serving.table_shards.lookups import ShardedLookups
