@@ -97,6 +97,8 @@ def write(
     best = output.facts().get("best_auc")
     lines = [] if best is None else [f"AUC of the planted preferences on test, listen_plus: {best:.4f}"]
     settings = [f"data.schema={make_relative(output.folder)}/schema.yaml"]
+    if valid:  # the job's schedule evaluates on the next day instead
+        settings.append("train.eval_every_steps=auto")
     if candidates > 1:
         settings += to_override_texts({"model.candidate": [name for name in CROSSES if name not in OF_REQUEST]})
     output.summary("dlrm_v4", settings, lines)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from raytrec.checkpoint.index import CheckpointError
+from raytrec.checkpoint.index import INDEX, CheckpointError
 from raytrec.checkpoint.rawfile import Source, StoredChunk, open_data_file, parse_chunks
 from raytrec.common.errors import RunError, SchemaError, format_suggestion
 from raytrec.config.run_config import RunConfig
@@ -204,7 +204,7 @@ def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy
         f"table {table} is {new_text} in the schema, but {old_text} in the checkpoint",
         where="warm_start.from",
         expected="the tables of the checkpoint, or an entry in warm_start.tables for each difference",
-        do=f"set warm_start.tables.{table}={suggestion}, use raytrec convert, or set data.schema=CHECKPOINT/index.json",
+        do=f"set warm_start.tables.{table}={suggestion}, use raytrec convert, or set data.schema=CHECKPOINT/{INDEX}",
     )
 
 

@@ -34,7 +34,10 @@ Address = Annotated[
     ),
 ]
 AllowCode = Annotated[
-    bool, typer.Option("--allow-code", help="Allow code (module:name) named by a config from a URI, run or checkpoint.")
+    bool,
+    typer.Option(
+        "--allow-code", help="Allow code (module:name) named by a URI's config, a run, a checkpoint or an export."
+    ),
 ]
 Workers = Annotated[int | None, typer.Option(help="Number of workers; default: as in training.")]
 Changes = Annotated[

@@ -33,7 +33,7 @@ def serve(
     Options:
         uri: Export, or folder of deltas with --follow: a local folder, s3:// or gs://.
         name: Name of the service; default: the run's name.
-        address: auto or HOST:PORT of a Ray cluster; default: a new local cluster.
+        address: auto or HOST:PORT of a Ray cluster; default: RAY_ADDRESS, or else a new local cluster.
         replicas (N|MIN:MAX): Number of replicas; MIN:MAX: scaled with the load.
         host: Address to listen on; 0.0.0.0: all interfaces.
         port: Port to listen on.
@@ -78,7 +78,7 @@ def promote(
     from raytrec.serving.command import promote as run
 
     run(uri, service=service, name=name, rollback=rollback, share=share, shadow=shadow)
-    print("restart      on a local Ray instance, a restarted service loads the export of its raytrec serve command")
+    print("restart      a restarted service loads the export of its raytrec serve command")
 
 
 def verify(

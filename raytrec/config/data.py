@@ -107,7 +107,7 @@ class DataSection(Section):
         default_factory=list,
         description=f"Column transforms, applied before the schema: {', '.join(BUILT_IN)}, or module:function.",
     )
-    holdout: Annotated[Number, Field(gt=0, le=0.5)] | Literal["auto"] | None = None
+    holdout: Annotated[Annotated[Number, Field(gt=0, le=0.5)] | Literal["auto"] | None, Mark.COMMON] = None
     """Share of the rows of data.train, rounded to 1/n for an integer n, that is held out of training and used as
     data.valid; ignored if data.valid is set. auto: a tenth, at most about 100,000 rows. null: no rows are held out."""
     reserve_columns: ReservedColumns = Field(default_factory=list)
@@ -137,8 +137,8 @@ class DataSection(Section):
     """Number of concurrent Ray Data read tasks per worker."""
     read_on: Annotated[Literal["auto", "gpu_nodes", "cpu_nodes"], FREE] = "auto"
     """Nodes that read rows for GPU workers. auto: nodes without GPUs, as long as they have CPUs for the
-    readers; the remaining readers run on the workers' nodes. gpu_nodes or cpu_nodes: all readers run on nodes
-    of this kind."""
+    readers; the remaining readers run where Ray places them, preferably on the workers' nodes. cpu_nodes: all
+    readers run on nodes without GPUs. gpu_nodes: Ray places all readers, preferably on the workers' nodes."""
     buffer_gib: Annotated[PositiveFloat, FREE] = 0.5
     """Memory for rows read ahead per worker, in GiB of Ray's object store."""
 

@@ -73,6 +73,10 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
         raise ConfigError(
             f"{shorten_repr(text)} is not a YAML value: {error}", where=f"command line, {shorten_repr(key)}"
         ) from None
+    if len(parts) > 1 and parts[0] == "tasks" and not values.get("tasks"):
+        raise ConfigError(
+            "the configuration lists no tasks", where=f"command line, {key}", expected="tasks=[{label: …}]"
+        )
     for part in parts[:-1]:
         if isinstance(values, list):
             values = _find_entry(values, part, key)

@@ -183,9 +183,9 @@ class TrainSection(Section):
     optimizers stay fp32."""
     compile: bool | Literal["graphs"] = False
     """Compile the dense layers (torch.compile), which slows down the first step and the first evaluation.
-    Requires a C++ compiler on nodes with CPU workers, a C compiler on nodes with GPUs. graphs: on GPUs, also
-    record CUDA graphs, which are replayed for all batches except a last, smaller one. Models that read
-    sequences id by id do not support graphs."""
+    Requires Python's headers, and a C++ compiler on nodes with CPU workers, or a C compiler and triton on nodes with
+    GPUs. graphs: on GPUs, also record CUDA graphs, which are replayed for all batches except a last, smaller one.
+    Models that read sequences id by id do not support graphs."""
     profile: Annotated[ProfileSection | None, FREE] = None
     """Write a trace of some steps of each rank (torch.profiler), and on GPUs the allocator's history, to
     profile/ in the run folder; null: no trace."""

@@ -64,7 +64,7 @@ class Follower:
         self._skips = False  # True if table shards no longer have states that follow the replica's state
         self._interval_s = STORE_INTERVAL_S if "://" in folder else LOCAL_INTERVAL_S
         self._applied = Counter("raytrec_serve_deltas_applied", "Applied deltas.", registry=None)
-        self._refused = Counter("raytrec_serve_deltas_refused", "Refused deltas.", registry=None)
+        self._refused = Counter("raytrec_serve_deltas_refused", "Reasons for which deltas were refused.", registry=None)
         loaded = self._load_newest(0, background=False)
         if loaded is None:
             raise make_missing_export_error(folder)

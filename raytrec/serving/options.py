@@ -29,7 +29,7 @@ class ServiceOptions(Section):
     """Address on which replicas listen, on each node that has a replica."""
     port: int = 8000
     no_token: bool = False
-    """Serve without a token; otherwise RAYTREC_SERVE_TOKEN is required."""
+    """Serve without a token. Otherwise, an application on KubeRay requires RAYTREC_SERVE_TOKEN."""
     allow_code: bool = False
     """Allow transforms of the export to name code."""
     promote_from: Location | None = None

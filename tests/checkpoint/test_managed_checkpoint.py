@@ -203,6 +203,6 @@ def test_warm_start_rejects_incompatible_managed_tables(table, policy, message):
     new = managed_schema({**TABLES, "user": table})
     with pytest.raises(SchemaError) as error:
         resolve_warm_starts(made, managed_schema(), new)
-    assert message in str(error.value) and "data.schema=CHECKPOINT/index.json" in error.value.do
+    assert message in str(error.value) and "data.schema=CHECKPOINT/checkpoint.json" in error.value.do
     made.warm_start.tables = {"user": "new"}
     assert resolve_warm_starts(made, managed_schema(), new)["user"].policy == "new"

@@ -95,6 +95,7 @@ def test_unlike_keys_are_not_suggested():
         ("data.global_batch_size=1", "at least one row"),
         ("train.eval_every_steps=5", "needs one of data.valid, data.holdout and data.test"),
         ("epochs", "not an override"),
+        ("tasks.clicked.weight=0.5", "the configuration lists no tasks"),
         ("train.epochs.x=1", "'epochs' is a value"),
         ("plan.tables.user.shading_type=row_wise", "did you mean plan.tables.*.sharding_type"),
         ("plan.tables.user.sharding_type=rowwise", "plan.tables.user.sharding_type"),

@@ -1,6 +1,8 @@
 """Yambda recipe: layouts of the source, and rows compared with a plain loop over events."""
 
 import json
+import shlex
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,14 +14,17 @@ from raytrec_datasets.yambda.synthetic import compute_auc, write_source
 from recipes import get_recipe_error, run_recipe
 
 from raytrec.common.errors import ConfigError, DataError
+from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 
+JOBS = Path(__file__).parents[2] / "jobs"
 USERS, DAYS, HISTORY = 12, 4, 12
 
 
 def run(*arguments):
     result = run_recipe("yambda", "--history", HISTORY, *arguments)
     assert result.exit_code == 0, result.exception
+    return shlex.split(result.stderr.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +171,8 @@ def test_short_histories_and_early_days_can_be_left_out(source, tmp_path):
 
 def test_day_before_the_last_can_be_valid(source, tmp_path):
     for name, options in (("without", ()), ("with", ["--valid"])):
-        run("--out", tmp_path / name, "--source", source, *options)
+        command = run("--out", tmp_path / name, "--source", source, *options)
+        load_config(JOBS / "dlrm_v4.yaml", command[command.index("jobs/dlrm_v4.yaml") + 1 :])
     before, after = (pq.read_table(tmp_path / name / "train") for name in ("without", "with"))
     valid = pq.read_table(tmp_path / "with/valid")
     is_held_out = pc.equal(before["day"].cast(pa.int32()), DAYS - 2)

@@ -71,6 +71,7 @@ def test_small_space_is_enumerated_once_in_seeded_order():
         ("train: {choice: [{}]}", 1, "train cannot be searched"),
         ("tracking.uri: {choice: [a]}", 1, "tracking.uri cannot be searched"),
         ("data.valid: {choice: [a]}", 1, "data.valid cannot be searched"),
+        ("data.holdout: {choice: [0.1, 0.2]}", 1, "data.holdout cannot be searched"),
         (
             "optim.dense.lr: {choice: [1]}\noptim: {choice: [{}]}",
             1,
