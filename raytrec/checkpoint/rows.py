@@ -58,6 +58,7 @@ class StoredTable:
             raise CheckpointError(
                 f"table {name} has the unsupported dtype {entry['dtype']}", expected=", ".join(NUMPY_DTYPES)
             )
+        self._name = name
         self.rows, self.dim = _to_rows_and_columns(entry["shape"], 1)
         chunks = parse_chunks(TENSOR_KEY.format(name, kind), entry)
         self._files = ExitStack()
@@ -86,7 +87,7 @@ class StoredTable:
         """
         for row in rows:
             if not 0 <= row < self.rows:
-                raise RunError(f"the table has no row {row}", expected=f"0 to {self.rows - 1}")
+                raise RunError(f"table {self._name} has no row {row}", expected=f"rows 0 to {self.rows - 1}")
         unique, positions = np.unique(np.asarray(rows, np.int64), return_inverse=True)
         return self.gather(unique)[positions]
 

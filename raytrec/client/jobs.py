@@ -107,7 +107,10 @@ class Jobs:
                 time.sleep(1)
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return all submitted jobs, newest first: name (job id), folder (None), state, unix_s (start time)."""
+        """Return a dictionary for each submitted job, newest first.
+
+        The keys are name (job id), folder (always None), state and unix_s (start time; 0 if unknown).
+        """
         runs = []
         for job in self._call_api(self._client.list_jobs):
             state, unix_s = STATES.get(str(job.status.value), "running"), (job.start_time or 0) / 1000

@@ -117,7 +117,10 @@ class ClientRun(Run):
         self.state = state
 
     def _take_news(self) -> str:
-        """Read all new data, and return the state of the run folder."""
+        """Read data that the run has written since the last call, and return the run's state.
+
+        If the run has ended, all remaining data is read. Otherwise, a call reads a limited number of bytes per file.
+        """
         while True:
             news = self._ask(queries.news, self._since)
             self.log += strip_messages(news["lines"].pop(LOG_FILE))

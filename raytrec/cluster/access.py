@@ -177,9 +177,9 @@ def _check_token(address: str, source: str) -> None:
             )
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise RunError(
-                f"the server at {target} does not respond like a Ray cluster",
+                f"no Ray cluster responds at {target}",
                 where=source,
-                expected="HOST:PORT of a cluster's head (by default 6379), or ray://HOST:PORT",
+                expected="HOST:PORT of a cluster's head node (default port: 6379), or ray://HOST:PORT",
             )
         # A cluster calls a driver back, and the driver would refuse calls without its token. Ray clients are
         # not called back.

@@ -124,7 +124,7 @@ def join_first_lines(lines: list[str], count: int | None = None) -> str:
 
 
 def _sanitize_part(part: object, name: str) -> str:
-    """Return a part without secrets and control characters, truncated to its maximum size."""
+    """Return a part of an error as text without secrets, with control characters escaped, truncated to its limit."""
     text = str(part)
     if len(text) > 1 << 20:  # the search for secrets takes time
         text = text[: 1 << 19] + " … " + text[-(1 << 19) :]

@@ -77,9 +77,11 @@ TRANSIENT_HTTP_CODES = (401, 403, 408, 409, 429, 499)  # 4xx status codes that d
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True if the call may succeed later, because the store is unreachable, locked or failing.
+    """Return True if an MLflow call that raised this error may succeed when it is repeated.
 
-    All other errors are permanent, e.g. because the store rejects the record or a file is missing.
+    Errors are transient if the store is unreachable, its database is locked or out of space, or the server responds
+    with status 5xx or one of TRANSIENT_HTTP_CODES. All other errors are permanent, e.g. because the store rejects
+    the record or a file is missing.
     """
     if _is_unavailable(error):
         return True

@@ -1,4 +1,4 @@
-"""Private names of Ray Train (2.60.0)."""
+"""Trainer, scaling policy and callbacks that use private names of Ray Train (2.60.0)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of torch (2.13.0), including its sharded tensors."""
+"""Functions that use private names of torch (2.13.0), such as those of sharded tensors and of the compiler."""
 
 from __future__ import annotations
 

@@ -34,7 +34,10 @@ class BoundedProtocol(HttpToolsProtocol):
     _without_progress = 0  # bytes received since the last complete head or body part
 
     def connection_made(self, transport: BaseTransport) -> None:
-        """Start the client's time limit; above MAX_CONNECTIONS, abort the connection that has waited longest."""
+        """Start the client's time limit.
+
+        With more than MAX_CONNECTIONS connections, abort the one whose client has been silent for the longest time.
+        """
         super().connection_made(transport)  # type: ignore[arg-type]
         self.waiting_since = self.loop.time()
         if len(self.connections) > MAX_CONNECTIONS:

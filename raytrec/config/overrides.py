@@ -39,9 +39,9 @@ def convert_yaml_errors(where: str) -> Iterator[None]:
         yield
     except (yaml.YAMLError, UnreadableError, RecursionError) as error:
         raise ConfigError(
-            f"a value is not valid YAML: {' '.join(str(error).split()) or 'the value contains itself'}",
+            f"a value cannot be represented in YAML: {' '.join(str(error).split()) or 'the value contains itself'}",
             where=where,
-            expected="mappings, lists, text, numbers, true, false and None",
+            expected="dictionaries, lists, text, numbers, True, False and None",
         ) from None
 
 
@@ -90,7 +90,7 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
         raise ConfigError(
             f"'{parts[-2]}' is a list and has no keys",
             where=f"command line, {key}",
-            expected="tasks.NAME.KEY, or the whole list",
+            expected=f"{'.'.join(parts[:-1])}=[…] with the whole list",
         )
     values[parts[-1]] = value
 

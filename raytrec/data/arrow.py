@@ -229,7 +229,11 @@ def find_common_type(first: pa.DataType | None, second: pa.DataType) -> pa.DataT
 
 
 def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
-    """Return (offsets int32 [n + 1] from 0, flat values). Scalars count as one-element lists, nulls as empty lists."""
+    """Flatten an array of lists. Scalars count as one-element lists, nulls as empty lists.
+
+    Returns:
+        Offsets of the lists, int32 [n + 1], starting at 0, and the values of all lists.
+    """
     if pa.types.is_list(array.type) and not array.null_count:
         offsets, flat = array.offsets.to_numpy(), array.flatten()
         offsets = offsets - offsets[0] if offsets[0] else offsets

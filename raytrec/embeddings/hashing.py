@@ -201,7 +201,7 @@ def sort_within_tables(tables: torch.Tensor, keys: torch.Tensor) -> tuple[torch.
 def split_by_mask(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices at which a mask, bool [n], is True, and the indices at which it is False.
 
-    The host waits once for a GPU.
+    If the mask is on a GPU, the host synchronizes with the device once.
     """
     chosen = mask.nonzero().squeeze(1)
     return chosen, torch.nonzero_static(~mask, size=len(mask) - len(chosen)).squeeze(1)

@@ -100,9 +100,10 @@ def _explain_sharing(f: Finding, owner: Finding, is_distinctive: bool) -> str | 
 
 
 def _is_distinctive(s: ColumnStats) -> bool:
-    """Return True if values in common with another column are not due to chance.
+    """Return True if values in common with another column are unlikely to be due to chance.
 
-    The column must contain at least ten distinct texts, or integers that do not fill their range.
+    The column must have at least ten distinct values. They must be texts, or integers of which some are negative or the
+    largest is at least MAX_ID_RANGE_FACTOR times the number of distinct values.
     """
     fills = s.lowest >= 0 and s.highest < MAX_ID_RANGE_FACTOR * s.distinct
     return (s.base == "text" or not fills) and s.distinct >= 10

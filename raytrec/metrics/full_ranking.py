@@ -100,7 +100,7 @@ class FullRanking:
         return [rows, *map(torch.from_numpy, arrays)]
 
     def add(self, vectors_BD: torch.Tensor) -> None:
-        """Rank the right items of the next stored batch, and add the results to the metrics.
+        """Rank the right items of each query in the oldest stored batch, and add the results to the metrics.
 
         This is a collective operation: every rank must call it. `vectors_BD` contains the query vectors of all rows
         of the batch.

@@ -177,7 +177,15 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention (Vaswani et al. 2017, arXiv:1706.03762): [N, D] → [N, D]."""
+    """Causal multi-head self-attention within each sequence (Vaswani et al. 2017, arXiv:1706.03762).
+
+    It maps the vectors of the N items of all sequences of a batch, [N, D], to vectors [N, D].
+
+    Args:
+        dim: Width D of the vectors.
+        heads: Number of heads.
+        dropout: Dropout probability of the attention weights in training.
+    """
 
     def __init__(self, dim: int, heads: int, dropout: float):
         super().__init__()

@@ -153,7 +153,8 @@ class PlanBalancer:
                 for way in chosen:
                     self._space.put(plan, way, [rank])
                 return
-        raise DoesNotFitError(f"no rank has enough memory for tables {', '.join(group)} together")
+        where = f"rank {pin[0]}" if pin else "any rank"
+        raise DoesNotFitError(f"tables {', '.join(group)} do not fit together into the remaining memory of {where}")
 
     def _get_fullest_share(self, room: np.ndarray, way: TableOption, ranks: Sequence[int]) -> tuple[float, float]:
         """Return the used memory share of the fullest rank after adding a table, and the table's mean time."""

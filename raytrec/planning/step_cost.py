@@ -49,22 +49,28 @@ class MemoryUse:
 def estimate_memory(
     config: RunConfig, schema: Schema, plan: Sequence[PlannedTable], loads: Loads, dense: DenseWork
 ) -> MemoryUse:
-    """Return the memory use of each rank, in these parts.
+    """Return the memory use of each rank, divided into the following parts.
 
-    weights, optimizer state, cache: See `memory.estimate_parts`; id maps: see `memory.estimate_id_map_bytes`.
+    B is the number of rows of a rank's batch, and P the size of the dense weights.
+
+    weights, optimizer state, cache: See `memory.estimate_parts`.
+    id maps: See `memory.estimate_id_map_bytes`.
     hot rows: Rows of tables in files that are cached in the rest of plan.memory_gib (`estimate_hot_rows`).
     dense model: Weights P, optimizer state (Adam 2·P, Adagrad P), and averages P with train.ema.
-    gradients: P for the dense layers; twice the size of tables that are replicated or have a dense kernel.
-        The kernel creates the gradients of all tables at once, and then a copy for each table.
-    activations: Peak memory of the dense layers (dense_work) for B rows.
-    exchange buffers: Pooled lookup results and their gradients; received results for B rows and their
-        gradients; on GPUs, 40 bytes per id that the update sorts; on CPU, GLOO_COPIES copies of the sums over
-        ranks.
+    gradients: P for the dense layers, and twice the size of tables that are replicated or have a dense kernel.
+        The gradients of all these tables are created at once, and then copied table by table.
+    activations: Peak memory of the activations of the dense layers (`DenseWork.activations`) for B rows.
+    exchange buffers: Pooled lookup results and their gradients. With several ranks, also the received results for
+        B rows and their gradients. On GPUs, also 40 bytes per id that the update sorts. On CPU, also GLOO_COPIES
+        copies of the sums over ranks.
     pipeline batches: Three batches of B rows (ids 8 bytes; lengths of bags, dense columns, labels and row weights 4),
         and the ids received from other ranks for two batches.
     checkpoint copies, with checkpoint.async_save: On GPUs, copies in host memory of the dense layers and of all
         tables; on CPU, only of dense layers and of tables with dense updates.
-    read ahead: data.buffer_gib; process, objects, CUDA: PROCESS_GIB, PYTHON_OBJECTS_MIB, CUDA_CONTEXT_GIB.
+    read ahead: data.buffer_gib.
+    process: PROCESS_GIB.
+    objects: PYTHON_OBJECTS_MIB.
+    CUDA: CUDA_CONTEXT_GIB, on GPUs only.
     """
     device, world = "cpu" if config.scaling.device == "cpu" else "cuda", len(loads.pooled)
     parts: dict[tuple[str, str], np.ndarray] = {}

@@ -91,7 +91,10 @@ def predict(
         checkpoint: Step of the run's checkpoint, or "best" (by checkpoint.best_metric); default: the newest.
         overrides: Changes to the configuration: `section.key=value` for the sections data, scaling, plan and train,
             such as data.on_error=skip, or tables.NAME.out_of_range=RULE.
-        allow_code: True to allow the configuration to name code (raytrec/config/trust.py).
+        allow_code: True to import code that is named in a configuration of another user.
+
+    Returns:
+        Metrics of the output folder and of this call, and the columns of the output files.
 
     Raises:
         RunError: There is no checkpoint, `out` cannot be read or written, or workers failed more often than

@@ -247,10 +247,12 @@ class Times:
 def find_bound(times: Times, wall_s: float, rows_per_s: float | None) -> dict[str, Any]:
     """Return the entries `bound.…` of result.json; empty if no step was timed.
 
+    They name the part of the run that takes the most time, its share of the run, and the seconds of each part.
+
     Args:
-        times: Time spent in steps.
+        times: Time spent in each phase of the steps.
         wall_s: Seconds from the start of the run to its result.
-        rows_per_s: Training speed; None: unknown.
+        rows_per_s: Training throughput in rows per second; None: unknown.
     """
     if not times.steps:
         return {}

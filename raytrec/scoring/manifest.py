@@ -164,7 +164,7 @@ class Manifest(Section):
         referenced += [name for each in self.transforms if (name := getattr(each, "vocabulary", None))]
         for name in referenced:
             if name not in self.files:
-                raise ValueError(f"files: {name} is missing")
+                raise ValueError(f"files: there is no entry for {name}")
         for name in self.files:
             if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
                 raise ValueError(f"files: {name!r} is outside the folder or not a valid file name")

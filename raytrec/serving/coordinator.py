@@ -241,7 +241,12 @@ class Coordinator:
                 break
             await asyncio.sleep(0.05)
         self._publish_order()
-        raise RunError("the replicas do not respond", where="the service", do="check the log of the service")
+        what = (
+            f"a replica has not executed the command within {LOAD_TIMEOUT_S:g} s"
+            if self._live()
+            else "no replica responds"
+        )
+        raise RunError(what, where="the service", do="check the log of the service")
 
     def _live(self) -> dict[str, ReplicaState]:
         """Return the last report of each replica that has reported within REPLICA_TIMEOUT_S."""

@@ -82,7 +82,7 @@ def list_endpoints(replica: str) -> list[Endpoint]:
 
 
 def describe_state(scorer: Scorer) -> dict[str, Any]:
-    """Return the version, run and step of a model, and the dtype and shape of each name in each part of the state."""
+    """Return the version, run and step of a model, and the dtype and shape of its tables, id maps and dense weights."""
     run, step, _ = scorer.version.rsplit("-", 2)
     tables, precisions = scorer.manifest.data_schema.tables, scorer.manifest.precisions
     return {

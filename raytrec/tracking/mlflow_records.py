@@ -182,7 +182,10 @@ class RecordReader:
         self._rewind()
 
     def use_run(self, run_id: str) -> None:
-        """Deliver to this MLflow run; if it is not the run of the saved delivery state, start from the beginning."""
+        """Set the MLflow run to which records are delivered.
+
+        If it is not the run of the saved delivery state, delivery restarts at the first record.
+        """
         if run_id != self.delivered.run_id:
             self.delivered = DeliveryState(self.delivered.key, run_id)
             self._rewind()

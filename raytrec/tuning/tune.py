@@ -143,7 +143,10 @@ MLFLOW_TIMEOUT_S = 60.0  # maximum time to wait for an MLflow server
 
 
 def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
-    """Write best.yaml if a trial has a result, outcome.json once all trials have ended, and the MLflow run.
+    """Write the outcome of a search to its folder and to MLflow.
+
+    best.yaml is written if a trial has a result, outcome.json if all trials have ended or failed, and the MLflow run
+    if tracking is enabled. If MLflow fails, `warn` is called with the reason.
 
     Raises:
         OSError: A file cannot be written; a resumed search writes it again.

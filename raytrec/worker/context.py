@@ -1,4 +1,4 @@
-"""Provide a worker with its task, rank, device, data streams and reports to the driver."""
+"""Context of a worker: its task, rank, device and data streams, and its reports to the driver."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_overrides_accept_a_mapping_of_dotted_keys():
     for command in (raytrec.train, raytrec.check, raytrec.tune):
         with pytest.raises(ConfigError, match=r"did you mean train\.epochs"):
             command(BASE, **{"space": "x"} if command is raytrec.tune else {}, overrides={"train.epocs": 3})
-    with pytest.raises(ConfigError, match="a value is not valid YAML"):
+    with pytest.raises(ConfigError, match="a value cannot be represented in YAML"):
         load_config(BASE, {"train.epochs": object()})
 
 

@@ -115,7 +115,9 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
                 do="correct the path, or write the data with `raytrec prepare`",
             )
         if kind == fs.FileType.Unknown:
-            raise DataError("the path is a pipe or a device", where=where, expected="a Parquet file")
+            raise DataError(
+                "the path is neither a folder nor a regular file", where=where, expected="a folder or a Parquet file"
+            )
         local, linked = filesystem.type_name == "local", set[str]()
         left_out = defaultdict[str, list[str]](list)
         entries: list[ListedFile] = []

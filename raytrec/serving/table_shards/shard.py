@@ -244,9 +244,9 @@ def _check_memory(memory_bytes: int, shards: int) -> None:
 
     free = [node.get("memory", 0.0) for node in list_free_resources().values()]
     if sum(each // max(1, memory_bytes) for each in free) < shards and not has_autoscaler():
-        what, where = f"a table shard needs {format_bytes(memory_bytes)} of memory", f"--table-shards {shards}"
-        expected = f"nodes with that much free memory; the nodes have {', '.join(map(format_bytes, free))}"
-        raise RunError(what, where=where, expected=expected, do="start more shards, or add nodes")
+        what = f"{shards} table shards need {format_bytes(memory_bytes)} of memory each"
+        expected = f"enough free memory; the nodes have {', '.join(map(format_bytes, free))}"
+        raise RunError(what, where="--table-shards", expected=expected, do="start more shards, or add nodes")
 
 
 def end_shards(name: str, count: int) -> None:
