@@ -118,7 +118,8 @@ def doctor(
 
     Options:
         config: Config whose cluster, run folder and checkpoints are examined.
-        address: auto, HOST:PORT or ray://HOST:PORT of a Ray cluster; default: this machine.
+        address: auto, HOST:PORT or ray://HOST:PORT of a Ray cluster; default: scaling.address, RAY_ADDRESS, or this
+            machine.
         storage (URI): Path that every node must be able to write and read (repeatable).
         share: Print Markdown for an issue, without host names, user names, paths or addresses.
         measure (FILE): Only measure the rates of ranks on this machine, and write them as JSON for raytrec plan.
@@ -171,7 +172,7 @@ def plan(
     from raytrec.driver.preflight import plan as predict
     from raytrec.planning.plan_report import draw, print_plans
 
-    if not (config or prices):
+    if not config:
         raise ConfigError("no config was given", expected="raytrec plan CONFIG")
     plans = predict(config, overrides or [], on, rates, prices)
     if picture:

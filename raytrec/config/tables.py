@@ -143,8 +143,8 @@ class TablePlan(Section):
     """Ranks that hold the table. A single rank implies table_wise; several ranks require sharding_type."""
     compute_kernel: Kernel | Literal["dense"] | None = None
     """fused: in device memory, updated in the backward pass. dense: ordinary gradients and a dense update. fused_uvm:
-    in host memory. fused_uvm_caching: in host memory, with a fifth of the rows cached on the device.
-    fused_mmap: in a file, for CPU workers."""
+    in host memory, except the state of rowwise_adagrad. fused_uvm_caching: as fused_uvm, with a fifth of the rows
+    cached on the device. fused_mmap: in a file, for CPU workers."""
     dtype: Annotated[Literal["fp32", "fp16"], BeforeValidator(_check_trainable)] | None = None
     """Dtype of the weights; default: fp32. Sums, gradients and optimizer state stay fp32. On GPUs, updates
     are rounded stochastically to one of the two nearest values; on CPU, to the nearest value. FBGEMM trains

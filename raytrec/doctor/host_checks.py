@@ -166,7 +166,7 @@ def check_driver() -> Diagnoses:
         yield Diagnosis(FAILURE, "there are GPUs, but NVML finds no driver", "run pip install nvidia-ml-py")
     elif int(versions[1].partition(".")[0]) < int(cuda.partition(".")[0]):
         what = f"driver {versions[0]} supports CUDA {versions[1]}, but torch is built for CUDA {cuda}"
-        yield Diagnosis(FAILURE, what, "update the NVIDIA driver, or install cuda-compat (docs/install.md)")
+        yield Diagnosis(FAILURE, what, "update the NVIDIA driver, or install cuda-compat (docs/gpu.md)")
     else:
         yield Diagnosis(OK, f"driver {versions[0]} supports CUDA {versions[1]}; torch requires CUDA {cuda}")
 

@@ -94,7 +94,8 @@ def print_plans(plans: Plans) -> None:
     for each in estimates:
         for name, load in find_skewed_tables(plans.schema, each.cluster.world).items():
             text = f"{each.cluster.name}: table {name} is skewed: with row_wise, the rank of its most frequent id has"
-            console.print(f"{text} {load:.1f} × the mean load; column_wise balances it", soft_wrap=True, markup=False)
+            remedy = "column_wise balances it, except with rowwise_adagrad"
+            console.print(f"{text} {load:.1f} × the mean load; {remedy}", soft_wrap=True, markup=False)
         for line in _describe_problems(each):
             console.print(line, soft_wrap=True, markup=False)
     if plans.chosen:

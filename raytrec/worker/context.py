@@ -105,7 +105,7 @@ class WorkerContext:
         heartbeat = Heartbeat(task.coordinator, group[0], index, lease_s, compute_heartbeat_interval(world))
         rank_context = cls(index, world, device, task, heartbeat, attempt, read_chosen_network())
         if rank_context.network == "Socket" and ray_context.get_local_world_size() < world:
-            rank_context.report(Warn(text="NCCL uses TCP between hosts (docs/gpu.md, NCCL)"))
+            rank_context.report(Warn(text="NCCL uses TCP between hosts (docs/gpu.md, Configure the network)"))
         return rank_context
 
     def stream(self, name: str, order: Any):

@@ -92,6 +92,12 @@ def test_unloadable_fbgemm_is_reported_in_one_message(tmp_path, monkeypatch):
     assert "error: FBGEMM cannot be loaded: " in done.stderr and f"where:    {package}/fbgemm_gpu_py.so" in done.stderr
 
 
+def test_plan_with_prices_requires_a_config(tmp_path):
+    (tmp_path / "prices.yaml").write_text("8xh100: 20\n")
+    done = run("plan", "--prices", tmp_path / "prices.yaml", blocker="")
+    assert done.returncode == 1 and "error: no config was given" in done.stderr
+
+
 STARTUP_PROGRAM = """
 import sys
 from raytrec.cluster.session import warm_up_early

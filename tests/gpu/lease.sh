@@ -108,7 +108,7 @@ run facts 60 bash -c describe
 check parts 240 environment,collectives,parts
 check parity 300 parity
 check tables 150 adam,uvm
-check runs 420 train,resume
+check runs 420 train,resume,figures
 check waits 180 syncs,phases
 run speed 300 "$python" -W ignore "$root/benchmarks/gpu.py" --device "$device" "${speed[@]}" \
     --out "$out/speed-figures.json"
@@ -123,5 +123,5 @@ if [[ $device == cuda ]] && command -v compute-sanitizer >/dev/null; then
 else
     cannot_run memory
 fi
-check faults 420 not_finite,hang,features,figures
+check faults 420 not_finite,hang,features
 exit $ended
