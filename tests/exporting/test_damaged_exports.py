@@ -78,7 +78,7 @@ def edit_manifest(copy, edit):
         (lambda m: m["files"].update({"/etc/passwd": m["files"]["golden.arrow"]}), "outside the folder"),
         (lambda m: m["files"].update({"a\0b": m["files"]["golden.arrow"]}), "not a valid file name"),
         (lambda m: m["files"].update({"a\ud800": m["files"]["golden.arrow"]}), "not a valid file name|surrogates"),
-        (lambda m: m["programs"]["predict"].update(file="other.pt2"), "other.pt2 is missing"),
+        (lambda m: m["programs"]["predict"].update(file="other.pt2"), "there is no entry for other.pt2"),
         (lambda m: m.update(format=2), "format"),
         (lambda m: m.pop("tasks"), "tasks"),
         (lambda m: m["stacks"][0]["tables"].remove("tag"), "the tables are not user, tag"),
