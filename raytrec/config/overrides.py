@@ -87,10 +87,11 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
         if not isinstance(values, (dict, list)):
             raise ConfigError(f"'{part}' is a value, not a section", where=f"command line, {key}")
     if isinstance(values, list):
+        whole = f"{'.'.join(parts[:-1])}=[…] with the whole list"
         raise ConfigError(
             f"'{parts[-2]}' is a list and has no keys",
             where=f"command line, {key}",
-            expected=f"{'.'.join(parts[:-1])}=[…] with the whole list",
+            expected=f"tasks.NAME.KEY, or {whole}" if parts[:-1] == ["tasks"] else whole,
         )
     values[parts[-1]] = value
 

@@ -241,11 +241,8 @@ class Coordinator:
                 break
             await asyncio.sleep(0.05)
         self._publish_order()
-        what = (
-            f"a replica has not executed the command within {LOAD_TIMEOUT_S:g} s"
-            if self._live()
-            else "no replica responds"
-        )
+        late = f"a replica has not executed the command within {LOAD_TIMEOUT_S:g} s"
+        what = late if self._live() else "no replica responds"
         raise RunError(what, where="the service", do="check the log of the service")
 
     def _live(self) -> dict[str, ReplicaState]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from prometheus_client.metrics_core import Metric
 
 from raytrec.common.errors import RaytrecError
-
-if TYPE_CHECKING:  # the coordinator does not need torch
-    pass
 
 
 @dataclass(frozen=True)

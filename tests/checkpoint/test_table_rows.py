@@ -83,5 +83,5 @@ def test_missing_table_or_row_raises_run_error(tmp_path):
         StoredTable(str(tmp_path / "c"), index, "items")
     with StoredTable(str(tmp_path / "c"), index, "item") as stored:
         for row in (-1, 1000):
-            with pytest.raises(RunError, match=f"table .* has no row {row}"):
+            with pytest.raises(RunError, match=f"table item has no row {row}"):
                 stored.take([row])
