@@ -321,11 +321,22 @@ def deploy(service_options: ServiceOptions, replicas: tuple[int, int], token: st
 
 
 def shut_down_service(name: str, table_shards: int = 0) -> None:
-    """Shut down Ray Serve, and the coordinator and table shards of a service, even if it has only partly started."""
+    """Delete a service with its coordinator and table shards, even if the service has only partly started.
+
+    Ray Serve is shut down unless it runs other applications, in which case the call waits up to 60 s for the deletion.
+
+    Args:
+        name: Name of the service and of its Serve application.
+        table_shards: Number of table shards; 0: the service has none.
+    """
     import ray
     from ray import serve
 
-    serve.shutdown()
+    if serve.status().applications.keys() - {name}:
+        with suppress(TimeoutError):
+            serve.delete(name)
+    else:
+        serve.shutdown()
     with suppress(ValueError):  # the actor does not exist
         ray.kill(ray.get_actor(get_coordinator_name(name), NAMESPACE))
     if table_shards:

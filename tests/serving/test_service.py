@@ -25,6 +25,7 @@ from raytrec.cluster.local_ray import check_ports
 from raytrec.common.errors import RunError
 from raytrec.serving.command import promote
 from raytrec.serving.coordinator import REPLICA_TIMEOUT_S
+from raytrec.serving.deployment import shut_down_service
 from raytrec.serving.replica_state import Challenger
 
 pytestmark = pytest.mark.survive
@@ -353,3 +354,28 @@ def test_load_starts_a_second_replica(exports, tmp_path):
     with run_service(exports[0]["whole"].path, "1:2", tmp_path) as service, Load(service, exports, 16) as load:
         wait_for(lambda: len(service.versions()) == 2, "a second replica", 180)
     assert not load.failed, load.failed[:3]
+
+
+def test_end_of_a_service_keeps_other_applications(ray_cluster):
+    """Two applications without replicas of raytrec; Serve is shut down with the second one."""
+    import ray
+    from ray import serve
+    from ray.serve.config import ProxyLocation
+
+    class Idle:
+        pass
+
+    def list_serve_actors():
+        return [each for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == "serve"]
+
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    try:
+        for name in ("films", "other"):
+            serve.run(serve.deployment(Idle, ray_actor_options={"num_cpus": 0}).bind(), name=name, route_prefix=None)
+        shut_down_service("films")
+        assert {name: each.status for name, each in serve.status().applications.items()} == {"other": "RUNNING"}
+        assert list_serve_actors()
+        shut_down_service("other")
+        assert not list_serve_actors()
+    finally:
+        serve.shutdown()
