@@ -9,7 +9,7 @@ from typing import Any
 
 from raytrec.checkpoint.files import find, find_newest_checkpoint
 from raytrec.checkpoint.rows import parse_stored_schema, resolve_warm_starts
-from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError, convert_os_errors
+from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError, convert_os_errors, get_first_line
 from raytrec.common.formatting import flatten, format_count
 from raytrec.common.reading import parse_json, read_bytes, read_text
 from raytrec.common.storage import make_absolute, quote_for_shell
@@ -24,6 +24,7 @@ from raytrec.embeddings.constraints import resolve_optimizers
 from raytrec.tracking.run_folder import DATA, FILES_KEY, SCHEMA
 
 FREE_KEYS, FIXED_KEYS = list_keys_with(Mark.FREE), list_keys_with(Mark.FIXED)  # keys that may or must not change
+MAX_SHOWN_PARAMETERS = 5  # maximum number of newly initialized dense parameters named in a line
 
 
 def resume_config(place: str | Path, source: Any, overrides: list[str], allow_code: bool = False) -> RunConfig:
@@ -225,17 +226,23 @@ def _list_differences(old_config: RunConfig, new_config: RunConfig) -> list[str]
 
 
 def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
-    """Return warnings about weights of warm_start.from that this model and schema do not use.
+    """Return lines for the user about tables and dense parameters that are not loaded from warm_start.from.
+
+    Each changed table has a line. With warm_start.dense=matching, one more line counts the dense parameters that are
+    loaded, and names newly initialized ones.
 
     Raises:
         ConfigError, SchemaError: The checkpoint differs in a way that warm_start.tables and warm_start.dense do
             not allow, or warm_start.optimizer is set and the checkpoint's optimizers differ.
     """
-    about = find(config.warm_start.from_)[1]["about"]
+    index = find(config.warm_start.from_)[1]
+    about = index["about"]
     old_config, old_schema = load_config(about["config"], allow_code=True), parse_stored_schema(about)
     lines = [start.note for start in resolve_warm_starts(config, old_schema, schema).values() if start.note]
     if config.warm_start.dense == "exact":
         _check_dense(config, old_config, old_schema, schema)
+    else:
+        lines.append(_describe_matching_parameters(config, schema, index["tensors"]))
     if config.warm_start.optimizer:
         old, new = _list_optimizer_names(old_config, old_schema), _list_optimizer_names(config, schema)
         for part, name in new.items():
@@ -275,6 +282,32 @@ def _check_dense(config: RunConfig, old_config: RunConfig, old_schema: Schema, s
                 expected="the checkpoint's labels, dense columns and sparse features",
                 do="train with the checkpoint's schema" + hint,
             )
+
+
+def _describe_matching_parameters(config: RunConfig, schema: Schema, saved: dict[str, Any]) -> str:
+    """Return a line with the number of dense parameters that are loaded, and names of newly initialized ones.
+
+    `saved` is the entry "tensors" of the checkpoint's index.
+    """
+    import torch  # takes seconds, so other runs do not import it in the driver
+
+    from raytrec.embeddings.pooling import find_table_name
+    from raytrec.worker.build import build_unsharded
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            values = build_unsharded(config, schema, torch.device("cpu")).state_dict()
+    except Exception as error:  # check_fit or a worker reports the cause; the line is only information
+        return f"the parameters that warm_start.dense=matching loads are unknown: {get_first_line(error)}"
+    shapes = {fqn: list(value.shape) for fqn, value in values.items() if find_table_name(fqn) is None}
+    initial = [fqn for fqn, shape in shapes.items() if saved.get(f"dense/{fqn}/value", {}).get("shape") != shape]
+    if not initial:
+        return f"warm_start.dense=matching loads all {len(shapes)} dense parameters and buffers"
+    names, more = ", ".join(initial[:MAX_SHOWN_PARAMETERS]), len(initial) - MAX_SHOWN_PARAMETERS
+    return (
+        f"warm_start.dense=matching loads {len(shapes) - len(initial)} of {len(shapes)} dense parameters and buffers; "
+        f"{names}{f' and {more} more' if more > 0 else ''} get initial values"
+    )
 
 
 def _select_dense_parts(schema: Schema) -> dict[str, object]:

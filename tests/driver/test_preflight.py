@@ -19,6 +19,7 @@ from raytrec.config.schema import Schema
 from raytrec.driver import preflight as fit
 from raytrec.driver.console import Result, RunConsole, print_summary
 from raytrec.driver.prepare import open_run
+from raytrec.driver.resume import check_warm_start
 from raytrec.planning.dry_run import ClusterEstimate
 from raytrec.planning.machines import Cluster
 from raytrec.planning.memory import PlannedTable
@@ -271,3 +272,28 @@ def test_unscaled_column_with_large_values_warns(tmp_path, largest, scale, trans
     found = [line for line in lines if "dense column price has absolute values up to 100,000" in line]
     assert len(found) == warns
     assert all("{price: {log: true}}" in line and "{do: log, columns: [price]}" in line for line in found)
+
+
+def test_warm_start_names_initialized_dense_parameters(monkeypatch):
+    """Layer top.0 has another input width, so its weight is not loaded; top.2 is a new layer."""
+    schema = Schema.parse(SCHEMA, "test")
+    values = {"data": {"train": "d/train"}, "scaling": {"device": "cpu"}, "model": {"bottom_mlp": [16]}}
+    old = load_config(values, ["model.top_mlp=[16]"])
+    shapes = {"bottom.0.weight": [16, 1], "bottom.0.bias": [16], "bottom.2.weight": [8, 16], "bottom.2.bias": [8]}
+    shapes |= {"top.0.weight": [16, 5], "top.0.bias": [16], "logit.weight": [1, 16], "logit.bias": [1]}
+    tensors = {f"dense/head.model.{name}/value": {"shape": shape} for name, shape in shapes.items()}
+    about = {"config": old.model_dump(by_alias=True, mode="json"), "schema": schema.to_yaml()}
+    monkeypatch.setattr("raytrec.driver.resume.find", lambda place: (place, {"about": about, "tensors": tensors}))
+
+    def check_start(*settings):
+        config = load_config(values, ["warm_start={from: /run, dense: matching}", *settings])
+        return check_warm_start(config, schema)
+
+    (line,) = check_start("model.top_mlp=[16,16]")
+    initial = ", ".join(f"head.model.top.{name}" for name in ("0.weight", "2.weight", "2.bias"))
+    expected = f"warm_start.dense=matching loads 7 of 10 dense parameters and buffers; {initial} get initial values"
+    assert line == expected
+    (line,) = check_start("model.top_mlp=[9,9,9]")
+    assert "loads 5 of 12" in line and line.endswith("head.model.top.4.weight and 2 more get initial values")
+    tensors["dense/head.model.top.0.weight/value"] = {"shape": [16, 11]}
+    assert check_start("model.top_mlp=[16]") == ["warm_start.dense=matching loads all 8 dense parameters and buffers"]
