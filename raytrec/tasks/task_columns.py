@@ -130,19 +130,28 @@ def check_frequency_columns(tasks: Sequence[Task], types: Mapping[str, pa.DataTy
 def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float, ...]:
     """Return the log-odds of label 1 in the data for each column of logits; 0 for tasks without log-odds.
 
-    They are the initial bias of the last layer (worker.build), and 0 if only positives or only negatives are found.
+    They are the initial bias of the last layer (worker.build), and 0 if a task has only positives or only negatives.
     Rows are weighted as in the tasks' losses, by mask, sample weight and positive_weight. Only columns with labels,
     masks and weights are read, from about MAX_LABELS_READ rows.
 
-    Returns:
-        One number for each column; empty if a task reads vectors, or rows are requests with candidates.
-
     Raises:
+        ConfigError: Rows are requests with candidates, a task reads vectors, or no task learns log-odds.
         DataError: A label, mask or weight cannot be read (data.on_error: fail).
     """
-    tasks = resolve_tasks(config.tasks, schema)
-    if schema.candidates or any(task.loss.reads_vectors for task in tasks):
-        return ()
+    tasks, reason = resolve_tasks(config.tasks, schema), ""
+    if schema.candidates:
+        reason = "the rows are requests with candidates"
+    elif any(task.loss.reads_vectors for task in tasks):
+        reason = "the model returns vectors of queries and items, without a last layer of logits"
+    elif not any(task.loss.log_odds for task in tasks):
+        reason = f"no task has a loss that learns log-odds ({', '.join(dict.fromkeys(t.loss for t in config.tasks))})"
+    if reason:
+        raise ConfigError(
+            f"train.initial_bias is log_odds, but {reason}",
+            where="train.initial_bias",
+            expected="rows without candidates, and a model that returns logits for a task with loss bce or focal",
+            do="set train.initial_bias=drawn",
+        )
     plan = dataset.form.plan
     names = [*schema.labels, *(column.column for column in plan.task_columns)]
     transforms = select_needed_transforms(plan.transforms, names)
