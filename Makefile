@@ -114,7 +114,6 @@ test-survive: install
 
 chaos: install
 	$(BIN)/python -W ignore benchmarks/chaos.py
-	$(BIN)/python -W ignore benchmarks/share.py
 
 bench-watching: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/watching.py

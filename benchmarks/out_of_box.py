@@ -62,13 +62,13 @@ def main(
 
 def document(results: dict) -> str:
     """Return the table for docs/quality.md."""
-    header = ("dataset", "rows", "positive", *(f"{who}: {what}" for what in FIGURES for who in WHO))
+    header = ("dataset", "rows", *(f"{who}: {what}" for what in FIGURES for who in WHO))
     return Grid(header, [line(name, results[name]) for name in SETS if name in results]).markdown()
 
 
 def line(name: str, result: dict) -> list[str]:
     """Return the table row of a data set."""
-    cells = [name, f"{result['rows']:,}", f"{result['positive']:.1%}".replace("%", " %")]
+    cells = [name, f"{result['rows']:,}"]
     for place in range(len(FIGURES)):
         ours = [each[place] for each in result["ours"]]
         spread = f" ± {statistics.stdev(ours):.4f}" if len(ours) > 1 else ""

@@ -61,7 +61,6 @@ class Row:
         data: Name of the data set.
         metrics: Metric in the table → key in result.json or, for logistic regression, the label.
         recipe: Recipe of the data set, without --out; {source} is the folder with the original data.
-        title: Title of the data set.
         published: Published values of these metrics, and their source.
         job: Name of the configuration; default: derived from data and model.
         note: Text after the model's name in the table.
@@ -74,7 +73,6 @@ class Row:
     data: str
     metrics: dict[str, str]
     recipe: str
-    title: str
     published: dict[str, Any] = field(default_factory=dict)
     job: str = ""
     note: str = ""

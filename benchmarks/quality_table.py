@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from typing import Any
 
 from harness import Grid
 
-COLUMNS = (
-    *("dataset", "model", "metric", "mean ± std", "seeds", "published"),
-    *("parameters", "rows/s", "seconds per run"),
-)
+COLUMNS = ("dataset", "model", "metric", "mean ± std", "seeds", "published", "rows/s")
 PRECISIONS = ("fp16", "int8", "int4")
 
 
@@ -24,11 +22,10 @@ def lines_of(rows: list, results: dict) -> list[tuple[str, ...]]:
             model = f"{row.model}, {row.note}" if row.note else row.model
             fastest = min(runs, key=lambda run: run["seconds"])
             speed = f"{fastest['rows_per_s']:,}" if "rows_per_s" in fastest else ""
-            costs = f"{runs[0]['parameters']:,}", speed, f"{fastest['seconds']:,.0f}"
             published = row.published.get("figures", {}).get(name)
             figures = name, spread(values), str(len(values)), "" if published is None else f"{published:.4g}"
-            first, last = ((row.data, model), costs) if not place else (("", ""), ("", "", ""))
-            lines.append((*first, *figures, *last))
+            first, last = ((row.data, model), speed) if not place else (("", ""), "")
+            lines.append((*first, *figures, last))
     return lines
 
 
@@ -50,14 +47,18 @@ def document(rows: list, results: dict) -> str:
     if not measured:
         return ""
     notes = [
-        f"- `{row.data}`: {row.title}: `raytrec prepare {row.recipe.replace('{source}/', 'SOURCE/')}`"
+        f"- `{row.data}`: `raytrec prepare {row.recipe.replace('{source}/', 'SOURCE/')}`"
         for row in measured
     ]
     models: dict[tuple[str, str], list[str]] = {}  # (dataset, source) → models with metrics of the source
     for row in measured:
         if row.published:
             models.setdefault((row.data, row.published["source"]), []).append(row.model)
-    sources = [f"- `{data}`, {', '.join(names)}: {source}" for (data, source), names in models.items()]
+    several = {data for data, count in Counter(data for data, _ in models).items() if count > 1}
+    sources = [
+        f"- `{data}`{', ' + ', '.join(names) if data in several else ''}: {source}"
+        for (data, source), names in models.items()
+    ]
     parts = [grid(rows, results).markdown(), "\n".join(dict.fromkeys(notes))]
     return "\n\n".join([*parts, *(["\n".join(["Published results:", "", *sources])] if sources else [])])
 
