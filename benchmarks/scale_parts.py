@@ -83,6 +83,7 @@ def plan(world: int, tables: int, folder: Path) -> dict:
     from raytrec.planning.dry_run import dry_run
     from raytrec.planning.machines import Cluster
 
+    dry_run(config_of(1), schema_of(1, 2), Cluster(1, 1, 80, 1280, 1e6))  # the planner imports TorchRec when it runs
     start = peak_mib()
     with Cpu() as cpu:
         hosts, gpus = max(1, world // 8), min(8, world)
