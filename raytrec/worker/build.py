@@ -56,10 +56,10 @@ def build_step(
     steps: int = 0,
     objective: type[Objective] = Objective,
 ) -> tuple[Step, ShardingPlan]:
-    """Build this rank's model, optimizers and pipeline, and the sharding plan.
+    """Build this rank's shards of the model, its optimizer and its training pipeline.
 
-    This is a collective operation: every rank must call it. Initial weights depend only on run.seed: every rank
-    draws the same weights of dense layers, and the weights of a table are drawn separately for each row.
+    This is a collective operation: every rank must call it. Initial weights do not depend on the number of ranks:
+    every rank draws the same dense weights from run.seed, and the weights of a table are drawn separately for each row.
 
     Args:
         config: Configuration of the run.
@@ -69,15 +69,19 @@ def build_step(
         steps: Number of steps in the whole run; 0 if nothing is trained.
         objective: Class that turns the model's logits into losses and outputs.
 
+    Returns:
+        The step, and the sharding plan, which is the same on every rank.
+
     Raises:
         RunError: TorchRec's gradient division is disabled in this process.
+        ConfigError: No plan meets the constraints (see `make_plan`), or the tasks do not fit the schema or the model.
     """
     if not comm_ops.get_gradient_division():
         raise RunError(
             "TorchRec's gradient division is disabled in this process",
             where="torchrec.distributed.comm_ops.set_gradient_division(False)",
-            expected="True (the default of TorchRec), which raytrec's loss requires",
-            do="remove this call, or pass True",
+            expected="gradient division, TorchRec's default, for which raytrec scales its loss",
+            do="remove the call set_gradient_division(False), or pass True",
         )
     prepare_process(config.train, bool(schema.managed))
     world = dist.get_world_size()
@@ -131,7 +135,7 @@ def build_step(
 
 
 def compute_run_plan(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
-    """Return the sharding plan that `build_step` would use, without creating any table.
+    """Return the sharding plan that `build_step` would use, without allocating any table.
 
     This is a collective operation: every rank must call it.
     """
@@ -143,7 +147,7 @@ def compute_run_plan(config: RunConfig, schema: Schema, device: torch.device) ->
 def build_unsharded(
     config: RunConfig, schema: Schema, device: torch.device, world: int = 1, objective: type[Objective] = Objective
 ) -> LossModel:
-    """Return the unsharded model and objective of a rank, with dense layers on `device` and tables on device meta."""
+    """Return the unsharded model with its objective; dense layers are on `device`, and tables on the meta device."""
     task_objective = objective.of(config, schema, world)
     tasks = task_objective.tasks
     recommender = build_recommender(config, schema, device, count_logits(tasks), needs_vectors(tasks))
@@ -157,12 +161,16 @@ def build_unsharded(
 def begin_or_resume(
     context: WorkerContext, step: Step, state: LogicalState, progress: Progress
 ) -> dict[str, Any] | None:
-    """Restore the run's newest complete checkpoint, or begin a new run if there is none.
+    """Restore the newest checkpoint that training can resume from, or initialize the weights if the run has none.
 
-    This is a collective operation: every rank must call it.
+    This is a collective operation: every rank must call it. `state` (of the step's model and optimizer) and `progress`
+    are overwritten.
 
     Returns:
-        Entry "about" of the checkpoint's index; None if a new run begins.
+        Entry "about" of the restored checkpoint's index; None if a new run begins.
+
+    Raises:
+        CheckpointError: At least one checkpoint has a usable index, but no checkpoint can be loaded.
     """
     on_load = partial(context.enter_phase, "restoring", "restore")
     restored = restore(context.task.checkpoint, state, step.maps, find_progress_problem, on_load)
@@ -186,11 +194,12 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
         step: Step whose model is initialized.
         config: Configuration of the run.
         schema: Schema of the data.
-        log_odds: Initial bias of each logit column, for models whose last layer is a Linear named logit; empty to
-            keep the drawn values.
+        log_odds: Initial biases of the model's Linear layer named logit, one per logit column; empty to keep the drawn
+            biases. Ignored if the model has no such layer, or if the layer has no bias.
 
     Raises:
-        RunError: The checkpoint of warm_start.from contains NaN or infinity.
+        RunError: The checkpoint of warm_start.from cannot be read, or contains NaN or infinity.
+        SchemaError: A table differs from the checkpoint, and warm_start.tables does not allow the change.
     """
     fill_tables(step.model, config.run.seed)
     logit_layer = getattr(step.head.model, "logit", None)
@@ -217,10 +226,11 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
     load_with_ids(config.warm_start.from_, tensors, exact_maps, index["about"], rows, new_run=True)
     if nonfinite := summarize_over_ranks(find_nonfinite(tensors, state.unbounded)):
         raise RunError(
-            f"the checkpoint contains NaN or infinity: {nonfinite}",
+            f"the checkpoint of the warm start contains NaN or infinity: {nonfinite}",
             where=f"warm_start.from={config.warm_start.from_}",
             expected="finite weights and optimizer state",
-            do="use an earlier checkpoint, or set warm_start.optimizer=false if all weights are finite",
+            do="use an earlier checkpoint"
+            + (", or set warm_start.optimizer=false if all weights are finite" if config.warm_start.optimizer else ""),
         )
     state.refresh_kernels()
 
@@ -231,7 +241,7 @@ def load_step(context: WorkerContext, objective: type[Objective] = Objective) ->
     This is a collective operation: every rank must call it.
 
     Args:
-        context: Context of the rank; its task names the checkpoint.
+        context: Context of the rank; context.task.checkpoint is the folder of the checkpoint.
         objective: Class that turns the model's logits into losses and outputs; see `build_step`.
     """
     task = context.task
@@ -242,5 +252,5 @@ def load_step(context: WorkerContext, objective: type[Objective] = Objective) ->
     state = LogicalState(step.model, step.optimizer, with_optimizer=False)
     load_with_ids(task.checkpoint, state.tensors(), step.maps, read_index(task.checkpoint)["about"])
     if nonfinite := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
-        context.report(messages.Warn(text=f"the checkpoint contains NaN or infinity; metrics are invalid: {nonfinite}"))
+        context.report(messages.Warn(text=f"metrics are invalid: the checkpoint contains NaN or infinity: {nonfinite}"))
     return step

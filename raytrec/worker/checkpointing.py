@@ -1,4 +1,4 @@
-"""Save checkpoints during training."""
+"""Save checkpoints during training, and execute the coordinator's commands to save, restart or stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from raytrec.checkpoint.files import get_step_folder, steps
-from raytrec.checkpoint.index import read_index
+from raytrec.checkpoint.index import InsufficientSpaceError, read_index
 from raytrec.checkpoint.restore import gather_ids, load_with_ids
 from raytrec.checkpoint.save import CheckpointWriter, NonfiniteStateError, Saved
 from raytrec.checkpoint.snapshot import RowSnapshot
@@ -30,11 +30,13 @@ from raytrec.worker.step import StepOutputs
 
 
 class Stopped(Exception):
-    """Signal, raised on all ranks, that the user has stopped the run and the state has been saved."""
+    """Signal, raised on all ranks after a last save, that the run stops at the request of a user or the cluster."""
 
 
 class CheckpointManager:
-    """Manager that saves a run and executes the coordinator's commands; its methods are collectives.
+    """Manager of a run's checkpoints on one rank, which also executes the coordinator's commands.
+
+    All ranks must call the constructor and the public methods together.
 
     Args:
         run: Run to save.
@@ -78,7 +80,8 @@ class CheckpointManager:
         """Start the ranks' joint decision for this step, and act on the decision of an earlier step.
 
         Raises:
-            Restart, Stopped: The coordinator restarts or stops the group; the state has been saved.
+            Restart, Stopped: The coordinator restarts or stops the group. The state has been saved, unless a warning
+                states that this save failed.
             RunError: A loss was not finite; see also `save`.
         """
         step, command = self._progress.step, self._context.heartbeat.command
@@ -98,7 +101,7 @@ class CheckpointManager:
         self._execute(decision.command)
 
     def _execute(self, command: Command) -> None:
-        """Execute a command to save, write a delta or end this group; drain the pipeline first if a map is ahead."""
+        """Execute a command. If ids of later batches have already been mapped to rows, train on these batches first."""
         step, every = self._progress.step, self._config.checkpoint.every_steps
         if command < Command.SAVE and every and step % every == 0:
             command = Command.SAVE
@@ -122,29 +125,29 @@ class CheckpointManager:
             self.save(again=True)
 
     def _cut_delta(self, last: bool = False) -> dict[str, Any]:
-        """Start to write a delta, and return its entry for the index of a checkpoint; {} without export.deltas."""
+        """Start to write a delta, the changes since the last delta; return its entry for an index, {} if not set."""
         return self._deltas.cut(self._progress.step, last) if self._deltas is not None else {}
 
     def _confirm(self) -> None:
-        """Check, before a commit on rank 0, that this group owns the run; wait for the delta of the same step."""
+        """Wait until the delta of the same step has been written, and check that this group still owns the run."""
         if self._deltas is not None:
             self._deltas.wait_until_written()
         self._context.heartbeat.confirm()
 
     def save(self, *, wait: bool = False, again: bool = False, last: bool = False) -> Saved | None:
-        """Start saving a checkpoint of this step unless one exists.
+        """Start saving a checkpoint of this step, unless a save of this step has already been started.
 
         Args:
-            wait: True to wait until the checkpoint has been committed.
-            again: True to save even if a checkpoint of this step exists.
+            wait: True to wait until the save has ended.
+            again: True to save even if a save of this step has already been started.
             last: True if the run ends with this state.
 
         Returns:
-            Outcome of the save, if `wait` is True and a save was in progress; else None.
+            Outcome of the last save, if `wait` is True and the outcome has not been collected yet; else None.
 
         Raises:
-            RunError: A loss up to this step was not finite, or checks.finite is set to stop and a save has ended
-                because its state was not finite.
+            RunError: A loss up to this step was not finite, a check of an observer failed, or checks.finite is set to
+                stop and the state of a save was not finite.
         """
         heartbeat, step = self._context.heartbeat, self._progress.step
         decision = self._consensus.finish()
@@ -173,10 +176,10 @@ class CheckpointManager:
         return saved
 
     def roll_back(self, step: int) -> None:
-        """Restore the weights of an earlier step, if its checkpoint still exists.
+        """Save the current state, and restore weights, optimizer state and managed ids of an earlier step.
 
         The counts of the run are not restored, because they determine which rows the run has trained on. If
-        the checkpoint no longer exists, the last weights are kept, with a warning.
+        the step has no checkpoint, the current state is kept, with a warning.
         """
         self._context.enter_phase(f"restoring the weights of step {step}", "restore")
         self.save(wait=True)
@@ -184,7 +187,7 @@ class CheckpointManager:
         exists = torch.tensor(step in steps(root), device=self._context.device)
         dist.broadcast(exists, src=0)
         if not exists:
-            return self._warn(f"the best checkpoint, step {step}, no longer exists; keeping the last weights")
+            return self._warn(f"the best step, {step}, has no checkpoint; the weights of the last step are kept")
         folder = get_step_folder(root, step)
         load_with_ids(folder, self._state.tensors(), self._step.maps, read_index(folder)["about"])
         self._state.refresh_kernels()
@@ -192,10 +195,10 @@ class CheckpointManager:
             self._deltas.mark_all()
 
     def finish(self, *, again: bool = False) -> None:
-        """Save the last checkpoint of the run.
+        """Save the last checkpoint of the run; an error is returned later, by `find_unsaved_error`.
 
         Args:
-            again: True to save even if a checkpoint of this step exists or has failed.
+            again: True to save even if a checkpoint of this step exists, or its save has failed.
 
         Raises:
             RunError: The state is not finite and checks.finite is set to stop, or a loss was not finite.
@@ -211,8 +214,8 @@ class CheckpointManager:
     def find_unsaved_error(self) -> ErrorParts | None:
         """Return the parts of the error that prevented saving the model; None if the model is saved.
 
-        This is a collective operation: every rank must call it. If `finish` has failed, it is called once more,
-        because disk space may have been freed.
+        This is a collective operation: every rank must call it. If the save in `finish` has failed, this method tries
+        once more, because disk space may have been freed.
         """
         if self._error is not None:
             self.finish(again=True)
@@ -225,11 +228,12 @@ class CheckpointManager:
             f"the trained model is not saved: {error.what}",
             where=error.where,
             expected=error.expected,
-            do=f"free up space, and train the remaining steps {from_step}: {resume}",
+            do=f"{'free up space' if isinstance(error, InsufficientSpaceError) else 'resolve this error'}, and train "
+            f"the remaining steps {from_step}: {resume}",
         ).parts
 
     def _collect_save(self) -> Saved | None:
-        """Wait for the last save, and report and return its outcome.
+        """Wait for the last save, and report and return its outcome; None if it has already been collected.
 
         Nothing is reported to Ray Train. Ray Train would write a record to the same storage, and end the run if the
         storage is full (ray 2.60.0, CheckpointManager). raytrec does not use Ray Train's checkpoints.
@@ -266,7 +270,7 @@ class CheckpointManager:
         self._context.report(messages.Warn(text=text))
 
     def _find_unfinished_step(self) -> tuple[int, str] | None:
-        """Return the first step and phase that the GPU has not finished, or None; called by the heartbeat's thread."""
+        """Return the GPU's first unfinished step and its phase, or None; called by the heartbeat's thread."""
         device = self._context.device
         if device.type != "cuda":
             return None
@@ -278,7 +282,7 @@ class CheckpointManager:
             return None
 
     def _raise_if_nonfinite(self, decision: Decision) -> None:
-        """Raise RunError if a loss was not finite on some rank, after writing the batch of the first such step."""
+        """If a loss was not finite on any rank, write this rank's batch of the first such step, and raise RunError."""
         if decision.bad is None:
             return
         if decision.through < decision.bad:  # another rank may find an earlier step

@@ -1,4 +1,4 @@
-"""Make all ranks agree on a decision at each step."""
+"""Make all ranks agree at each step on the command to execute and on the first step with a non-finite loss."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Decision(NamedTuple):
 
 
 class StepConsensus:
-    """Asynchronous all-reduce of a few bytes over gloo at each step; its result is read `lag` steps later.
+    """Asynchronous all-reduce of four integers (see Decision) over gloo; its result is read `lag` steps later.
 
     gloo's all-reduce passes a ring of W ranks in 2 (W - 1) hops. Many ranks are therefore arranged in rows
     and columns: they reduce along the rows, and along the columns during the next step. With 1,024 ranks, a
     step takes 62 hops instead of 2,046.
 
-    Every rank must call the constructor, and must call `exchange` after each step.
+    All methods are collective operations. Every rank must call the constructor, and `exchange` after each step.
 
     Args:
         ring: Maximum number of ranks in a single ring.
@@ -71,7 +71,10 @@ class StepConsensus:
         return self._pending.popleft().decision() if len(self._pending) > self.lag else None
 
     def finish(self) -> Decision | None:
-        """Wait for the decision of the last step and return it; None if it has already been returned."""
+        """Wait for the decision of the last step and return it; None if it has already been returned.
+
+        Decisions of earlier steps that are still pending are discarded.
+        """
         decision = None
         while self._pending:
             pending = self._pending.popleft()
@@ -81,7 +84,7 @@ class StepConsensus:
         return decision
 
     def agree(self, loss_status: LossStatus) -> Decision:
-        """Exchange the status of the losses once more, and wait for the joint decision of all ranks."""
+        """Exchange the status of the losses once more, and return the joint decision, whose command is Command.GO."""
         self.finish()
         self._begin(Command.GO, loss_status, False)
         decision = self.finish()
@@ -97,7 +100,7 @@ class StepConsensus:
 
 @dataclass
 class _PendingDecision:
-    """Decision in progress: values, rings still to be entered, and pending reduction (None if finished)."""
+    """Decision in progress: its values, the process groups still to reduce over, and the current reduction, if any."""
 
     values: torch.Tensor
     rings: Iterator[dist.ProcessGroup]
@@ -117,7 +120,7 @@ class _PendingDecision:
 
 
 def _rings(ring: int) -> list[dist.ProcessGroup]:
-    """Return this rank's process groups: none for a single rank, one for all ranks, or a row and a column.
+    """Return this rank's groups: none for one rank, one for up to `ring` ranks, else its row and column of a grid.
 
     This is a collective operation: every rank must call it.
     """

@@ -28,8 +28,8 @@ class WorkerTask:
         datasets: Datasets by name: "train", "valid", "test", "items" (eval.retrieval) and "predict"; datasets
             that the task does not need are omitted.
         coordinator: Actor started by driver.coordinator.start_coordinator.
-        checkpoint: Folder that contains all checkpoints (training), or folder of the checkpoint to read
-            (evaluation).
+        checkpoint: Folder that contains all checkpoints of the run (training), or folder of the checkpoint to read
+            (evaluation, prediction).
         fingerprint: Hash of the training data's row groups; "" if nothing is trained.
         folder: Folder that is appended to sys.path, so that the configuration can name modules in the folder.
     """
@@ -67,9 +67,10 @@ class WorkerContext:
 
     @classmethod
     def enter(cls, task: WorkerTask) -> WorkerContext:
-        """Register this Ray Train worker with the coordinator and return its context.
+        """Configure this Ray Train worker process, register it with the coordinator, and return its context.
 
-        On CPU, torch uses scaling.cpus_per_worker threads, because ranks share the machine's cores.
+        This is a collective operation: every rank must call it. On CPU, torch uses scaling.cpus_per_worker threads,
+        because ranks share the machine's cores.
 
         Raises:
             RunError: A package on this rank's node has an unsupported version.
@@ -105,13 +106,15 @@ class WorkerContext:
         heartbeat = Heartbeat(task.coordinator, group[0], index, lease_s, compute_heartbeat_interval(world))
         rank_context = cls(index, world, device, task, heartbeat, attempt, read_chosen_network())
         if rank_context.network == "Socket" and ray_context.get_local_world_size() < world:
-            rank_context.report(Warn(text="NCCL uses TCP between hosts (docs/gpu.md, Configure the network)"))
+            text = 'NCCL uses TCP between hosts, which may be slow; see "Configure the network" in docs/gpu.md'
+            rank_context.report(Warn(text=text))
         return rank_context
 
     def stream(self, name: str, order: Any):
-        """Return this rank's Stream over a dataset, or None if the task has no dataset of this name.
+        """Return this rank's stream of batches over a dataset, or None if the task has no dataset of this name.
 
-        A stream for evaluation reports each batch as progress to the heartbeat. The training loop does so itself.
+        Streams of all datasets except "train" report each batch as progress to the heartbeat. The training loop reports
+        its batches itself.
 
         Args:
             name: Name of the dataset.
@@ -146,7 +149,7 @@ class WorkerContext:
         return stream if name == "train" else _MonitoredStream(stream, self.heartbeat)
 
     def close(self) -> None:
-        """End the heartbeat, because this rank has finished its work."""
+        """Stop the heartbeat; call after this rank has finished its work."""
         self.heartbeat.close()
 
     def report(self, message: Message) -> None:
@@ -159,11 +162,11 @@ class WorkerContext:
         self.task.coordinator.put.remote(message)
 
     def enter_phase(self, text: str, kind: str) -> None:
-        """Announce the next activity of this rank to the user and the coordinator.
+        """Report the next activity of this rank to the coordinator and, if this is rank 0, to the user.
 
         Args:
-            text: Text for the user.
-            kind: Name of the phase for the coordinator (coordinator.SLOW_PHASES).
+            text: Description of the activity for the user.
+            kind: Phase for the coordinator, one of driver.coordinator.SLOW_PHASES.
         """
         self.heartbeat.tick(kind)
         self.report(Phase(text=text))

@@ -28,7 +28,7 @@ from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT, AsyncHostCopy
 from raytrec.worker.progress import Progress
 from raytrec.worker.step import Step
 
-Curves = dict[str, dict[str, Any]]
+Curves = dict[str, dict[str, Any]]  # key of a curve → its points by axis, and the key of its metric under "metric"
 SLICES = "slices"  # key of the slice metrics
 SHRINK_FACTORS = (1.0, 0.75, 0.5, 0.25, 0.0)  # candidate factors for the deep part
 
@@ -43,7 +43,7 @@ def evaluate(
     (metrics/evaluation.py).
 
     Args:
-        step: Step of the model to evaluate, or an object with its method `evaluate`.
+        step: Step of the model to evaluate, or an object with the same method `evaluate`.
         stream: Stream of the dataset.
         device: Device of the rank.
         selection: Metrics of the run.
@@ -52,9 +52,8 @@ def evaluate(
     Returns:
         Metrics and curves. The metrics are the same on every rank: rows, skipped_rows (data.on_error), and
         each metric (None or NaN if undefined) with its counts. With `items`, they include retrieval.METRIC
-        and its counts; with eval.slices, they include slices: task → column → Slices.figures. The curves map
-        the key of a curve to its points and the key of its metric; None on ranks other than 0, or if there are
-        no curves.
+        and its counts; with eval.slices, they include slices: task → column → Slices.figures. The curves (see
+        Curves) are None on ranks other than 0, or if there are no curves.
 
     Raises:
         RunError: The ranks together have read more rows than the dataset contains, or fewer although
@@ -80,7 +79,10 @@ def evaluate(
     skipped = stream.dataset.rows - figures[ROWS]
     if skipped < 0 or (skipped and not stream.may_skip):
         raise RunError(
-            f"the evaluation read {figures[ROWS]} rows instead of {stream.dataset.rows}", where=stream.dataset.uri
+            f"the evaluation read {figures[ROWS]:,} rows instead of {stream.dataset.rows:,}",
+            where=stream.dataset.uri,
+            expected="each row of the dataset exactly once",
+            do="check that no process changes the files, and evaluate again; if the error remains, report a bug",
         )
     peers, extra, curves = Peers(device), {}, {}
     place = choose_ranking_device(stream.dataset.rows, device)
@@ -97,7 +99,7 @@ def evaluate(
 class HostRowCollector:
     """Collector that moves the rows of one task to host memory, because GPU memory is needed for tables.
 
-    Rows with weight 0 are skipped. Copies from the device are read a few batches later, so the device never
+    Rows with weight 0 are skipped. Copies from the device are read two batches later, so the device never
     waits for the host.
 
     Args:
@@ -135,7 +137,7 @@ class HostRowCollector:
 
 
 def can_shrink(step: Step) -> bool:
-    """Return True if the model has weights that can be scaled (`shrunk`), and train.ema is not set."""
+    """Return True if the deep part of the model can be scaled (`shrunk`), and train.ema is not set."""
     return getattr(step.head.model, "shrunk", None) is not None and find_dense_average(step.optimizer) is None
 
 
@@ -144,9 +146,10 @@ def evaluate_shrunk(
 ) -> tuple[dict[str, Any], Curves | None, float]:
     """Evaluate the model with its deep part scaled by the factor that predicts held-out rows best.
 
-    This is a collective operation: every rank must call it. The model's `shrunk` weights are multiplied by each of
-    SHRINK_FACTORS and restored afterwards. Factors are compared by the default metric of early stopping (ne with
-    binary cross-entropy). Ties are resolved in favor of the largest factor.
+    This is a collective operation: every rank must call it. The deep part is the MLP of a model that also sums a weight
+    per id (models/first_order.py). The MLP's last weights, `shrunk`, are multiplied by each of SHRINK_FACTORS and then
+    restored. Factors are compared by the default metric of early stopping (ne with binary cross-entropy). Ties are
+    resolved in favor of the largest factor.
 
     Args:
         step: Step with the trained model.
@@ -179,7 +182,7 @@ def shrink(step: Step, factor: float) -> None:
 def broadcast_figure(figure: MetricDisplay, figures: Mapping[str, Any], device: torch.device) -> float:
     """Return rank 0's value of a metric on every rank, NaN if undefined.
 
-    This is a collective operation: every rank must call it.
+    This is a collective operation: every rank must call it. `figures` are metrics as returned by `evaluate`.
     """
     shared = torch.tensor(parse_number(figures.get(figure.key)), dtype=torch.float64, device=device)
     dist.broadcast(shared, src=0)
@@ -244,9 +247,9 @@ class EarlyStopping:
             history["since"] = history.get("since", 0) + 1
 
     def report(self, context: WorkerContext) -> None:
-        """Report an early end of training, if any, and the training metrics since the last report.
+        """Report that training has ended early, after the training metrics since the last report.
 
-        This is a collective operation: every rank must call it.
+        Nothing is reported if training has not ended early. This is a collective operation: every rank must call it.
         """
         if self._figure is None or not self.over:
             return
@@ -271,6 +274,6 @@ class EarlyStopping:
         if history.get("best") is None:
             return f"{figure.key} was undefined in {count}"
         return (
-            f"{figure.key} has not improved in {count}; it was best at step {history['step']}, "
-            f"{figure.text(history['best'])}"
+            f"{figure.key} has not improved in {count}; it was best at step {history['step']} "
+            f"({figure.text(history['best'])})"
         )

@@ -70,14 +70,19 @@ class Heartbeat:
         watch_compiler(begin, lambda: self.tick(phases.pop()))
 
     def tick(self, phase: str | None = None, step: int | None = None) -> None:
-        """Record progress and, if given, a new phase or step."""
+        """Record that the rank has made progress and, unless None, its new phase and number of completed steps."""
         self._ticks += 1
         self.phase = phase or self.phase
         if step is not None:
             self._step, self._has_stepped = step, True
 
     def count_batches(self, batches: Iterator[T], after: str = "step") -> Iterator[T]:
-        """Yield the batches of an iterator, counting each as progress; waiting for a batch is the phase "data"."""
+        """Yield the batches of an iterator, and record each batch as progress.
+
+        Args:
+            batches: Batches; the rank is in the phase "data" while it waits for a batch.
+            after: Phase after each batch, once a training step has ended; until then, the phase is "start".
+        """
         while True:
             self.tick("data")
             batch = next(batches, None)
@@ -87,22 +92,25 @@ class Heartbeat:
             yield batch
 
     def confirm(self) -> None:
-        """Check with the coordinator, before a commit, that this group still owns the run.
+        """Ask the coordinator whether this worker group still owns the run; call before a commit.
 
         Raises:
-            RunError: The group has been abandoned, or the coordinator does not respond.
+            RunError: The driver has abandoned the group, or the coordinator does not respond.
         """
         import ray
 
         try:
             current = ray.get(self._coordinator.current.remote(self._attempt), timeout=REPLY_TIMEOUT_S)
         except ray.exceptions.RayError as error:  # includes timeouts
-            raise RunError("the driver does not respond, and may have abandoned this worker group") from error
+            raise RunError(
+                "the run's coordinator does not respond, and may have abandoned this worker group",
+                where=f"rank {self._rank}",
+            ) from error
         if not current:
-            raise RunError("the driver has abandoned this worker group")
+            raise RunError("the driver has abandoned this worker group", where=f"rank {self._rank}")
 
     def close(self) -> None:
-        """Stop the thread after the rank has finished its work."""
+        """Stop the heartbeat, and tell the coordinator that this rank has finished its work."""
         self._over.set()
         self._thread.join(5)
 
@@ -111,6 +119,11 @@ class Heartbeat:
 
         The method is called directly when the rank fails, so that the coordinator knows the step of the
         failure.
+
+        Args:
+            where: Location of the training thread, "function, folder/file:line"; "" if the rank has made progress.
+            waiting: True if the rank waits for other ranks at this location.
+            unfinished: Result of `find_unfinished`; None if the rank has made progress.
         """
         return self._coordinator.beat.remote(
             self._attempt, self._rank, self._ticks, self._step, self.phase, where, waiting, unfinished
@@ -158,7 +171,7 @@ def _locate_thread(thread: int) -> tuple[str, bool]:
         thread: Identifier of the thread; the main thread is used if this thread has ended.
 
     Returns:
-        "function, folder/file:line", or "" if there is no frame; True if the thread is in a collective.
+        "function, folder/file:line", or "" if no such thread exists; and True if the thread waits in a collective.
     """
     frame = sys._current_frames().get(thread) or sys._current_frames().get(main_thread().ident)
     innermost, waiting = frame, False

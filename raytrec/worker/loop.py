@@ -1,4 +1,4 @@
-"""Worker functions that run on every rank: training, evaluation of a checkpoint, and the parity check.
+"""Worker functions of each rank (training, evaluation, parity check), and a run's row orders and numbers of steps.
 
 The driver imports this module, so torch is imported only when a rank calls a function.
 """
@@ -25,7 +25,7 @@ def train_worker(task: WorkerTask) -> None:
 
 
 def evaluate_worker(task: WorkerTask) -> None:
-    """Load a checkpoint and evaluate it as one rank of a Ray Train worker group."""
+    """Evaluate the task's checkpoint on its dataset "test", as one rank of a Ray Train worker group."""
     from raytrec.metrics.selection import Selection
     from raytrec.worker.build import load_step
     from raytrec.worker.evaluate import evaluate
@@ -43,7 +43,7 @@ def evaluate_worker(task: WorkerTask) -> None:
 
 
 def check_worker(task: WorkerTask) -> None:
-    """Compare sharded training with training in a single process, and report the findings.
+    """Compare sharded training with training in a single process, and report the findings to the driver.
 
     The tables are shrunk for the comparison; the plan is computed for their full size.
     """
@@ -89,7 +89,11 @@ def make_evaluation_order(config: RunConfig) -> Order:
 
 
 def resolve_epochs(config: RunConfig, rows: int) -> int:
-    """Return the number of epochs (train.epochs) for `rows` rows of training data."""
+    """Return the number of epochs (train.epochs) for `rows` rows of training data.
+
+    With `auto`, the number is from 1 to MAX_AUTO_EPOCHS, so that the epochs have at most AUTO_TARGET_ROWS rows in total
+    if possible. The number is larger if the run would otherwise have fewer than MIN_AUTO_STEPS steps.
+    """
     if config.train.epochs != "auto":
         return config.train.epochs
     epochs = min(MAX_AUTO_EPOCHS, max(1, AUTO_TARGET_ROWS // rows))
@@ -103,11 +107,17 @@ def count_total_steps(config: RunConfig, rows: int) -> int:
 
 
 def resolve_evaluation_interval(config: RunConfig, total: int) -> int | None:
-    """Return the number of steps between evaluations (train.eval_every_steps); None if there is no fixed interval."""
+    """Return the number of steps between evaluations (train.eval_every_steps); None if there is no fixed interval.
+
+    With `auto`, the interval is a tenth of `total`, the number of steps in the run, rounded up.
+    """
     every = config.train.eval_every_steps
     return -(-total // 10) if every == "auto" else None if every == "next_folder" else every
 
 
 def list_pauses(total: int, every: int | None, start: int = 0) -> list[int]:
-    """Return the steps, from `start` on, after which training pauses for an evaluation; the last is `total`."""
+    """Return the steps after which training pauses to evaluate: multiples of `every`, if not None, and `total`.
+
+    Pauses before `start` are omitted; a pause at `start` itself is included, except at 0.
+    """
     return [*range(-(-max(start, 1) // every) * every, total, every), total] if every else [total]

@@ -86,7 +86,7 @@ class LossMonitor:
         self._status = LossStatus(0, None)
 
     def add(self, step: int, loss: torch.Tensor) -> None:
-        """Start checking the loss of the next step."""
+        """Start checking a step's loss, a scalar tensor; steps are counted from 1 and added in order."""
         if not self._pending:
             self._status = self._status._replace(through=step - 1)
         self._pending.append((step, AsyncHostCopy(~torch.isfinite(loss))))
@@ -106,12 +106,12 @@ class LossMonitor:
 
     @property
     def unfinished(self) -> int | None:
-        """Return the first step that the device has not finished, or None; can be called from any thread."""
+        """Return the first added step that the device has not finished, or None; can be called from any thread."""
         return next((step for step, bad in list(self._pending) if not bad.arrived), None)
 
 
 class SkipNonfiniteOptimizer(OptimizerWrapper):
-    """Optimizer wrapper that skips steps whose loss is not finite on some rank.
+    """Optimizer wrapper that skips steps whose loss is not finite on any rank (train.on_nan: skip).
 
     Tables that are updated in backward get zero gradients, which change nothing with SGD and Adagrad. Fused Adam (on
     GPUs) still updates these tables from its momentum. (Setting the loss to 0 would not suffice, because 0 × NaN is
@@ -136,7 +136,7 @@ class SkipNonfiniteOptimizer(OptimizerWrapper):
         head.register_forward_hook(self._after_head)
 
     def step(self, closure: Any = None) -> None:
-        """Step the optimizer unless the loss of the last forward pass was not finite on some rank."""
+        """Step the optimizer unless the loss of the last forward pass was not finite on at least one rank."""
         if self._bad_copy is None or not self._bad_copy.wait():
             super().step(closure)
 
@@ -157,11 +157,11 @@ class SkipNonfiniteOptimizer(OptimizerWrapper):
 
 
 class RecentBatches(Iterator[Batch]):
-    """Iterator over batches that keeps the most recent batches with their steps.
+    """Iterator over batches that keeps the MAX_RECENT_BATCHES most recent batches with their steps.
 
     Args:
         batches: Batches to iterate over.
-        first_step: Step of the first batch.
+        first_step: Step of the first batch, counted from 0 over the run.
     """
 
     def __init__(self, batches: Iterator[Batch], first_step: int):
@@ -175,16 +175,16 @@ class RecentBatches(Iterator[Batch]):
         return batch
 
     def at(self, step: int) -> Batch | None:
-        """Return the batch of a step, or None if the batch is no longer kept."""
+        """Return the batch of a step, counted from 0, or None if the batch is not kept."""
         return dict(self._recent).get(step)
 
 
 def make_loss_error(
     batch: Batch | None, schema: Schema, folder: str, step: int, rank: int, sequences: Collection[str]
 ) -> RunError:
-    """Write the batch of a step whose loss is not finite (see `dump`), and return the error that names the folder.
+    """Write the batch of a step whose loss is not finite (see `dump`), and return an error that names its folder.
 
-    If `batch` is None, the batch is no longer in memory and nothing is written.
+    If `batch` is None, the batch is no longer in memory and nothing is written. `step` is counted from 1.
     """
     batch_text = f"its batch is in {folder}/{NAN_FOLDER}" if batch else "its batch is no longer in memory"
     try:
@@ -203,7 +203,7 @@ def make_loss_error(
 
 
 def add_advice(error: NonfiniteStateError, config: RunConfig, root: str, newest: int | None) -> NonfiniteStateError:
-    """Return the error with advice on training on from the newest checkpoint, which is finite.
+    """Return a copy of the error with advice on how to continue from the newest checkpoint, which is finite.
 
     Args:
         error: Error of the save.
@@ -213,7 +213,7 @@ def add_advice(error: NonfiniteStateError, config: RunConfig, root: str, newest:
     """
     lower = f"optim.embeddings.lr={config.optim.embeddings.lr / 10:g} optim.dense.lr={config.optim.dense.lr / 10:g}"
     if newest is None:
-        do = f"restart with lower learning rates ({lower}), or set train.max_grad_norm"
+        do = f"restart with lower learning rates ({lower}), or set or lower train.max_grad_norm"
     else:
         do = (
             "start a new run from the last checkpoint, whose values are finite, with lower learning rates or a lower "
@@ -232,9 +232,9 @@ def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int, sequen
         batch: Batch of the rank.
         schema: Schema of the data.
         folder: Run folder.
-        step: Step of the batch.
-        rank: Rank of this process.
-        sequences: Features that are looked up id by id, most recent id first.
+        step: Step of the batch, used in the file's name.
+        rank: Rank of this process, used in the file's name.
+        sequences: Features that are looked up id by id, most recent id first; they are written oldest id first.
     """
     batch = batch.to(torch.device("cpu"))
     real = batch.weights > 0

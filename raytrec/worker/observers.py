@@ -46,7 +46,7 @@ class Observer:
 
 
 class RankRecorder(Observer):
-    """Observer that reports a line for this rank every tracking.every_steps steps, and when training may end.
+    """Observer that reports a RankLine every tracking.every_steps steps, and at each step at which training may end.
 
     The line contains the time spent in each phase, the machine's load, and statistics of this rank's shards
     (docs/monitoring.md). At most MAX_RECORDED_RANKS ranks report.
@@ -75,7 +75,7 @@ class RankRecorder(Observer):
         self._system.close()
 
     def wants_probe(self, step: int) -> bool:
-        """Return True if a step is the last of an interval; the lookups of such steps are recorded."""
+        """Return True if a step is the last of an interval; the taps record the lookups of such steps."""
         ends_early = self._may_end_every is not None and step % self._may_end_every == 0
         return step % self._every == 0 or step == self._run.last_step or ends_early
 
@@ -163,7 +163,7 @@ class CheckRunner(Observer):
 
 
 class ProbeScheduler(Observer):
-    """Observer that enables recording in the taps for the steps that other observers probe."""
+    """Observer that lets taps (hooks on lookups and layers) record the steps that other observers probe."""
 
     def __init__(self, run: RankRun, taps: Taps, wanting: list[RankRecorder | CheckRunner]):
         self._run, self._taps, self._observers = run, taps, wanting
@@ -173,7 +173,7 @@ class ProbeScheduler(Observer):
         self.after_step(0)
 
     def after_step(self, rows: int) -> None:
-        """Discard the recorded step, and enable recording for the next step if an observer requests it."""
+        """Discard the records of this step, and enable recording for the next step if an observer requests it."""
         self._taps.forget()
         requests = [observer.wants_probe(self._run.progress.step + 1) for observer in self._observers]
         self._taps.is_probing = any(requests)
@@ -221,7 +221,8 @@ class StepProfiler(Observer):
             if context.device.type == "cuda":
                 save_memory(self._folder / f"{name}.pickle")
         except (OSError, RuntimeError) as error:
-            context.report_from_any_rank(messages.Warn(text=f"rank {context.index} has no profile: {error}"))
+            text = f"the profile of rank {context.index} could not be written: {error}"
+            context.report_from_any_rank(messages.Warn(text=text))
         else:
             last = self._progress.step
             details = {"step": last, "reason": f"steps {self._first} to {last}, {self._folder}"}
@@ -240,7 +241,7 @@ class StepProfiler(Observer):
 
 
 def make_observers(run: RankRun) -> list[Observer]:
-    """Return the configured observers, in the order of their calls. This is a collective operation."""
+    """Return the configured observers in the order of their calls. Every rank must call this collective operation."""
     config, schema, step = run.context.task.config, run.context.task.schema, run.step
     observers: list[Observer] = []
     if config.train.profile:

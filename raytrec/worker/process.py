@@ -29,10 +29,11 @@ MAX_COMPILE_PROCESSES = 32  # torch's limit
 
 
 def prepare_process(train: TrainSection, has_managed_ids: bool = False) -> None:
-    """Skip unprofiled records in torch, limit its compile processes, and set variables for cuBLAS and NCCL.
+    """Configure torch, cuBLAS and NCCL in this process.
 
-    Call before the first collective on a GPU, because the libraries read these environment variables at
-    initialization. Variables that are already set in the environment are kept.
+    torch's profiling records are disabled while no profiler runs, and the number of its compile processes is limited.
+    Call before the first collective on a GPU, because cuBLAS and NCCL read environment variables at initialization.
+    Variables that are already set in the environment are kept.
 
     Args:
         train: Configuration section with `compile` and `deterministic`.
@@ -49,7 +50,7 @@ def prepare_process(train: TrainSection, has_managed_ids: bool = False) -> None:
 
 
 def freeze_gc() -> None:
-    """Exempt all existing objects from garbage collection, because a run needs them until its end.
+    """Exempt all existing objects from Python's garbage collection, because a run needs them until its end.
 
     A rank has half a million objects: modules, the model and the plan. Python collects the oldest generation
     only after it has grown by a quarter. Each epoch leaves reference cycles (Ray Data's executor, with its
@@ -83,7 +84,7 @@ class SystemMonitor:
         """Return current metrics and averages since the last call.
 
         Returns:
-            cpu_percent (100 is one core, all threads of this process), rss_bytes (of this process),
+            Values by name: cpu_percent (100 is one core, all threads of this process), rss_bytes (of this process),
             host_memory_percent, network_sent_bytes_per_s and network_received_bytes_per_s (of the host,
             without loopback), gpu_percent (share of time with a kernel running), gpu_memory_bytes (all
             processes on the rank's GPU).
@@ -160,7 +161,7 @@ def _read_or_none(read: Callable[[], Any]) -> Any:
 
 @contextmanager
 def numerics(train: TrainSection, device: torch.device) -> Iterator[None]:
-    """Set torch's process-wide numerical switches for a step, and restore them afterwards.
+    """Set torch's process-wide numerical switches (TF32, determinism) for a block, and restore them afterwards.
 
     Checks, metrics and other code in this process thus compute entirely in float32. (bf16 is not such a
     switch: models.recommender.ModelCall applies it to the dense model.)

@@ -26,14 +26,14 @@ COUNTS = ("step", "rows", "trained", "nan_steps")  # attributes of Progress that
 
 @dataclass
 class Progress:
-    """Counts of a run since its first start, over all restarts.
+    """Counts of a run since its first start, over all restarts. Training metrics are reported per window of steps.
 
     Attributes:
         step: Number of completed steps; with the steps per epoch, it determines the rows that remain.
         rows: Number of rows in the completed steps, including unreadable rows.
         trained: Number of rows with a loss, in the windows whose sums have been read.
         nan_steps: Number of steps skipped because their loss was not finite (train.on_nan: skip).
-        window: Sums for the metrics since the end of the last window.
+        window: Sums for the metrics of the current window, the steps since the last report (train.log_every_steps).
         clock: Stopwatch that measures the training time and counts the rows processed in it.
         reported: Metrics of the most recent window whose sums have been read.
         evaluation: Step and metrics of the last evaluation during training (train.eval_every_steps).
@@ -66,14 +66,14 @@ class Progress:
         return null_nonfinite(self.evaluation) if self.evaluated else None
 
     def count(self, rows: int, outputs: StepOutputs) -> None:
-        """Count one training step that processed `rows` rows across all ranks."""
+        """Count a training step that processed `rows` rows across all ranks, and add its outputs to the window."""
         self.step, self.rows = self.step + 1, self.rows + rows
         self.nan_steps += outputs.skipped
         self.window.add(outputs)
         self.clock.step(rows)
 
     def result(self) -> dict[str, Any]:
-        """Return the training metrics for result.json."""
+        """Return the counts and the speed of training by name, for result.json."""
         return {
             "train.rows": self.trained,
             "train.skipped_rows": self.rows - self.trained,
@@ -83,7 +83,7 @@ class Progress:
         } | ({} if self.deep_share is None else {"train.deep_share": self.deep_share})
 
     def record(self) -> dict[str, Any]:
-        """Return the counts as JSON values.
+        """Return the attributes of this object by name, as JSON values for a checkpoint (see `resume`).
 
         This is a collective operation: every rank must call it.
         """

@@ -46,7 +46,8 @@ class ProbedRows:
 class Statistics:
     """Collector of statistics for each table of which this rank has a shard.
 
-    The taps must be enabled before a probed step, and `collect` must be called after this step.
+    Taps are hooks on the model's lookups, which can record the ids and gradients of a step. A probed step is a step
+    in which the taps record. Enable the taps before this step, and call `collect` after it.
 
     Args:
         schema: Schema of the data.
@@ -77,13 +78,17 @@ class Statistics:
             lookup.kernel.register_forward_hook(self._before_update(lookup))
 
     def add(self, changed: torch.Tensor | None) -> None:
-        """Add a batch's counts of ids clamped or hashed into range and of all ids (Batch.changed)."""
+        """Add a batch's counts (Batch.changed), int64 [2, features]: ids clamped or hashed into range, and all ids."""
         if changed is not None:
             self._changed += changed
 
     @torch.no_grad()
     def collect(self) -> dict[str, dict[str, Any]]:
-        """Return each table's statistics since the last call (docs/monitoring.md), and discard the probed rows."""
+        """Return the statistics of each table since the last call, and discard the records of the probed step.
+
+        Returns:
+            Table → name of a statistic (docs/monitoring.md) → number, text, list of counts, or None if undefined.
+        """
         (lookups, hits), ids = self._count_lookups(), self._of_ids()
         self._parts = {id(lookup): lookup.gradients() for lookup in self._taps.lookups}
         figures = {
@@ -97,7 +102,7 @@ class Statistics:
         return _to_numbers(figures)
 
     def _count_lookups(self) -> tuple[dict[str, int], dict[str, dict[str, float]]]:
-        """Return, by table, the number of ids looked up since the last call, and the hit rate of the cache."""
+        """Return table → ids looked up since the last call, and table → {"cache_hit_rate": rate} for cached tables."""
         total: dict[str, int] = {}
         hits: dict[str, dict[str, float]] = {}
         for lookup in self._taps.lookups:
@@ -140,7 +145,7 @@ class Statistics:
         return figures
 
     def _compute_norms(self, shard: Shard, state: dict, table: Table) -> dict[str, Any]:
-        """Return the statistics computed from a sample of rows."""
+        """Return the statistics of a shard (norms, share of unused rows) that are computed from a sample of rows."""
         rows = shard.values.shape[0]
         if not rows:
             return {"max_abs": torch.zeros((), device=shard.values.device)}
@@ -221,10 +226,10 @@ class Statistics:
 
 
 def estimate_collision_rate(dead_share: torch.Tensor) -> torch.Tensor:
-    """Return the share of distinct ids that collide with an earlier id in a table row, if all ids are hashed.
+    """Return the estimated share of distinct ids that share their row with an earlier id, if all ids are hashed.
 
-    If n ids are hashed to R rows, R·exp(−n/R) rows stay empty. With the share d of empty rows, n = −R·ln d,
-    and R·(1 − d) ids are the first in their rows. The share of the other ids is 1 − (1 − d) ÷ −ln d.
+    If n ids are hashed to R rows, R·exp(−n/R) rows stay empty. With the share d of empty rows (`dead_share`),
+    n = −R·ln d, and R·(1 − d) ids are the first in their rows. The share of the other ids is 1 − (1 − d) ÷ −ln d.
     """
     load = -dead_share.double().clamp(1e-9, 1 - 1e-9).log()
     return 1 - (1 - dead_share.double()) / load
@@ -252,7 +257,7 @@ def _max_abs(values: torch.Tensor) -> torch.Tensor:
 
 
 def _find_second_moment(table: Table) -> str | None:
-    """Return the kind of optimizer state that is 0 until a row's first gradient; None if there is none."""
+    """Return the kind of optimizer state that is 0 until a row's first gradient; None if the table has none."""
     kind = table.optimizer.second_moment if table.optimizer else None
     return kind if kind in table.state else None
 

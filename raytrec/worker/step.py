@@ -161,11 +161,11 @@ class Step:
 
     @property
     def maps(self) -> dict[str, RowMap]:
-        """Return a mapping from table to this rank's part of the map from ids to rows, for tables with managed ids."""
+        """Return this rank's part of each map from managed ids to rows, by table; {} without managed ids."""
         return self.managed.maps if self.managed is not None else {}
 
     def train(self, batches: Iterator[Batch], steps: int) -> Iterator[StepOutputs]:
-        """Train on the next `steps` batches and yield the outputs of each step."""
+        """Train on the next `steps` batches, or until the iterator ends, and yield the outputs of each step."""
         self.model.train()
         self.phases.resume()
         batches, first, end = islice(batches, steps), self.trained, self.trained + steps
@@ -208,7 +208,7 @@ class Step:
                 return self.drain()
 
     def _prepare_step(self) -> None:
-        """Set the learning rates and random seeds for the next step."""
+        """Set the learning rates and the random seed for the next step."""
         seed = derive_seed(self._seed, self.trained, dist.get_rank())
         # torch.manual_seed takes 0.4 ms, because it stores the seed and a formatted stack for every device
         # type that has not been initialized yet.

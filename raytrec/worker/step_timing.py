@@ -1,4 +1,4 @@
-"""Measure the phases of a rank's steps."""
+"""Measure the phases of a rank's steps (common.messages.PHASES), its speed, and its floating-point operations."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class PhaseTimer:
             self.leave(outer)
 
     def enter(self, name: str) -> str | None:
-        """Enter a phase, and return the argument for `leave`."""
+        """Enter a phase, and return the enclosing phase, to be passed to `leave`; None while the clock is stopped."""
         if not self._running:
             return None
         outer = self.current
@@ -89,12 +89,15 @@ class PhaseTimer:
         return outer
 
     def leave(self, outer: str | None) -> None:
-        """Return to the outer phase, which `enter` has returned."""
+        """Return to the enclosing phase, the result of `enter`; do nothing if it is None."""
         if outer is not None:
             self._switch(outer)
 
     def waits(self, wait: Callable) -> Callable:
-        """Wrap a wait for other ranks so that its time counts as "collectives", except in "input_exchange"."""
+        """Wrap a function that waits for other ranks, so that its time counts as the phase "collectives".
+
+        Calls in the phase "input_exchange" or from other threads remain in the current phase.
+        """
 
         def timed(*args: Any, **options: Any) -> Any:
             if get_ident() != self._thread or self.current == "input_exchange":
@@ -146,7 +149,7 @@ class PhaseTimer:
 
 
 def time_lookups(kernels: Iterable[nn.Module], phases: PhaseTimer) -> None:
-    """Count the time that kernels spend in lookups and in the backward pass as the phase "tables".
+    """Register hooks that count the time of the kernels' lookups and of their backward pass as the phase "tables".
 
     Args:
         kernels: Modules that map features to pooled embeddings; see compat.torchrec_.iterate_sharded_kernels.
@@ -183,7 +186,9 @@ def _find_last_node(node: torch.autograd.graph.Node) -> torch.autograd.graph.Nod
 def compute_flop_rates(
     flops: int | None, rows: int, rows_per_s: float | None, device: torch.device, precision: str
 ) -> dict[str, float]:
-    """Return train.flops_per_s and, on known GPUs, train.mfu of all ranks.
+    """Return train.flops_per_s and, on known GPUs, train.mfu; {} if `flops` or `rows_per_s` is None.
+
+    train.flops_per_s is the total of all ranks. train.mfu (model FLOP utilization) is the share of the GPUs' peak rate.
 
     This is a collective operation: every rank must call it.
 
@@ -241,7 +246,7 @@ class Stopwatch:
         self._last = perf_counter()
 
     def pause(self, device: Any) -> None:
-        """Wait for the GPU, and add the time until the counted steps have finished."""
+        """Wait for a GPU's current stream, and add the time since the last step. Nothing is done on CPU."""
         if device.type == "cuda" and self._begun:
             torch.cuda.current_stream(device).synchronize()
             self.seconds += perf_counter() - self._last

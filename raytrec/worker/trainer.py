@@ -77,10 +77,11 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Train, evaluate and save, and report the result to the driver.
+        """Train, evaluate and save, and report the result to the driver, or that the run has been stopped.
 
         Raises:
-            messages.Restart: The driver requests another worker group. A checkpoint has been saved.
+            messages.Restart: The coordinator requests another worker group; raised after a last save.
+            RunError: A loss or the saved state was not finite, or a live check that is set to stop has failed.
         """
         context, progress = self._context, self._progress
         try:
@@ -119,7 +120,7 @@ class Trainer:
                 self._evaluate()
 
     def _train_until(self, pause: int) -> None:
-        """Train until `pause` steps have been trained."""
+        """Train until the run has completed `pause` steps."""
         context, progress = self._context, self._progress
         epoch_steps, log_every = self._order.steps(self._train_rows), self._config.train.log_every_steps
         progress.clock.resume()
@@ -137,7 +138,7 @@ class Trainer:
         progress.report(context, wait=True)
 
     def _evaluate(self) -> None:
-        """Evaluate the validation data, or the next folder of data.test, during training."""
+        """Evaluate the validation data (test data if there is none); with next_folder, the folder trained next."""
         context, progress = self._context, self._progress
         held_out = self._folders.get(progress.step, self._valid)
         evaluate_valid = evaluate_shrunk if self._shrinks else evaluate
@@ -148,7 +149,7 @@ class Trainer:
         self._checkpoints.after_evaluation()
 
     def _finish(self) -> None:
-        """Select the best weights, scale the deep part if the model has one, and save the last checkpoint."""
+        """Restore the best weights (restore_best), scale the deep part (can_shrink), and save the last checkpoint."""
         progress = self._progress
         if (best := self._stopping.best_step()) not in (None, progress.step):
             self._checkpoints.roll_back(best)
@@ -160,7 +161,7 @@ class Trainer:
         self._stopping.report(self._context)
 
     def _report_result(self) -> None:
-        """Evaluate the test data, and report all metrics of the run."""
+        """Evaluate the test data (validation data if there is none), if any, and report all metrics of the run."""
         context, progress, device = self._context, self._progress, self._context.device
         result = progress.result() | self._stopping.result() | {"world_size": context.world}
         rows, rows_per_s = min(self._order.batch_rows, self._train_rows), progress.clock.rows_per_s
@@ -174,7 +175,10 @@ class Trainer:
         context.report(messages.Result(step=progress.step, figures=result, unsaved=unsaved))
 
     def _split_valid_by_folder(self) -> dict[int, Stream]:
-        """Return the rows that are evaluated after each step of train.eval_every_steps: next_folder; {} otherwise."""
+        """Return the streams that are evaluated during training if train.eval_every_steps is next_folder; else {}.
+
+        Each stream contains the folder that is trained next. Its key is the number of steps completed before.
+        """
         if self._config.train.eval_every_steps != "next_folder":
             return {}
         parts = self._valid.dataset.split_after_first_folder(self._order.batch_rows)

@@ -46,7 +46,7 @@ def test_early_stopping_reports_its_reason(stopped_run):
     result = json.loads((stopped_run.path / "result.json").read_text())
     assert result["train.steps"] == LAST_STEP
     assert result["train.rows"] == 2000 + 14 * 128, "rows since the last report are counted"
-    assert result["train.ended"].startswith("auc has not improved in 2 evaluations; it was best at step 10, 0.")
+    assert result["train.ended"].startswith("auc has not improved in 2 evaluations; it was best at step 10 (0.")
     assert result["eval.rows"] == 1003 and "bound.by" in result
     (ended,) = read_json_lines(stopped_run.path / "events.jsonl", "ended early")
     assert ended["reason"] == result["train.ended"]

@@ -83,7 +83,7 @@ def test_early_stopping_matches_its_definition(metric):
 def test_early_stopping_states_its_reason():
     section = {"metric": "auc", "patience": 2}
     answers = run_on_ranks(2, run_until_stop, [0.7, 0.8, 0.8, 0.6, 0.9], section)
-    assert answers == [(4, "auc has not improved in 2 evaluations; it was best at step 20, 0.8000")] * 2
+    assert answers == [(4, "auc has not improved in 2 evaluations; it was best at step 20 (0.8000)")] * 2
     assert run_on_ranks(1, run_until_stop, [0.7], section) == [(None, "after all steps")]
     nan = run_on_ranks(1, run_until_stop, [math.nan] * 2, section)
     assert nan == [(2, "auc was undefined in 2 evaluations")]

@@ -1,6 +1,7 @@
 """The training loop of one rank: records, checks, agreement between ranks, and phases of saving."""
 
 from time import sleep
+from types import SimpleNamespace
 
 import loop
 import pytest
@@ -8,9 +9,12 @@ import torch
 from operators import OperatorCounter
 from ranks import run_on_ranks
 
+from raytrec.checkpoint.index import InsufficientSpaceError
+from raytrec.common.errors import RunError
 from raytrec.common.messages import RankLine
 from raytrec.driver.coordinator import SLOW_PHASES
 from raytrec.report.findings import find_straggler
+from raytrec.worker.checkpointing import CheckpointManager
 from raytrec.worker.step import derive_seed
 
 NO_RECORDS = "tracking.every_steps=null"
@@ -180,3 +184,14 @@ def test_gpu_train_metrics_match_cpu_with_a_delay(tmp_path):
     (at, steps, *figures), (later, same, *others) = plain[0], on_gpus[0]  # only rank 0 sends messages
     assert at == steps == same == [5, 10, 15, 20] and later == [7, 12, 17, 22]
     assert figures == others
+
+
+@pytest.mark.parametrize("kind,advice", [(InsufficientSpaceError, "free up space"), (RunError, "resolve this error")])
+def test_advice_after_failed_last_save_fits_the_cause(kind, advice, monkeypatch):
+    monkeypatch.setattr(CheckpointManager, "__init__", lambda self: None)
+    monkeypatch.setattr(CheckpointManager, "finish", lambda self, again: None)
+    manager = CheckpointManager()
+    manager._error, manager._newest = kind("the checkpoint cannot be written"), 8
+    manager._config = SimpleNamespace(run=SimpleNamespace(dir="runs/a"))
+    remaining = "train the remaining steps from the checkpoint of step 8: raytrec train --resume runs/a"
+    assert manager.find_unsaved_error()["do"] == f"{advice}, and {remaining}"
