@@ -28,18 +28,18 @@ class ColumnSplit:
     """Division of a model's columns between users and candidates, created by `Scorer.split`.
 
     Attributes:
-        names: Columns of the user.
+        names: Names of the model's columns that the user's row contains.
         users: Reader of the users' features.
         candidates: Reader of the candidates' features.
-        plain: Readers of plain users, plain candidates and plain rows with all columns (plain_rows.py); None: rows
-            of this kind are never plain.
-        repeated: Columns of the user that features of candidates also read.
+        plain: Fast readers (plain_rows.py) of users, of candidates, and of rows with all columns; None: that kind of
+            row always needs a RowReader.
+        repeated: Columns of the user that features of candidates also need; `read` appends them to candidates.
         inputs: Inputs of the model's program.
         program: Program that takes `inputs`, the user of each candidate, and the dense columns of users or None
             (single_rows.py).
         once: Indices of the inputs of `program` with one row per user.
-        min_candidates: Number of candidates per user from which this split is faster than plain rows that repeat
-            the user. None: not measured.
+        min_candidates: Number of candidates per user from which this split is faster than rows that contain the
+            user's columns and are read by the third reader of `plain`. None: not measured.
     """
 
     names: frozenset[str]
@@ -55,13 +55,17 @@ class ColumnSplit:
     def read_plain(
         self, user: Mapping, max_ids: int, candidates: Sequence[Any], repeat: bool
     ) -> tuple[Rows, Rows | None, ColumnSplit | None] | None:
-        """Return (candidates, their user, this split), or None if the user or a candidate is not plain.
+        """Read one user and candidates with the fast readers.
 
         Args:
             user: Values of the user by column.
             max_ids: Maximum number of ids in a list.
-            candidates: Mappings of columns to values; other objects are not plain.
-            repeat: True to return (rows that repeat the user, None, None) instead.
+            candidates: Mappings of columns to values.
+            repeat: True to add the user's columns to each candidate.
+
+        Returns:
+            (candidates, user, this split), or (rows with all columns, None, None) if `repeat` is True. None if a
+            reader is missing or cannot read a row, or a candidate has a column of the user.
         """
         users, others, whole = self.plain
         if not (users and others and whole):
@@ -73,7 +77,7 @@ class ColumnSplit:
         return (rows, user_rows, None if repeat else self) if is_plain else None
 
     def read(self, users: pa.Table, candidates: pa.Table, counts: Sequence[int]) -> list[Rows]:
-        """Return [rows of users, rows of candidates] from tables.
+        """Return [rows of the users, rows of all candidates], read from tables.
 
         Args:
             users: One row per user.
@@ -94,9 +98,9 @@ class ColumnSplit:
         """Return the outputs of the model's program for candidates.
 
         Args:
-            user_inputs: Inputs with one row per user.
-            row_inputs: Inputs with one row per candidate.
-            users_B: User of each candidate, int64 [B].
+            user_inputs: Inputs from the users' columns, with one row per user.
+            row_inputs: Inputs from the candidates' columns, with one row per candidate.
+            users_B: Index of each candidate's user, int64 [B].
         """
         tensors = []
         for place, entry in enumerate(self.inputs):
@@ -113,11 +117,12 @@ class ColumnSplit:
 def find_min_candidates(score: Callable[[list[Any], bool], Any], rows: list[Any]) -> int:
     """Return the number of candidates from which scoring a user once takes less CPU time than repeating the user.
 
-    The result is one of MEASURED_CANDIDATES; the last number that was measured if repeating the user is always faster.
+    The numbers in MEASURED_CANDIDATES are measured in order, for about MEASURING_S of CPU time at most. If repeating
+    the user is faster for every measured number, the result is the last of these numbers.
 
     Args:
-        score: Function that scores candidates; its second argument is True to repeat the user.
-        rows: Examples of candidates.
+        score: Function of (candidates, True to repeat the user) that scores the candidates.
+        rows: Examples of candidates; at least one.
     """
     until = process_time() + MEASURING_S
     for count in MEASURED_CANDIDATES:

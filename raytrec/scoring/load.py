@@ -23,7 +23,7 @@ from pyarrow import fs
 
 from raytrec.common import file_hashes
 from raytrec.common.errors import ConfigError, RunError, convert_os_errors, get_first_line, get_last_line
-from raytrec.common.formatting import format_bytes
+from raytrec.common.formatting import format_bytes, format_count
 from raytrec.common.processes import get_owner_name, remove_leftovers
 from raytrec.common.storage import make_absolute, open_filesystem
 from raytrec.config.transforms import Python
@@ -34,10 +34,10 @@ from raytrec.scoring.program_archive import load_program
 from raytrec.scoring.scorer import Scorer
 from raytrec.scoring.stored_tables import open_tables
 
-COPY_PREFIX = "raytrec-export-"  # prefix of temporary folders
-# Time limit for checksums in a child process, which gets little CPU time if all processors are busy.
+COPY_PREFIX = "raytrec-export-"  # prefix of the names of temporary folders with copies of exports
+# Time limit for checksums: CHILD_BASE_S plus size ÷ CHILD_BYTES_PER_S. A child process at low priority may be slow.
 CHILD_BASE_S, CHILD_BYTES_PER_S = 300.0, 20e6
-# Function from URI, manifest and rows of managed ids (by table) to lookups in tables of other processes.
+# Function of (URI, manifest, table → rows of managed ids) that returns lookups in tables of other processes.
 LookupMaker = Callable[[str, Manifest, Mapping[str, IdRows]], Lookups]
 
 
@@ -64,8 +64,10 @@ def load(
             tables are mapped.
 
     Raises:
-        RunError: There is no export, it is damaged, or its golden rows get different scores in this process.
+        RunError: There is no export, it is damaged or cannot be copied, or this process computes other scores for
+            its golden rows (rows stored with their scores).
         ConfigError: A transform of the export names code, and `allow_code` is False.
+        DataError: The URI is not valid, or the store cannot be reached.
 
     Example:
         >>> model = raytrec.load("films-export")
@@ -89,9 +91,9 @@ def load(
             raise
         except Exception as error:  # a manifest that does not match its files can cause any error
             raise RunError(
-                f"the files of the export do not match its {MANIFEST_FILE}: {get_first_line(error)}",
+                f"the export cannot be loaded: {get_first_line(error)}",
                 where=place,
-                expected="an export written by `raytrec export`",
+                expected=f"files that match {MANIFEST_FILE}, as `raytrec export` writes them",
                 do="export the run again",
             ) from error
         if copied:
@@ -128,7 +130,7 @@ def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
 
 
 def list_table_names(manifest: Manifest) -> set[str]:
-    """Return the names of the files of all tables."""
+    """Return the names of the files that contain rows of tables."""
     return {name for stack in manifest.stacks for name in stack.files}
 
 
@@ -144,7 +146,7 @@ def copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Pat
         (local folder with the export's files, True if they are copies). A local export is not copied.
 
     Raises:
-        RunError: The store cannot be read, or there is not enough disk space.
+        RunError: A file cannot be read from the store, or there is not enough disk space.
     """
     filesystem, path = open_filesystem(place)
     if filesystem.type_name == "local":
@@ -165,7 +167,7 @@ def copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Pat
         with convert_os_errors(
             f"{name} cannot be copied",
             where=place,
-            expected="all files listed in the manifest, and a reachable store",
+            expected=f"a readable file in a reachable store, and free disk space in {folder.parent}",
             do="retry; if the file is missing, export the run again",
         ):
             fs.copy_files(f"{path}/{name}", str(folder / name), filesystem, fs.LocalFileSystem())
@@ -250,7 +252,11 @@ def open_export(
     Args:
         folder: Local folder of the export.
         manifest: Manifest of the export.
-        make_lookups: Function that returns the lookups; None: the files of tables are mapped.
+        make_lookups: Function of (manifest, table → rows of managed ids) that returns the lookups; None: the files of
+            tables are mapped.
+
+    Raises:
+        RunError: A program, the file of a table or the managed ids do not match the manifest.
     """
     vocabularies = [_resolve_vocabulary(each, folder) for each in manifest.transforms]
     manifest = manifest.model_copy(update={"transforms": vocabularies})
@@ -273,14 +279,19 @@ def read_ids(file: Path, manifest: Manifest, table: str) -> IdRows:
     """Read the managed ids of a table and their rows.
 
     Raises:
-        RunError: There are more ids than rows, or an id has a row that is not in the table.
+        RunError: There are more ids than rows, or the column `row` contains values that are not rows of the table.
     """
     schema, parquet = manifest.data_schema.tables[table], pq.ParquetFile(file)
     if parquet.metadata.num_rows > schema.rows:
-        raise RunError(f"table {table} has more ids than its {schema.rows:,} rows", where=str(file))
+        count = format_count(parquet.metadata.num_rows, "managed id")
+        raise RunError(
+            f"the file contains {count} of table {table}", where=str(file), expected=f"at most {schema.rows:,}"
+        )
     ids, rows = (torch.from_numpy(values.to_numpy().copy()) for values in parquet.read(["id", "row"]))
     if rows.dtype != torch.int64 or not ((rows >= 0) & (rows < schema.rows)).all():  # rows of another table
         raise RunError(
-            f"an id has a row that is not in table {table}", where=str(file), expected=f"0 to {schema.rows - 1:,}"
+            f"column 'row' contains values that are not rows of table {table}",
+            where=str(file),
+            expected=f"int64 values from 0 to {schema.rows - 1:,}",
         )
     return IdRows(schema, ids_to_keys(ids), rows)

@@ -1,4 +1,4 @@
-"""Look up the bags and sequences that a model's programs read, in plain torch."""
+"""Look up the embeddings that a model's programs read, pooled per bag or as sequences, in plain torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class IdRows:
     """Mapping from a table's managed ids to their rows.
 
     Args:
-        table: Schema of the table.
+        table: Schema of the table; may be None if only `ids`, `read` and len() are used.
         keys: Keys (hashes) of the ids that have their own row, int64 [n], ascending.
         rows: Rows of these ids, int64 [n].
     """
@@ -40,11 +40,11 @@ class IdRows:
         return unhash_bits(self._keys), self._rows
 
     def replace(self, listed_L: torch.Tensor, ids_N: torch.Tensor, rows_N: torch.Tensor) -> IdRows:
-        """Return a copy in which rows are released, and then possibly assigned to new ids.
+        """Return a copy in which rows lose their ids, and some of these rows are assigned to new ids.
 
         Args:
-            listed_L: Rows to release, int64 [L].
-            ids_N: Ids to which released rows are assigned, int64 [N].
+            listed_L: Rows that lose their ids, int64 [L]; rows without an id are allowed.
+            ids_N: New ids, int64 [N].
             rows_N: Row of each of these ids, int64 [N]; must be in `listed_L`.
 
         Raises:
@@ -66,7 +66,7 @@ class IdRows:
         return torch.where(self._keys[places_N] == keys_N, self._rows[places_N], shared_N)
 
     def read(self, first: int, end: int) -> torch.Tensor:
-        """Return the ids with key + 2⁶³ in [first, end), in ascending order of keys, and their rows: int64 [n, 2]."""
+        """Return ids and rows, int64 [n, 2], of the ids with key + 2⁶³ in [first, end), in ascending order of keys."""
         bounds = torch.tensor([first - 2**63, end - 1 - 2**63])
         begin, stop = torch.searchsorted(self._keys, bounds[0]), torch.searchsorted(self._keys, bounds[1], right=True)
         return torch.stack([unhash_bits(self._keys[begin:stop]), self._rows[begin:stop]], 1)
@@ -77,7 +77,7 @@ class IdRows:
 
 @dataclass(frozen=True)
 class _FeatureGroup:
-    """Features that are looked up together, because their tables are in one stack and all bags contain one id.
+    """Features that are looked up together: their tables are in one stack, and each of their bags contains one id.
 
     Attributes:
         stack: Rows of all tables of the stack; see StackedTable.
@@ -119,7 +119,7 @@ class Lookups:
         self._group = lru_cache(MAX_CACHED_GROUPINGS)(lambda *key: lookups._group_features(*key))
 
     def __call__(self, rows: AssembledTensors, needed_features: Collection[str]) -> Tensors:
-        """Return the inputs of `needed_features` and the input of dense columns, with B rows each."""
+        """Return the programs' inputs of `needed_features` and of the dense columns, with B rows each."""
         bags, side_features = rows.bags, rows.side_features or {}
         inputs: Tensors = {("dense", ""): rows.dense}
         lengths_FB = bags.lengths.view(len(bags.keys), bags.rows)
@@ -164,10 +164,13 @@ class Lookups:
         return groups, others
 
     def finish_loading(self) -> None:
-        """Prepare for requests after the golden rows have been compared. By default, nothing needs to be prepared."""
+        """Prepare the lookups for requests, after the golden rows have been scored. This class does nothing."""
 
     def take_missing_shards(self) -> set[int]:
-        """Return the table shards that lookups of this thread could not reach since the last call; default: none."""
+        """Return the table shards that lookups of this thread could not reach since the last call.
+
+        Mapped tables have no shards, so this class returns an empty set.
+        """
         return set()
 
     def prepare_update(
@@ -176,12 +179,12 @@ class Lookups:
         """Prepare new rows, and return a function that writes them to the tables, to be called in the scoring thread.
 
         Args:
-            deltas: Table → new rows, for consecutive deltas.
-            version: Version of the new state.
-            number: Number of the last delta.
+            deltas: Table → new rows, for each of several consecutive deltas (changes that a run has published).
+            version: Name of the state after these deltas.
+            number: Number of the last of these deltas.
 
         Raises:
-            ValueError: A value is too large for the precision of its table.
+            ValueError: A value is NaN or too large for the precision of its table.
             OSError: The system refuses to make the tables writable.
             UnavailableError: A table shard does not have the new state.
         """
@@ -197,7 +200,7 @@ class Lookups:
 
     @property
     def refusal(self) -> RunError | None:
-        """Return the reason why an unavailable table shard cannot load the current state; None: no reason is known."""
+        """Return the reason why a table shard cannot load the current state; None: no reason is known (as here)."""
         return None
 
     def make_reader(self, table: str) -> Callable[[int, int], torch.Tensor]:
@@ -239,7 +242,7 @@ class Lookups:
 def pool_bags(
     vectors_ND: torch.Tensor, lengths_B: torch.Tensor, weights_N: torch.Tensor | None, mean: bool
 ) -> torch.Tensor:
-    """Return pooled bags of vectors, float32 [B, D]; 0 for empty bags.
+    """Return the sum or mean of the vectors of each bag, float32 [B, D]; zeros for empty bags.
 
     Args:
         vectors_ND: Vectors, already multiplied by their weights.
@@ -263,7 +266,12 @@ def divide_by_totals(sums_BD: torch.Tensor, lengths_B: torch.Tensor, weights_N: 
 
 
 def pad_sequences(values_Nx: torch.Tensor, present_BL: torch.Tensor) -> torch.Tensor:
-    """Return the values of ids, concatenated over rows, as a padded tensor: [N, …] → [B, L, …]; 0 without an id."""
+    """Return the values of ids as a tensor padded with zeros, [N, width] → [B, L, width].
+
+    Args:
+        values_Nx: Values of the ids of all rows, concatenated.
+        present_BL: True at positions with an id, bool [B, L].
+    """
     padded = values_Nx.new_zeros(*present_BL.shape, values_Nx.shape[1])
     padded[present_BL] = values_Nx
     return padded

@@ -29,7 +29,9 @@ from raytrec.config.transforms import Transform
 EXPORT_FORMAT: Literal[1] = 1
 MANIFEST_FILE, GOLDEN, ONNX_FILE = "manifest.json", "golden.arrow", "model.onnx"
 PrecisionName = Literal["fp32", "fp16", "int8", "int4"]
-EXPORT_ADVICE = "run `raytrec export RUN --out URI`, or repeat that command; serve a folder of deltas with --follow"
+EXPORT_ADVICE = (
+    "run `raytrec export RUN --out URI`, again if it was interrupted; pass --follow to serve deltas of a run"
+)
 ProgramName = Literal["predict", "query", "item"]
 InputKind = Literal["dense", "bag", "vectors", "present", "side_features"]
 Metrics = dict[str, dict[PrecisionName, float | None]]
@@ -44,8 +46,8 @@ class Input(Section):
             first, as float32 [B, length, width], bool [B, length] (True at positions with an id) and float64
             [B, length, width].
         feature: Sparse feature; empty for kind dense.
-        length: Maximum number of ids of a sequence.
-        width: Size of the last dimension, except for kind present.
+        length: Maximum number of ids of a sequence; 0 for kinds dense and bag.
+        width: Size of the last dimension; 0 for kind present.
     """
 
     kind: InputKind
@@ -55,7 +57,7 @@ class Input(Section):
 
 
 def list_inputs(features: Features) -> list[Input]:
-    """Return all inputs of a model, in the order of the schema."""
+    """Return all inputs of a model: the dense columns, then the features in the order of the schema."""
     schema = features.schema
     inputs = [Input(kind="dense", width=len(schema.dense))]
     for name, spec in schema.sparse.items():
@@ -85,7 +87,7 @@ class ProgramEntry(Section):
 
 
 class StackEntry(Section):
-    """Stack: concatenated rows of tables of one dim and precision, in files of `block_rows` rows each.
+    """Concatenated rows of tables of one dim and precision (a stack), in files of `block_rows` rows each.
 
     A table's first row in the stack is the total number of rows of the preceding tables. The last file contains the
     remaining rows.
@@ -107,7 +109,7 @@ class TaskEntry(Section):
     """Number of values per row; more than one if the task has classes."""
     predicts: Literal["probability", "number", "classes", "score"] | None = None
     """Probability of label 1, number in the label's units, probability of each class, or score, of which only the
-    order is meaningful."""
+    order is meaningful. None: the loss does not state the kind."""
 
 
 class ExportSource(Section):
@@ -169,7 +171,7 @@ class Manifest(Section):
             if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
                 raise ValueError(f"files: {name!r} is outside the folder or not a valid file name")
         if sorted(name for each in self.stacks for name in each.tables) != sorted(self.data_schema.tables):
-            raise ValueError(f"stacks: the tables are not {', '.join(self.data_schema.tables)}")
+            raise ValueError(f"stacks: the tables are not those of the schema: {', '.join(self.data_schema.tables)}")
         for stack in self.stacks:
             rows, dims = self.count_rows(stack), {self.data_schema.tables[name].dim for name in stack.tables}
             tables = ", ".join(stack.tables)
@@ -192,7 +194,7 @@ class Manifest(Section):
 
     @property
     def precisions(self) -> dict[str, PrecisionName]:
-        """Return the precision of each table."""
+        """Return table → precision of its rows."""
         return {name: stack.precision for stack in self.stacks for name in stack.tables}
 
     @property
@@ -207,18 +209,21 @@ class Manifest(Section):
 
     @property
     def checksum(self) -> str:
-        """Return the SHA-256 of the checksums of all files and the binding."""
+        """Return the SHA-256 of the checksums of all files and the binding, as hexadecimal digits."""
         sums = {name: entry.sha256 for name, entry in self.files.items()}
         return hashlib.sha256(json.dumps([self.binding, sums], sort_keys=True).encode()).hexdigest()
 
     @property
     def version(self) -> str:
-        """Return the model's name in responses."""
+        """Return the name of this export in responses; see `format_version`."""
         return format_version(self.source.run, self.source.step, self.checksum)
 
 
 def format_version(run: str, step: int, checksum: str) -> str:
-    """Return a model's name in responses, RUN-STEP-CHECKSUM, in ASCII so that HTTP headers can contain it."""
+    """Return the name of an export in responses, such as films-100-1a2b3c4d: run, step and start of the checksum.
+
+    Except ASCII letters, digits, `.` and `-`, characters become `_`, so that HTTP headers can contain the name.
+    """
     name = re.sub(r"[^\w.-]", "_", run, flags=re.ASCII)
     return f"{name}-{step}-{checksum[:8]}"
 
@@ -228,5 +233,6 @@ def read_manifest(uri: str) -> Manifest:
 
     Raises:
         RunError: There is no export, or its manifest cannot be read.
+        DataError: The URI is not valid, or the store cannot be reached.
     """
     return read_document(uri, MANIFEST_FILE, Manifest, "export", "raytrec export", do=EXPORT_ADVICE)

@@ -12,11 +12,12 @@ import pyarrow as pa
 from pyarrow import types
 
 from raytrec.common.errors import DataError
+from raytrec.common.formatting import format_count
 from raytrec.data.arrow import plain_array, to_plain_array, unnest
 
 DENSE_MATRIX, ID_MATRIX = "dense", "ids"
 Matrices = Mapping[str, np.ndarray]  # values of each matrix, [B, columns]
-ROWS_PLACE = "the rows"
+ROWS_PLACE = "the rows"  # place of a request's rows in error messages
 
 
 def list_matrix_columns(columns: pa.Schema, dense: Collection[str]) -> dict[str, list[str]]:
@@ -45,8 +46,8 @@ def list_matrix_columns(columns: pa.Schema, dense: Collection[str]) -> dict[str,
 def read_matrix(table: pa.Table, name: str, columns: Sequence[str]) -> pa.Array | None:
     """Return the values of a matrix, concatenated over rows.
 
-    The result is None if the table has no column of this name, or has one of the matrix's columns. In the latter case,
-    the column with the name of the matrix is an additional column, which is ignored.
+    The result is None if the table has no column of this name or has one of the matrix's columns, or if `columns` is
+    empty. A column with the name of the matrix is then an additional column, which is ignored.
 
     Raises:
         DataError: A row does not have one value for each column.
@@ -62,15 +63,15 @@ def read_matrix(table: pa.Table, name: str, columns: Sequence[str]) -> pa.Array 
     if wrong.any():
         row = int(wrong.argmax())
         raise DataError(
-            f"'{name}' has {offsets[row + 1] - offsets[row]:,} values",
+            f"matrix '{name}' has {format_count(offsets[row + 1] - offsets[row], 'value')} in row {row}",
             where=f"{ROWS_PLACE}, column {name}, row {row}",
-            expected=f"{len(columns)} values: {', '.join(columns)}",
+            expected=f"{format_count(len(columns), 'value')}: {', '.join(columns)}",
         )
     return flat
 
 
 def read_matrices(table: pa.Table, matrices: Mapping[str, Sequence[str]]) -> Matrices:
-    """Return the values of each matrix, [B, columns]; {} if the table has other columns or no rows.
+    """Return matrix → values, [B, columns]; {} if the table has columns other than the matrices, or has no rows.
 
     Args:
         table: Rows of a request.
@@ -87,7 +88,7 @@ def read_matrices(table: pa.Table, matrices: Mapping[str, Sequence[str]]) -> Mat
 
 
 def split_matrices(table: pa.Table, matrices: Mapping[str, Sequence[str]]) -> pa.Table:
-    """Return a table to which the columns of its matrices are appended.
+    """Return a request's table to which the columns in its matrices are appended.
 
     Args:
         table: Rows of a request.

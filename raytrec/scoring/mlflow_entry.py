@@ -1,4 +1,4 @@
-"""Code of an exported model in MLflow, which runs this file to load the model.
+"""Code that MLflow runs to load an exported model.
 
 The artifact `export` is the export's folder, or a JSON file that refers to an export by uri, version and
 checksum.
@@ -32,12 +32,12 @@ class ExportedModel(PythonModel):
             raise raytrec.RaytrecError(
                 f"the export differs from the logged export: it has version {manifest.version}",
                 where=logged["uri"],
-                expected=logged["version"],
-                do="log this export with `raytrec export RUN --out URI --mlflow`",
+                expected=f"version {logged['version']}",
+                do="restore the logged export, or log this one with `raytrec export RUN --out URI --mlflow`",
             )
 
     def predict(self, context, model_input: pd.DataFrame, params=None):
-        """Return the predictions in a column score, or score_TASK for each task.
+        """Return the predictions of rows in a column score or, with several tasks, a column score_TASK per task.
 
         Times must be in UTC, because MLflow does not support time zones.
         """

@@ -62,7 +62,7 @@ class DisallowedContent(ValueError):
 
 
 def is_operator(target: str) -> bool:
-    """Return True if a program may call this operator."""
+    """Return True if a program may call the operator with this name, such as torch.ops.aten.add.Tensor."""
     name = (OPERATOR_PATTERN.fullmatch(target) or ("", ""))[1]
     return target in OTHER_OPERATORS or (name in OPERATOR_NAMES and is_dispatched(target))
 
@@ -71,7 +71,7 @@ def check_arguments(target: Any, inputs: Any) -> None:
     """Check the arguments with which a node of a program calls an operator.
 
     Args:
-        target: Operator.
+        target: Name of the operator, as in `is_operator`; only allowed operators of aten are checked.
         inputs: Arguments as stored in an archive.
 
     Raises:
@@ -94,7 +94,10 @@ def check_arguments(target: Any, inputs: Any) -> None:
 
 
 def add_size_checks(program: torch.nn.Module) -> None:
-    """Make a program check sizes before each call of an operator that could read outside of its tensors."""
+    """Make a program, in place, check sizes before it calls an operator in SIZE_CHECKED.
+
+    These operators of torch could read outside of their tensors.
+    """
     for module in program.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
@@ -106,7 +109,7 @@ def compute_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **o
     """Call `scaled_dot_product_attention`; raise RuntimeError for sizes that torch does not check."""
     fits = query.shape[:-2] == key.shape[:-2] and key.shape[:-1] == value.shape[:-1]
     if not fits or query.shape[-1] != key.shape[-1] or min(*query.shape, *key.shape, *value.shape) == 0:
-        raise RuntimeError("the sizes of query, key and value do not fit together")
+        raise RuntimeError("the sizes of query, key and value do not match, or a size is 0")
     return aten.scaled_dot_product_attention.default(query, key, value, *args, **options)
 
 

@@ -32,8 +32,8 @@ class PlainRowReader:
         reader: General reader of the program's rows.
 
     Raises:
-        ValueError: The model's rows are never plain, because columns are transformed, weighted or of other types, rows
-            are requests with candidates, or there are no columns.
+        ValueError: The model's rows are never plain: columns are transformed or of other types, features have
+            weights or side features, the schema has candidates, or the program reads no columns.
         ImportError: msgspec is not installed.
     """
 
@@ -85,7 +85,11 @@ class PlainRowReader:
         self._convert = msgspec.convert
 
     def read_json(self, body: bytes, max_rows: int, max_ids: int) -> Rows | None:
-        """Return the rows of a JSON request body with `rows` or `columns`, or None if they are not plain."""
+        """Return the rows of a JSON request body with `rows` or `columns`.
+
+        The result is None if the rows are not plain, there are no rows or more than `max_rows`, or a list contains more
+        than `max_ids` ids. The other `read_…` methods apply the same limits.
+        """
         objects, lists = body.count(b"{"), body.count(b"[")
         if b"\\" in body or objects > max_rows + 1:
             return None
@@ -107,7 +111,7 @@ class PlainRowReader:
         return self._read_values(list(zip(*columns, strict=True)), max_ids) if 0 < count <= max_rows else None
 
     def read_objects(self, rows: Sequence[Any], max_ids: int) -> Rows | None:
-        """Return the rows of mappings of columns to values, or None if they are not plain."""
+        """Return rows given as mappings of columns to values, or None as in `read_json`."""
         try:
             values = self._convert({"rows": rows}, self._row_decoder.type).rows
         except (*self._errors, UnicodeEncodeError):  # a name with a surrogate
@@ -130,7 +134,7 @@ class PlainRowReader:
         return self.to_rows(numbers, single, lists, max_ids)
 
     def read_table(self, table: pa.Table, max_rows: int, max_ids: int) -> Rows | None:
-        """Return the rows of a table, or None if they are not plain."""
+        """Return the rows of a table, or None as in `read_json`."""
         count, names = len(table), table.column_names
         if not 0 < count <= max_rows:
             return None
@@ -156,7 +160,7 @@ class PlainRowReader:
         return self.to_rows(numbers, single, lists, max_ids)
 
     def read_matrices(self, matrices: Matrices, max_rows: int, max_ids: int) -> Rows | None:
-        """Return the rows of matrices [B, columns], or None if the rows are not plain or columns are missing."""
+        """Return the rows of matrices [B, columns], or None as in `read_json` or if a column is missing."""
         empty = np.empty((max(map(len, matrices.values()), default=0), 0), np.int64)
         dense_BD, ids_BS = matrices.get(DENSE_MATRIX, empty), matrices.get(ID_MATRIX, empty)
         shapes = (len(empty), len(self._dense)), (len(empty), len(self._ids))
@@ -169,7 +173,7 @@ class PlainRowReader:
     def to_rows(
         self, numbers_DB: np.ndarray, ids_SB: np.ndarray, lists: Sequence[tuple[np.ndarray, np.ndarray]], max_ids: int
     ) -> Rows | None:
-        """Return rows in the canonical form of data.canonical, or None if a value is not plain.
+        """Return rows in the canonical form of data.canonical; None if a value is not plain or a list is too long.
 
         Args:
             numbers_DB: Values of the dense columns, float64 [D, B].
@@ -213,12 +217,12 @@ class PlainRowReader:
         return scaled_DB if np.isfinite(scaled_DB).all() else None
 
     def _mark_managed(self, ids: np.ndarray) -> np.ndarray:
-        """Replace ids equal to NO_MANAGED_ID, which marks a missing managed id."""
+        """Return ids in which NO_MANAGED_ID, the marker of a missing managed id, is replaced by the next number."""
         return np.maximum(ids, NO_MANAGED_ID + 1) if self._form.schema.managed else ids
 
 
 def make_plain_reader(reader: RowReader) -> PlainRowReader | None:
-    """Return the reader of a program's plain rows; None if its rows are never plain or msgspec is not installed."""
+    """Return a PlainRowReader, or None if the program's rows are never plain or msgspec is not installed."""
     try:
         return PlainRowReader(reader)
     except (ValueError, ImportError):

@@ -21,7 +21,7 @@ from torch.export.pt2_archive import PT2ArchiveWriter
 from torch.fx.graph import CodeGen
 
 from raytrec.common.errors import RunError, get_first_line
-from raytrec.common.formatting import as_dict
+from raytrec.common.formatting import as_dict, format_count
 from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.compat.torch_ import copy_modules, load_archive
 from raytrec.scoring.operators import (
@@ -104,9 +104,14 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
             do="do not use this export; export the model again or obtain an export from a trusted source",
         ) from None
     except Exception as error:  # torch's exceptions have no common base
-        raise RunError(f"the program cannot be read: {get_first_line(error)}", where=str(file)) from None
+        what, do = (
+            f"the program cannot be read: {get_first_line(error)}",
+            "copy the export again, or export the run again",
+        )
+        raise RunError(what, where=str(file), expected="an archive written by `raytrec export`", do=do) from None
     if (count := sum(node.op == "placeholder" for node in module.graph.nodes)) != inputs:
-        raise RunError(f"the program {file.name} takes {count} tensors", where=str(file), expected=f"{inputs} tensors")
+        taken, expected = format_count(count, "tensor"), format_count(inputs, "tensor")
+        raise RunError(f"the program {file.name} takes {taken}", where=str(file), expected=expected)
     return module
 
 
@@ -131,12 +136,12 @@ def _replace_weights(program: torch.fx.GraphModule, entries: dict[str, bytes], w
 
 
 def replace_weights(content: bytes, program: torch.fx.GraphModule, weights: Mapping[str, torch.Tensor]) -> bytes:
-    """Return the archive of a program with other weights.
+    """Return the content of a program's archive in which the weights have other values.
 
     Args:
         content: Content of the program's archive.
         program: Program that `load_program` has loaded from the archive.
-        weights: Values of all weights by name.
+        weights: New values of all weights by name.
     """
     entries = _read_entries(content)
     config = json.loads(entries[WEIGHTS_CONFIG])["config"]
@@ -150,7 +155,7 @@ def replace_weights(content: bytes, program: torch.fx.GraphModule, weights: Mapp
 
 
 def sanitize_archive(content: bytes) -> bytes:
-    """Return a torch.export archive rebuilt from its checked parts, without metadata.
+    """Return the content of a torch.export archive, rebuilt from its checked parts without metadata.
 
     Raises:
         DisallowedContent: The archive contains something that `raytrec export` does not write.
@@ -217,7 +222,11 @@ def _parse_entry(entries: dict[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _sanitize_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, Any]:
-    """Check that a description of tensors names no pickles and only entries that match a pattern, and return it."""
+    """Return a checked description of tensors (WEIGHTS_CONFIG, or that of constants).
+
+    Raises:
+        DisallowedContent: A tensor is pickled, its name is not valid, or its entry does not match the pattern.
+    """
     tensors = as_dict(config.get("config"))
     for name, value in tensors.items():
         tensor = as_dict(value)

@@ -52,7 +52,7 @@ class RowReader:
 
     Attributes:
         form: Resolved read plan of the rows that `read` returns.
-        columns: Columns that rows must contain, with the types of values that arrive without a type, such as JSON.
+        columns: Columns that rows must contain, with the types to which values without a type (JSON) are converted.
         matrices: Matrix → columns; a request can contain the matrix instead of these columns (matrices.py).
     """
 
@@ -140,7 +140,11 @@ class RowReader:
 
 @lru_cache(maxsize=1024)
 def _is_same_kind(sent: pa.DataType, trained: pa.DataType) -> bool:
-    """Return True unless one type is of text, one of times or numbers, or only the sent type is of lists."""
+    """Return True if values of the sent type may be in a column of the trained type.
+
+    Text, times and numbers differ, but times may be sent as text. Other types are always accepted. Lists may be sent
+    only if the trained type is a list.
+    """
     if list_element_type(plain(sent)) is not None and list_element_type(trained) is None:
         return False
     kinds = _classify_type(sent), _classify_type(trained)
@@ -160,7 +164,7 @@ def _classify_type(kind: pa.DataType) -> str | None:
 
 @contextmanager
 def name_rows(part: str) -> Iterator[None]:
-    """Insert the part of a request, `user` or `candidates`, into errors that the block raises about rows."""
+    """Name the part of a request, `user` or `candidates`, in each DataError that the block raises."""
     try:
         yield
     except DataError as error:
@@ -193,10 +197,10 @@ class ObjectRows:
 
 
 def concat_rows(parts: Sequence[pa.Table | ObjectRows]) -> pa.Table:
-    """Concatenate parts of the same type and schema into a table.
+    """Return the rows of several parts, which must have the same type and schema, as one table.
 
     Raises:
-        DataError: A row is not a mapping, or a value does not match the type of its column.
+        DataError: A row is not a mapping or lacks a column, or a value does not match the type of its column.
     """
     objects = [part for part in parts if isinstance(part, ObjectRows)]
     if objects:
@@ -213,7 +217,8 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
         columns: Columns to read from mappings, with their types.
 
     Raises:
-        DataError: The rows are not tabular, or a value does not match the type of its column.
+        DataError: The rows have another type, a mapping lacks a column, or a value does not match the type of its
+            column.
     """
     if isinstance(rows, pa.Table):
         return rows
@@ -232,9 +237,11 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
             schema = pa.schema([field for field in columns if field.name in rows.columns])
             return pa.Table.from_pandas(rows, schema, preserve_index=False)
     except (pa.ArrowException, AttributeError, TypeError, ValueError) as error:
-        reason = type(rows).__name__ if isinstance(error, AttributeError) else get_first_line(error)
+        reason = f"type {type(rows).__name__}" if isinstance(error, AttributeError) else get_first_line(error)
         expected = "mappings of columns to values, a pandas.DataFrame or a pyarrow.Table"
-        raise DataError(f"the rows are not tabular data: {reason}", where=ROWS_PLACE, expected=expected) from None
+        raise DataError(
+            f"the rows cannot be converted to a table: {reason}", where=ROWS_PLACE, expected=expected
+        ) from None
 
 
 def repeat_users(candidates: pa.Table, users: pa.Table, names: Sequence[str], counts: Sequence[int]) -> pa.Table:
@@ -253,7 +260,11 @@ def repeat_users(candidates: pa.Table, users: pa.Table, names: Sequence[str], co
 
 
 def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
-    """Return the values of each column from mappings, one per row."""
+    """Return the values of each column from `rows`, mappings of columns to values.
+
+    Raises:
+        DataError: A row is not a mapping, or lacks a column.
+    """
     names = columns.names
     if not rows or not names:
         return [[] for _ in names]
@@ -342,7 +353,7 @@ def _make_type_error(what: str, row: int, column: str | None, expected: str, do:
 
 
 def _describe_type(kind: pa.DataType) -> str:
-    """Return a description of a type for users who send JSON."""
+    """Return a noun phrase that describes the JSON values of a type."""
     inner = list_element_type(kind)
     if inner is not None:
         return f"a list of values, each {_describe_type(inner)}"
@@ -352,7 +363,8 @@ def _describe_type(kind: pa.DataType) -> str:
         return "a number"
     if types.is_timestamp(kind):
         offset, end = ("with", "Z") if kind.tz else ("without", "")
-        return f"ISO 8601 {offset} an offset, as 2026-05-31T12:00:00{end}, exact to {TIME_UNITS[kind.unit]}"
+        example = f"such as 2026-05-31T12:00:00{end}, exact to {TIME_UNITS[kind.unit]}"
+        return f"a time in ISO 8601 {offset} an offset, {example}"
     if types.is_duration(kind):
         return f"a whole number of {TIME_UNITS[kind.unit]}"
     if types.is_temporal(kind):
@@ -361,7 +373,10 @@ def _describe_type(kind: pa.DataType) -> str:
 
 
 def widen_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type for values of a column that arrive without a type: the widest type of the same kind."""
+    """Return the type to which values of a column are converted if they arrive without a type, as in JSON.
+
+    This is the widest type of the same kind, such as int64 for int8 and float64 for float32 and decimals.
+    """
     kind = plain(kind)
     inner = list_element_type(kind)
     if inner is not None:

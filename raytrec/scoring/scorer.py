@@ -30,17 +30,17 @@ Programs = Mapping[ProgramName, torch.fx.GraphModule]
 
 
 class Scorer:
-    """Trained model that scores rows, created by `raytrec.load`. All methods are thread-safe.
+    """Trained model that scores rows, created by `raytrec.load`. All methods except `update` are thread-safe.
 
     Args:
         manifest: Manifest of the export.
         programs: Programs of the manifest (ExportedProgram.module), which map tensors to a tuple of tensors.
         lookups: Lookups in the tables.
-        golden: Golden rows with their exported scores, which `check` compares.
+        golden: Golden rows: rows with the scores that the export computed, which `check` compares.
 
     Attributes:
         manifest: Manifest of the export.
-        columns: Columns that a row must contain, with the types of values that arrive without a type, such as JSON.
+        columns: Columns that a row must contain, with the types to which values without a type (JSON) are converted.
         lookups: Lookups in the tables.
         step: Training step of the current state of tables and weights.
         version: Name of the current state in responses: `export_version` until the first `update`.
@@ -75,7 +75,7 @@ class Scorer:
 
         Raises:
             DataError: A value is missing or invalid; the message names the column and the row.
-            ConfigError: The arguments are neither `rows` nor `user` and `candidates`.
+            ConfigError: The arguments are neither `rows` alone, nor `user` and `candidates`.
         """
         is_given = [each is not None for each in (rows, user, candidates)]
         if is_given not in ([True, False, False], [False, True, True]):
@@ -119,7 +119,7 @@ class Scorer:
     def update(self, step: int, version: str, ids: Mapping[str, IdRows], weights: Mapping[str, torch.Tensor]) -> None:
         """Replace managed ids and weights in place.
 
-        Unlike other methods, `update` is not thread-safe and must be called in the thread that scores.
+        This method is not thread-safe, and must be called in the thread that scores.
 
         Args:
             step: Training step of the new state.
@@ -188,6 +188,9 @@ class Scorer:
 
         Returns:
             float32 [rows] or [rows, classes] for each task; for a tower, one array [rows, width].
+
+        Raises:
+            DataError: There are no rows.
         """
         count = sum(map(len, pieces))
         tensors = self._look_up(self.get_reader(program), pieces, count)
@@ -199,15 +202,17 @@ class Scorer:
     def read_candidates(self, user: Any, candidates: Any, max_ids: int = sys.maxsize) -> tuple[Any, Any, Any]:
         """Read a user and candidates, in any form that `predict` accepts, for `rank` or `score`.
 
-        A few plain candidates (plain_rows.py) are returned as rows that repeat the user, if that is faster.
+        If there are only a few candidates, and scoring them with the user's columns in each row is faster, such rows
+        are returned.
 
         Args:
             user: One row.
             candidates: Rows with the remaining columns of the model.
-            max_ids: Maximum number of ids in a list of plain rows; rows with more ids are returned as tables.
+            max_ids: Maximum number of ids in a list that the fast reader (plain_rows.py) accepts; rows with longer
+                lists are returned as tables.
 
         Returns:
-            (candidates, user, split) for `rank`, or (rows, None, None) for `score`.
+            (candidates, user, split) for `rank`, or (rows with all columns, None, None) for `score`.
 
         Raises:
             DataError: The user or the candidates are invalid, as for `to_ranking_tables`.
@@ -225,7 +230,11 @@ class Scorer:
         return self.to_ranking_tables(user, candidates)
 
     def to_ranking_tables(self, user: Any, candidates: Any) -> tuple[pa.Table, pa.Table, ColumnSplit]:
-        """Return candidates and their user, in any form that `predict` accepts, as tables for `rank`, and the split.
+        """Return (table of candidates, table of their user, split) for `rank`.
+
+        Args:
+            user: One row, in any form that `predict` accepts.
+            candidates: Rows with the remaining columns of the model, in any form that `predict` accepts.
 
         Raises:
             DataError: The user is not a single row with some, but not all, of the model's columns; candidates
@@ -261,7 +270,10 @@ class Scorer:
         Args:
             split: Division of the columns between users and candidates.
             users: One row for each user, either all as `Rows` or all as tables of one schema.
-            candidates: Candidates of each user, in the same form as the users.
+            candidates: Candidates of each user: `Rows` if the users are, else tables or ObjectRows of one schema.
+
+        Raises:
+            DataError: There are no candidates, or a value in a table is missing or invalid.
         """
         counts = [len(each) for each in candidates]
         if not isinstance(users[0], Rows):
@@ -319,7 +331,7 @@ class Scorer:
             return self.lookups(rows, reader.form.schema.sparse)
 
     def as_table(self, predictions: Sequence[np.ndarray]) -> pa.Table:
-        """Return the predictions of all tasks as columns."""
+        """Return predictions, as returned by `score`, as a table with one column per task."""
         names = [task.column for task in self.manifest.tasks]
         columns = (pa.array(values if values.ndim == 1 else list(values)) for values in predictions)
         return pa.table(dict(zip(names, columns, strict=True)))
@@ -327,7 +339,8 @@ class Scorer:
     def check(self) -> float:
         """Score the golden rows, and return the largest difference from the exported scores.
 
-        Differences are absolute for scores up to 1, and relative for larger scores.
+        Differences are absolute for scores up to 1, and relative for larger scores. Without golden rows, the result
+        is 0.
 
         Raises:
             RunError: The difference exceeds TOLERANCE.
@@ -341,8 +354,8 @@ class Scorer:
             largest = max(largest, float(np.nan_to_num(differences, nan=np.inf).max()))
         if largest > TOLERANCE:
             raise RunError(
-                f"the scores of the golden rows differ from the exported scores by {largest:.2g}",
-                where=f"{self.version}, {ROWS_PLACE}",
+                f"scores computed here differ from the exported scores by {largest:.2g}",
+                where=f"the golden rows of {self.version}",
                 expected=f"a difference of at most {TOLERANCE:g}",
                 do="export the run again",
             )

@@ -65,7 +65,7 @@ class TablePrecision:
             rows_ND: Values of the rows.
 
         Raises:
-            ConfigError: A value is too large for the precision.
+            ConfigError: A value is NaN or too large for the precision.
         """
         limit = MAX_FLOAT16 if torch.float16 in (self.dtype, self.scale_dtype) else MAX_INT8 if self.bits else inf
         if limit < inf and not bool((rows_ND.abs() <= limit).all()):
@@ -73,8 +73,8 @@ class TablePrecision:
             raise ConfigError(
                 f"a table contains NaN or values beyond ±{limit:,}",
                 where=f"--quantize {name}",
-                expected=f"values of at most ±{limit:,}",
-                do="use fp32" if self.bits == 8 else "use int8 or fp32",
+                expected=f"values from -{limit:,} to {limit:,}",
+                do="use fp32" if self.bits == 8 else "use fp32, or int8 for finite values",
             )
         if not self.bits:
             return rows_ND.to(self.dtype)
@@ -183,10 +183,10 @@ class RowChanges:
 
 
 def encode_rows(table: str, changes: RowChanges, precision: TablePrecision) -> torch.Tensor:
-    """Return the new rows of a table in the format of the export, [n, …].
+    """Return the new values of a table's rows in the format in which the table is stored, [n, …].
 
     Raises:
-        ValueError: A value is too large for the precision.
+        ValueError: A value is NaN or too large for the precision.
     """
     try:
         return precision.encode(changes.values)
@@ -204,7 +204,7 @@ def encode_changes(
         changes: Table → new rows.
 
     Raises:
-        ValueError: A value is too large for the precision of its table.
+        ValueError: A value is NaN or too large for the precision of its table.
     """
     parts: dict[RowStack, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for name, each in changes.items():
@@ -237,7 +237,7 @@ def make_header(rows: int, precision: TablePrecision, dim: int) -> bytes:
 
 
 def open_tables(folder: Path, manifest: Manifest) -> dict[str, StackedTable]:
-    """Return the tables of an export, whose files are mapped into memory.
+    """Map the files of an export's tables into memory, and return the tables by name.
 
     Raises:
         RunError: A file cannot be mapped, or contains a tensor of another shape or dtype.
@@ -247,7 +247,7 @@ def open_tables(folder: Path, manifest: Manifest) -> dict[str, StackedTable]:
 
 
 def place_tables(manifest: Manifest, stacks: Sequence[Any]) -> dict[str, StackedTable]:
-    """Return the tables of an export by name, as places in `stacks`, which are in the order of the manifest."""
+    """Return table → its stack and first row; `stacks` are in the order of the manifest."""
     tables = {}
     for entry, stack in zip(manifest.stacks, stacks, strict=True):
         shapes = [manifest.data_schema.tables[name] for name in entry.tables]
@@ -268,7 +268,7 @@ def _open_stack(folder: Path, entry: StackEntry, rows: int, dim: int) -> RowStac
                 raise RunError(
                     f"{name} does not contain the rows of {', '.join(entry.tables)}",
                     where=str(folder),
-                    expected=f"{precision.dtype} [{block_rows}, {precision.width(dim)}]",
+                    expected=f"a safetensors file with {precision.dtype} [{block_rows}, {precision.width(dim)}]",
                 )
             parts.append((folder / name, ALIGNMENT, size))
         content = map_files(parts)

@@ -52,7 +52,7 @@ def test_text_is_not_a_list_of_characters():
 
 
 def test_error_for_other_objects_names_their_type():
-    with pytest.raises(DataError, match=r"the rows are not tabular data: int\n"):
+    with pytest.raises(DataError, match=r"the rows cannot be converted to a table: type int\n"):
         to_table(3, pa.schema({"id": pa.int64()}))
 
 
@@ -80,11 +80,11 @@ def test_times_are_text_also_in_lists(unit, zone):
         (pa.timestamp("ms"), 5.5, "ISO 8601"),
         (pa.timestamp("ms"), True, "ISO 8601"),
         (pa.timestamp("ms"), "2026-05-31T12:00:00.1234", "exact to milliseconds"),
-        (pa.list_(pa.timestamp("us")), [1_780_000_000], "a list of values, each ISO 8601"),
+        (pa.list_(pa.timestamp("us")), [1_780_000_000], "a list of values, each a time in ISO 8601"),
         (pa.date32(), 5.5, "a time in ISO 8601"),
         (pa.duration("s"), 5.7, "a whole number of seconds"),
-        (pa.timestamp("s", "UTC"), "2026-05-31T12:00:00", "ISO 8601 with an offset, as 2026-05-31T12:00:00Z,"),
-        (pa.timestamp("s"), "2026-05-31T12:00:00Z", "ISO 8601 without an offset, as 2026-05-31T12:00:00,"),
+        (pa.timestamp("s", "UTC"), "2026-05-31T12:00:00", "ISO 8601 with an offset, such as 2026-05-31T12:00:00Z,"),
+        (pa.timestamp("s"), "2026-05-31T12:00:00Z", "ISO 8601 without an offset, such as 2026-05-31T12:00:00,"),
     ],
 )
 def test_other_forms_of_times_are_refused(kind, value, expected):

@@ -378,7 +378,7 @@ def test_attention_and_gru_refuse_sizes_that_do_not_fit():
         (k[..., :3], k),
         (k[:, :, :0], k[:, :, :0]),
     ):
-        with pytest.raises(RuntimeError, match="do not fit"):
+        with pytest.raises(RuntimeError, match="do not match"):
             compute_attention(q, key, value)
     gru, x, start = torch.nn.GRU(4, 6), torch.randn(5, 2, 4), torch.zeros(1, 2, 6)
     options = (True, 1, 0.0, False, False, False)

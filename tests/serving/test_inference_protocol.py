@@ -309,7 +309,7 @@ def test_invalid_tensor_error_names_the_cause(http, change, words):
         ({"inputs": [TENSOR, TENSOR]}, 400, "the name occurs twice"),
         ({"inputs": [TENSOR, make_tensor("b", [1.0], "FP64")]}, 400, "different numbers of rows"),
         ({"inputs": [TENSOR]}, 400, "column 'b' is missing"),
-        ({"inputs": [make_tensor("dense", [[1.0], [2.0]], "FP64")]}, 400, "'dense' has 1 values"),
+        ({"inputs": [make_tensor("dense", [[1.0], [2.0]], "FP64")]}, 400, "'dense' has 1 value in row 0"),
         ({"inputs": [make_tensor("a", [0.0] * 101, "FP64")]}, 413, "there are 101 rows"),
         ({"inputs": [make_tensor("tags", [[]], "INT64", [2**30, 0])]}, 413, "there are 1,073,741,824 rows"),
         ({"inputs": [make_tensor("tags", [[1] * 51], "INT64")]}, 413, "a list in column 'tags' has 51 values"),
