@@ -6,7 +6,7 @@ A sharded run on any number of workers computes the same results as a single pro
     result = raytrec.train("jobs/synthetic.yaml", ["train.epochs=2"])
     print(result.metrics["eval.auc"])
 
-Importing this package needs neither torch nor Ray. Each name below imports its module at first use.
+Importing this package needs neither torch nor Ray. Each name in `__all__` imports its module when it is accessed.
 """
 
 __version__ = "0.1.0"

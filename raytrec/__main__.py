@@ -1,4 +1,4 @@
-"""`python -m raytrec`: the command line."""
+"""Entry point of `python -m raytrec`, which runs the command line."""
 
 from raytrec.cli import main
 

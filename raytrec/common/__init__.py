@@ -1,1 +1,1 @@
-"""Utilities for all packages: errors, storage, texts, messages and collectives."""
+"""Utilities for all packages, such as errors, storage, text formatting, messages and collectives."""

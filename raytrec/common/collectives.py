@@ -16,27 +16,27 @@ ROWS_PER_EXCHANGE = 1 << 20  # maximum number of rows per rank that `send` excha
 
 
 def get_collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device of tensors in this rank's collectives: its GPU (with index) for NCCL, else the CPU."""
+    """Return the device for tensors in a group's collectives: this rank's current GPU for NCCL, else the CPU."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 class Peers:
-    """Ranks of a process group.
+    """Collectives among the ranks of a process group.
 
-    All methods are collectives, which every rank must call in the same order. A single process exchanges
-    nothing. Results are on the device of the arguments. Values are sent from `device`, because NCCL cannot read
-    host memory.
+    Every rank must call the same methods in the same order. With one rank, nothing is exchanged, and results can
+    share memory with the arguments. Tensors are copied to `device` for the exchange, because NCCL cannot read host
+    memory, and results are copied back to the device of the arguments.
 
     Args:
-        device: Device of the tensors that are sent; default: `get_collective_device` of the group.
-        alone: True to ignore other processes. By default, the peers are the ranks of the group, if one is initialized.
-        group: Process group; default: torch's default group.
+        device: Device of the exchanged tensors; default: `get_collective_device` of the group.
+        alone: True to act as a single rank, even if a process group is initialized.
+        group: Process group; default: torch's default group, or a single rank if none is initialized.
 
     Attributes:
-        rank: Rank of this process.
-        world: Number of ranks.
+        rank: Rank of this process in the group.
+        world: Number of ranks in the group.
     """
 
     def __init__(self, device: torch.device | None = None, alone: bool = False, group: dist.ProcessGroup | None = None):
@@ -46,11 +46,11 @@ class Peers:
         self._group = group
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the elementwise sum over ranks of a tensor, which has the same shape and dtype on all ranks."""
+        """Return the elementwise sum over ranks of a tensor, which must have the same shape and dtype on all ranks."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def reduce_scatter_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part [...] of the sum over ranks of values [ranks, ...]."""
+        """Return entry `rank` of the sum over ranks of values [ranks, ...], as a tensor [...]."""
         if self.world == 1:
             return values[0]
         sent = self._to_device(values)
@@ -59,22 +59,22 @@ class Peers:
         return part.to(values.device)
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the elementwise maximum over ranks of a tensor, which has the same shape and dtype on all ranks."""
+        """Return the elementwise maximum over ranks of a tensor, which must have one shape and dtype on all ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def max_number(self, number: float) -> float:
-        """Return the maximum of a number over ranks."""
+        """Return the largest of the ranks' numbers."""
         return float(self.max(torch.tensor(number, dtype=torch.float64, device=self.device)))
 
     def is_same_on_all(self, value: Any) -> bool:
-        """Return True if the repr of a value, compared by its hash, is the same on all ranks."""
+        """Return True if a value's repr has the same hash (first 64 bits of SHA-256) on all ranks."""
         digest = hashlib.sha256(repr(value).encode()).digest()
         number = int.from_bytes(digest[:8], signed=True)
         maximum, complement = self.max(torch.tensor([number, ~number], device=self.device)).tolist()
         return maximum == ~complement
 
     def stack(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values [...] of all ranks, which must have the same shape and dtype, as [ranks, ...]."""
+        """Return the tensors [...] of all ranks, which must have the same shape and dtype, as [ranks, ...]."""
         if self.world == 1:
             return values.unsqueeze(0)
         sent = self._to_device(values)
@@ -83,10 +83,10 @@ class Peers:
         return gathered.to(values.device)
 
     def gather(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the rows of all ranks in rank order, column by column.
+        """Return each column with the rows of all ranks, concatenated in rank order.
 
         Args:
-            columns: Tensors [N, ...] of any dtypes; N may differ between ranks.
+            columns: At least one tensor [N, ...]. N may differ between ranks, but not between columns.
         """
         if self.world == 1:
             return list(columns)
@@ -94,7 +94,7 @@ class Peers:
         return [self.concatenate(column, sizes) for column in columns]
 
     def concatenate(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Return the rows of all ranks in rank order, given the number of rows on each rank.
+        """Return the rows of all ranks, concatenated in rank order, given the number of rows on each rank.
 
         Args:
             values: This rank's rows, [N, ...].
@@ -107,11 +107,11 @@ class Peers:
         return torch.cat([part[:size] for part, size in zip(self.stack(padded), sizes, strict=True)])
 
     def join(self, values: torch.Tensor, sizes_WT: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Return the values of all ranks as one tensor per table.
+        """Return one tensor per table with the values of all ranks, concatenated in rank order.
 
         Args:
             values: This rank's values [n, ...], grouped by table.
-            sizes_WT: Number of values on each rank for each table.
+            sizes_WT: Number of values of each table on each rank, as one list per rank.
         """
         of_ranks = [sum(of_rank) for of_rank in sizes_WT]
         of_tables = [sum(of_table) for of_table in zip(*sizes_WT, strict=True)]
@@ -121,9 +121,10 @@ class Peers:
         return list(values.split(of_tables))
 
     def union(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the sorted distinct keys of all ranks, int64 [n].
+        """Return the sorted distinct keys of all ranks.
 
-        Keys are exchanged without padding, even if ranks have different numbers of keys.
+        Args:
+            keys: This rank's keys, int64 [N]; N may differ between ranks. The exchange needs no padding.
         """
         own_keys = keys.unique()
         if self.world == 1:
@@ -137,11 +138,12 @@ class Peers:
         """Send each row to its destination rank.
 
         Args:
-            columns: Tensors [N] of any dtypes.
+            columns: Tensors [N, ...] of any dtypes; N may differ between ranks.
             ranks_N: Destination rank of each row, int64.
 
         Returns:
-            Columns of the rows that this rank has received, in the order of `columns`.
+            The received rows of each column. Each exchange of up to ROWS_PER_EXCHANGE rows per rank appends its rows
+            by sending rank, in their original order.
         """
         if self.world == 1:
             return list(columns)
@@ -155,16 +157,16 @@ class Peers:
         return [torch.cat(parts) for parts in received]
 
     def transpose(self, values: torch.Tensor) -> torch.Tensor:
-        """Send part r of values [ranks, ...] to rank r; return the received parts as [ranks, ...]."""
+        """Send entry r of values [ranks, ...] to rank r; return the entries received from all ranks, [ranks, ...]."""
         return self.exchange(values, [1] * self.world, [1] * self.world)
 
     def exchange(self, values: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """Send consecutive parts of values [n, ...] to the ranks; return the received parts, in rank order.
+        """Send rows of values [n, ...] to each rank; return the rows received from all ranks, in rank order.
 
         Args:
-            values: Parts for all ranks, in rank order.
-            sent: Length of the part for each rank.
-            received: Length of the part from each rank.
+            values: Rows, sorted by destination rank.
+            sent: Number of rows to send to each rank.
+            received: Number of rows to receive from each rank.
         """
         if self.world == 1:
             return values
@@ -174,7 +176,7 @@ class Peers:
         return incoming.to(values.device)
 
     def objects(self, value: Any) -> list[Any]:
-        """Return the Python values of all ranks; only for small values, such as names in messages."""
+        """Return a list of all ranks' values in rank order; they are pickled, which suits only small values."""
         if self.world == 1:
             return [value]
         gathered: list[Any] = [None] * self.world
@@ -193,14 +195,15 @@ class Peers:
 
 
 class RoundTrip:
-    """Exchange that sends values of several tables to the ranks that own them, and returns their replies.
+    """Exchange that sends values of several tables to other ranks, and returns the replies of these ranks.
 
-    Each direction takes one all-to-all.
+    The constructor exchanges the counts and the values; `send_answers` takes one more all-to-all. Every rank must call
+    both.
 
     Args:
         values: Values [n, ...], grouped by table and, within a table, ordered by destination rank.
         sent_TW: Number of values to send to each rank for each table, int64 [tables, ranks].
-        peers: Ranks that take part.
+        peers: Ranks that exchange values.
 
     Attributes:
         received: Values [m, ...] received from all ranks, grouped by table and, within a table, ordered by rank.
@@ -220,10 +223,13 @@ class RoundTrip:
         self.tables = numbers.repeat_interleave(received_WT.sum(0), output_size=of_all)
 
     def send_answers(self, answers: torch.Tensor) -> torch.Tensor:
-        """Send replies to the ranks that sent the received values; return the replies to this rank's values, in order.
+        """Send replies to the ranks that sent the received values, and return the replies to this rank's values.
 
         Args:
-            answers: Replies to the received values, [m], in the order of `received`.
+            answers: Reply to each received value, [m], in the order of `received`.
+
+        Returns:
+            Reply to each value that this rank sent, [n], in the order of the constructor's `values`.
         """
         by_rank = torch.empty_like(answers)
         by_rank[self._by_table] = answers
@@ -234,11 +240,11 @@ class RoundTrip:
 
 
 def compute_regrouping(sizes_AB: torch.Tensor, total: int) -> torch.Tensor:
-    """Return the permutation, int64 [total], that reorders values sorted by (a, b) to the order (b, a).
+    """Return the indices, int64 [total], that reorder values grouped by (a, b) into groups ordered by (b, a).
 
     Args:
-        sizes_AB: Number of values in each group, int64 [A, B].
-        total: Sum of the sizes, known to the host.
+        sizes_AB: Number of values in each group (a, b), int64 [A, B].
+        total: Sum of the sizes, so that the host need not wait for a GPU.
     """
     flat = sizes_AB.flatten()
     starts_BA = (flat.cumsum(0) - flat).view(sizes_AB.shape).T.flatten()
@@ -248,9 +254,6 @@ def compute_regrouping(sizes_AB: torch.Tensor, total: int) -> torch.Tensor:
 
 
 def to_device_tensor(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Copy nested lists of integers to a device, int64 [...].
-
-    The copy uses page-locked memory, so the host does not wait for a GPU.
-    """
+    """Copy nested lists of integers to a device, as an int64 tensor; the host does not wait for a GPU."""
     tensor = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)

@@ -1,7 +1,6 @@
-"""JSON documents of raytrec, and messages as lines of the files in a run folder.
+"""Conversion of typed objects to and from JSON documents, and of lines in a run folder to messages.
 
-Both are written from typed objects, and validated by pydantic when they are read. This module does not import
-torch.
+Parsed JSON is validated by pydantic. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CLASSES: dict[str, type[Message]] = {
     for each in vars(messages).values()
     if isinstance(each, type) and issubclass(each, Message) and "KIND" in vars(each)
 }
-CLASS_OF_FILE = {messages.CHECKS: Outcome, messages.RANKS: RankLine}  # files whose lines do not contain their kind
+CLASS_OF_FILE = {messages.CHECKS: Outcome, messages.RANKS: RankLine}  # files whose lines have a single class
 T = TypeVar("T")
 
 
@@ -34,7 +33,7 @@ _adapter_of: Any = cache(TypeAdapter)
 
 
 def to_json_document(value: Any) -> bytes:
-    """Serialize a dataclass or pydantic model to JSON; NaN and infinity become null."""
+    """Serialize a dataclass or pydantic model to indented JSON (UTF-8); NaN and infinity become null."""
     return _adapter_of(type(value)).dump_json(value, indent=2, by_alias=True) + b"\n"
 
 
@@ -57,7 +56,7 @@ def validate_as(values: Any, kind: type[T]) -> T:
 
 
 def find_document(uri: str, kind: type[T], max_document_bytes: int = MAX_JSON_BYTES) -> T | None:
-    """Read a document; return None if the file is missing, unreadable, or not of this type.
+    """Read a JSON document; return None if the file is missing, unreadable, too large, or not of this type.
 
     Args:
         uri: Path or URI of the file.
@@ -74,18 +73,18 @@ def find_document(uri: str, kind: type[T], max_document_bytes: int = MAX_JSON_BY
 
 
 def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str, do: str | None = None) -> T:
-    """Read the document that describes the content of a folder.
+    """Read the JSON document that describes the content of a folder.
 
     Args:
         folder: Path or URI of the folder.
-        name: Name of the document.
+        name: File name of the document.
         kind: Type of the document; see `validate_as`.
         what: Noun for the content of the folder, such as "index".
         made_by: Command that writes the folder, such as "raytrec index".
-        do: Advice to the user if the document is missing.
+        do: Advice to the user if the document is missing; default: no advice.
 
     Raises:
-        RunError: The document does not exist or cannot be read.
+        RunError: The document does not exist, cannot be read, or does not match the type.
         DataError: The path is not valid, or the store cannot be reached.
     """
     uri = join_uri(folder, name)
@@ -102,19 +101,19 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
         raise RunError(
             f"{name} of the {what} cannot be read: {get_first_line(error)}",
             where=uri,
-            expected=f"a file written by `{made_by}` of this version",
+            expected=f"a readable file, written by `{made_by}` of this version",
             do=f"restore the file, or run `{made_by}` again",
         ) from None
 
 
 def from_line(file: str, values: Mapping[str, Any]) -> Message:
-    """Return the message that a line of a run folder's file contains.
+    """Return the message in a line of a run folder's file; the inverse of Message.line().
 
-    Fields that the line omits (Message.LEFT_OUT) keep their defaults. Other fields are validated, and metrics that
-    are not numbers become None.
+    Fields that the line omits keep their defaults, and fields in the line are validated. In metrics, booleans become 0
+    or 1, and values that are not numbers become None.
 
     Args:
-        file: Name of the file, which determines the message class of some lines.
+        file: Name of the file. It determines the message class, except in metrics.jsonl and events.jsonl.
         values: Line, parsed as JSON.
 
     Raises:
@@ -133,7 +132,7 @@ def from_line(file: str, values: Mapping[str, Any]) -> Message:
 
 
 def _resolve_message_class(file: str, values: Mapping[str, Any]) -> tuple[type[Message], Mapping[str, Any]]:
-    """Return the class of a line's message, and the line's values without the key that states the class."""
+    """Return a line's message class, and the line's values without the key that names the class."""
     if file in CLASS_OF_FILE:
         return CLASS_OF_FILE[file], values
     tag = "event" if file == messages.EVENTS else "kind"
@@ -144,14 +143,14 @@ def _resolve_message_class(file: str, values: Mapping[str, Any]) -> tuple[type[M
 
 
 def _to_number(value: Any) -> float | None:
-    """Return a number unchanged, a bool as 0 or 1, and None for any other value."""
+    """Return a bool as 0 or 1, a number that `parse_number` accepts unchanged, and None for any other value."""
     if isinstance(value, bool):
         return int(value)
     return None if isnan(parse_number(value)) else value
 
 
 def _clean_table_figures(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a table's shards, with None for invalid values; three of the metrics are not numbers."""
+    """Return the metrics of a table's shards, with None for each value that does not have its metric's type."""
     figures: dict[str, Any] = {key: _to_number(value) for key, value in values.items()}
     if isinstance(device := values.get("device"), str):
         figures["device"] = device
@@ -163,7 +162,10 @@ def _clean_table_figures(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _collect_fields(kind: type[Message], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a class's fields; other values are collected in its flat field, if it has one."""
+    """Return a line's values by field of the class.
+
+    Values without a field of their own are collected in the class's flat field (messages.FLATTENED), or else dropped.
+    """
     flat = next((each.name for each in fields(kind) if each.metadata.get("flat")), None)
     names = {each.name for each in fields(kind)} - {flat}
     named = {name: value for name, value in values.items() if name in names}

@@ -2,7 +2,7 @@
 
 Errors of these classes have causes that a user can fix; the command line prints them without a traceback. They
 are sent between Ray processes, so pickling preserves all their parts. They reach terminals, logs and files that other
-users read, so passwords in addresses are hidden.
+users read, so passwords, tokens and other secrets are replaced by ***.
 """
 
 import re
@@ -34,6 +34,8 @@ class ErrorParts(TypedDict):
 class RaytrecError(Exception):
     """Base class of errors that are shown to users, without a traceback.
 
+    In each part, secrets are hidden and control characters are escaped. Parts over MAX_PART_BYTES are truncated.
+
     Args:
         what: Clause, without a final period, that states the fault and the received value.
         where: Location of the fault, such as a file, row group, column, table, rank or configuration key.
@@ -63,7 +65,7 @@ class RaytrecError(Exception):
 
     @property
     def parts(self) -> ErrorParts:
-        """All parts by name, from which an equal error can be created."""
+        """Parts of the error by name, including parts that are None; `type(error)(**parts)` creates an equal error."""
         return {"what": self.what, "where": self.where, "expected": self.expected, "do": self.do}
 
     def _render_traceback_(self) -> list[str]:
@@ -75,25 +77,25 @@ class RaytrecError(Exception):
 
 
 class ConfigError(RaytrecError):
-    """Error for an invalid configuration file, override or combination of keys."""
+    """Error for an invalid configuration file, override, option or combination of keys."""
 
 
 class GpuFailedError(ConfigError):
     """Error for a GPU that must not be used until it has recovered.
 
     Attributes:
-        place: (Ray's id of the node, Ray's id of the GPU on that node); an unknown id is empty.
+        place: (Ray's node id, Ray's GPU id on that node); an id is "" until it is known.
     """
 
     place = "", ""
 
 
 class SchemaError(RaytrecError):
-    """Error for a schema.yaml that contradicts itself or cannot be parsed."""
+    """Error for a schema that is missing, contradicts itself, cannot be parsed, or differs from a checkpoint's."""
 
 
 class DataError(RaytrecError):
-    """Error for data that does not match the schema or cannot be read."""
+    """Error for data that does not match the schema or cannot be read, or for an invalid path."""
 
 
 class RunError(RaytrecError):
@@ -101,15 +103,15 @@ class RunError(RaytrecError):
 
 
 def shorten_repr(value: object) -> str:
-    """Return the repr of a value, shortened to fit on a line."""
+    """Return the repr of a value, with long strings and containers shortened by reprlib."""
     return _REPR.repr(value)
 
 
 def join_first_lines(lines: list[str], count: int | None = None) -> str:
-    """Join as many lines as fit in the `what` of an error, and append the number of omitted lines.
+    """Join as many lines as fit in the `what` of an error; if lines are omitted, append "… and N more".
 
     Args:
-        lines: All lines, or only the first ones.
+        lines: All lines, or only the first lines. A line over 500 bytes is truncated.
         count: Total number of lines; default: the length of `lines`.
     """
     count, first_lines, room = count or len(lines), [], MAX_PART_BYTES["what"] - 100
@@ -124,7 +126,7 @@ def join_first_lines(lines: list[str], count: int | None = None) -> str:
 
 
 def _sanitize_part(part: object, name: str) -> str:
-    """Return a part of an error as text without secrets, with control characters escaped, truncated to its limit."""
+    """Return a part of an error as text without secrets, with control characters escaped, within MAX_PART_BYTES."""
     text = str(part)
     if len(text) > 1 << 20:  # the search for secrets takes time
         text = text[: 1 << 19] + " … " + text[-(1 << 19) :]
@@ -152,7 +154,10 @@ _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 40
 
 
 def find_similar_word(word: str, known_words: list[str]) -> str | None:
-    """Return the known word most similar to a misspelled word, or None if no known word is similar."""
+    """Return the known word most similar to a misspelled word.
+
+    The result is None if no known word is similar, or if the word is longer than MAX_WORD_LENGTH.
+    """
     from difflib import get_close_matches
 
     if len(word) > MAX_WORD_LENGTH:
@@ -179,13 +184,13 @@ def make_unknown_word_error(
     """Return the error for an unknown word, which suggests the most similar known word.
 
     Args:
-        what: Sentence that states the fault; see RaytrecError.
+        what: Clause that states the fault and the unknown word; see RaytrecError.
         word: Unknown word.
-        known_words: Known words.
+        known_words: Words that are accepted.
         where: File or configuration key that contains the word; see RaytrecError.
         expected: Description of a correct word; default: "one of" and the known words.
         do: Advice to the user; see RaytrecError.
-        kind: Class of the error.
+        kind: Class of the returned error.
     """
     known_words = list(known_words)
     expected = expected or f"one of {', '.join(known_words)}"
@@ -199,15 +204,15 @@ def get_first_line(error: BaseException) -> str:
 
 @contextmanager
 def convert_os_errors(what: str, kind: type[RaytrecError] = RunError, **parts: str) -> Iterator[None]:
-    """Convert an OSError raised in the block to an error for users, which states `what` and the reason.
+    """Convert an OSError raised in the block to a RaytrecError, which states `what` and the reason.
 
     Args:
-        what: Start of the message, which a colon and the reason follow.
-        kind: Class of the error.
-        **parts: where, expected and do of the error.
+        what: Start of the message; a colon and the reason are appended.
+        kind: Class of the RaytrecError.
+        **parts: Arguments where, expected and do of the RaytrecError.
 
     Raises:
-        RaytrecError: The block has raised an OSError; the error is an instance of `kind`.
+        RaytrecError: The block has raised an OSError; the RaytrecError is an instance of `kind`.
     """
     try:
         yield
@@ -223,8 +228,8 @@ def get_last_line(text: str, otherwise: str) -> str:
 def get_root_cause(error: BaseException) -> BaseException:
     """Return the RaytrecError inside wrappers such as Ray's errors, or `error` if the wrappers contain none.
 
-    Ray wraps a worker's error in several layers: `cause` (RayTaskError), `worker_failures`
-    (TrainingFailedError), `__cause__` and `__context__`.
+    Wrappers store the wrapped error in `cause` (Ray's RayTaskError), `worker_failures` (Ray's training errors),
+    `failures` (torch's CheckpointException), `__cause__` or `__context__`.
     """
     visited: set[int] = set()
     queue = [error]
@@ -238,7 +243,7 @@ def get_root_cause(error: BaseException) -> BaseException:
         if isinstance(current, RaytrecError) and not wrapped:
             return current
         inner = [getattr(current, name, None) for name in ("cause", "__cause__", "__context__")]
-        for name in ("worker_failures", "failures"):  # Ray's training errors, torch's CheckpointException
+        for name in ("worker_failures", "failures"):
             if isinstance(failures := getattr(current, name, None), dict):
                 inner += [f[0] if isinstance(f, tuple) else f for f in failures.values()]
         queue += [e for e in inner if isinstance(e, BaseException)]

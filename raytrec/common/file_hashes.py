@@ -2,8 +2,9 @@
 
     python -I -S file_hashes.py FOLDER < JSON list of names
 
-The script prints a JSON mapping of names to checksums. It runs while processors are idle, leaves the page cache as it
-was, and ends with its parent. It needs only the standard library, so it starts within 50 ms.
+The script prints a JSON mapping of these names, which are relative to FOLDER, to checksums (hex). It runs while
+processors are idle, leaves the page cache as it was, and ends with its parent. It imports only the standard library,
+so it starts quickly.
 """
 
 import ctypes
@@ -23,9 +24,12 @@ _LIBC = ctypes.CDLL(None)
 
 
 def hash_file(path: str) -> str:
-    """Return the SHA-256 of a file, and drop the pages that reading added to the page cache.
+    """Return the SHA-256 of a file in hex, and drop the pages that reading added to the page cache.
 
     Otherwise, reading a large file would evict pages that other processes need.
+
+    Raises:
+        OSError: The file cannot be read.
     """
     digest, buffer, start = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES)), 0
     with open(path, "rb", buffering=0) as file:
@@ -42,9 +46,9 @@ def hash_file(path: str) -> str:
 
 
 def _find_resident_pages(file: int) -> bytes:
-    """Return 1 for each page of an open file that is in memory, else 0.
+    """Return one byte per page of an open file: 1 if the page is in memory, else 0.
 
-    The kernel reports all pages of another user's file as resident.
+    The kernel reports all pages of a file as resident if this process is neither its owner nor may write to it.
     """
     size = os.fstat(file).st_size
     pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()

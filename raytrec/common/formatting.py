@@ -11,13 +11,16 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def parse_number(value: Any) -> float:
-    """Return a value from a file as a float, or NaN if it is not a number below MAX_ABSOLUTE_VALUE in magnitude."""
+    """Return a value from a file as a float, or NaN if it is not an int or float below MAX_ABSOLUTE_VALUE in magnitude.
+
+    A bool is not accepted as a number.
+    """
     usable = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_ABSOLUTE_VALUE
     return float(value) if usable else nan
 
 
 def as_dict(value: Any) -> dict[str, Any]:
-    """Return a value from a file if it is a mapping, else an empty mapping."""
+    """Return a value from a file if it is a dict, else an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
@@ -27,7 +30,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def null_nonfinite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a mapping in which NaN and infinity, which JSON cannot represent, are None."""
+    """Return a copy of a mapping in which values that are NaN or infinite, which JSON cannot represent, are None."""
     return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
 
 
@@ -42,7 +45,7 @@ def is_step(value: Any) -> bool:
 
 
 def format_percent(share: float) -> str:
-    """Format a share as a percentage: 0.708 → "71 %", with more digits near 0 and 1; NaN → "–"."""
+    """Format a fraction as a percentage: 0.708 → "71 %", with more digits near 0 and 1; NaN → "–"."""
     if isnan(share):
         return "–"
     if 0 < abs(share) < 0.0005:
@@ -55,7 +58,7 @@ def format_percent(share: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes in the largest suitable unit: 2_500_000 → "2.38 MiB"; NaN → "–"."""
+    """Format a number of bytes in the largest suitable binary unit: 2_500_000 → "2.38 MiB"; NaN → "–"."""
     if isnan(count):
         return "–"
     for unit in UNITS:
@@ -66,7 +69,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_figure(value: float) -> str:
-    """Format an integer exactly, other numbers with about four digits: "1,234,567", "0.8104"; NaN → "–"."""
+    """Format an integer exactly, and another finite number with about four digits: "1,234,567", "0.8104"; NaN → "–"."""
     if isnan(value):
         return "–"
     if value == int(value) and abs(value) < 1e15:
@@ -77,12 +80,12 @@ def format_figure(value: float) -> str:
 
 
 def format_count(number: int, what: str) -> str:
-    """Format a number with its noun in the singular or plural: "1 failure", "2 failures"."""
+    """Format a number with a singular noun, to which "s" is added unless the number is 1: "1 failure", "2 failures"."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in seconds: "12 s", "3 min 5 s", "2 h 7 min"."""
+    """Format a duration, given in seconds, as "12 s", "3 min 5 s" or "2 h 7 min"."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds} s"
@@ -92,7 +95,7 @@ def format_duration(seconds: float) -> str:
 
 
 def shorten_name(name: object, max_characters: int = 20) -> str:
-    """Shorten a name to `max_characters` by omitting its middle; unprintable characters become "?"."""
+    """Shorten a name to `max_characters` by replacing its middle with "…"; unprintable characters become "?"."""
     text = "".join(c if c.isprintable() else "?" for c in str(name))
     if len(text) <= max_characters:
         return text
@@ -115,12 +118,12 @@ def format_rank_ranges(ranks: list) -> str:
 def flatten(
     values: Mapping[str, Any], prefix: str = "", whole: Callable[[dict], bool] = lambda inner: False
 ) -> dict[str, Any]:
-    """Flatten nested mappings to section.key → value; empty mappings are dropped.
+    """Flatten nested dicts to one dict with keys such as section.key; empty dicts are dropped.
 
     Args:
-        values: Nested mappings.
-        prefix: Prefix of all keys.
-        whole: Function that returns True for a mapping that is not flattened.
+        values: Nested dicts.
+        prefix: Prefix of all keys in the result.
+        whole: Function that returns True for a dict that is kept as a value; default: all dicts are flattened.
 
     Example:
         >>> flatten({"run": {"seed": 1, "name": "a"}, "tags": {}})

@@ -1,8 +1,7 @@
 """Query this machine's GPUs (through NVML), installed packages and compilers.
 
-NVML creates no context on GPUs. GPUs are named as in CUDA_VISIBLE_DEVICES. The driver uses this module without
-importing torch, which would take seconds. Only check_gpu, which workers and the doctor's child processes call,
-imports torch.
+NVML creates no context on GPUs. GPUs are named as in CUDA_VISIBLE_DEVICES. Only check_gpu imports torch, which takes
+seconds; the driver does not call it.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import os
 import runpy
 import shutil
+import socket
 import sysconfig
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 
 def list_visible_gpus() -> list[str]:
-    """Return the numbers or UUIDs in CUDA_VISIBLE_DEVICES; [] if it is not set (all GPUs) or empty (no GPU)."""
+    """Return the GPU numbers or UUIDs in CUDA_VISIBLE_DEVICES; [] if it is not set (all GPUs) or empty (no GPU)."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return [name.strip() for name in names if name.strip()]
 
 
 def list_usable_gpus() -> list[str]:
-    """Return the numbers or UUIDs of the GPUs that this process may use."""
+    """Return the numbers or UUIDs of the visible GPUs, or [] if NVML cannot be queried."""
     return _query_gpus(lambda nvml, name: name)
 
 
@@ -42,27 +42,27 @@ def get_gpu_handle(name: str) -> Any:
 
 
 def get_cuda_handle(device: str) -> Any:
-    """Return NVML's handle for a torch device; cuda:I is the I-th visible GPU."""
+    """Return NVML's handle for a torch device, where cuda:0 is the first visible GPU; NVML must be initialized."""
     index, visible = int(device.partition(":")[2] or 0), list_visible_gpus()
     return get_gpu_handle(visible[index] if visible else str(index))
 
 
 def get_smallest_gpu_memory() -> int | None:
-    """Return the usable bytes of the visible GPU with the least memory; None without GPUs.
+    """Return the usable memory in bytes of the visible GPU with the least memory.
 
-    As in torch's total_memory, memory reserved by the driver is excluded. The result is also None if a GPU is
-    divided into MIG instances, because it is not known which instances programs will use.
+    As in torch's total_memory, memory reserved by the driver is excluded. The result is None without GPUs, if NVML
+    cannot read a GPU, or if a GPU is divided into MIG instances, of which programs may use any.
     """
     return min(_query_gpus(_read_usable_memory), default=None)
 
 
 def list_gpu_kinds() -> list[tuple[str, tuple[int, int]]]:
-    """Return the name and compute capability of each visible GPU, or [] if they cannot be read."""
+    """Return (name, (major, minor compute capability)) of each visible GPU, or [] if NVML cannot read all of them."""
     return _query_gpus(_read_gpu_kind)
 
 
 def _query_gpus(read: Callable[[Any, str], T]) -> list[T]:
-    """Return `read(nvml, name)` for each visible GPU, or [] if any of them cannot be read."""
+    """Return `read(nvml, number or UUID)` for each visible GPU, or [] if any GPU cannot be read."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
 
@@ -73,7 +73,7 @@ def _query_gpus(read: Callable[[Any, str], T]) -> list[T]:
 
 
 def _query_nvml(ask: Callable[[Any], T]) -> T | None:
-    """Return `ask(nvml)`, or None if NVML is not available or the query fails (e.g., for MIG instances)."""
+    """Return `ask(nvml)` with NVML initialized, or None if NVML is not available or the query fails."""
     try:
         import pynvml
 
@@ -94,7 +94,7 @@ def _read_gpu_kind(nvml: Any, name: str) -> tuple[str, tuple[int, int]]:
 
 
 def _read_usable_memory(nvml: Any, name: str) -> int:
-    """Return the bytes of a GPU that programs can use.
+    """Return the memory in bytes that programs can use on a GPU.
 
     Raises:
         ValueError: The GPU is divided into MIG instances, or is a MIG instance.
@@ -113,8 +113,7 @@ def _read_usable_memory(nvml: Any, name: str) -> int:
 
 PACKAGES = ("raytrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
 # Advice for an environment that was installed for another device; see requirements/install.py.
-REINSTALL_ADVICE = "make clean, then make install DEVICE={device} (docs/install.md)"
-
+REINSTALL_ADVICE = "run `make clean`, then `make install DEVICE={device}` (docs/install.md)"
 
 # Compute capabilities for which PyPI's fbgemm-gpu has machine code; it has no PTX (cuobjdump --list-elf,
 # --list-ptx): 1.8.0 for sm_80, sm_90a and sm_100a; 1.9.0 for sm_80, sm_90a and sm_100. Code with an "a" runs
@@ -124,28 +123,29 @@ FBGEMM_CAPABILITIES = {"1.8.0": _COMMON_CAPABILITIES, "1.9.0": _COMMON_CAPABILIT
 
 
 def check_fbgemm_support(kind: tuple[str, tuple[int, int]], host: str) -> ConfigError | None:
-    """Return an error if the installed FBGEMM has no code for a GPU; None if it has code or was built from source.
+    """Return an error if the installed fbgemm-gpu has no machine code for a GPU, else None.
+
+    The result is also None if fbgemm-gpu is not installed, or if its version is not in FBGEMM_CAPABILITIES.
 
     Args:
         kind: Name and compute capability of the GPU.
         host: Host of the GPU, for the error.
     """
     package = get_installed_version("fbgemm-gpu")
-    supported = FBGEMM_CAPABILITIES.get((package or "").partition("+")[0])  # None for builds from source
+    supported = FBGEMM_CAPABILITIES.get((package or "").partition("+")[0])
     gpu, capability = kind
     if not supported or capability in supported:
         return None
     return ConfigError(
         f"fbgemm-gpu {package} has no code for {gpu} (compute capability {'.'.join(map(str, capability))})",
         where=f"scaling.device=cuda, {host}",
-        expected=f"a GPU with compute capability {', '.join(f'{a}.{b}' for a, b in sorted(supported))}, such as A100, "
-        "A10G, L4, L40S, H100, H200 or B200",
+        expected=f"a GPU with one of the compute capabilities {', '.join(f'{a}.{b}' for a, b in sorted(supported))}, "
+        "such as A100, A10G, L4, L40S, H100, H200 or B200",
         do="use a supported GPU (docs/gpu.md), or set scaling.device=cpu",
     )
 
 
-# Recovery that NVIDIA's driver (565 or newer) requires before a GPU is used again, for example after uncorrected
-# memory errors (Xid).
+# Recovery that NVIDIA's driver (565 or newer) requires before a GPU is used again, such as after memory errors (Xid).
 _RECOVERY_ACTIONS = {
     "GPU_RESET": "a reset (nvidia-smi --gpu-reset)",
     "NODE_REBOOT": "a reboot of its host",
@@ -156,7 +156,10 @@ _RECOVERY_ACTIONS = {
 
 
 def find_needed_recovery(device: str) -> str | None:
-    """Return the recovery that a torch device needs before its next use; None if none is needed or known."""
+    """Return a noun phrase for the recovery that a torch device such as cuda:0 needs before its next use.
+
+    The result is None if no recovery is needed, or if NVML cannot report it.
+    """
 
     def ask(nvml: Any) -> str | None:
         fields = [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
@@ -169,7 +172,7 @@ def find_needed_recovery(device: str) -> str | None:
 
 
 def bind_to_gpu_node(device: str) -> None:
-    """Restrict all threads of this process to the CPUs of the NUMA node of a torch device's GPU.
+    """Restrict all threads of this process to the CPUs of the NUMA node of a torch device such as cuda:0.
 
     Nothing changes if these CPUs are unknown, or if the process may use none of them.
     """
@@ -193,14 +196,14 @@ def get_installed_version(package: str) -> str | None:
 
 
 def get_installed_versions(*more: str) -> dict[str, str]:
-    """Return the versions of the installed packages among PACKAGES and `more`."""
+    """Return a mapping of the installed packages among PACKAGES and `more` to their versions."""
     return {package: found for package in (*PACKAGES, *more) if (found := get_installed_version(package))}
 
 
 def get_build_device() -> str | None:
-    """Return the device for which torch and FBGEMM are built, "cuda" or "cpu"; None without torch.
+    """Return "cuda" if torch is built for CUDA and fbgemm-gpu-cpu is not installed, else "cpu"; None without torch.
 
-    FBGEMM's two builds are distributions that share a folder, so installing both breaks FBGEMM.
+    The packages fbgemm-gpu and fbgemm-gpu-cpu share a folder, so an environment with both cannot use GPUs.
     """
     if not get_installed_version("torch"):
         return None
@@ -208,11 +211,10 @@ def get_build_device() -> str | None:
 
 
 def get_torch_cuda_version() -> str | None:
-    """Return the CUDA version (X.Y) for which torch is built; None if torch is built for CPUs or missing."""
+    """Return the CUDA version (X.Y) for which torch is built; None if torch is built for CPUs, missing or damaged."""
     try:
         file = distribution("torch").locate_file("torch/version.py")
-        # The file contains only constants. PyPI's version of torch has no suffix such as +cu130, which names the CUDA
-        # version.
+        # The file contains only constants. PyPI's builds have no version suffix, such as +cu130, that names CUDA.
         return runpy.run_path(str(file)).get("cuda")
     except (PackageNotFoundError, OSError):  # OSError: a file of the package is missing
         return None
@@ -238,7 +240,8 @@ def check_gpu(host: str) -> None:
         host: Address of this host, for the error.
 
     Raises:
-        ConfigError: torch cannot use GPUs here, FBGEMM has no code for a GPU, or a GPU has failed.
+        GpuFailedError: NVIDIA's driver requires a recovery of a GPU.
+        ConfigError: torch cannot use GPUs here, or FBGEMM has no code for a GPU.
     """
     import torch
 
@@ -246,12 +249,12 @@ def check_gpu(host: str) -> None:
     if not torch.cuda.is_available():
         raise ConfigError(
             f"torch {torch.__version__} cannot use the GPU of {host}"
-            + ("" if built else ": this build of torch is for CPUs"),
+            + (": torch.cuda.is_available() is False" if built else ": this build of torch is for CPUs"),
             where="scaling.device=cuda",
             expected=f"NVIDIA's driver for CUDA {built} or newer (nvidia-smi shows its version)"
             if built
             else "the packages of requirements/cuda.txt on all machines with GPUs",
-            do="update the driver" if built else REINSTALL_ADVICE.format(device="cuda"),
+            do="install or update the driver" if built else REINSTALL_ADVICE.format(device="cuda"),
         )
     for index in range(torch.cuda.device_count()):
         kind = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
@@ -262,23 +265,20 @@ def check_gpu(host: str) -> None:
                 f"GPU {index} of {host} has failed: its driver requires {recovery}",
                 where="scaling.device=cuda",
                 expected="GPUs that need no recovery (nvidia-smi -q: GPU Recovery Action)",
-                do="recover the GPU or remove the node from the cluster, and resume the run",
+                do="recover the GPU or remove the node from the cluster, and start or resume the run",
             )
             error.place = "", (list_visible_gpus() or {index: str(index)})[index]
             raise error
 
 
 def require_compiler(device: str) -> None:
-    """Check that this machine has the compiler that train.compile needs.
+    """Raise a ConfigError if this machine lacks a compiler, Python's headers or Triton, which train.compile needs.
 
-    For CPUs, torch (2.13.0) compiles C++ extension modules; for GPUs, Triton kernels, whose launchers need a C
-    compiler.
+    For CPUs, torch (2.13.0) compiles C++ extension modules. For GPUs, it compiles Triton kernels, whose launchers need
+    a C compiler.
 
     Args:
-        device: cpu or cuda.
-
-    Raises:
-        ConfigError: The compiler, Python's headers or Triton is missing.
+        device: Device on which compiled models run: "cpu" or "cuda".
     """
     names = [os.environ.get("CXX", "g++")] if device == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
     headers = Path(sysconfig.get_path("include")) / "Python.h"
@@ -292,7 +292,7 @@ def require_compiler(device: str) -> None:
     if problem:
         raise ConfigError(
             f"train.compile is set, but {problem}",
-            where="train.compile",
+            where=f"train.compile, {socket.gethostname()}",
             expected="the requirements of torch.compile on every node with workers",
             do="install the missing requirement, or set train.compile=false",
         )

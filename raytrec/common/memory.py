@@ -1,4 +1,4 @@
-"""Memory allocator settings, and operations on pages of memory-mapped files."""
+"""Settings of the memory allocator, and operations on pages of memory-mapped files."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _LIBC = ctypes.CDLL(None)
 
 @cache
 def retain_freed_memory() -> bool:
-    """Keep freed memory in this process, for processes that constantly allocate arrays of a few MiB.
+    """Make glibc keep freed memory in this process, which helps if arrays of a few MiB are constantly allocated.
 
     By default, glibc returns such arrays to the system immediately. A new array then causes a page fault for
     each of its pages, which costs more than filling the page.
 
     Returns:
-        True if the settings were applied; False if the C library is not glibc, or rejects them.
+        True if the settings were applied; False if the C library is not glibc, or rejects a setting.
     """
     if not hasattr(_LIBC, "gnu_get_libc_version"):
         return False
@@ -51,12 +51,12 @@ def retain_freed_memory() -> bool:
 
 
 def trim_memory() -> None:
-    """Return freed memory to the system; called when many arrays have been freed, as after an epoch.
+    """Return freed memory to the system; to be called when many arrays have been freed, such as after an epoch.
 
     glibc keeps freed memory in each arena, and the threads of each epoch use other arenas. Without this call, a
     process grows by a few MiB per epoch, up to TRIM_THRESHOLD_BYTES per arena. Memory at the top of all arenas
-    except the main arena is not returned, so a process still grows in its first epochs. A call within
-    `TRIM_INTERVAL_S` of the previous one has no effect.
+    except the main arena is not returned, so a process still grows in its first epochs. A call has no effect within
+    `TRIM_INTERVAL_S` of the last effective call, or if the C library is not glibc.
     """
     global _trimmed_s
     with _lock:
@@ -68,29 +68,29 @@ def trim_memory() -> None:
 
 
 def prefetch_pages(address: int, size: int) -> None:
-    """Prefetch part of a mapped file that is about to be read.
+    """Ask the system to read a range of a mapped file into memory (MADV_WILLNEED); errors are ignored.
 
-    Prefetching is ten times as fast as page faults. The call does not affect memory that is not mapped from a file.
+    Prefetching is faster than page faults, each of which waits for the disk.
 
     Args:
-        address: Address of the part's first byte.
-        size: Size of the part in bytes.
+        address: Address of the first byte.
+        size: Size of the range in bytes.
     """
     _advise(address, size, mmap.MADV_WILLNEED)
 
 
 def advise_random_access(address: int, size: int) -> None:
-    """Advise the system to read part of a mapped file page by page, because it is accessed at random.
+    """Disable read-ahead for a range of a mapped file that is accessed at random (MADV_RANDOM); errors are ignored.
 
     Args:
-        address: Address of the part's first byte.
-        size: Size of the part in bytes.
+        address: Address of the first byte.
+        size: Size of the range in bytes.
     """
     _advise(address, size, mmap.MADV_RANDOM)
 
 
 def is_page_resident(address: int) -> bool:
-    """Return True if a page of a mapped file is in memory.
+    """Return True if a page of a mapped file is in memory; False if it is not, or if the address is not mapped.
 
     Args:
         address: Address of the page's first byte.
@@ -101,14 +101,15 @@ def is_page_resident(address: int) -> bool:
 
 
 def prefetch_rows(values: torch.Tensor, rows: torch.Tensor, sampled: int) -> None:
-    """Prefetch the pages of rows unless a sample shows that the rows are already in memory.
+    """Prefetch the first and the last page of each row, unless the first pages of all sampled rows are in memory.
 
-    Without prefetching, each page fault blocks.
+    Without prefetching, each page fault waits for the disk.
 
     Args:
         values: Rows of a table, mapped from files, [n, width].
         rows: Row numbers, int64 [N].
-        sampled: Minimum number of rows in the sample, if there are as many; the sample has fewer than twice as many.
+        sampled: Minimum size of the sample, which has fewer than 2 · sampled rows. All rows are sampled if N is
+            smaller.
     """
     import torch
 
@@ -127,11 +128,11 @@ def prefetch_rows(values: torch.Tensor, rows: torch.Tensor, sampled: int) -> Non
 
 
 def unmap_file(address: int, size: int) -> None:
-    """Replace part of a mapped file with zero-filled private memory of the process.
+    """Replace a range of a mapped file with zero-filled private memory of the process.
 
     Args:
-        address: Address of the part's first byte, at a page boundary.
-        size: Size of the part in bytes, a multiple of the page size.
+        address: Address of the first byte, at a page boundary.
+        size: Size of the range in bytes, a multiple of the page size.
 
     Raises:
         OSError: The system cannot provide the memory.
@@ -140,16 +141,16 @@ def unmap_file(address: int, size: int) -> None:
 
 
 def map_files(parts: Sequence[tuple[Path, int, int]]) -> ctypes.Array[ctypes.c_ubyte]:
-    """Map parts of files to consecutive addresses, and return their bytes, which are read-only until `allow_writing`.
+    """Map ranges of files to consecutive addresses, and return their bytes, which are read-only until `allow_writing`.
 
     The files are unmapped when the result is no longer referenced.
 
     Args:
-        parts: File, offset and size in bytes of each part. All offsets, and all sizes except the last, are
+        parts: (file, offset, size) of each range, in bytes. All offsets, and all sizes except the last, must be
             multiples of the page size.
 
     Raises:
-        OSError: A file cannot be mapped.
+        OSError: A file cannot be opened or mapped.
     """
     size = sum(part_size for _, _, part_size in parts)
     address = _map_pages(None, size, PROT_NONE, mmap.MAP_ANONYMOUS)  # reserves the addresses
@@ -168,7 +169,7 @@ def allow_writing(address: int, size: int) -> None:
 
     Args:
         address: Address of the first byte, at a page boundary.
-        size: Size in bytes.
+        size: Size of the range in bytes.
 
     Raises:
         OSError: The system denies write access.
@@ -179,7 +180,7 @@ def allow_writing(address: int, size: int) -> None:
 
 
 def _map_pages(address: int | None, size: int, rights: int, flags: int, file: int = -1, offset: int = 0) -> int:
-    """Create a private mapping (mmap(2)) and return its address."""
+    """Create a private mapping (mmap(2)) and return its address; raise OSError if the system refuses."""
     map_pages = ctypes.CDLL(None, use_errno=True).mmap
     map_pages.restype = ctypes.c_void_p
     place, length = ctypes.c_void_p(address), ctypes.c_size_t(size)

@@ -1,6 +1,6 @@
 """Messages from ranks and the coordinator to the driver, most of which become lines in a run folder.
 
-`line()` returns a message's line in the file FILE of the run folder; documents.from_line parses the line.
+The coordinator is an actor that watches a run's ranks. documents.from_line parses the lines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from raytrec.common.errors import ErrorParts
 from raytrec.common.formatting import MAX_ABSOLUTE_VALUE, parse_number
 
 HEARTBEAT_INTERVAL_S = 0.5  # shortest time between two heartbeats of a rank
-MAX_HEARTBEATS_PER_S = 512  # maximum total of all ranks; one actor replies to all heartbeats
+MAX_HEARTBEATS_PER_S = 512  # maximum total of all ranks, because the coordinator replies to all heartbeats
 METRICS, RANKS, CHECKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl"
 DELTA_STREAM = "deltas.json"  # file of the run folder that identifies the run's deltas (export.deltas)
 
@@ -24,8 +24,8 @@ Figures = Mapping[str, Any]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 Real = Annotated[float, Field(strict=True, gt=-MAX_ABSOLUTE_VALUE, lt=MAX_ABSOLUTE_VALUE)]
 UnixTime = Annotated[float, Field(strict=True, ge=0, lt=1e11)]  # seconds since 1970, up to the year 5138
-PROFILED = "profiled"  # Event: the profile of a run has been written
-ENDED_EARLY = "ended early"  # Event: early stopping has ended training
+PROFILED = "profiled"  # name of the Event that reports a written profile
+ENDED_EARLY = "ended early"  # name of the Event that reports the end of training by early stopping
 FLATTENED = {"flat": True}  # metadata of a mapping whose items are written like fields of the message
 
 
@@ -37,16 +37,16 @@ def compute_heartbeat_interval(world: int) -> float:
 class Command(IntEnum):
     """Command from the coordinator to all ranks; a command with a larger value overrides the others."""
 
-    GO = 0
+    GO = 0  # continue
     DELTA = 1  # write a delta (export.deltas)
-    SAVE = 2
+    SAVE = 2  # save a checkpoint
     RESTART = 3  # save, then end, so that Ray Train restarts the group on the current nodes
     STOP = 4  # save, then end
     ABORT = 9  # end the process immediately
 
 
 class Restart(Exception):
-    """Signal, raised by all ranks, that the state has been saved and the group must restart; not a failure."""
+    """Signal that all ranks raise after saving a checkpoint, so that Ray Train restarts the group; not a failure."""
 
 
 PHASES = (  # phases of a training step, into which a rank's time is divided
@@ -68,8 +68,8 @@ class Message:
 
     Attributes:
         KIND: Name of the class in lines, and of the method of driver.console.RunConsole that shows the message, if any.
-        FILE: File of the run folder to which the message is written; None if the message is not written.
-        TAG: Key under which the line contains KIND; None if the file or another key determines the class.
+        FILE: File of the run folder to which the message is appended; None if the message is not written.
+        TAG: Key of KIND in the line; None if the line does not contain KIND.
         LEFT_OUT: Names of fields that the line omits.
     """
 
@@ -79,7 +79,7 @@ class Message:
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()
 
     def values(self) -> dict[str, Any]:
-        """Return the values of all fields by name; the items of a flat field are merged into the result."""
+        """Return the values of all fields by name; the items of a FLATTENED field are merged into the result."""
         out: dict[str, Any] = {}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -87,14 +87,14 @@ class Message:
         return out
 
     def line(self) -> dict[str, Any]:
-        """Return the message's line in the run folder as a mapping."""
+        """Return the content of the message's line in the run folder, without the fields in LEFT_OUT."""
         tag = {self.TAG: self.KIND} if self.TAG else {}
         return {**tag, **{k: v for k, v in self.values().items() if k not in self.LEFT_OUT}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase(Message):
-    """Phase of the run that rank 0 enters, as text for the user."""
+    """Start of a phase of the run, such as sharding, with a description for the user."""
 
     KIND = "phase"
     text: str
@@ -110,7 +110,7 @@ class Warn(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent(Message):
-    """Message that is written to events.jsonl with its time."""
+    """Message that is appended to events.jsonl with its time."""
 
     FILE, TAG = EVENTS, "event"
     unix_s: UnixTime | None = None
@@ -122,6 +122,7 @@ class Start(RunEvent):
 
     Attributes:
         total: Number of training steps in the whole run, of which `step` are already complete.
+        workers: Number of workers in the group.
         plan: Description of each table (embeddings.sharding.describe_plan), written to plan.json.
         metrics: Descriptions of training and evaluation metrics (metrics.selection.describe_metrics).
     """
@@ -139,6 +140,7 @@ class Saved(RunEvent):
     """Completion or failure of a checkpoint save.
 
     Attributes:
+        folder: Path or URI of the checkpoint of `step`.
         error: Reason why the checkpoint could not be written; None if the save succeeded.
         blocked_s: Seconds for which training waited.
         seconds: Duration of the whole save in seconds.
@@ -156,7 +158,7 @@ class Saved(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped(RunEvent):
-    """End of a run at the request of a user or the cluster; the state of the run is saved."""
+    """End of a run at the request of a user or the cluster, after a checkpoint was saved at `step`."""
 
     KIND = "stopped"
     step: Count
@@ -164,9 +166,10 @@ class Stopped(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Event(RunEvent):
-    """Event observed by the coordinator, such as started, asked, waiting, failed or hang.
+    """Any other event of a run.
 
     Attributes:
+        event: Name, such as started, asked (restart or stop requested), waiting (for nodes), failed or hang.
         details: Details by name, which depend on the event: for example, attempt and workers for `started`, or
             cause, rank, step and again for `failed`.
     """
@@ -181,7 +184,7 @@ class Measured(Message):
     """Metrics at a step, written as a line in metrics.jsonl.
 
     Attributes:
-        figures: Values by name. An undefined value is None in the file; in a new message, it can be NaN.
+        figures: Values by name at `step`. An undefined value is None in the file; in a new message, it can be NaN.
     """
 
     FILE, TAG = METRICS, "kind"
@@ -190,7 +193,7 @@ class Measured(Message):
     figures: Figures = field(default_factory=dict, metadata=FLATTENED)
 
     def figure(self, name: str) -> float:
-        """Return a metric, or NaN if it is undefined."""
+        """Return the value of a metric, or NaN if it is missing or undefined."""
         return parse_number(self.figures.get(name))
 
 
@@ -215,7 +218,7 @@ class Eval(Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class Final(Eval):
-    """Metrics of the evaluation after training, on data.test if it is set."""
+    """Metrics of the evaluation after training, on data.test if it is set, else on data.valid."""
 
     KIND = "final"
 
@@ -234,7 +237,7 @@ class Result(Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class Compared(Measured):
-    """Errors found by `raytrec check`, as metrics."""
+    """Metrics of `raytrec check`, which compares sharded training with a single process."""
 
     KIND = "compared"
 
@@ -244,8 +247,10 @@ class Outcome(Message):
     """Outcome of a live check at a step.
 
     Attributes:
+        check: Name of the check, which ran at `step`.
         figure: Measured value; None if the check measures no value, or the value is not finite.
         limit: Largest value that passes; None if the check has no limit.
+        text: Description of the outcome for the user.
     """
 
     KIND, FILE = "check", CHECKS
@@ -260,14 +265,17 @@ class Outcome(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class RankLine(Message):
-    """Interval of tracking.every_steps training steps on one rank (docs/monitoring.md).
+    """Measurements of one rank over an interval of at most tracking.every_steps training steps (docs/monitoring.md).
 
     Attributes:
         first_step: Number of training steps before the interval, which has `steps` steps and ends at `step`.
+        world: Number of ranks.
+        attempt: Number of worker groups that the driver started before this one.
         seconds: Duration of the interval in seconds.
         phases_s: Seconds spent in each of PHASES.
-        first_s: Part of phases_s spent in the worker group's first step, which includes setup; {} in later lines.
-        system: Sample taken by worker.process.SystemMonitor.
+        first_s: Seconds of phases_s spent in the group's first step, which includes setup; {} if the interval does not
+            contain this step.
+        system: Use of the machine, sampled by worker.process.SystemMonitor.
         tables: Metrics of this rank's shards by table (worker.statistics).
     """
 
@@ -290,5 +298,5 @@ class RankLine(Message):
         return self.phases_s.get(phase, 0.0)
 
     def added(self, figure: str) -> float:
-        """Return the sum of a metric over all tables of the rank."""
+        """Return the sum of a metric over the rank's tables; tables without a value count as 0."""
         return sum(entry.get(figure) or 0.0 for entry in self.tables.values())

@@ -1,4 +1,4 @@
-"""Output folders on disk or in an object store, in which files appear only when complete."""
+"""Output folders on disk or in an object store. On disk, files appear only when they are complete."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 
 def compute_binding(*parts: Any) -> str:
-    """Return a hash of the JSON values that determine the content of a folder or file."""
+    """Return the SHA-256, in hex, of JSON values that together identify the content of a folder or file."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 class OutputFolder:
-    """Folder in which files appear only when complete. All methods may raise OSError.
+    """Folder on disk or in an object store, given by its path or URI. All methods may raise OSError.
 
     Attributes:
         partial: Name of the subfolder for incomplete files on disk.
@@ -43,32 +43,32 @@ class OutputFolder:
         self.is_local = self._filesystem.type_name == "local"
 
     def uri_of(self, name: str) -> str:
-        """Return the path or URI of a file."""
+        """Return the path or URI of the file with this name in the folder."""
         return join_uri(self.uri, name)
 
     def list_names(self) -> set[str]:
-        """Return the names of all files, including those in subfolders."""
+        """Return the paths, relative to the folder, of all files in the folder and its subfolders."""
         infos = self._filesystem.get_file_info(fs.FileSelector(self._path, recursive=True, allow_not_found=True))
         files = (info.path for info in infos if info.type == fs.FileType.File)
         return {path.removeprefix(self._path).lstrip("/") for path in files}
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file, which appears only when complete."""
+        """Write a file, which on disk appears only when complete; remove incomplete files of killed writers first."""
         self.sweep()
         with self.stream(name, name) as stream:
             stream.write(data)
 
     @contextmanager
     def stream(self, name: str, partial: str) -> Iterator[pa.NativeFile]:
-        """Open a stream to a file that appears after the block; on disk, it does not appear after an error.
+        """Open a stream to a file that appears, or replaces an existing file, at the end of the block.
 
-        A file on disk is first written under another name. In an object store, an object appears when its stream is
-        closed. After an error, the interpreter closes the stream when it frees the stream, so an incomplete object
-        can appear. The footer of an incomplete Parquet file counts fewer rows than the file's metadata states.
+        On disk, the file is written under another name and renamed at the end. If the block raises an error, the file
+        is removed. In an object store, an object appears when its stream is closed. After an error, Python closes the
+        stream when it frees the stream, so an incomplete object can appear.
 
         Args:
-            name: Name of the file.
-            partial: Prefix of the name of the incomplete file on disk.
+            name: Path of the file, relative to the folder.
+            partial: Prefix of the path of the incomplete file on disk, relative to the folder.
         """
         target = f"{self._path}/{name}"
         if not self.is_local:
@@ -89,23 +89,23 @@ class OutputFolder:
             raise
 
     def sweep(self) -> None:
-        """Remove incomplete files left by killed writers, if the folder is on disk."""
+        """Remove incomplete files left by killed writers of this host, if the folder is on disk."""
         for place in (self._path, f"{self._path}/{self.partial}") if self.is_local else ():
             remove_leftovers(place, "*.{owner}.tmp")
 
     def remove(self, folder: str) -> None:
-        """Remove a subfolder with its content, if it exists."""
+        """Remove a subfolder with its content, if the subfolder exists."""
         info = self._filesystem.get_file_info(f"{self._path}/{folder}")
         if info.type == fs.FileType.Directory:
             self._filesystem.delete_dir(info.path)
 
     def delete(self, name: str) -> None:
-        """Remove a file."""
+        """Remove a file; raise FileNotFoundError if a file on disk does not exist."""
         self._filesystem.delete_file(f"{self._path}/{name}")
 
 
 class ClaimedFolder(OutputFolder):
-    """Output folder of one command, which the same command can continue to fill after an interruption.
+    """Output folder of one command; after an interruption, the same command can continue to fill the folder.
 
     Args:
         uri: Path or URI of the folder (--out).
@@ -120,18 +120,19 @@ class ClaimedFolder(OutputFolder):
     def hold(self) -> Iterator[None]:
         """Lock the folder, if it is on disk, against other writers until the block or the process ends.
 
-        A missing folder is created, and removed if it is empty after the block.
+        A missing folder is created, and removed if it is empty after the block. If the file system does not support
+        locks, other writers are not detected.
 
         Raises:
-            RunError: Another process is writing to the folder, or the folder cannot be created.
+            RunError: Another process is writing to the folder, or the folder cannot be created or opened.
         """
         if not self.is_local:
             yield
             return
-        with convert_os_errors("cannot write to the folder", where=f"--out {self.uri}"):
-            is_new = not os.path.isdir(self.uri)
-            os.makedirs(self.uri, exist_ok=True)
-            descriptor = os.open(self.uri, os.O_RDONLY | os.O_DIRECTORY)
+        with convert_os_errors("cannot create or open the folder", where=f"--out {self.uri}"):
+            is_new = not os.path.isdir(self._path)
+            os.makedirs(self._path, exist_ok=True)
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self._lock(descriptor)
             try:
@@ -139,7 +140,7 @@ class ClaimedFolder(OutputFolder):
             finally:
                 with suppress(OSError):  # the folder contains files
                     if is_new:
-                        os.rmdir(self.uri)
+                        os.rmdir(self._path)
         finally:
             os.close(descriptor)
 
@@ -154,16 +155,18 @@ class ClaimedFolder(OutputFolder):
             ) from None
 
     def claim(self, name: str, kind: type[T]) -> tuple[set[str], T | None]:
-        """Return the names of all files, and the claim that an earlier command stored, or None in a new folder.
-
-        A claim is a JSON document that identifies the output to which the folder belongs.
+        """Read the claim: the JSON document in which an earlier command stored what the folder contains.
 
         Args:
-            name: Name of the file that contains the claim.
+            name: Name of the claim's file.
             kind: Type of the claim; see documents.validate_as.
 
+        Returns:
+            The names of all files in the folder, and the claim. The claim is None if the folder is empty, or contains
+            only incomplete files of an interrupted write of the claim.
+
         Raises:
-            ConfigError: The folder contains other files but no claim, or the claim is damaged.
+            ConfigError: The folder contains other files but no claim, or the claim is not valid.
         """
         names = self.list_names()
         if name not in names:
@@ -176,6 +179,6 @@ class ClaimedFolder(OutputFolder):
             raise self.make_refusal(f"cannot read {name}: {error}") from None
 
     def make_refusal(self, what: str, do: str = OTHER_FOLDER_ADVICE) -> ConfigError:
-        """Return the error for a folder to which the command must not write, because it has other content."""
+        """Return the error for a folder to which the command must not write; `what` states its other content."""
         expected = f"a new folder, or the folder of an earlier run of the same `{self._command}`"
         return ConfigError(what, where=f"--out {self.uri}", expected=expected, do=do)

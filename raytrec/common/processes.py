@@ -1,6 +1,7 @@
-"""Processes of one host: locks, owner names, removal of files left by killed processes, signals and exit.
+"""Locks, temporary files, signals and exit of processes on one host.
 
-A process removes its temporary files after use. If the process was killed, a later process removes them.
+The names of temporary files contain their owner: the host and the process id. A process removes its temporary files
+after use. If the process was killed, a later process removes them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import IO
 
 
 def lock_file(file: IO | int, wait: bool = False) -> bool:
-    """Lock an open file or folder against other processes until it is closed or this process ends.
+    """Lock an open file or folder exclusively (flock) until it is closed or this process ends.
 
     Args:
         file: Open file, or the descriptor of an open file or folder.
@@ -42,9 +43,14 @@ def lock_file(file: IO | int, wait: bool = False) -> bool:
 
 
 def create_file(path: Path, data: bytes | str, mode: int = 0o600) -> None:
-    """Create a new file with the given content; by default, only this user can read it.
+    """Create a new file with the given content; by default, only this user can read the file.
 
-    The mode applies from the start. With write_text and chmod, others could open the file in between.
+    The file has its mode from the start. With write_text and chmod, other users could open the file in between.
+
+    Args:
+        path: Path of the new file.
+        data: Content; text is encoded as UTF-8.
+        mode: Permission bits, from which the process's umask is removed.
 
     Raises:
         FileExistsError: The file exists.
@@ -56,7 +62,7 @@ def create_file(path: Path, data: bytes | str, mode: int = 0o600) -> None:
 
 
 def get_owner_name() -> str:
-    """Return the part of file names that identifies this process and its host."""
+    """Return HOST-PID of this process, which the names of its temporary files contain."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
@@ -66,8 +72,8 @@ def remove_leftovers(folder: str | Path, pattern: str, keep: str | None = None) 
     Args:
         folder: Folder to search.
         pattern: Pattern of names, in which {owner} stands for `get_owner_name()` of any process on this host, and *
-            for any text. Files of other hosts stay, because the processes of those hosts are not visible here.
-        keep: Name of a file; folders that contain this file are not removed.
+            for any text. Files of other hosts stay, because their processes are not visible here.
+        keep: Name of a file; folders that contain a file with this name are not removed. None: all are removed.
     """
     parts = {"{owner}": rf"{re.escape(socket.gethostname())}-(\d+)", "*": ".*"}
     split = re.split(r"(\{owner\}|\*)", pattern)
@@ -105,12 +111,14 @@ def handle_hangup_as_sigterm() -> None:
 
 @contextmanager
 def exit_after_block() -> Iterator[None]:
-    """End the process as soon as the atexit functions registered in this block or later have run.
+    """Make the interpreter's exit end the process after the atexit functions registered in this block or later.
+
+    Atexit functions registered before the block, and Python's finalization, do not run. The exit status is that of the
+    SystemExit raised in the block, 1 after another error, else 0.
 
     ray.shutdown() leaves threads behind (Ray 2.60: the GCS client, gRPC's event engine, the metrics exporter)
-    that no call ends. They run while Python finalizes and C++ destroys its global objects, and may read freed
-    memory: once, a successful process ended with a segmentation fault. With this block, Python joins its
-    threads, atexit functions run, output is flushed, and the process ends.
+    that no call ends. These threads run while Python finalizes and C++ destroys its global objects, and may read freed
+    memory: once, a successful process ended with a segmentation fault.
     """
     code = 1  # exit status after an uncaught error
 

@@ -1,9 +1,8 @@
 """Read files and text from untrusted sources. Does not import torch.
 
-YAML and JSON files that others may have written, such as configurations, schemas, run folders and indexes of
-checkpoints, are read through this module.
-Pipes and devices are refused, because opening a pipe can block forever. Short text that expands to many values
-(nested anchors, nested brackets) is refused before it is expanded.
+YAML and JSON files that other users may have written, such as configurations, schemas, run folders and indexes of
+checkpoints, are read through this module. Pipes and devices are refused, because opening a pipe can block forever.
+YAML whose nested anchors expand to many values is refused before it is expanded, as is deeply nested text.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ RETRY_DELAYS_S = (0.2, 1.0, 3.0)
 
 
 class UnreadableError(ValueError):
-    """Error for text that is not valid or exceeds a limit; the message is one line for users."""
+    """Error for text that is not valid or exceeds a limit; its message is a single line for users."""
 
 
 def open_regular(path: str | Path) -> FileIO:
@@ -63,10 +62,10 @@ def open_regular(path: str | Path) -> FileIO:
 
 
 def read_bytes(path: str | Path, max_file_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Read the bytes of a local regular file.
+    """Read the content of a local regular file.
 
     Raises:
-        OSError: As for `open_regular`, or the file is larger than `max_file_bytes`.
+        OSError: The file does not exist, cannot be read, is not a regular file, or is larger than `max_file_bytes`.
     """
     with open_regular(path) as file:
         data = file.read(max_file_bytes + 1)  # the system returns fewer bytes only beyond 2 GiB
@@ -76,7 +75,7 @@ def read_bytes(path: str | Path, max_file_bytes: int = MAX_JSON_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, max_file_bytes: int = MAX_YAML_BYTES) -> str:
-    """Read the text of a local regular file; bytes that are not UTF-8 are replaced.
+    """Read the text of a local regular file; bytes that are not UTF-8 are replaced by U+FFFD.
 
     Raises:
         OSError: As for `read_bytes`.
@@ -85,12 +84,12 @@ def read_text(path: str | Path, max_file_bytes: int = MAX_YAML_BYTES) -> str:
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Parse a YAML text.
+    """Parse a YAML text with PyYAML's safe types; return None for an empty text.
 
     Raises:
         UnreadableError: The text is larger than `MAX_YAML_BYTES`, is not valid YAML, repeats a key, has an
             anchor that contains itself, expands to more than `MAX_VALUES` values, or has more than
-            `MAX_DOCUMENT_DEPTH` levels.
+            `MAX_DOCUMENT_DEPTH` levels of nesting.
     """
     if len(text) > MAX_YAML_BYTES:
         raise UnreadableError(f"the text is larger than {MAX_YAML_BYTES >> 20} MiB")
@@ -107,10 +106,10 @@ def parse_yaml(text: str | bytes) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text.
+    """Parse a JSON text; NaN and Infinity are accepted.
 
     Raises:
-        UnreadableError: The text is not valid JSON, or has more than `MAX_DOCUMENT_DEPTH` levels.
+        UnreadableError: The text is not valid JSON, or has more than `MAX_DOCUMENT_DEPTH` levels of nesting.
     """
     try:
         values = json.loads(text)
@@ -207,17 +206,17 @@ def _format_error_line(error: Exception) -> str:
 
 
 def retry_read(uri: str, read: Callable[[], T]) -> T:
-    """Read a file, and retry with increasing delays if the storage fails.
+    """Call a function that reads a file, and retry after each of RETRY_DELAYS_S if it raises an OSError.
 
     Reading is not retried if the file is missing or a folder, or if access is denied. For a local file, an
     OSError without errno, by which pyarrow reports malformed content, is not retried either.
 
     Args:
         uri: Path or URI of the file.
-        read: Function that reads the file.
+        read: Function that reads the file; its result is returned.
 
     Raises:
-        OSError: The error of the last attempt.
+        OSError: The last attempt failed, or the error is not retried.
     """
     for wait in RETRY_DELAYS_S:
         try:
@@ -232,8 +231,9 @@ def retry_read(uri: str, read: Callable[[], T]) -> T:
 
 
 def storage_hint(uri: str) -> str:
-    """Return the start of an error's `expected` that asks for a reachable store; "" for a local path.
+    """Return the start of the `expected` of an error after `retry_read`; "" for a local path.
 
-    pyarrow raises the same error for a store that does not respond and for malformed content.
+    The text asks for reachable storage, because pyarrow raises the same error for a store that does not respond and
+    for malformed content.
     """
     return f"reachable storage (after {len(RETRY_DELAYS_S) + 1} failed attempts), and " if "://" in uri else ""

@@ -1,7 +1,7 @@
 """Redact secrets in addresses, settings and texts.
 
-No dependency redacts arbitrary text. urllib.parse, urllib3 and SQLAlchemy parse addresses, but split passwords that
-contain @, /, ? or #. Part of the password would remain visible.
+No dependency redacts arbitrary text. urllib.parse, urllib3 and SQLAlchemy parse addresses, but they split passwords
+that contain @, /, ? or #, so part of such a password would remain visible.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ HIDDEN_TRACE = re.compile(r"//\*\*\*|:\*\*\*@|=\*\*\*(&|$)|^\*\*\*$")
 def hide(text: str) -> str:
     """Replace passwords, tokens, keys and signatures in a text with ***.
 
-    If the part of an address before the last @ contains a colon, this part is treated as a user and a password.
+    If an address contains a colon before its first @, /, ? or #, the text before its last @ is treated as user and
+    password.
 
     Example:
         >>> hide("s3://me:p@ss/w@bucket?X-Amz-Signature=abc&region=eu")
@@ -94,7 +95,9 @@ def hide(text: str) -> str:
 
 
 def hide_all(value: Any) -> Any:
-    """Apply `hide` to all text in nested lists and mappings; values whose key denotes a secret become ***.
+    """Apply `hide` to all text in nested lists and mappings, and replace values of keys that denote a secret by ***.
+
+    The keys directly in `tables`, `sparse`, `relations` and `custom` are chosen by the user, and denote no secret.
 
     Example:
         >>> hide_all({"uri": "http://me:pass@host", "tags": {"api_key": "abc", "team": "ads"}})
@@ -119,7 +122,7 @@ def anonymize(text: str, names: Mapping[str, str]) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Return True if the name of a setting or parameter denotes a secret."""
+    """Return True if the name of a setting or parameter denotes a secret, such as api_key, rather than its location."""
     words = [word.lower() for word in WORD.findall(name[:200])]
     if words and words[-1] in PLACE_WORDS:
         return False
@@ -127,7 +130,10 @@ def is_secret(name: str) -> bool:
 
 
 def hide_yaml(text: str) -> str:
-    """Apply `hide_all` to YAML, dropping comments if anything is secret; apply `hide` to other text."""
+    """Apply `hide_all` to YAML, and `hide` to text that is not YAML.
+
+    YAML without secrets is returned unchanged; other YAML is formatted again, without comments.
+    """
     try:
         values = parse_yaml(text)
     except UnreadableError:
@@ -152,9 +158,9 @@ def _redact_value(value: Any, *, secret: bool, password: bool, judged: bool) -> 
 
     Args:
         value: Value to redact.
-        secret: True to hide text, because an enclosing key denotes a secret.
-        password: True to also hide numbers; False for keys such as `tokens`, whose numbers are counts.
-        judged: True if the keys of the value are names of settings; False if users chose them (table names).
+        secret: True to hide text and bytes, because an enclosing key denotes a secret.
+        password: True to also hide numbers, because an enclosing key denotes a password or the number is a token.
+        judged: True if the keys of the value are names of settings, False if they are names chosen by the user.
     """
     if isinstance(value, str):
         return HIDDEN if secret and value else hide(value)
@@ -231,7 +237,7 @@ def _redact_setting(match: re.Match) -> str:
 
 
 def _redact_field(match: re.Match) -> str:
-    """Redact "name: value", unless the value is a plain word and the name does not denote a password."""
+    """Redact "name: value", unless the value is a lower-case word and the name does not denote a password."""
     is_sentence = not PASSWORD_NAME.search(match[1]) and re.fullmatch(r"[a-z]+[.,;:]?", match[3])
     return match.group() if is_sentence else _redact_setting(match)
 
@@ -244,7 +250,7 @@ def _redact_option(match: re.Match) -> str:
 
 
 def _is_count(name: str, number: Any) -> bool:
-    """Return True if a number is a count, as in tokens=5, rather than a secret."""
+    """Return True if a setting's value is a count, as in token=5, rather than a secret number."""
     if PASSWORD_NAME.search(name):
         return False
     is_token = name.lower().endswith("token") and isinstance(number, int | float)

@@ -1,4 +1,6 @@
-"""Registries of named parts of a package, such as losses, and imports of `module:name` from users' code.
+"""Registries of a package's parts, and imports of `module:name` from users' code.
+
+A part is a class or function, such as a loss, that is registered under a name:
 
     loss: Registry[type[Loss]] = Registry("loss", "raytrec.tasks.losses")
 
@@ -29,7 +31,7 @@ def load_code(path: str, folder: str | None = None) -> Any:
 
     Args:
         path: `module:name`.
-        folder: Working directory of the command, searched in addition to Python's path.
+        folder: Folder that is added to sys.path if the module is not found; None: no folder.
 
     Raises:
         ModuleNotFoundError: The module, or a module that it imports, does not exist.
@@ -48,7 +50,7 @@ def load_code(path: str, folder: str | None = None) -> Any:
 
 
 class Registry(Generic[T]):
-    """Registry of the named parts of one kind.
+    """Registry of parts of one kind by name.
 
     Args:
         kind: Noun for a part in errors, such as "loss".
@@ -60,10 +62,9 @@ class Registry(Generic[T]):
         self._complete = False
 
     def __call__(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that registers a part of the package, and leaves users' parts unregistered.
+        """Return a decorator that registers a part under a name, if the part is defined in the registry's package.
 
-        Raises:
-            ValueError: Another part has this name; raised by the decorator.
+        The decorator returns the part. It raises a ValueError if another part has this name.
         """
 
         def register(part: Any) -> Any:
@@ -92,10 +93,10 @@ class Registry(Generic[T]):
         Args:
             name: Name of a part, or `module:name`.
             where: Configuration key, for errors.
-            folder: Working directory of the command, searched in addition to Python's path.
+            folder: Folder that is added to sys.path if the module is not found; None: no folder.
 
         Raises:
-            ConfigError: There is no such part.
+            ConfigError: There is no part with this name, or `module:name` does not exist.
             Exception: Any error raised by the module during import.
         """
         parts = self.parts
@@ -108,22 +109,22 @@ class Registry(Generic[T]):
 
 
 def list_modules(package: str) -> list[str]:
-    """Return the names of a package's modules in alphabetical order, without importing them."""
+    """Return the names of a package's modules in alphabetical order; only the package itself is imported."""
     spec = find_spec(package)
     return sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
 
 
 def find_code(path: str, kind: str, where: str, folder: str | None = None) -> Any:
-    """Import the object named by `module:name`, with errors for users.
+    """Import the object named by `module:name`, and raise a ConfigError if the object does not exist.
 
     Args:
         path: `module:name`.
         kind: Noun for the object, for errors.
         where: Configuration key, for errors.
-        folder: Working directory of the command, searched in addition to Python's path.
+        folder: Folder that is added to sys.path if the module is not found; None: no folder.
 
     Raises:
-        ConfigError: The module does not exist, or has no such name.
+        ConfigError: The module, or a module that it imports, does not exist; or the module has no such name.
         Exception: Any error raised by the module during import.
     """
     module, _, name = path.partition(":")
@@ -133,7 +134,7 @@ def find_code(path: str, kind: str, where: str, folder: str | None = None) -> An
         raise ConfigError(
             f"cannot import {kind} {path}: no module named '{error.name}'",
             where=where,
-            expected=f"{module} on the Python path of every worker, or in the command's working directory",
+            expected=f"{error.name} on the Python path of every worker, or in the command's working directory",
         ) from None
     except AttributeError:
         if module not in sys.modules:

@@ -26,14 +26,15 @@ OWN_SERVER_URI = re.compile(
 
 
 def open_filesystem(uri: str):
-    """Return the pyarrow filesystem for a path or URI, and the path in that filesystem.
+    """Return the pyarrow filesystem of a path or URI, and the path in that filesystem.
 
     Args:
         uri: Local path, which may be relative to the working directory or begin with `~`, or a URI such as
             `s3://bucket/folder` or `gs://bucket/folder`.
 
     Returns:
-        (pyarrow.fs.FileSystem, str): The filesystem, and the path without scheme and trailing slash.
+        (pyarrow.fs.FileSystem, str): The filesystem, and the path without scheme, query and trailing slash. A local
+        path is absolute.
 
     Raises:
         DataError: The path is not valid, the scheme is unknown to pyarrow, or the store cannot be reached.
@@ -52,19 +53,21 @@ def open_filesystem(uri: str):
         raise DataError(
             f"cannot open the path: {error}",
             where=uri,
-            expected="a local path, s3://bucket/folder or gs://bucket/folder",
+            expected="a local path, or a URI in a reachable store, such as s3://bucket/folder or gs://bucket/folder",
         ) from None
     return filesystem, path.rstrip("/") or "/"
 
 
 def query_file_info(uri: str):
-    """Return pyarrow's FileInfo for a path or URI; its type is NotFound if the file does not exist."""
+    """Return pyarrow's FileInfo for a path or URI; its type is NotFound if no file or folder exists there."""
     filesystem, path = open_filesystem(uri)
     return filesystem.get_file_info(path)
 
 
 def chooses_server(uri: str) -> bool:
-    """Return True if a URI may select a custom server, which would then receive this user's credentials.
+    """Return True if a URI may select a server other than its cloud provider's.
+
+    Such a server would receive this user's credentials. The result is False for a local path.
 
     Example:
         >>> chooses_server("s3://bucket/train?region=eu-north-1")
@@ -76,7 +79,7 @@ def chooses_server(uri: str) -> bool:
 
 
 def read_bytes(uri: str, max_file_bytes: int = MAX_YAML_BYTES) -> bytes:
-    """Read the bytes of a file at a path or URI.
+    """Read the content of the file at a path or URI.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -94,7 +97,7 @@ def read_bytes(uri: str, max_file_bytes: int = MAX_YAML_BYTES) -> bytes:
 
 
 def read_text(uri: str) -> str:
-    """Read UTF-8 text from a file.
+    """Read the UTF-8 text of the file at a path or URI, at most MAX_JSON_BYTES.
 
     Raises:
         OSError, DataError: As for `read_bytes`.
@@ -104,7 +107,7 @@ def read_text(uri: str) -> str:
 
 
 def read_yaml(uri: str) -> Any:
-    """Read and parse a YAML file.
+    """Read and parse the YAML file at a path or URI.
 
     Raises:
         OSError, DataError: As for `read_bytes`.
@@ -118,12 +121,12 @@ def make_absolute(uri: str, root: str | None = None) -> str:
 
     Args:
         uri: Path or URI.
-        root: Folder to which relative paths refer; default: the environment variable RAYTREC_ROOT, which is
+        root: Folder to which relative paths refer; default: the environment variable RAYTREC_ROOT, which can be
             set on the nodes of a cluster, else the working directory.
 
     Raises:
-        ConfigError: The path is relative, and no root is set in a Ray job, whose working directory is a
-            temporary copy.
+        ConfigError: The path is relative and no root is set, but this process runs in a Ray job, whose working
+            directory is a temporary copy.
     """
     if "://" in uri:
         return uri
@@ -133,7 +136,7 @@ def make_absolute(uri: str, root: str | None = None) -> str:
         raise ConfigError(
             f"'{uri}' is a relative path, but this job's working directory is a copy of the submitted files",
             where=os.getcwd(),
-            expected="a folder that all nodes of the cluster share",
+            expected="an absolute path, or a path relative to a folder that all nodes of the cluster share",
             do=f"set run.root=FOLDER, set {ROOT} on the nodes of the cluster, or use an absolute path",
         )
     return os.path.abspath(os.path.join(os.path.expanduser(root or ""), place))
@@ -145,12 +148,12 @@ def quote_for_shell(place: str | Path) -> str:
 
 
 def make_relative(path: Path) -> str:
-    """Return a path relative to the working directory if it is inside that folder, else unchanged."""
+    """Return an absolute path relative to the working directory if it is inside that folder, else unchanged."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def sync_to_disk(path: str | Path) -> None:
-    """Flush a local file, or the entries of a local folder, to disk (fsync)."""
+    """Flush a local file, or the directory entries of a local folder, to disk (fsync); raise OSError on failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -182,13 +185,18 @@ def get_sibling(uri: str, name: str) -> str:
 
 
 def find_train_folder(uri: str) -> str:
-    """Return the subfolder train/ of a folder if it exists, else the folder itself."""
+    """Return the path or URI of a folder's subfolder train/ if it exists, else of the folder itself."""
     inner = join_uri(uri, "train")
     return inner if query_file_info(inner).type.name == "Directory" else uri
 
 
 def find_sibling_parts(uri: str) -> dict[str, str]:
-    """Return the validation and test data next to train/ or a file such as train.parquet, as name → path or URI."""
+    """Find validation and test data next to a folder train/ or a file such as train.parquet.
+
+    Returns:
+        Name → path or URI of each file or folder that exists, such as valid → DATA/valid.parquet; {} if `uri` has
+        another name. The names are valid, val, validation, test and eval.
+    """
     name = split_query(uri)[0].rpartition("/")[2]
     if name.partition(".")[0] != "train":
         return {}

@@ -26,9 +26,10 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """Open a console that shows text unchanged: without markup, emoji or highlighting.
+    """Open a rich console on stdout or stderr that shows text unchanged: without markup, emoji or highlighting.
 
-    In files and pipes, tables are not truncated unless the environment variable COLUMNS sets a width.
+    Output errors do not raise (FaultTolerantStream). In files and pipes, lines have up to PIPE_WIDTH characters unless
+    the environment variable COLUMNS sets a width.
     """
     from rich.console import Console
 
@@ -40,12 +41,12 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 def to_plain_text(text: object) -> str:
-    """Convert an object, such as an untrusted name, to text in which control characters and secrets are replaced."""
+    """Convert an object, such as an untrusted name, to text; control characters become �, and secrets become ***."""
     return CONTROL.sub("�", hide(str(text)))
 
 
 def to_bold_text(text: object) -> Text:
-    """Convert an object to bold text in which control characters and secrets are replaced."""
+    """Convert an object to bold rich text, with control characters and secrets replaced as in `to_plain_text`."""
     from rich.text import Text
 
     return Text(to_plain_text(text), style="bold")
@@ -60,7 +61,7 @@ class FaultTolerantStream:
         current: Function that returns the current underlying stream, or None if there is no stream.
 
     Attributes:
-        error: Last error of the underlying stream; None if all text was written.
+        error: Last error of the underlying stream; None if no error has occurred.
     """
 
     def __init__(self, current: Callable[[], TextIO | None]):
@@ -68,7 +69,7 @@ class FaultTolerantStream:
         self.error: Exception | None = None
 
     def write(self, text: str) -> int:
-        """Write text to the underlying stream, or drop the text if writing fails."""
+        """Write text to the underlying stream, or drop the text if writing fails; return the length of the text."""
         stream = self._current()
         encoding = getattr(stream, "encoding", None) or "utf-8"
         with self._dropped():
@@ -77,7 +78,7 @@ class FaultTolerantStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the underlying stream; errors are stored, not raised."""
+        """Flush the underlying stream; an error is stored in `error`, not raised."""
         with self._dropped():
             if (stream := self._current()) is not None:
                 stream.flush()
@@ -95,9 +96,9 @@ class FaultTolerantStream:
 
 @contextmanager
 def tolerate_stream_errors() -> Iterator[None]:
-    """Suppress output errors in the block, and then exit with status 1 if output to stdout was lost.
+    """Suppress output errors in the block; at its end, exit with status 1 if output to stdout was lost.
 
-    Output after a reader has closed the pipe does not count as lost.
+    Output does not count as lost if the reader of a pipe has closed it, as `head` does.
     """
     previous = out, err = sys.stdout, sys.stderr
     tolerant = FaultTolerantStream(lambda: out)
@@ -107,7 +108,7 @@ def tolerate_stream_errors() -> Iterator[None]:
     finally:
         tolerant.flush()
         is_lost = tolerant.error and getattr(tolerant.error, "errno", None) != errno.EPIPE
-        if is_lost:  # False if the reader has closed the pipe, as `head` does
+        if is_lost:
             print(f"error: the output is incomplete: {tolerant.error}", file=sys.stderr)
         sys.stdout, sys.stderr = previous
         if is_lost:
