@@ -24,13 +24,13 @@ NUM_SLOW_RANKS = 3  # number of slowest ranks that changes try to relieve
 
 
 class DoesNotFitError(Exception):
-    """Error raised if no plan that fits into memory is found; the message names a table."""
+    """Error raised if no plan that fits into memory is found; the message names a table or group of tables."""
 
 
 class PlanBalancer:
-    """Heuristic search for the plan of one configuration with the best score on identical ranks.
+    """Heuristic search for the plan with the lowest score (PartialPlan.score) on identical ranks.
 
-    Tables with fixed ranks stay on these ranks, and each group of tables stays together on one rank.
+    Tables with configured ranks stay on these ranks. The tables of a plan.colocate group stay together on one rank.
 
     Args:
         space: Sharding options of the tables.
@@ -47,13 +47,13 @@ class PlanBalancer:
         )
 
     def choose(self) -> list[ShardingOption]:
-        """Return the sharding options of all tables, with the rank of each shard, in the chosen plan.
+        """Return one sharding option per table, whose shards have the ranks of the chosen plan.
 
-        Among plans whose scores are within SCORE_TOLERANCE of the best, the plan whose fullest rank uses the smallest
+        Among plans whose scores are within SCORE_TOLERANCE of the lowest, the plan whose fullest rank uses the smallest
         share of its memory, rounded to a tenth, is chosen. Ties are resolved by score.
 
         Raises:
-            DoesNotFitError: No plan fits into the memory of the ranks.
+            DoesNotFitError: No plan that fits into the memory of the ranks was found.
         """
         plans, refusal = [], DoesNotFitError("")
         for kinds, largest in self._iterate_starts():
@@ -76,7 +76,10 @@ class PlanBalancer:
         return options
 
     def _iterate_starts(self) -> Iterator[tuple[set[str], float | None]]:
-        """Yield arguments of `_build`: all sharding types by time, each type by time, then all types by memory."""
+        """Yield (kinds, largest), the arguments of `_build`.
+
+        All sharding types are tried with each of MAX_SHARD_SHARES, then each type alone, then all types by memory.
+        """
         kinds = {way.option.sharding_type for ways in self._space.table_options.values() for way in ways}
         yield from ((kinds, largest) for largest in MAX_SHARD_SHARES)
         if len(kinds) > 1:
@@ -88,9 +91,10 @@ class PlanBalancer:
 
         Args:
             kinds: Sharding types to use for tables that support at least one of them.
-            largest: Share of a rank's mean time. Of the options whose shards take at most this share, the
-                cheapest is chosen; if there are none, the option whose slowest rank finishes first. None:
-                minimize the memory use of the fullest rank.
+            largest: Maximum time of a shard, as a share of the mean time that all tables take on a rank. Of the
+                options whose shards take at most this time, the option with the lowest mean time is chosen. If there
+                are none, the option whose slowest rank finishes first is chosen. None: minimize the used memory share
+                of the fullest rank.
 
         Raises:
             DoesNotFitError: A table does not fit into the memory left by tables placed earlier.
@@ -115,14 +119,14 @@ class PlanBalancer:
         return self._space.rate(plan)
 
     def _get_share(self, ways: Sequence[TableOption]) -> float:
-        """Return the largest share of a memory tier that a table fills under its sharding option with fewest bytes."""
+        """Return the share of all ranks' memory, in the fullest tier, that a table's smallest sharding option needs."""
         least = min((way.needs.sum(0) for way in ways), key=sum)
         return float((least / np.maximum(1.0, self._space.room.sum(0))).max())
 
     def _add(
         self, plan: PartialPlan, name: str, ways: Sequence[TableOption], largest: float | None, total_s: float
     ) -> None:
-        """Place one table as described in `_build`."""
+        """Add one table to a plan as described in `_build`; raise DoesNotFitError if no option in `ways` fits."""
         busy = plan.busy if largest is not None else self._space.get_used_shares(plan.room)
         places = [(way, ranks) for way in ways if (ranks := self._space.place(way, busy, plan.room))]
         if not places:
@@ -139,7 +143,7 @@ class PlanBalancer:
         self._space.put(plan, *chosen)
 
     def _add_group(self, plan: PartialPlan, group: Sequence[str]) -> None:
-        """Place a group of tables together on the least busy rank that has room for all of them."""
+        """Add a group of tables to a plan, together on their configured rank or on the least busy rank with room."""
         pin = self._space.constraints[group[0]].ranks
         for rank in pin or np.argsort(plan.busy, kind="stable").tolist():
             free_bytes, chosen = plan.room[rank].copy(), []
@@ -157,16 +161,16 @@ class PlanBalancer:
         raise DoesNotFitError(f"tables {', '.join(group)} do not fit together into the remaining memory of {where}")
 
     def _get_fullest_share(self, room: np.ndarray, way: TableOption, ranks: Sequence[int]) -> tuple[float, float]:
-        """Return the used memory share of the fullest rank after adding a table, and the table's mean time."""
+        """Return (used memory share of the fullest of `ranks` after adding a table, mean seconds of the table)."""
         free_bytes = room[list(ranks)] - way.needs
         return float(self._space.get_used_shares(free_bytes, list(ranks)).max()), self._space.mean(way)
 
     def _estimate_finish_s(self, busy: np.ndarray, way: TableOption, ranks: Sequence[int]) -> float:
-        """Return the seconds after which a table's slowest rank finishes, plus the table's mean time."""
+        """Return the seconds after which the slowest of a table's ranks finishes, plus the table's mean seconds."""
         return float((busy[list(ranks)] + way.shard_seconds).max()) + way.rank_seconds + self._space.mean(way)
 
     def _refine(self, plan: PartialPlan) -> PartialPlan:
-        """Relieve the slowest ranks while changes improve the score, and return the plan.
+        """Change a plan in place to relieve its slowest ranks while this improves the score, and return the plan.
 
         No further round of changes begins after MAX_CHANGES_PER_PLAN changes have been tried.
         """
@@ -201,10 +205,10 @@ class PlanBalancer:
         return False
 
     def _changes(self, plan: PartialPlan, slow: int) -> Iterator[tuple[float, PlanChange]]:
-        """Yield (approximate seconds of the slowest rank after the change, change) for changes that relieve `slow`.
+        """Yield (approximate seconds of the slowest rank after a change, change) for changes that relieve rank `slow`.
 
         A change moves a table to other ranks, gives a table another sharding option, or swaps two whole tables
-        between the rank `slow` and a less busy rank.
+        between the rank `slow` and a less busy rank. Tables with configured ranks or in a group are not changed.
         """
         free = {name for name, each in self._space.constraints.items() if each.group is None and each.ranks is None}
         movable = {name: placement for name, placement in plan.of.items() if name in free}

@@ -51,7 +51,8 @@ def estimate_dense_work(parameters: Iterable[torch.Tensor], rows: int) -> DenseW
     """Return the approximate work of dense layers for a number of rows, estimated from the weights' shapes.
 
     The estimate replaces counting where counting takes too long. Each weight is assumed to be used once per
-    row. The constants are those of a DCN-v2: 32 bytes per input or output value and 9 operators per tensor.
+    row. The constants are those of a DCN-v2: 32 bytes per input or output value and 9 operators per tensor. The
+    results for `matrices` and `activations` are 0.
     """
     params = [parameter for parameter in parameters if parameter.requires_grad]
     values, widths = sum(each.numel() for each in params), sum(sum(each.shape) for each in params)
@@ -126,7 +127,7 @@ def count_dense_layers(
 
     Autocast, and models that read tensor values, cannot run on the meta device. Such layers run on CPU with two small
     numbers of rows, and the counts are extrapolated linearly. The counts for more than MAX_META_ROWS rows are also
-    extrapolated. Models that read sequences run without autocast, with sequences of mean length if the schema has
+    extrapolated. Models that read sequences are counted without bf16, with sequences of mean length if the schema has
     statistics. Losses that compare rows of a global batch are counted for the rows of this rank alone. Extrapolation
     underestimates losses that compare all pairs of rows.
 
@@ -150,7 +151,7 @@ def count_dense_layers(
         config = config.with_overrides(["train.matmul=fp32"])
 
     def count(device: str, rows: int) -> tuple[DenseWork, int]:
-        """Return the work, and the bytes of tensors that are live between forward and backward."""
+        """Return the work for a number of rows, and the bytes of tensors that are live between forward and backward."""
         counter = OperatorCounter()
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             head = build(config, schema, torch.device("cpu")).head.to(device)

@@ -35,7 +35,10 @@ MAX_REFUSALS = 3  # number of failed plans, while hosts are doubled, after which
 
 @dataclass(frozen=True)
 class MemoryShortage:
-    """Memory tier in which `rank`, the fullest rank, needs more GiB than it has. Ranks share host and disk evenly."""
+    """Memory tier (memory.TIERS) in which `rank`, the fullest rank, needs more GiB than it has.
+
+    A rank has an equal share of its host's memory and disk.
+    """
 
     tier: str
     rank: int
@@ -48,11 +51,15 @@ class ClusterEstimate:
     """Plan, memory and time of a configuration on a cluster.
 
     Attributes:
+        cluster: Cluster for which the run was planned.
+        tables: Sharding of each table.
+        loads: Work that the tables cause on each rank; None without a plan.
+        memory: Predicted memory use of each rank; None without a plan.
         time: Predicted step time; None without rates or without a plan.
         refusal: Error that explains why there is no plan; only `remedies` and `table_memory_gib` are then set.
-        table_memory_gib: GiB that tables need and GiB available to them; set if `refusal` is set.
+        table_memory_gib: (GiB that tables need, GiB available to them) on all devices; set if `refusal` is set.
         lacks: One shortage for each memory tier that is too small.
-        remedies: Changes, each of which alone makes the run fit.
+        remedies: Changes, each of which alone makes the run fit; [] if they were not requested.
     """
 
     cluster: Cluster
@@ -72,13 +79,16 @@ class ClusterEstimate:
 
 
 class ClusterEstimator:
-    """Predictor of one configuration on many clusters; dense layers are counted once per batch size.
+    """Callable that predicts the plan, memory and time of one configuration on a cluster.
+
+    The work of the dense layers is counted once per batch size.
 
     Args:
         config: Configuration of the run.
         schema: Schema of the data.
         build: Function that builds the model of one rank (worker.build.build_unsharded).
-        rates: Rates for all clusters; None: use the data sheets of named machines.
+        rates: Rates for all clusters. None: rates from data sheets for known machine types, and no step times for
+            other clusters.
     """
 
     def __init__(self, config: RunConfig, schema: Schema, build: Callable[..., Any], rates: Rates | None = None):
@@ -164,10 +174,15 @@ class ClusterEstimator:
     def find_smallest_cluster(
         self, make_cluster: Callable[[int], Cluster], min_hosts: int = 1
     ) -> ClusterEstimate | None:
-        """Return the prediction for the fewest hosts on which the run fits, or None if none is found.
+        """Return the prediction for the fewest hosts on which the run fits, or None if the search finds none.
 
         The number of hosts is doubled, starting from `min_hosts` (with fused kernels only, at least the number whose
-        devices can hold the tables), and then bisected. `make_cluster` returns the cluster with a number of hosts.
+        devices can hold the tables), and then bisected. The search ends at MAX_HOSTS hosts, at one row per GPU, and
+        after MAX_REFUSALS clusters without a plan.
+
+        Args:
+            make_cluster: Function that returns the cluster with a number of hosts.
+            min_hosts: Smallest number of hosts to try.
         """
         single_host = make_cluster(1)
         config = _configure_for(self._config, single_host)
@@ -190,7 +205,7 @@ class ClusterEstimator:
         return estimate
 
     def _estimate_tables_gib(self, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
-        """Return the GiB of device memory that tables with optimizer state need, and the GiB available."""
+        """Return (GiB that tables with optimizer state need, GiB available to them) on all devices of a cluster."""
         on_cpu = config.scaling.device == "cpu"
         constraints = resolve_constraints(config, self._schema)
         sizes = estimate_footprints(config, self._schema, constraints, "cpu" if on_cpu else "cuda")
@@ -199,9 +214,14 @@ class ClusterEstimator:
         return sum(size.device for size in sizes.values()) / GIB, share * memory * cluster.world
 
     def choose_clusters(self, machines: list[Machine], prices: Mapping[str, float]) -> list[ClusterEstimate]:
-        """Return the smallest cluster of each machine type on which the run fits, by number of GPUs, then by price.
+        """Return the prediction for the smallest cluster of each machine type on which the run fits.
 
-        Machine types on which the run does not fit are omitted. `prices` maps machine names to prices per hour.
+        The predictions are sorted by number of GPUs, then by price. Machine types on which the run does not fit are
+        omitted.
+
+        Args:
+            machines: Machine types.
+            prices: Name of a machine → price per hour. Missing prices are sorted as 0.
         """
         estimates = [self.find_smallest_cluster(partial(Cluster.from_machine, machine=machine)) for machine in machines]
         found = [each for each in estimates if each]
@@ -209,14 +229,14 @@ class ClusterEstimator:
 
 
 def compute_hourly_price(estimate: ClusterEstimate, prices: Mapping[str, float]) -> float | None:
-    """Return the hourly price of an estimate's cluster, or None if it is unknown."""
+    """Return the hourly price of an estimate's cluster, or None if `prices` does not contain its machine type."""
     machine = estimate.cluster.machine
     price = prices.get(machine.name) if machine else None
     return None if price is None else estimate.cluster.hosts * price
 
 
 def _configure_for(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """Return the configuration with one worker for each GPU in a cluster."""
+    """Return the configuration with one worker for each GPU in a cluster, and device cuda for known machine types."""
     values: dict[str, Any] = {"num_workers": cluster.world}
     if cluster.machine:
         values["device"] = "cuda"
@@ -226,13 +246,19 @@ def _configure_for(config: RunConfig, cluster: Cluster) -> RunConfig:
 def dry_run(
     config: RunConfig, schema: Schema, cluster: Cluster, dense: Iterable[nn.Parameter] = ()
 ) -> list[PlannedTable]:
-    """Return the plan that a run on a cluster's GPUs or CPU workers (scaling.device) would use.
+    """Return the sharding of each table that a run on a cluster's GPUs or CPU workers (scaling.device) would use.
 
-    As in a run, 15 % of GPU memory is reserved for dense layers and activations. The time of the dense layers, which
-    affects the comparison of plans, is estimated from the shapes of the `dense` weights.
+    As in a run, 15 % of GPU memory is reserved for dense layers and activations.
+
+    Args:
+        config: Configuration of the run.
+        schema: Schema of the data.
+        cluster: Hypothetical cluster, with one worker per GPU.
+        dense: Weights of the dense layers, from whose shapes their time is estimated to compare plans.
 
     Raises:
-        ConfigError: Tables do not fit, constraints cannot be met, or the cluster has no hosts or no GPUs.
+        ConfigError: Tables do not fit, constraints cannot be met, or the cluster has no hosts or no GPUs (on CPU:
+            workers).
     """
     from raytrec.embeddings.optim import mark_fused
     from raytrec.embeddings.pooling import PooledEmbeddings
@@ -242,8 +268,8 @@ def dry_run(
     device = "cpu" if config.scaling.device == "cpu" else "cuda"
     gpus, world, machine = cluster.gpus, cluster.world, cluster.machine
     if min(cluster.hosts, gpus) < 1:
-        what = f"the cluster has {cluster.hosts} hosts with {gpus} GPUs each"
-        raise ConfigError(what, expected="at least one of each")
+        what = f"the cluster has {cluster.hosts} × {gpus} {'workers' if device == 'cpu' else 'GPUs'}"
+        raise ConfigError(what, expected="at least one host, with at least one GPU (on CPU: worker) each")
     memory = int((config.plan.memory_gib or cluster.memory_gib) * GIB)
     host_share, disk_share = int(cluster.host_memory_gib * GIB) // gpus, int(cluster.disk_gib * GIB) // gpus
     hosts = Hosts(gpus, (), memory, host_share, disk_share)
@@ -263,7 +289,7 @@ def dry_run(
 def _set_ranks_per_host(ranks: int) -> Iterator[None]:
     """Set LOCAL_WORLD_SIZE, from which TorchRec reads the number of ranks per host, within the block.
 
-    See plan.agree_on_hosts. TorchRec's warnings about the hypothetical topology and dense layers are suppressed.
+    The block also suppresses warnings of TorchRec's planner about the hypothetical topology and the dense layers.
     """
     logger, name = logging.getLogger("torchrec.distributed.planner"), "LOCAL_WORLD_SIZE"
     level, previous_value = logger.level, os.environ.get(name)

@@ -32,14 +32,15 @@ DEFAULT_HIT_SHARE = 0.8
 class Loads:
     """Work that a plan's tables cause on each rank per step, forward and backward, added up by LoadCounter.
 
-    Arrays are float64 [ranks].
+    Arrays are float64 [ranks]. An update type is the name of a table's optimizer, or dense. A host is a group of ranks
+    that fast links connect, which can span several machines (Cluster.linked).
 
     Args:
         world: Number of ranks.
         row_ids: Mean number of ids per row of a batch.
 
     Attributes:
-        ids: Update type (a table's optimizer, or dense) → number of ids that a rank looks up for all ranks' rows.
+        ids: Update type → number of ids that a rank looks up, for rows of all ranks.
         shards: Update type → number of shards in which ids are looked up.
         touched: Update type → bytes of device memory that lookups read and write at random addresses.
         streamed_bytes: Bytes that dense updates read and write sequentially.
@@ -57,6 +58,7 @@ class Loads:
             are sent separately.
         replicated: Bytes of gradients of tables that are replicated on all ranks (one number).
         row_values: Number of values per row of a batch that reach the dense layers.
+        row_ids: Mean number of ids per row of a batch.
     """
 
     def __init__(self, world: int, row_ids: float):
@@ -71,7 +73,7 @@ class Loads:
 
 
 class LoadCounter:
-    """Accumulator of the bytes and ids that ranks look up, send and update, to which tables are added one by one.
+    """Counter of the bytes and ids that ranks look up, send and update per step under a plan.
 
     A global batch has G rows, and each of W ranks reads B = G ÷ W of them. A table has F features, ℓ ids per
     row in total, and shards of c columns with w bytes per value.
@@ -117,7 +119,7 @@ class LoadCounter:
         return out
 
     def add(self, out: Loads, table: PlannedTable, times: int = 1) -> None:
-        """Add the loads of a table; with times = −1, subtract them."""
+        """Add the loads of a table to `out`; with times = −1, subtract them."""
         names, kind = self._features_of_table[table.table], table.sharding_type
         ids_per_row, by_id = sum(self._lengths[n] for n in names), table.table in self._features.tables_by_id
         vectors = ids_per_row if by_id else len(names)  # vectors sent per row
@@ -176,10 +178,9 @@ class LoadCounter:
         self._add_sums(out, table, ranks, times * self._total * vectors * columns * (share if by_id else 1.0))
 
     def _add_sums(self, out: Loads, table: PlannedTable, ranks: np.ndarray, values: np.ndarray) -> None:
-        """Add the bytes that ranks exchange for the lookup results of a table.
+        """Add the bytes that ranks exchange for the lookup results of a table and their gradients to `out`.
 
-        `values` contains the number of values that each shard sends, [shards]. These are partial sums if
-        ranks add them up.
+        `ranks` contains the rank of each shard, [shards], and `values` the number of values that each shard sends.
         """
         world, hosts, gpus, kind = self._world, self._hosts, self._gpus, table.sharding_type
         collectives = (("reduce_scatter", self._fwd), ("all_gather", self._bwd))
@@ -261,8 +262,8 @@ def compute_recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schem
     """Return the mean number of ids per row of the global batch, by table, over all recorded steps.
 
     Copies of a replicated table are counted once. Ranks that are not recorded (history.select_recorded_ranks) are
-    assumed to look up as many ids as the others. If ranks send only distinct ids (for tables read id by id,
-    on GPUs), repeated ids in a rank's batch count once.
+    assumed to look up as many ids as the recorded ranks. If ranks send only distinct ids (for tables read id by id,
+    on GPUs), repeated ids in a rank's batch count once. Tables without records are omitted.
     """
     sums: dict[str, tuple[float, float]] = {}  # table → ids looked up; rows held × steps
     for line in lines:
@@ -279,10 +280,10 @@ def compute_recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schem
 
 
 def replace_lengths(config: RunConfig, schema: Schema, lengths: Mapping[str, float]) -> Schema:
-    """Return the schema with mean lengths that match each table's ids per row (compute_recorded_lengths).
+    """Return the schema with mean lengths that match `lengths`, the ids per row by table (compute_recorded_lengths).
 
-    A table's number is divided among its features in the same proportion as before. The frequencies of ids
-    are unchanged.
+    A table's number is divided among its features in the same proportion as before. The frequencies of ids, and the
+    statistics of tables without a number, are unchanged.
     """
     features, statistics = resolve_features(schema, config.model), {}
     expected, by_table = estimate_ids_per_row(schema, features), group_lengths_by_table(schema, features)

@@ -1,4 +1,4 @@
-"""Memory, rates and links of public GPUs and machines. Does not import torch."""
+"""Memory, rates and links of NVIDIA's GPUs and of cloud machines. Does not import torch."""
 
 from __future__ import annotations
 
@@ -114,15 +114,20 @@ MACHINES = {
 
 
 def find_machine(name: str, where: str = "--on") -> Machine:
-    """Return the machine with a name such as 8xh100-sxm; errors name the option `where`.
+    """Return the machine type with a name such as 8xh100-sxm; 8xh100 and 8xa100 mean 8xh100-sxm and 8xa100-80.
+
+    Args:
+        name: Name of the machine type.
+        where: Option or file that contains the name, for the error.
 
     Raises:
-        ConfigError: There is no machine with this name.
+        ConfigError: There is no machine type with this name.
     """
     gpus, _, kind = name.strip().lower().partition("x")
     machine = MACHINES.get(f"{gpus}x{_GPU_ALIASES.get(kind, kind)}")
     if machine is None:
         do = "describe other machines by the memory of their GPUs, such as 2x4x48gib, and pass --rates"
+        do = do if where == "--on" else "use these names; other machines have no price"
         raise make_unknown_word_error(f"there is no machine '{name}'", name, MACHINES, where, do=do)
     return machine
 
@@ -179,7 +184,7 @@ class Cluster(NamedTuple):
 
     @property
     def linked(self) -> tuple[int, int]:
-        """Return (groups, GPUs per group) connected by links within a host, or by NVLink across hosts."""
+        """Return (number of groups, GPUs per group); see `group_linked_ranks`."""
         return group_linked_ranks(self.hosts, self.gpus, [self.machine.gpu] if self.machine else [])
 
 
@@ -204,9 +209,14 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def group_linked_ranks(hosts: int, gpus: int, names: Collection[str]) -> tuple[int, int]:
-    """Return (groups, GPUs per group) connected by links within a host, or by NVLink across hosts.
+    """Return (number of groups, GPUs per group), where fast links connect the GPUs of a group.
 
-    `names` contains the names of all GPUs.
+    A group is one host, or several hosts if NVLink connects their GPUs.
+
+    Args:
+        hosts: Number of hosts.
+        gpus: Number of GPUs per host.
+        names: Names of all GPUs, as their driver reports them.
     """
     data_sheets, world = [find_gpu(name) for name in names], hosts * gpus
     reach = min((gpu.linked if gpu else 0 for gpu in data_sheets), default=0)

@@ -38,7 +38,7 @@ DTYPE_BYTES = {"fp32": 4, "fp16": 2}
 # Bytes that a map of managed ids (embeddings/managed/key_map.py) takes with 60 % of its slots in use: per id with a row
 # (key, sightings, last step, row), and per id that waits for a row.
 ID_BYTES, WAITING_ID_BYTES = 41, 35
-HOST_RESERVE_SHARE = 0.15  # share of a GPU host's memory reserved for processes, as TorchRec reserves of a GPU's
+HOST_RESERVE_SHARE = 0.15  # share of a GPU host's memory reserved for processes
 CACHED_ROWS_SHARE = 0.2  # share of a table's rows in the GPU cache of fused_uvm_caching: FBGEMM's default (1.8.0)
 TIERS = ("device", "host", "disk")  # memory tiers
 WEIGHTS, STATE, CACHE = "weights", "optimizer state", "cache"
@@ -54,10 +54,10 @@ class Footprint(NamedTuple):
 
 
 def estimate_parts(table: Table, dtype: str, optimizer: str, kernel: str | None = None) -> dict[str, Footprint]:
-    """Return the bytes of each part of a table or shard: weights, optimizer state and cache.
+    """Return part → bytes of a table or shard; parts are weights, optimizer state and, with UVM kernels, cache.
 
-    The parts are on the device, with two exceptions. With a UVM kernel on a GPU, some parts are in host
-    memory; with fused_mmap on CPU, all parts are on disk.
+    The parts are on the device, with two exceptions. With a UVM kernel on a GPU, weights and per-value state are in
+    host memory. With fused_mmap on CPU, all parts are on disk.
 
     Args:
         table: Table or shard; only rows and dim are read.
@@ -107,7 +107,8 @@ class PlannedTable:
     """Sharding of one table in a plan.
 
     Attributes:
-        ranks: Ranks that hold a part of the table.
+        table: Name of the table.
+        ranks: Ranks that hold a part of the table, in ascending order.
         shards: (rank, rows, columns) of each shard.
         dtype: Data type of the weights, fp32 or fp16.
     """
@@ -136,12 +137,12 @@ class RankPart:
 
     @property
     def size(self) -> Footprint:
-        """Return the sum of all parts."""
+        """Return the bytes of all parts together, in each memory tier."""
         return add_footprints(self.parts.values())
 
 
 def list_planned_tables(plan: ShardingPlan, config: RunConfig, schema: Schema, world: int) -> list[PlannedTable]:
-    """Return the tables of a plan for `world` ranks."""
+    """Return the sharding of each table in a plan for `world` ranks."""
     constraints, out = resolve_constraints(config, schema), []
     for name, spec in (item for module in plan.plan.values() for item in sorted(module.items())):
         rows, dim = schema.tables[name].rows, schema.tables[name].dim
@@ -179,7 +180,7 @@ def disable_async_save(config: RunConfig) -> RunConfig:
 
 
 def exclude_training_memory(config: RunConfig) -> RunConfig:
-    """Return the configuration without checkpoint copies and without optimizer state for tables."""
+    """Return the configuration with SGD for all tables, which has no state, and without asynchronous saves."""
     optim = config.optim.model_copy(update={"embeddings": EmbeddingOptim(name="sgd"), "tables": {}})
     return disable_async_save(config).model_copy(update={"optim": optim})
 
@@ -201,9 +202,9 @@ def estimate_host_table_bytes(
 
 
 def estimate_copy_bytes(config: RunConfig, schema: Schema, constraints: Constraints, world: int) -> tuple[float, float]:
-    """Return two sizes in bytes of main memory per GPU rank: checkpoint copies of tables, rows read ahead.
+    """Return (bytes of checkpoint copies, bytes of rows read ahead) in main memory for each GPU rank.
 
-    Checkpoints are written from the copies, which are page-locked.
+    Checkpoints are written from page-locked copies of the tables in GPU memory.
     """
     sizes = estimate_footprints(config, schema, constraints, "cuda").values()
     return sum(size.device for size in sizes) / world, config.data.buffer_gib * GIB
@@ -212,11 +213,11 @@ def estimate_copy_bytes(config: RunConfig, schema: Schema, constraints: Constrai
 def move_to_files(constraints: Constraints, schema: Schema, config: RunConfig, memory: int) -> Iterator[Constraints]:
     """Yield constraints for CPU with an increasing number of tables in files, to be tried in this order.
 
-    `memory` is the number of bytes for tables on all ranks together. A table moves only if
-    plan.compute_kernels allows files and no setting of the table forbids them. Tables with the fewest lookups
-    per row move first, because lookups in files are slow. At first, only as many tables move as needed for
-    the rest to fit into memory. Each further result moves twice as many. If plan.compute_kernels does not
-    contain fused, all movable tables move at once.
+    `memory` is the number of bytes for tables on all ranks together. A table can move if plan.compute_kernels contains
+    fused_mmap, its compute_kernel is not set, it may be sharded other than data_parallel, and its optimizer has a fused
+    kernel on CPU. Tables with the fewest lookups per row move first, because lookups in files are slow. At first, only
+    as many tables move as needed for the other tables to fit into memory. Each further result moves twice as many. If
+    plan.compute_kernels does not contain fused, all movable tables move at once.
     """
     optimizers, features = (resolve_optimizers(config, schema), Counter(f.table for f in schema.sparse.values()))
     movable = [
@@ -249,7 +250,7 @@ def check_disk(constraints: Constraints, schema: Schema, config: RunConfig, memo
     `memory` and `free` are the bytes of memory and disk for tables on all ranks together.
 
     Raises:
-        ConfigError: The disk is too small, or the folder is on a file system in memory.
+        ConfigError: The disk has too little free space, or the folder is on a file system in memory.
     """
     chosen = next(move_to_files(constraints, schema, config, memory))
     footprints = estimate_footprints(config, schema, chosen, "cpu")
@@ -260,7 +261,8 @@ def check_disk(constraints: Constraints, schema: Schema, config: RunConfig, memo
         return
     reason = f"the folder is on {kind}, which is in memory" if kind else f"only {format_bytes(free)} are free"
     raise ConfigError(
-        f"tables {', '.join(sizes)} need {format_bytes(need)} of disk with optimizer state, but {reason}",
+        f"{'tables' if len(sizes) > 1 else 'table'} {', '.join(sizes)} {'need' if len(sizes) > 1 else 'needs'} "
+        f"{format_bytes(need)} of disk with optimizer state, but {reason}",
         where=f"plan.mmap_dir, {folder}",
         expected="a folder on a disk with enough space for these tables and for all checkpoints on this disk",
         do=advise_disk_space(config),

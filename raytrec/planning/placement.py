@@ -53,7 +53,7 @@ class PartialPlan:
         loads: Loads of the tables in the plan.
         busy: Approximate busy seconds of each rank, float64 [ranks]; `PlacementSpace.rate` replaces them with
             predicted seconds.
-        score: Score of the plan; lower is better.
+        score: Score of the plan, set by `PlacementSpace.rate`; lower is better.
     """
 
     of: dict[str, tuple[TableOption, tuple[int, ...]]]
@@ -155,11 +155,16 @@ class PlacementSpace:
         return float(way.shard_seconds.sum()) / self.world + way.rank_seconds
 
     def place(self, way: TableOption, busy: np.ndarray, room: np.ndarray) -> tuple[int, ...]:
-        """Return the ranks for a table's shards, one rank per shard; () if there is no room.
+        """Return the ranks for a table's shards, one rank per shard; () if these ranks have no room for the shards.
 
-        The result contains all ranks for ALL_RANK_SHARDING_TYPES, and the configured ranks for a pinned table.
-        Otherwise, it contains the least busy ranks that have room, or for HOST_SHARDING_TYPES ranks of the least busy
-        hosts.
+        The result contains all ranks for ALL_RANK_SHARDING_TYPES, and otherwise the configured ranks of the table.
+        Without configured ranks, it contains the least busy ranks that have room, or for HOST_SHARDING_TYPES ranks of
+        the least busy hosts.
+
+        Args:
+            way: Sharding option of the table.
+            busy: Busy seconds of each rank, float64 [ranks].
+            room: Remaining bytes of each rank in (GPU, host, disk), float64 [ranks, 3].
         """
         count, kind = len(way.option.shards), way.option.sharding_type
         pinned = self.constraints[way.option.name].ranks

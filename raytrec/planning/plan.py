@@ -1,4 +1,4 @@
-"""Sharding plan of a run, which assigns parts of tables to ranks."""
+"""Make the sharding plan of a run, which assigns parts of tables to ranks."""
 
 from __future__ import annotations
 
@@ -59,10 +59,11 @@ class Hosts:
     Attributes:
         ranks_per_host: Number of consecutive ranks that TorchRec treats as one host.
         devices: Device of each rank, as numbered by processes on its host.
-        memory: Bytes of memory of the smallest device: GPU memory, or on CPU a rank's share of its host.
+        memory: Bytes for tables per rank: plan.memory_gib, or else the memory of the smallest GPU (on CPU: the
+            smallest share of a host's memory).
         host_share: Bytes of main memory per rank if the ranks on a host share its memory evenly.
         disk_share: Bytes of disk per rank for tables with compute_kernel fused_mmap, shared in the same way.
-        gpus: Names of all GPUs.
+        gpus: Names of all GPUs; empty on CPU.
         network: Network bandwidth between hosts in 10⁹ bytes/s per GPU; None if unknown.
     """
 
@@ -111,8 +112,8 @@ def _locate_rank(config: RunConfig, device: torch.device) -> RankLocation:
 def merge_resources(places: list[RankLocation], config: PlanSection) -> Hosts:
     """Return the hosts' common properties, given the locations and resources of all ranks.
 
-    If hosts have different numbers of ranks, each rank is treated as a separate host. Memory is the minimum over
-    all ranks, so that tables that fit on one rank fit on every rank, and all ranks reject the same tables.
+    If hosts have different numbers of ranks, each rank is treated as a separate host. Memory is plan.memory_gib, or the
+    minimum over all ranks. Tables that fit on one rank thus fit on every rank, and all ranks reject the same tables.
 
     Args:
         places: Location of each rank, in rank order.
@@ -130,7 +131,7 @@ def merge_resources(places: list[RankLocation], config: PlanSection) -> Hosts:
 
 
 def select_rates(hosts: Hosts, device: str, world: int) -> Rates:
-    """Return the rates of CPU ranks, or of the GPU with the least memory bandwidth; unknown GPUs count as V100.
+    """Return the rates of CPU ranks, or of the GPU with the lowest memory bandwidth; unknown GPUs count as a V100.
 
     Args:
         hosts: Hosts of all ranks.
@@ -152,8 +153,8 @@ def make_plan(
     `head`.
 
     Raises:
-        ConfigError: A constraint cannot be met, tables do not fit, or no allowed sharding type fits a table.
-            Every rank raises the error.
+        ConfigError: A constraint cannot be met, or tables do not fit into memory or on disk. Every rank raises the
+            error.
     """
     hosts = agree_on_hosts(config, device)
     constraints, topology = validate_for_hosts(hosts, dist.get_world_size(), config, schema, device.type)

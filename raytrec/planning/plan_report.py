@@ -18,7 +18,7 @@ from raytrec.planning.machines import DEFAULT_DISK_GIB
 from raytrec.planning.memory import GIB, TIERS, compute_rank_parts
 
 MIN_SKEW = 1.25  # load of the busiest rank, in multiples of the mean, from which a table counts as skewed
-TIER_NAMES = {"device": "GPU", "host": "host", "disk": "disk"}
+DEVICE_NAMES = {"cuda": "GPU", "cpu": "memory"}  # labels of the tier "device", which is main memory on CPU
 
 
 @dataclass(kw_only=True)
@@ -26,8 +26,10 @@ class Plans:
     """Predictions made by one `raytrec plan` command.
 
     Attributes:
+        config: Configuration of the run.
+        schema: Schema of the data.
         on: Predictions for the requested clusters.
-        chosen: Prediction for the smallest cluster of each machine type, sorted by number of GPUs.
+        chosen: Prediction for the smallest cluster of each machine type that fits, sorted by number of GPUs.
         prices: Name of a machine → price per hour.
     """
 
@@ -38,12 +40,19 @@ class Plans:
     prices: dict[str, float] = field(default_factory=dict)
 
     def cheapest(self) -> ClusterEstimate | None:
-        """Return the chosen prediction with the lowest price, or None if no price is known."""
+        """Return the prediction in `chosen` with the lowest price, or None if none of them has a price."""
         priced = [each for each in self.chosen if compute_hourly_price(each, self.prices) is not None]
         return min(priced, key=lambda each: compute_hourly_price(each, self.prices), default=None)
 
+    def get_device(self, estimate: ClusterEstimate) -> str:
+        """Return the device type of a cluster: cpu for CPU workers, cuda for GPUs and all known machine types."""
+        return "cpu" if self.config.scaling.device == "cpu" and not estimate.cluster.machine else "cuda"
+
     def metrics(self) -> dict[str, Any]:
-        """Return all predictions as JSON values, with memory in GiB per rank and times in seconds."""
+        """Return all predictions as JSON values, with memory in GiB per rank and times in seconds.
+
+        Keys: clusters (predictions in `on`), chosen, and the names of the smallest and cheapest cluster in `chosen`.
+        """
         cheapest = self.cheapest()
         return {
             "clusters": [self._to_dict(each) for each in self.on],
@@ -62,7 +71,7 @@ class Plans:
             "name": cluster.name,
             "hosts": cluster.hosts,
             "gpus": cluster.gpus,
-            "device": "cpu" if self.config.scaling.device == "cpu" and not cluster.machine else "cuda",
+            "device": self.get_device(estimate),
             "memory_gib": cluster.memory_gib,
             "host_memory_gib": cluster.host_memory_gib,
             "fits": estimate.fits,
@@ -78,25 +87,25 @@ class Plans:
 
 
 def print_plans(plans: Plans) -> None:
-    """Print the predicted memory and time of each cluster, skewed tables, and why the run does not fit.
+    """Print the predicted memory and time of each cluster, its skewed tables, and the reasons why the run does not fit.
 
-    For a single cluster, also print its sharding plan. If clusters were chosen, also print the names of the
-    smallest and the cheapest one.
+    For a single cluster, also print its sharding plan. If clusters were chosen by machine type, print the names of the
+    smallest and the cheapest of them.
     """
     console = open_console()
     estimates = plans.on or plans.chosen
     if len(estimates) == 1 and estimates[0].tables:
         console.print(_format_tables(plans, estimates[0]))
     if any(each.memory for each in estimates):
-        console.print(_format_memory(estimates))
+        console.print(_format_memory(plans, estimates))
     if any(each.time for each in estimates):
         console.print(_format_time(plans, estimates))
     for each in estimates:
         for name, load in find_skewed_tables(plans.schema, each.cluster.world).items():
             text = f"{each.cluster.name}: table {name} is skewed: with row_wise, the rank of its most frequent id has"
-            remedy = "column_wise balances it, except with rowwise_adagrad"
+            remedy = "column_wise balances the load, but does not support rowwise_adagrad"
             console.print(f"{text} {load:.1f} × the mean load; {remedy}", soft_wrap=True, markup=False)
-        for line in _describe_problems(each):
+        for line in _describe_problems(plans, each):
             console.print(line, soft_wrap=True, markup=False)
     if plans.chosen:
         smallest, cheapest = plans.chosen[0], plans.cheapest()
@@ -104,13 +113,15 @@ def print_plans(plans: Plans) -> None:
         if cheapest:
             price = compute_hourly_price(cheapest, plans.prices)
             console.print(f"cheapest: {cheapest.cluster.name}, {price:,.2f} per hour", soft_wrap=True)
+    elif plans.prices or not plans.on:
+        console.print("the run fits on none of the machine types", soft_wrap=True)
 
 
 def find_skewed_tables(schema: Schema, world: int) -> dict[str, float]:
-    """Return the lookups of the busiest rank, in multiples of the mean, for tables that row_wise would skew.
+    """Return a mapping from tables that row_wise would skew to the lookups of the busiest rank, relative to the mean.
 
     The busiest rank holds the table's most frequent id (`statistics.*.hottest`). Lookups of all other ids are assumed
-    to be distributed evenly.
+    to be distributed evenly. Tables with a value below MIN_SKEW are omitted.
 
     Args:
         schema: Schema with statistics.
@@ -126,7 +137,8 @@ def find_skewed_tables(schema: Schema, world: int) -> dict[str, float]:
 
 def _format_tables(plans: Plans, estimate: ClusterEstimate) -> Table:
     gib: dict[str, float] = {}
-    for (name, _), part in compute_rank_parts(estimate.tables, plans.config, plans.schema).items():
+    device = plans.get_device(estimate)
+    for (name, _), part in compute_rank_parts(estimate.tables, plans.config, plans.schema, device).items():
         gib[name] = gib.get(name, 0.0) + sum(part.size) / GIB
     rows, dim, size = (Column(name, justify="right") for name in ("rows", "dim", "total GiB"))
     lines = Table("table", rows, dim, "sharding_type", "compute_kernel", "ranks", size)
@@ -137,11 +149,13 @@ def _format_tables(plans: Plans, estimate: ClusterEstimate) -> Table:
     return lines
 
 
-def _format_memory(estimates: list[ClusterEstimate]) -> Table:
+def _format_memory(plans: Plans, estimates: list[ClusterEstimate]) -> Table:
     """Return a table with the maximum GiB of each memory part over ranks, which divide a host's memory evenly."""
+    names = {tier: tier for tier in TIERS}
+    names["device"] = " or ".join(dict.fromkeys(DEVICE_NAMES[plans.get_device(each)] for each in estimates))
     keys = list(dict.fromkeys(key for each in estimates if each.memory for key in each.memory.parts))
     lines = _format_comparison("GiB per rank (maximum)", estimates)
-    for tier, name in TIER_NAMES.items():
+    for tier, name in names.items():
         parts = [part for place, part in keys if place == tier]
         if not parts:
             continue
@@ -190,18 +204,19 @@ def _format_time(plans: Plans, estimates: list[ClusterEstimate]) -> Table:
     return lines
 
 
-def _describe_problems(estimate: ClusterEstimate) -> list[str]:
+def _describe_problems(plans: Plans, estimate: ClusterEstimate) -> list[str]:
     """Return lines that state why the run does not fit, and changes that would make it fit; [] if it fits."""
     name, lines = estimate.cluster.name, []
+    places = {"device": "GPU memory" if plans.get_device(estimate) == "cuda" else "memory"}
+    places |= {"host": "host memory", "disk": "disk space"}
     if estimate.refusal:
         lines.append(f"{name} does not fit: {estimate.refusal.what}; expected {estimate.refusal.expected}")
         needed, free = estimate.table_memory_gib
         more = f"{needed - free:.1f} GiB more than" if needed > free else "out of"
-        lines.append(f"  tables need {needed:.1f} GiB with optimizer state, {more} the {free:.1f} available")
+        lines.append(f"  tables need {needed:.1f} GiB with optimizer state, {more} the {free:.1f} GiB available")
     for lack in estimate.lacks:
-        where = {"device": "GPU memory", "host": "host memory", "disk": "disk space"}[lack.tier]
         lines.append(
-            f"{name} does not fit: rank {lack.rank} needs {lack.needs:.1f} GiB of {where}, "
+            f"{name} does not fit: rank {lack.rank} needs {lack.needs:.1f} GiB of {places[lack.tier]}, "
             f"{lack.needs - lack.has:.1f} GiB more than the {lack.has:.1f} GiB available to the rank"
         )
     if lines:
@@ -211,10 +226,10 @@ def _describe_problems(estimate: ClusterEstimate) -> list[str]:
 
 
 def draw(plans: Plans, path: str | Path) -> None:
-    """Draw a grid of tables × ranks with the shards on the first cluster that has a plan, to an .svg or .png file.
+    """Draw the shards of the first cluster that has a plan as a grid of tables × ranks, to an .svg or .png file.
 
     Raises:
-        ConfigError: The file has another extension, or there is no plan.
+        ConfigError: The file has another extension, or no cluster has a plan.
         RunError: The file cannot be written.
     """
     from raytrec.report.figures import style, tables
@@ -225,9 +240,10 @@ def draw(plans: Plans, path: str | Path) -> None:
         raise ConfigError(f"{path.name} is not an image file", where="--picture", expected=".svg or .png")
     estimate = next((each for each in [*plans.on, *plans.chosen] if each.tables), None)
     if estimate is None:
-        raise ConfigError("no machine has a plan to draw", where="--picture", do="omit --picture to see the reasons")
+        raise ConfigError("no cluster has a plan to draw", where="--picture", do="omit --picture to see the reasons")
     sizes: list[dict[str, float]] = [{} for _ in range(estimate.cluster.world)]
-    for (table, rank), part in compute_rank_parts(estimate.tables, plans.config, plans.schema).items():
+    device = plans.get_device(estimate)
+    for (table, rank), part in compute_rank_parts(estimate.tables, plans.config, plans.schema, device).items():
         sizes[rank][table] = sum(part.size)
     figure = tables.memory_map(sizes)
     with convert_write_errors(path, "picture", "--picture"):

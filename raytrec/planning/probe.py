@@ -1,8 +1,8 @@
 """Measured rates of this machine's ranks: samples taken by each rank, and the rates computed from them.
 
 All ranks take the same samples at the same time, so they share caches, memory and links as in a run. Work on
-CPU is measured in CPU seconds. The host time of a step is not measured but taken from `Rates.for_cpu` or
-`Rates.for_gpu`.
+CPU is measured in CPU seconds, and collectives in elapsed seconds. The host time of a step is not measured but taken
+from `Rates.for_cpu` or `Rates.for_gpu`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DENSE_UPDATE_BYTES = 4 * (3 + 2 + 3)
 LOOKUP_SHAPES = ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))
 COLLECTIVE_VALUES = (256, 1 << 20)  # numbers of values in small and large collectives
 ROUNDS = 7
-Sample = dict[str, float]
+Sample = dict[str, float]  # name of a measurement → rate, or seconds of a lookup or collective
 Lookup = tuple[str, int, int, int]  # update type, followed by one of LOOKUP_SHAPES
 
 
@@ -43,7 +43,7 @@ def list_lookups(device: str) -> list[Lookup]:
 
 
 def take_samples(rank: int, world: int, folder: str, limit_s: float) -> dict[str, Any]:
-    """Take the samples of one rank and return {"samples": one sample per round}.
+    """Take the samples of one rank and return {"samples": list of ROUNDS samples}.
 
     Args:
         rank: Rank of this process.
@@ -70,7 +70,7 @@ def compute_rates(samples: Sequence[Sequence[Sample]]) -> Rates:
     """Compute the rates of this machine from the medians of samples.
 
     Args:
-        samples: Samples of each rank, one for each round.
+        samples: For each rank, its samples of all rounds.
     """
     world, device = len(samples), "cuda" if samples[0][0]["on_gpu"] else "cpu"
     medians = {
@@ -144,7 +144,7 @@ class RateProbe:
         self._copy_host = torch.empty(1 << 24, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def sample(self, clock: Callable[[], float] = perf_counter) -> Sample:
-        """Measure every rate once.
+        """Measure every rate once and return the sample.
 
         Args:
             clock: Clock for collectives; use process_time on a machine that runs other work.
@@ -201,7 +201,7 @@ class RateProbe:
         self._optimizer.zero_grad()
 
     def _time_min(self, call: Callable[[], object], times: int = 8) -> float:
-        """Return the minimum seconds that a call takes: CPU seconds on CPU, elapsed seconds on a GPU."""
+        """Return the lowest of three means of a call's seconds over `times` calls: CPU seconds on CPU, else elapsed."""
         clock = process_time if self._device.type == "cpu" else perf_counter
         return min(self._time_calls(call, times, clock) for _ in range(3))
 
@@ -219,7 +219,7 @@ class RateProbe:
             torch.cuda.synchronize()
 
     def _time_collective(self, kind: str, size: int, clock: Callable[[], float]) -> float:
-        """Return the seconds that a collective of `size` values takes."""
+        """Return the mean seconds that a collective of `size` values takes."""
         part_size = size // self._world
         whole, part = (torch.ones(n, device=self._device) for n in (part_size * self._world, part_size))
         output = torch.empty_like(whole)
@@ -234,7 +234,7 @@ class RateProbe:
 
 
 class _Lookup:
-    """FBGEMM's lookup and update of some tables, called as TorchRec calls them."""
+    """Callable that runs FBGEMM's lookup in equally large tables and their update, as TorchRec runs them."""
 
     def __init__(self, update: str, tables: int, dim: int, length: int, device: torch.device, rng: Any):
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation

@@ -68,8 +68,8 @@ class Rates:
         group_s: Host seconds per sharding type in a step of several ranks.
         matrix_s: Seconds per small matrix in a batched product.
         peer_s: Seconds per other rank in an all-to-all.
-        far: Bytes/s to other hosts.
-        host_link: Bytes/s between host and device.
+        far: Bytes/s that a rank sends to other hosts.
+        host_link: Bytes/s between the host's memory and a GPU.
         file_row_s: Seconds per row read from a file.
         assemble_column_s: Seconds per column of a row to assemble a batch in the rank's process.
         read_column_s: Seconds per column of a row to read the row in another process.
@@ -103,17 +103,18 @@ class Rates:
     read_id_s: float = 5e-9
 
     def get_lookup_rates(self, update_type: str) -> LookupRates:
-        """Return the rates of lookups with a table optimizer, or with dense updates.
+        """Return the rates of lookups for an update type: the name of a table optimizer, or dense.
 
         Raises:
-            ConfigError: The rates were measured without this update type.
+            ConfigError: `lookup` lacks this update type.
         """
         if update_type not in self.lookup:
+            update = "dense updates" if update_type == DENSE else f"optimizer {update_type}"
             raise ConfigError(
-                f"the rates do not include lookups with optimizer {update_type}",
+                f"the rates do not include lookups with {update}",
                 where=self.source,
                 expected=f"one of {', '.join(self.lookup)}",
-                do="measure the rates again with `raytrec doctor --measure FILE`",
+                do="measure the rates again, on the type of machine to plan for, with `raytrec doctor --measure FILE`",
             )
         return self.lookup[update_type]
 
@@ -123,10 +124,10 @@ class Rates:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> Rates:
-        """Return the rates in a JSON text written by `to_json`.
+        """Return the rates in a JSON text written by `to_json`; `where` names the text's source in errors.
 
         Raises:
-            ConfigError: The text does not contain valid rates. The error names `where`.
+            ConfigError: The text does not contain valid rates.
         """
         try:
             rates = validate_as(parse_json(text), cls)

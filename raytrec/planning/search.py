@@ -57,6 +57,7 @@ class Search:
 
     Attributes:
         topology: Ranks, with the memory of each rank that is available to tables.
+        model: Model whose tables are planned.
         sharders: TorchRec sharders of the model's modules.
         dense: Estimated work of the dense layers of one rank.
         rates: Rates used to compare plans.
@@ -73,13 +74,15 @@ class Search:
     linked: tuple[int, int]
 
     def find(self, constraints: Constraints) -> ShardingPlan:
-        """Search for the plan under these constraints, and return the plan.
+        """Return the best plan found under these constraints.
+
+        On CPU, tables are moved to files step by step (memory.move_to_files) until a plan fits.
 
         Args:
             constraints: Validated constraint of each table.
 
         Raises:
-            ConfigError: No plan fits.
+            ConfigError: No plan that fits into memory was found.
         """
         device, world = self.topology.compute_device, self.topology.world_size
         storage, choices = self.topology.devices[0].storage, iter([constraints])
@@ -115,7 +118,13 @@ class Search:
     def _iterate_options(
         self, upstream: Upstream, fused: Mapping[str, str], on_disk: Set[str]
     ) -> Iterator[ShardingOption]:
-        """Yield every sharding option of each table, with the storage of its shards."""
+        """Yield every sharding option of each table, with the storage of its shards.
+
+        Args:
+            upstream: Table → constraint in TorchRec's form.
+            fused: Table → optimizer that updates the table in backward.
+            on_disk: Tables in files.
+        """
         dims = {name: table.dim for name, table in self.schema.tables.items()}
 
         def enumerate_options(constraints: Upstream) -> list[ShardingOption]:
@@ -159,9 +168,10 @@ class Search:
         return out
 
     def _make_refusal(self, constraints: Constraints, reason: str) -> ConfigError:
-        tables = self.schema.tables
+        tables, world = self.schema.tables, self.topology.world_size
         gib = sum(tables[n].rows * tables[n].dim * DTYPE_BYTES[c.dtype] for n, c in constraints.items()) / GIB
-        sizes, allowed = self.topology.devices[0].storage, ", ".join(self.config.plan.sharding_types)
+        sizes, allowed = self.topology.devices[0].storage, self.config.plan.sharding_types
+        row_wise = "" if "row_wise" in allowed else "add row_wise to plan.sharding_types, "
         kernels = {constraint.kernel for constraint in constraints.values()}
         if self.topology.compute_device == "cuda":
             room = f"{sizes.hbm / GIB:.1f} GiB per GPU, of which 15 % is reserved"
@@ -170,21 +180,22 @@ class Search:
             room = f"{sizes.ddr / GIB:.1f} GiB of memory per worker"
             room += f", and {sizes.ssd / GIB:.1f} GiB of disk per worker" if MMAP_KERNEL in kernels else ""
         return ConfigError(
-            f"cannot place {format_count(len(self.schema.tables), 'table')} ({gib:.2f} GiB of weights) on "
-            f"{self.topology.world_size} workers: {reason}",
+            f"cannot place {format_count(len(tables), 'table')} ({gib:.2f} GiB of weights) on "
+            f"{format_count(world, 'worker')}: {reason}",
             where="plan, scaling.num_workers",
-            expected=f"tables that, with sharding types {allowed} and the constraints in plan.tables, fit into {room}",
-            do="add workers, allow row_wise, or reduce the size of the tables",
+            expected=f"tables that fit into {room}, with the constraints in plan.tables and sharding types "
+            f"{', '.join(allowed)}",
+            do=f"add workers, {row_wise}or reduce the size of the tables",
         )
 
 
 def narrow_sharding_types(constraints: Constraints, schema: Schema, world: int, memory: int) -> Constraints:
     """Return constraints that keep the search small on `world` ranks, each with `memory` bytes for tables.
 
-    If there are too many tables × ranks, only the tables with the most bytes or lookups may be split across
-    all ranks. Likewise, only the smallest tables may be replicated on every rank. Other tables keep their
-    remaining sharding types. Large tables, and tables without another sharding type, are unchanged. On one
-    rank, no table is split by rows, because a single whole shard does not require sorting ids by rank.
+    If there are too many tables × ranks (MAX_ADDED_SHARDS), only the tables with the most bytes or lookups may be split
+    across all ranks, and only the smallest tables may be replicated on every rank. Other tables keep their remaining
+    sharding types. Tables of more than ALWAYS_SPLIT_SHARE × `memory`, and tables without another sharding type, keep
+    all types. On one rank, tables that may be table_wise or row_wise are table_wise, which sorts no ids by rank.
     """
     features = Counter(feature.table for feature in schema.sparse.values())
     bytes_of = {name: 4 * table.rows * table.dim for name, table in schema.tables.items()}
@@ -219,6 +230,7 @@ def split_columns(constraints: Upstream, dims: dict[str, int]) -> Iterator[Upstr
 
     Each result contains only tables that may be sharded by column, whose dim can be divided into this number of parts
     with widths that are multiples of 4, and whose minimum width in `constraints` allows a larger number of parts.
+    `dims` maps each table to its dim, the number of columns.
     """
     max_parts = {
         table: dims[table] // each.min_partition
@@ -236,7 +248,7 @@ def split_columns(constraints: Upstream, dims: dict[str, int]) -> Iterator[Upstr
 
 
 def estimate_once_per_size(options: list[ShardingOption], estimate: Callable[[list[ShardingOption]], None]) -> None:
-    """Run TorchRec's `estimate` on all options, once for each distinct shard size of an option."""
+    """Set the storage of all shards with TorchRec's `estimate`, which runs on each distinct size of an option once."""
     shards_of = [option.shards for option in options]
     for option in options:
         option.shards = list({tuple(shard.size): shard for shard in option.shards}.values())

@@ -29,7 +29,7 @@ from raytrec.planning.memory import (
     estimate_host_table_bytes,
 )
 
-DEVICE_MEMORY_WORDING = "on one rank", "(plan.memory_gib, or the memory of the device)"
+DEVICE_MEMORY_WORDING = "on one rank", "(plan.memory_gib or the device's memory, less the maps of managed ids)"
 HOST_MEMORY_WORDING = (
     "of host memory on one rank",
     "(the share of one rank, without the memory for checkpoint copies)",
@@ -60,9 +60,9 @@ def validate_constraints(
 
     Raises:
         ConfigError: A constraint of a table cannot be met, for example because a rank does not exist, a
-            sharding type does not support the optimizer or kernel, or no rank can hold a group; the error
-            names the table. Also raised if int8 in plan.qcomms has no effect, or if main memory cannot hold
-            the checkpoint copies.
+            sharding type does not support the optimizer or kernel, or no rank can hold a plan.colocate group; the
+            error names the table. Also raised if int8 in plan.qcomms has no effect, if GPUs would have only fused_mmap
+            in plan.compute_kernels, or if main memory cannot hold the checkpoint copies.
     """
     constraints, optimizers = resolve_constraints(config, schema), resolve_optimizers(config, schema)
     if device == "cuda" and {*config.plan.compute_kernels} == {MMAP_KERNEL}:
@@ -144,10 +144,10 @@ def _has_dense_update(constraint: TableConstraint, sharding: str, optimizer: str
 
 
 def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: int, per_host: int | None) -> None:
-    """Check plan.tables.*.ranks; what depends on hosts is checked by the workers if `per_host` is None."""
+    """Check the ranks of one table (plan.tables.*.ranks), except for HOST_SHARDING_TYPES if `per_host` is None."""
     ranks, sharding = constraint.ranks, constraint.sharding[0]
     if outside := [rank for rank in ranks if rank >= world]:
-        expected = f"ranks 0 to {world - 1} (scaling.num_workers={world})"
+        expected = f"{f'ranks 0 to {world - 1}' if world > 1 else 'rank 0'} (scaling.num_workers={world})"
         raise make_plan_error(table, f"there is no rank {outside[0]}", expected)
     if len(set(ranks)) < len(ranks):
         raise make_plan_error(table, f"ranks {list(ranks)} contain duplicates", "each rank once")
@@ -186,7 +186,7 @@ def check_qcomms(config: RunConfig, schema: Schema, constraints: Constraints, wo
     host, or None if unknown.
 
     Raises:
-        ConfigError: The shard widths have no common divisor that is large enough for int8.
+        ConfigError: The greatest common divisor of all shard widths is at most INT8_SCALE_BYTES.
     """
     if not config.plan.qcomms.has_int8:
         return

@@ -19,13 +19,14 @@ from raytrec.config.schema_parts import ManagedIds
 from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.embeddings.sharding import describe_plan, make_sharders
-from raytrec.planning.dry_run import dry_run
+from raytrec.planning.dry_run import ClusterEstimator, dry_run
 from raytrec.planning.machines import GPUS, MACHINES, Cluster, find_machine, find_network_bandwidth, parse_cluster
 from raytrec.planning.memory import GIB, compute_rank_parts, exclude_training_memory
 from raytrec.planning.plan import RankLocation, merge_resources, name_devices, search_plan, select_rates
+from raytrec.planning.plan_report import Plans, print_plans
 from raytrec.planning.rates import REACHED_RATE_SHARES
 from raytrec.planning.step_cost import estimate_hot_rows
-from raytrec.worker.build import build_step, compute_run_plan
+from raytrec.worker.build import build_step, build_unsharded, compute_run_plan
 
 
 def schema(rows=100):
@@ -301,6 +302,29 @@ def test_planner_rejects_tables_larger_than_host_memory():
     assert "cannot place 4 tables" in message and "of host memory" in message
     assert "scaling.num_workers" in message
     assert run_on_ranks(1, plan_kernels_on_gpu, plan, 1000, device="cuda") == [["fused_uvm"] * 4]
+
+
+@pytest.mark.parametrize("kinds, is_advised", [(["table_wise", "row_wise"], False), (["table_wise"], True)])
+def test_row_wise_is_advised_only_if_it_is_not_allowed(kinds, is_advised):
+    config = settings(2, {"sharding_types": kinds})
+    with pytest.raises(ConfigError, match=r"cannot place 4 tables \(.*\) on 2 workers") as error:
+        dry_run(config, schema(10**7), Cluster.from_sizes(2, 1, 0.1))
+    assert ("add row_wise to plan.sharding_types" in error.value.do) is is_advised
+
+
+@pytest.mark.parametrize("device, label, place", [("cpu", "memory", "memory"), ("cuda", "GPU", "GPU memory")])
+def test_plan_names_the_memory_of_the_device(device, label, place, capsys):
+    config = load_config(settings(2, {}), {"scaling.device": device})
+    estimate = ClusterEstimator(config, schema(), build_unsharded)(Cluster.from_sizes(2, 1, 0.1))
+    print_plans(Plans(config=config, schema=schema(), on=[estimate]))
+    shown = capsys.readouterr().out
+    assert f"{label}: weights" in shown and f" GiB of {place}, " in shown
+    assert ("GPU" in shown) is (device == "cuda")
+
+
+def test_plan_reports_that_no_machine_fits(capsys):
+    print_plans(Plans(config=settings(2, {}), schema=schema(), on=[], prices={"8xh100-sxm": 1.0}))
+    assert "fits on none of the machine types" in capsys.readouterr().out
 
 
 def test_uvm_tables_count_towards_host_memory():
