@@ -104,7 +104,7 @@ def test_tables_in_files_must_fit_the_disk(tmp_path, monkeypatch):
         fits(100_000, tables={})
     for plan in ({}, {"tables": {}, "compute_kernels": ["fused", "fused_mmap"]}):
         fits(100_000, mmap_dir=str(tmp_path), **plan)  # 3.4 MiB, of which memory has 1
-        with pytest.raises(ConfigError, match=r"tables user need [\d,.]+ TiB of disk.*but only .* are free"):
+        with pytest.raises(ConfigError, match=r"table user needs [\d,.]+ TiB of disk.*but only .* are free"):
             fits(10**12, mmap_dir=str(tmp_path), **plan)
 
 
