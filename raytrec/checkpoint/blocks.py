@@ -1,4 +1,4 @@
-"""Convert between chunks of tensors and blocks of bytes."""
+"""Convert between chunks (tensors, or shards of tensors, in a file) and blocks of bytes, which have a checksum each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
 def to_metadata(index: dict, first_rows: Mapping[str, int]) -> Metadata:
-    """Convert a valid index to torch's metadata, with a StoredChunk for every chunk.
+    """Convert a valid index to torch's metadata, whose `storage_data` has a StoredChunk for every included chunk.
 
     `first_rows` maps tables to the number of leading rows to include. Other tables are included as a whole.
     """
@@ -111,7 +111,10 @@ def blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
 
 
 def iterate_row_pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield a tensor, split into views of about `block_bytes` if it is contiguous and in host memory."""
+    """Yield views of a tensor's consecutive rows, of about `block_bytes` each.
+
+    A tensor that is not in host memory or not contiguous, and an empty tensor or scalar, is yielded as a whole.
+    """
     if not is_host_contiguous(tensor) or not tensor.dim() or not tensor.numel():
         yield tensor
         return

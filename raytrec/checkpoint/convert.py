@@ -21,12 +21,14 @@ from raytrec.checkpoint.rawfile import RawFileWriter, Source, make_folder, open_
 from raytrec.checkpoint.restore import read_stored_ids
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.errors import SchemaError
+from raytrec.common.formatting import format_count
 from raytrec.config.schema import Table
 from raytrec.config.schema_parts import ManagedIds
 from raytrec.data.ids import hash_bits
 from raytrec.embeddings.hashing import compute_initial_values
 
 BAND_BYTES = 4 << 20  # size of the float32 rows that are processed at a time
+NOT_NEEDED = "a table that this conversion would change", "omit this option"  # expected and do of an error
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class TableConversion:
         note: Line that describes the conversion to the user.
         source: For each row of the new table, its row in the checkpoint, int64 [table.rows]. A row with
             source -1 gets initial values and zero optimizer state. None: all rows are unchanged.
-        ids: Managed ids of the new table: tensor name after ids/TABLE/ → int64 [n].
+        ids: New tensors of the table's managed ids: name after ids/TABLE/ (restore.py) → int64 [n].
         about: Entry for the table's managed ids in the index; None without managed ids.
     """
 
@@ -52,13 +54,13 @@ class TableConversion:
 def to_managed(name: str, table: Table) -> TableConversion:
     """Return the conversion to managed ids, in which ids 0 to rows - 1 keep their rows.
 
-    A row is added for ids without a row.
+    A fallback row, which ids without their own row share, is added.
 
     Raises:
         SchemaError: The ids of the table are already managed, or are hashed.
     """
     if table.ids:
-        raise _conversion_error(name, "its ids are already managed", "a table whose ids are its row numbers")
+        raise _conversion_error(name, "its ids are already managed", *NOT_NEEDED)
     if table.out_of_range == "hash":
         reason = "each row is shared by all ids that were hashed to it, and these ids are not recorded"
         raise _conversion_error(name, reason, "a table whose ids are its row numbers")
@@ -87,7 +89,7 @@ def to_hash(name: str, table: Table) -> TableConversion:
         reason = "the checkpoint does not record whether its ids were text (hashed differently from integers)"
         raise _conversion_error(name, reason, "a table whose ids are its row numbers")
     if table.out_of_range == "hash":
-        raise _conversion_error(name, "its ids are already hashed", "a table with out_of_range: error or clamp")
+        raise _conversion_error(name, "its ids are already hashed", *NOT_NEEDED)
     return TableConversion(
         table.model_copy(update={"out_of_range": "hash"}),
         f"table {name}: ids 0 to {table.rows - 1:,} keep their rows; all other ids are hashed to these rows",
@@ -101,7 +103,7 @@ def resize_table(folder: str, index: Mapping[str, Any], name: str, table: Table,
     seen most often.
 
     Raises:
-        SchemaError: The table has hashed ids, already has this number of rows, or would have no row for ids.
+        SchemaError: The table has hashed ids, already has this number of rows, or would have only fallback rows.
         CheckpointError: The managed ids cannot be read.
     """
     if table.out_of_range == "hash":
@@ -109,17 +111,20 @@ def resize_table(folder: str, index: Mapping[str, Any], name: str, table: Table,
             name, "its hashed ids would get different rows in a table of another size", "a table without hashed ids"
         )
     if rows == table.rows:
-        raise _conversion_error(name, f"it already has {rows:,} rows", "a different number of rows")
+        raise _conversion_error(name, f"it already has {format_count(rows, 'row')}", *NOT_NEEDED)
     if table.ids and rows <= table.ids.fallback_rows:
-        raise _conversion_error(name, f"{rows} rows leave no row for ids", f"a number above {table.ids.fallback_rows}")
+        reason = f"with resize:{rows}, all of its rows would be fallback rows"
+        expected = f"more rows than the {format_count(table.ids.fallback_rows, 'fallback row')} of the table"
+        raise _conversion_error(name, reason, expected, f"pass resize:{table.ids.fallback_rows + 1} or more")
     new = table.model_copy(update={"rows": rows})
     if table.ids:
         return _resize_ids(read_stored_ids(folder, index, name), index["about"]["ids"][name], name, table, new)
     source = np.arange(rows)
     source[table.rows :] = -1
-    more = rows - table.rows
-    rest = f"{more:,} rows with initial values are added" if more > 0 else f"the last {-more:,} are dropped"
-    return TableConversion(new, f"table {name}: its first {min(rows, table.rows):,} rows are kept, {rest}", source)
+    kept, end = sorted((rows, table.rows))
+    change = "get initial values" if rows > table.rows else "are dropped"
+    note = f"table {name}: rows 0 to {kept - 1:,} are kept; rows {kept:,} to {end - 1:,} {change}"
+    return TableConversion(new, note, source)
 
 
 def _resize_ids(
@@ -127,8 +132,8 @@ def _resize_ids(
 ) -> TableConversion:
     """Return the conversion of a table with managed ids to a different number of rows.
 
-    An id keeps its row if the new table has a row of this number that is not a fallback row. All other ids that are
-    kept move to free rows.
+    Fallback rows, which ids without their own row share, are at the end of a table. An id keeps its row if the new
+    table has a row of this number that is not a fallback row. All other ids that are kept move to free rows.
     """
     values, capacity = {key: tensor.numpy() for key, tensor in saved.items()}, new.own_rows
     selected = np.lexsort((-values["last"], -values["sightings"]))[:capacity]  # ties: lowest key first
@@ -146,20 +151,20 @@ def _resize_ids(
     dropped = len(values["id"]) - len(old_rows)
     return TableConversion(
         new,
-        f"table {name}: {len(old_rows):,} ids keep their trained rows"
-        + (f"; the {dropped:,} ids seen least often are dropped" if dropped else ""),
+        f"table {name}: the rows of {format_count(len(old_rows), 'id')} are kept"
+        + (f"; the ids seen least often ({dropped:,}) are dropped" if dropped else ""),
         source,
         {**retained, "row": new_rows} | ({"left": free_rows[moved:]} if moved < len(free_rows) else {}),
         {**about, "rows": len(old_rows), "left": len(free_rows) - moved, "handed": capacity},
     )
 
 
-def _conversion_error(table: str, reason: str, expected: str) -> SchemaError:
+def _conversion_error(table: str, reason: str, expected: str, do: str | None = None) -> SchemaError:
     return SchemaError(
         f"table {table} cannot be converted: {reason}",
         where=f"--table {table}",
         expected=expected,
-        do=f"reinitialize the table in a warm start with another schema: warm_start.tables.{table}=new",
+        do=do or f"reinitialize the table in a warm start with another schema: warm_start.tables.{table}=new",
     )
 
 

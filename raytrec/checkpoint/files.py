@@ -10,7 +10,7 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytrec.checkpoint.index import INDEX, CheckpointError, find_run_problem, make_unreadable_error, read_index
+from raytrec.checkpoint.index import INDEX, CheckpointError, find_run_problem, make_foreign_error, read_index
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import parse_number
 from raytrec.common.reading import MAX_YAML_BYTES, UnreadableError, parse_yaml, read_bytes
@@ -41,7 +41,7 @@ def get_step_folder(root: str, step: int) -> str:
 
 
 def steps(root: str) -> list[int]:
-    """Return the steps whose checkpoint folder exists, complete or not, newest first."""
+    """Return the steps with a checkpoint folder in the folder `root`, complete or not, newest first."""
     from pyarrow import fs
 
     filesystem, path = open_filesystem(root)
@@ -64,15 +64,14 @@ def iterate_indexes(
         try:
             index = read_index(folder)
             if problem := find_obstacle(index["about"]):
-                what = f"its index is not from a training run ({problem})"
-                raise make_unreadable_error(what, join_uri(folder, INDEX))
+                raise make_foreign_error(problem, join_uri(folder, INDEX))
             yield folder, index, None
         except CheckpointError as error:
             yield folder, {}, error
 
 
 def find_newest_checkpoint(root: str) -> tuple[str | None, dict[str, Any]]:
-    """Return the newest complete checkpoint and its index, or (None, {}) if there is none.
+    """Return (folder, index) of the newest complete checkpoint of a run, or (None, {}) if there is none.
 
     Only the index is read; damaged data is detected when the checkpoint is loaded.
     """
@@ -99,9 +98,9 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
     if _is_step(split_query(place)[0].rpartition("/")[2]) or query_file_info(join_uri(place, INDEX)).is_file:
         return place, _check_run_index(place, read_index(place))
     raise RunError(
-        "the folder contains no run or checkpoint",
+        "there is no complete checkpoint in this folder",
         where=place,
-        expected=f"a run folder with a complete checkpoint in {FOLDER}/, or a checkpoint folder",
+        expected=f"a run folder with a complete checkpoint in {FOLDER}/ or checkpoint.dir, or a checkpoint folder",
         do="pass the folder that `raytrec train` printed (run.dir)",
     )
 
@@ -135,7 +134,7 @@ def _check_run_index(folder: str, index: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: The index lacks an entry that a run's checkpoint must have.
     """
     if problem := find_run_problem(index["about"]):
-        raise make_unreadable_error(f"its index is not from a training run (about: {problem})", join_uri(folder, INDEX))
+        raise make_foreign_error(f"about: {problem}", join_uri(folder, INDEX))
     return index
 
 
@@ -146,7 +145,8 @@ def _is_step(name: str) -> bool:
 def list_roots(place: str) -> list[str]:
     """Return the folders that may contain a run's checkpoints.
 
-    The result contains the configuration's checkpoint.dir if set, the default folder in the run folder, and `place`.
+    The result contains, in this order, the configuration's checkpoint.dir if set, the folder `checkpoints` in `place`,
+    and `place`.
 
     Raises:
         RunError: The run's configuration names a server and belongs to another user.
@@ -203,6 +203,7 @@ def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]
     Raises:
         RunError: No checkpoint has the metric, or the run's configuration names a server and belongs to
             another user.
+        CheckpointError: The checkpoint is damaged, or is not from a training run.
     """
     for root in list_roots(make_absolute(str(place))):
         if best := _select_best(_read_all_abouts(root), 1, by):
@@ -211,7 +212,7 @@ def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]
         f"no checkpoint of this run has been evaluated with {by.key}",
         where=make_absolute(str(place)),
         expected="a run that was evaluated during training (train.eval_every_steps)",
-        do="pass a step, or omit --checkpoint to use the newest checkpoint",
+        do="pass --checkpoint STEP, or omit --checkpoint to use the newest checkpoint",
     )
 
 
@@ -226,7 +227,7 @@ def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
 
 
 def remove_incomplete(root: str) -> None:
-    """Remove incomplete checkpoints; call only when no process is writing to this folder."""
+    """Remove incomplete checkpoints from the folder of all checkpoints, to which no process may be writing."""
     for step, about in _read_all_abouts(root).items():
         if about is None:
             _remove(root, step, is_complete=False)
@@ -246,7 +247,7 @@ def remove_oldest(root: str, best: int, by: MetricDisplay | None) -> str | None:
 
 
 def _find_removable(root: str, last: int, best: int, by: MetricDisplay | None) -> dict[int, bool]:
-    """Return step → True if complete, newest first, for the checkpoints that `keep` removes."""
+    """Return step → True if its checkpoint is complete, newest first, for the checkpoints that `keep` removes."""
     abouts = _read_all_abouts(root)
     complete = [step for step, about in abouts.items() if about is not None]
     retained = {*complete[:last], *_select_best(abouts, best, by)}

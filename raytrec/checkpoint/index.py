@@ -136,7 +136,10 @@ def read_index(folder: str) -> dict:
         raise make_unreadable_error(f"its index is damaged ({error})", where) from None
     if version != FORMAT:
         raise CheckpointError(
-            f"the checkpoint has format {shorten_repr(version)}", where=where, expected=f"format {FORMAT}"
+            f"the checkpoint has format {shorten_repr(version)}",
+            where=where,
+            expected=f"format {FORMAT}",
+            do="use the version of raytrec that saved the checkpoint",
         )
     if not is_intact:
         raise make_unreadable_error("its index is damaged (the hash does not match)", where)
@@ -168,6 +171,15 @@ def write_index(folder: str, content: dict) -> None:
             _replace(Path(path), content["attempt"], text)
         else:
             retry_read(folder, put)
+
+
+def make_foreign_error(problem: str, where: str) -> CheckpointError:
+    """Return the error for a checkpoint whose index lacks a run's entries, with the first problem of the index."""
+    return CheckpointError(
+        f"the checkpoint is not from a training run ({problem})",
+        where=where,
+        expected="a checkpoint that `raytrec train` or `raytrec convert` has written",
+    )
 
 
 def make_unreadable_error(what: str, where: str) -> CheckpointError:
@@ -271,7 +283,7 @@ def _find_tensor_problem(name: str, tensor: dict[str, Any], block_bytes: int) ->
         if any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):
             return f"a chunk of tensor {name} is outside the tensor"
         if file in ("", ".", "..") or "/" in file or "\0" in file:
-            return f"it names a file in another folder: {file[:80]}"
+            return f"it contains the invalid file name {file[:80]!r}"
     if sum(math.prod(chunk["sizes"]) for chunk in tensor["chunks"]) != math.prod(shape):
         return f"the chunks of tensor {name} do not add up to its shape"
     for chunk in tensor["chunks"]:

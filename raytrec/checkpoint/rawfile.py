@@ -150,11 +150,11 @@ class StoredChunk:
     Attributes:
         fqn: Name of the tensor.
         dtype: Name of the dtype, such as "float32".
-        offsets: Offsets of the chunk in the tensor.
+        offsets: Index of the chunk's first value in each dimension of the tensor.
         sizes: Shape of the chunk.
         file: Name of the file in the checkpoint's folder.
         start: Offset of the chunk's first byte in the file.
-        crc32: CRC-32 of each block.
+        crc32: CRC-32 of each block, a fixed number of consecutive bytes of the chunk.
     """
 
     fqn: str
@@ -183,8 +183,8 @@ class StoredChunk:
             source: Open file of the chunk.
             folder: Folder of the checkpoint, for errors.
             begin: Offset of the first byte in the chunk.
-            into: Memory of the number of bytes to read.
-            crc32: CRC-32 of these bytes, which is verified; None for part of a block, which has no checksum.
+            into: Memory to fill; its size is the number of bytes to read.
+            crc32: CRC-32 with which the bytes are compared; None: the bytes are not verified.
 
         Raises:
             CheckpointError: The bytes cannot be read, or their checksum does not match.

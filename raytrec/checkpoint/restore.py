@@ -70,10 +70,10 @@ def restore(
         state: State of the model, which is overwritten.
         maps: Table → this rank's part of its map; None if no table has managed ids.
         find_obstacle: Function that returns why a run cannot resume from an index's `about`, or None.
-        on_load: Function called before a checkpoint is loaded.
+        on_load: Function called before each attempt to load a checkpoint.
 
     Raises:
-        CheckpointError: At least one checkpoint has a usable index, but no checkpoint can be loaded.
+        CheckpointError: At least one checkpoint has a usable index, but none can be loaded with finite values.
     """
     checkpoints: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -102,15 +102,16 @@ def restore(
         return result
     if unreadable:
         raise CheckpointError(
-            f"no checkpoint can be read ({unreadable} tried): " + "; ".join(result.skip_reasons),
+            f"no checkpoint can be restored ({unreadable} tried): " + "; ".join(result.skip_reasons),
             where=root,
+            expected="at least one checkpoint that is intact and contains only finite values",
             do="restore one of them from a backup, or remove them to start over",
         )
     return result
 
 
 def gather_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
-    """Return the managed ids of all tables, and the index entry that describes them.
+    """Return the managed ids of the tables in `maps` as tensors, and the index entry that describes them.
 
     This is a collective operation: every rank must call it.
 
@@ -119,7 +120,8 @@ def gather_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
             model has not been trained on.
 
     Returns:
-        Tensors in host memory, which do not change when training continues, and entries for the index's `about`.
+        (tensors in host memory, which do not change when training continues; entry `ids` for the index's `about`).
+        Both are empty if `maps` is empty.
     """
     peers, tensors, about = Peers(), {}, {}
     for table, part in maps.items():
@@ -160,6 +162,9 @@ def load_with_ids(
         about: Entry "about" of the checkpoint's index.
         rows: As in `load`.
         new_run: True if a new run starts from the checkpoint; all ids then count as last seen before its first step.
+
+    Raises:
+        CheckpointError: As in `load`.
     """
     sizes_of, ids = about.get("ids", {}), {}
     for table in maps:

@@ -17,6 +17,7 @@ import numpy as np
 from raytrec.checkpoint.index import INDEX, CheckpointError
 from raytrec.checkpoint.rawfile import Source, StoredChunk, open_data_file, parse_chunks
 from raytrec.common.errors import RunError, SchemaError, format_suggestion
+from raytrec.common.formatting import format_count
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 
@@ -56,7 +57,9 @@ class StoredTable:
             )
         if entry["dtype"] not in NUMPY_DTYPES:
             raise CheckpointError(
-                f"table {name} has the unsupported dtype {entry['dtype']}", expected=", ".join(NUMPY_DTYPES)
+                f"table {name} has the unsupported dtype {entry['dtype']}",
+                where=folder,
+                expected=f"one of {', '.join(NUMPY_DTYPES)}",
             )
         self._name = name
         self.rows, self.dim = _to_rows_and_columns(entry["shape"], 1)
@@ -161,7 +164,7 @@ class TableWarmStart:
 
     Attributes:
         policy: Name of the policy: exact, resize, new or drop.
-        rows: Number of leading rows loaded from the checkpoint.
+        rows: Number of leading rows loaded from the checkpoint; 0 for new and drop.
         note: Line that describes the change to the user; None if the table is loaded unchanged.
     """
 
@@ -197,9 +200,9 @@ def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy
     is_resizable = old and new and not managed and old.dim == new.dim
     if is_resizable and policy == "resize":
         added = new.rows - old.rows
-        dropped = f"the checkpoint's last {-added:,} rows are dropped"
-        change = f"{added:,} rows get their initial values" if added > 0 else dropped
-        return TableWarmStart("resize", min(old.rows, new.rows), f"table {table}: {change}")
+        dropped = f"is loaded without the checkpoint's last {format_count(-added, 'row')}"
+        change = f"gets {format_count(added, 'new row')} with initial values" if added > 0 else dropped
+        return TableWarmStart("resize", min(old.rows, new.rows), f"table {table} {change}")
     suggestion = "drop" if new is None else "resize" if is_resizable else "new"
     raise SchemaError(
         f"table {table} is {new_text} in the schema, but {old_text} in the checkpoint",

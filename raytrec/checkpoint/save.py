@@ -27,7 +27,8 @@ from raytrec.checkpoint.snapshot import HostStateBuffer, RowSnapshot
 from raytrec.checkpoint.state import State, find_nonfinite, summarize_over_ranks
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.common.collectives import Peers
-from raytrec.common.errors import RunError, get_root_cause
+from raytrec.common.errors import RunError, get_first_line, get_root_cause
+from raytrec.common.formatting import format_count
 from raytrec.common.storage import open_filesystem
 from raytrec.compat.torch_ import ShardedTensor, list_local_parts
 from raytrec.config.training import CheckpointSection
@@ -71,7 +72,7 @@ class CheckpointWriter:
         confirm: Function called on rank 0 before a checkpoint is committed and before old checkpoints are removed.
             It must raise RunError if this worker group no longer owns the run.
         unbounded: Names of tensors that may contain infinity (LogicalState.unbounded).
-        best: Metric that determines which checkpoints are best (checkpoint.keep_best).
+        best: Metric that determines which checkpoints are best (checkpoint.keep_best); None: no checkpoint is best.
         rows: Snapshot that preserves the table rows that training changes during a save; None: whole tables
             are copied.
 
@@ -155,7 +156,7 @@ class CheckpointWriter:
         try:
             error = self._find_nonfinite_error(tensors, step) or self._store(folder, attempt, tensors, about, notes)
         except Exception as failure:  # for example an error in a collective
-            error = RunError(str(failure), where=folder)
+            error = RunError(f"the checkpoint cannot be saved: {get_first_line(failure)}", where=folder)
         finally:
             if self._rows:
                 self._rows.end()
@@ -170,7 +171,7 @@ class CheckpointWriter:
         return NonfiniteStateError(
             f"the state at step {step} contains NaN or infinity: {nonfinite}",
             where=f"step {step}",
-            expected="finite weights and optimizer state, because no other state is saved",
+            expected="finite weights and optimizer state",
         )
 
     def _store(self, folder: str, attempt: str, tensors: State, about: dict, notes: list[str]) -> RunError | None:
@@ -204,7 +205,8 @@ class CheckpointWriter:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
         except (Exception, CheckpointException) as failure:  # CheckpointException is a BaseException
             cause = get_root_cause(failure)
-            return cause if isinstance(cause, RunError) else RunError(str(cause), where=folder)
+            what = f"the checkpoint cannot be saved: {get_first_line(cause)}"
+            return cause if isinstance(cause, RunError) else RunError(what, where=folder)
         return None
 
     def _make_room(self, tensors: State, notes: list[str]) -> int:
@@ -220,7 +222,7 @@ class CheckpointWriter:
                 while self._is_short(needed) and self._remove_oldest(notes):
                     pass
         except (OSError, RunError) as failure:
-            notes.append(f"space for the checkpoint could not be freed: {str(failure).splitlines()[0]}")
+            notes.append(f"space for the checkpoint could not be freed: {get_first_line(failure)}")
         return needed
 
     def _is_short(self, needed: int) -> bool:
@@ -233,13 +235,13 @@ class CheckpointWriter:
             self._confirm()
             removed_folder = remove_oldest(self._root, self._config.keep_best, self._best_metric)
         except (OSError, RunError) as failure:
-            notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")
+            notes.append(f"older checkpoints could not be removed: {get_first_line(failure)}")
             return False
         if removed_folder and not self._has_removed:
             self._has_removed = True
             notes.append(
-                f"there is no space for {self._config.keep_last} checkpoints (checkpoint.keep_last) and a "
-                f"new one: the oldest is removed before each save, most recently {removed_folder}"
+                f"there is no space for {format_count(self._config.keep_last, 'checkpoint')} (checkpoint.keep_last) "
+                f"and a new one: older checkpoints are removed before a save, most recently {removed_folder}"
             )
         return removed_folder is not None
 
@@ -265,7 +267,7 @@ class CheckpointWriter:
             remove_other_attempts(folder, attempt)
             keep(self._root, self._config.keep_last, self._config.keep_best, self._best_metric)
         except (OSError, RunError) as failure:
-            notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")
+            notes.append(f"older checkpoints could not be removed: {get_first_line(failure)}")
 
 
 def measure_free_bytes(root: str) -> int | None:

@@ -25,6 +25,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from raytrec.checkpoint.blocks import iterate_row_pieces
 from raytrec.checks.live.outcome import group_by_rarity, read_flat_values
 from raytrec.common.collectives import Peers
+from raytrec.common.formatting import format_count
 from raytrec.compat.fbgemm import find_fused_lookup, get_update_count, set_update_count
 from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, list_local_parts, make_sharded_tensor
 from raytrec.compat.torchrec_ import (
@@ -57,7 +58,8 @@ class LogicalState:
     Attributes:
         tables: Live tables by name.
         dense: Other live tensors by name: dense layers, their optimizer state and averages, and tables' update counts.
-        unbounded: Names of the dense layers' buffers that contain infinity by design, such as masks.
+        unbounded: Names of the dense layers' buffers that contain infinity or NaN when this object is created, such
+            as masks.
     """
 
     def __init__(self, model: DistributedModelParallel, optimizer: KeyedOptimizer, *, with_optimizer: bool = True):
@@ -209,7 +211,9 @@ def find_nonfinite(
 
 
 def summarize_over_ranks(local_names: list[str], group: dist.ProcessGroup | None = None) -> str | None:
-    """Return a description of the tensors named by any rank, with those ranks; None if none was named.
+    """Return a description of up to MAX_SHOWN_TENSORS tensors named by any rank, with the ranks that named them.
+
+    The result is None if no rank named a tensor.
 
     This is a collective operation: every rank must call it.
 
@@ -222,8 +226,8 @@ def summarize_over_ranks(local_names: list[str], group: dist.ProcessGroup | None
         return None
     affected = group_by_rarity(peers.objects(local_names))
     descriptions = [f"{describe_tensor(name)} on {where}" for name, where in affected[:MAX_SHOWN_TENSORS]]
-    more = f"; and {len(affected) - MAX_SHOWN_TENSORS} more tensors" if len(affected) > MAX_SHOWN_TENSORS else ""
-    return "; ".join(descriptions) + more
+    more = len(affected) - MAX_SHOWN_TENSORS
+    return "; ".join(descriptions) + (f"; and {format_count(more, 'more tensor')}" if more > 0 else "")
 
 
 def describe_tensor(name: str) -> str:

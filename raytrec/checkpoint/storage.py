@@ -109,7 +109,8 @@ class ShardWriter(_OneCheckpoint, StorageWriter):
                 raise CheckpointError(f"only tensors can be saved, but {item.index.fqn!r} is not a tensor")
             dtype = item.tensor_data.properties.dtype
             if dtype not in DTYPES.values():
-                raise CheckpointError(f"cannot save {item.index.fqn!r} with dtype {dtype}", expected=", ".join(DTYPES))
+                expected = f"one of the dtypes {', '.join(DTYPES)}"
+                raise CheckpointError(f"cannot save {item.index.fqn!r} with dtype {dtype}", expected=expected)
             if math.prod(item.tensor_data.chunk.sizes) or not math.prod(item.tensor_data.size):
                 items.append(item)  # tensors without any values remain in the plan
         return dataclasses.replace(plan, items=items)
@@ -201,13 +202,13 @@ class ShardReader(_OneCheckpoint, StorageReader):
             return Metadata({}, storage_data={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args) -> None:
-        """Store the metadata, or raise the error of `read_metadata`."""
+        """Store the locations of chunks from the metadata, or raise the error that `read_metadata` has stored."""
         if self._error is not None:
             raise self._error
         self._chunks = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Remove reads of zero values, which empty shards cause."""
+        """Remove the reads of empty shards from the plan."""
         return dataclasses.replace(plan, items=[item for item in plan.items if math.prod(item.lengths)])
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -215,7 +216,7 @@ class ShardReader(_OneCheckpoint, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the planned parts of chunks, file by file, in the order of their offsets."""
+        """Read the planned parts of chunks into their tensors, file by file, in the order of their offsets."""
         items_by_chunk: dict[StoredChunk, list[ReadItem]] = {}
         for item in plan.items:
             items_by_chunk.setdefault(self._chunks[item.storage_index], []).append(item)

@@ -193,7 +193,7 @@ def test_convert_rejects_impossible_conversions(managed, trained, tmp_path):
     for place, table, why in (
         (managed, "user=managed", "already managed"),
         (managed, "user=hash", "whether its ids were text"),
-        (managed, "user=resize:2", "2 rows leave no row for ids"),
+        (managed, "user=resize:2", "all of its rows would be fallback rows"),
         (out, "user=hash", "already hashed"),
         (out, "user=managed", "hashed to it"),
         (out, "user=resize:30", "different rows in a table of another size"),
@@ -217,5 +217,5 @@ def test_convert_command_prints_its_changes(trained, tmp_path):
     arguments = ["convert", trained["adam"], "--table", "user=managed", "--table", "tag=resize:9"]
     done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
-    assert "table tag: its first 5 rows are kept, 4 rows with initial values are added" in done.output
+    assert "table tag: rows 0 to 4 are kept; rows 5 to 8 get initial values" in done.output
     assert f"--warm-start {tmp_path / 'out'}" in done.output

@@ -224,7 +224,7 @@ def test_resume_without_a_readable_checkpoint_fails(undisturbed, tmp_path):
     interrupted = copy_interrupted_run(undisturbed, tmp_path / "run")
     for index in interrupted.glob("checkpoints/step-*/*.bin"):
         index.unlink()
-    with pytest.raises(RunError, match=r"no checkpoint can be read \(1 tried\)"):
+    with pytest.raises(RunError, match=r"no checkpoint can be restored \(1 tried\)"):
         driver.train(None, resume=interrupted)
 
 

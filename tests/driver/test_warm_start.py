@@ -54,7 +54,7 @@ def test_warm_start_rejects_mismatched_model_or_schema(first, tiny_data, tmp_pat
             driver.train(settings, start_from=start_from)
 
     fails(ConfigError, r"model.top_mlp is \[8\], but the checkpoint has \[16\]", model__top_mlp=[8])
-    fails(RunError, "the folder contains no run or checkpoint", start_from=tmp_path)
+    fails(RunError, "there is no complete checkpoint in this folder", start_from=tmp_path)
     larger = tmp_path / "larger.yaml"
     larger.write_text(parquet.SCHEMA_YAML.replace("rows: 40", "rows: 50"))
     fails(SchemaError, r"table user is 50 × 8 in the schema, but 40 × 8 in", data__schema=str(larger))
@@ -99,7 +99,7 @@ def test_warm_start_grows_and_resets_tables(first, tiny_data, tmp_path, capfd):
     changes += ["scaling.num_workers=3", "data.valid=null", "data.test=null", "train.max_steps=1"]
     second = driver.train(None, [f"run.dir={tmp_path / 'run'}", *changes, *NO_LEARNING], start_from=first.path)
     said = " ".join(capfd.readouterr().err.split())
-    assert "table user: 10 rows get their initial values" in said
+    assert "table user gets 10 new rows with initial values" in said
     assert "table tag (12 × 8) gets its initial values" in said
     old, new = (checkpoints.read_tensors(checkpoints.newest_checkpoint(run.path)) for run in (first, second))
     initial = Schema.load(schema)

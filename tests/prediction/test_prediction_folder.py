@@ -197,7 +197,7 @@ def test_predict_refuses_invalid_settings(run, data, tmp_path):
         for text in says:
             assert text in str(error.value)
 
-    refused(RunError, "contains no run or checkpoint", place=tmp_path)
+    refused(RunError, "no complete checkpoint in this folder", place=tmp_path)
     refused(RunError, "no checkpoint of step 7", "one of the steps 10, 20", checkpoint=7)
     refused(ConfigError, "'last' is not a checkpoint", checkpoint="last")
     refused(
