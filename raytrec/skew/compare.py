@@ -1,4 +1,4 @@
-"""Compare a service's request log with the export's scores and with training data."""
+"""Compare a service's log with the scores of its export, and the log's distributions with those of training data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ColumnDifference:
         column: Name of a dense column, feature or score.
         measure: Name of the measure: values, nulls, scores, ids, unseen ids, ids out of range, ids without a row
             or length.
-        psi: Population stability index (`psi`).
+        psi: Population stability index; see the function `psi`.
         chance: Value that psi exceeds by chance once in a thousand comparisons of equal distributions.
         log: Name → value, for summary statistics of the log, such as mean or share.
         training: The same statistics of the training data.
@@ -58,11 +58,11 @@ class Skew:
     """Result of `skew`.
 
     Attributes:
-        metrics: name (the version), rows, requests, other_versions (version → rows of the log), rescored
-            (column → max, mean and share of score differences), data_rows, columns (all measures; measures
-            that differ come first, then by descending psi), differs (names of differences, in this order),
-            undecided (names of measures for which the samples cannot distinguish even a large change from
-            chance), needed (number of requests, and of training rows, that suffices for these measures).
+        metrics: name (the version), rows, requests, other_versions (version → rows of the log), rescored (score column
+            → max and mean of relative differences, and share above TOLERANCE), data_rows, columns (all measures;
+            measures that differ come first, then by descending psi), differs (names of score columns and measures
+            that differ), undecided (names of measures for which the samples cannot distinguish even a large change
+            from chance), needed (number of requests, and of training rows, that suffices for these measures; 0: none).
         measures: Measures in the order of `metrics["columns"]`.
     """
 
@@ -74,13 +74,13 @@ class Skew:
         metrics, console = self.metrics, open_console()
         console.print(to_plain_text(f"differences  {', '.join(metrics['differs']) or 'none'}"), soft_wrap=True)
         if metrics["undecided"]:
-            sizes = f"{format_count(metrics['requests'], 'request')} and {metrics['data_rows']:,} rows of training"
+            sizes = f"{format_count(metrics['requests'], 'request')} and {metrics['data_rows']:,} training rows"
             text = f"undecided    {len(metrics['undecided'])} of {format_count(len(self.measures), 'measure')}: {sizes}"
             console.print(f"{text}; a verdict needs at least {metrics['needed']:,} of each", soft_wrap=True)
-        rows = f"{metrics['rows']:,} rows of {format_count(metrics['requests'], 'request')}"
+        rows = f"{format_count(metrics['rows'], 'row')} of {format_count(metrics['requests'], 'request')}"
         console.print(to_bold_text(metrics["name"]), soft_wrap=True)
         for version, count in metrics["other_versions"].items():
-            console.print(to_plain_text(f"not compared: {count:,} rows of {version}"), soft_wrap=True)
+            console.print(to_plain_text(f"not compared: {format_count(count, 'row')} of {version}"), soft_wrap=True)
         table = Table("score", "largest", "mean", f"above {TOLERANCE:g}", title_justify="left")
         table.title = to_plain_text(f"{rows}: differences from the scores of the export")
         for name, each in metrics["rescored"].items():
@@ -92,11 +92,14 @@ class Skew:
             console.print(self._tabulate_columns(rows))
 
     def _tabulate_columns(self, rows: str) -> Table:
-        """Return a table of all measures that differ and of the largest psi of each other column."""
+        """Return a table of all measures that differ, and of the measure with the largest psi of each other column.
+
+        `rows` is a text with the numbers of rows and requests, for the title.
+        """
         table = Table("", "column", "measure", "psi", "log", "training", title_justify="left")
         for column in table.columns:  # narrow terminals wrap names and values
             column.no_wrap, column.overflow = column.header in ("", "psi"), "fold"
-        table.title = to_plain_text(f"{rows}, compared with {self.metrics['data_rows']:,} rows of training")
+        table.title = to_plain_text(f"{rows}, compared with {self.metrics['data_rows']:,} training rows")
         listed: set[str] = set()
         for diff in self.measures:
             if diff.differs or diff.column not in listed:
@@ -123,7 +126,7 @@ def skew(log: str, export: str, *, data: str | None = None, rows: int = SAMPLE_R
 
     Raises:
         RunError: The log contains no rows of the export's version, or the export cannot be loaded.
-        DataError: A file or a row is invalid.
+        DataError: A file is missing, or a file or a row is invalid.
     """
     scorer = load(export, allow_code=allow_code)
     version, groups = scorer.manifest.version, group_by_version(make_absolute(log), "LOG")
@@ -132,7 +135,7 @@ def skew(log: str, export: str, *, data: str | None = None, rows: int = SAMPLE_R
         raise RunError(
             "the log contains no rows of this export",
             where=log,
-            expected=f"rows of {version} (versions in the log: {', '.join(sorted(others))})",
+            expected=f"rows of {version} (versions in the log: {', '.join(sorted(others)) or 'none'})",
             do="pass the --export URI of a version that the log contains",
         )
     logged, measures, data_rows, scale = read_rows(scorer, groups[version], rows, logged=True), [], 0, 0.0
@@ -172,7 +175,7 @@ def _compare_scores(logged_N: np.ndarray, rescored_N: np.ndarray) -> dict[str, f
 
 
 class _Comparison:
-    """Comparison of a sample of the log with a sample of the training data."""
+    """Comparison of the columns and scores in a sample of the log with those in a sample of the training data."""
 
     def __init__(self, log: RowSample, training: RowSample):
         self._sides = log, training

@@ -71,7 +71,7 @@ def group_by_version(place: str, key: str) -> dict[str, list[RowGroup]]:
     Files without a version are listed under "no version".
 
     Args:
-        place: Folder of the files.
+        place: Parquet file, or folder of Parquet files.
         key: Option or argument that names the folder, for errors.
     """
     files, groups = list_files(place, key).files, defaultdict(list)
@@ -86,7 +86,7 @@ def group_by_version(place: str, key: str) -> dict[str, list[RowGroup]]:
 def _iterate_tables(
     groups: Sequence[RowGroup], rows: int, reader: RowReader, columns: list[str]
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield about `rows` sampled rows: one random slice of each row group, until enough rows are sampled.
+    """Yield tables of sampled rows: one random slice of each row group, until `rows` rows are sampled.
 
     Row groups are visited in random order. MAX_ROW_GROUPS of them suffice unless some are small. A fixed seed
     makes the sample reproducible.
@@ -111,12 +111,12 @@ def _iterate_tables(
 
 
 def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: bool) -> RowSample:
-    """Sample about `rows` rows, read and score them with an export, and return their columns and scores.
+    """Sample up to `rows` rows, read and score them with an export, and return their columns and scores.
 
     Args:
         scorer: Scorer of the export.
         groups: Row groups to sample from.
-        rows: Approximate number of rows.
+        rows: Maximum number of rows.
         logged: True if the rows are from a log, which also contains scores and request ids.
 
     Raises:

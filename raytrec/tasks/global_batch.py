@@ -82,8 +82,8 @@ def _split_blocks(
 ) -> Iterator[tuple[Rows, torch.Tensor, int]]:
     """Yield (block of rows to compare, factors of this rank's rows in the block, index of the first of these rows).
 
-    A block is the global batch or, with `candidate_counts`, consists of complete requests. It then contains at most
-    MAX_BLOCK_ROWS rows, unless a single request has more.
+    If `candidate_counts` is None or the loss is linear (BatchLoss.is_linear), the only block is the whole batch.
+    Otherwise, a block consists of complete requests, with at most MAX_BLOCK_ROWS rows unless one request has more.
     """
     if candidate_counts is None or loss.is_linear:
         yield batch, factors_B, rank * len(factors_B)
@@ -112,7 +112,7 @@ def _gather_rows(rows: Rows, peers: Peers) -> Rows:
 
 
 class _PrecomputedGradient(torch.autograd.Function):
-    """Autograd function that returns a value whose gradient with respect to the logits is already known."""
+    """Autograd function that returns `value`; its gradient with respect to `logits` is the given `gradient`."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

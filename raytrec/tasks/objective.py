@@ -29,6 +29,7 @@ from torch import nn
 
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import ConfigError
+from raytrec.common.formatting import format_count
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
@@ -49,15 +50,15 @@ def rank_loss(
     Args:
         losses_B: Loss of each row, float [B].
         weights_B: Factor of each row's loss, float [B]; 0 for padding.
-        rows: Number of rows in the global batch, without padding.
+        rows: Number of rows in the global batch, or of candidates if rows are requests; without padding.
         world: Number of ranks.
-        weight: Factor of the task.
+        weight: Factor of the task's loss.
     """
     return (losses_B * weights_B).sum() * (weight * world / rows)
 
 
 def add_temperatures(model: nn.Module, tasks: Sequence[Task]) -> None:
-    """Add the logarithms of learned temperatures to a dense model as one parameter, if any loss learns one."""
+    """Add a parameter with the logarithm of each learned temperature (initially 0), if any, to a dense model."""
     if count := sum(task.loss.learns_temperature for task in tasks):
         device = next((p.device for p in model.parameters()), None)
         model.register_parameter(TEMPERATURES, nn.Parameter(torch.zeros(count, device=device)))
@@ -200,7 +201,7 @@ class Objective:
     def outputs(
         self, loss: torch.Tensor, logits: torch.Tensor, batch: Batch, losses: Mapping[str, torch.Tensor] | None = None
     ) -> StepOutputs:
-        """Return the outputs of a step from which metrics are computed.
+        """Return the detached outputs of a step, from which metrics are computed.
 
         Args:
             loss: This rank's loss in the step (`total`).
@@ -252,11 +253,12 @@ class Objective:
         shape = ", ".join(map(str, logits.shape))
         scalar_shape = "[rows]" if columns == 1 else f"[rows, {columns}]"
         return ConfigError(
-            f"the model returns logits of shape [{shape}] for {len(self.tasks)} tasks",
+            f"the model returns logits of shape [{shape}] for {format_count(len(self.tasks), 'task')}",
             where="model.name, tasks",
-            expected=f"[rows, {columns} + 2 · width of a vector]" if vectors else scalar_shape,
-            do="add a model output for each entry of tasks and each class, or change tasks"
-            + ("; the model's own loss is the column after these outputs" if self.own_loss else ""),
+            expected=f"shape {f'[rows, {columns} + 2 · width of a vector]' if vectors else scalar_shape}",
+            do="make the model return one output per task, or per class of a task, or change tasks"
+            + ("; the model's own loss is the column after these outputs" if self.own_loss else "")
+            + ("; the vectors of query and item are the last columns" if vectors else ""),
         )
 
 
@@ -266,7 +268,7 @@ def total(losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 class ScoringObjective(Objective):
-    """Objective for predictions without labels and losses. No method is a collective operation."""
+    """Objective for predictions, which have neither labels nor losses. No method is a collective operation."""
 
     def losses(self, logits: torch.Tensor, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
         """Return a loss of 0 for the first task, because there are no labels."""

@@ -1,4 +1,4 @@
-"""Tasks of a run: their resolution against the schema, and checks of their settings, losses and model.
+"""Tasks of a run, created from the configuration and schema, and checks of their settings, losses and model.
 
 This module does not import torch.
 """
@@ -37,9 +37,10 @@ class Task(TaskRows):
         metrics: Names of the metrics.
         positive_weight: Factor of the loss for rows whose label is 1.
         negatives_kept: Share of negatives that down-sampling kept in the training data, in (0, 1].
-        group: Reserved column that contains the group of each row; None: no groups.
-        item: Reserved column that contains the item of each row; None: no items.
-        item_frequency: Reserved column that contains the number of occurrences of each row's item, or None.
+        group: Column of data.reserve_columns that contains the group of each row; None: no groups.
+        item: Column of data.reserve_columns that contains the item of each row; None: no items.
+        item_frequency: Column of data.reserve_columns that contains the number of occurrences of each row's item in
+            the training data; None: frequencies are not used.
         outputs: Number of logits per row: the number of classes, or 1.
     """
 
@@ -61,7 +62,7 @@ class Task(TaskRows):
         return weights_B.where(labels_B != 1, weights_B * self.positive_weight)
 
     def calibrate(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits for metrics and predictions, computed from the model's output for this task.
+        """Return the logits for metrics and predictions, float32 [B] or [B, classes], given the model's output.
 
         For vectors of query and item, the result is their dot product. If negatives were down-sampled to a
         share r, ln r is added, so that the result is the log-odds for the data before down-sampling. The
@@ -73,37 +74,41 @@ class Task(TaskRows):
 
 
 def key_columns(tasks: Sequence[Task], slices: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the columns of Batch.keys in order: columns of the tasks, then slices, without duplicates."""
+    """Return the names of the columns of Batch.keys, in order and without duplicates.
+
+    They are the tasks' group, item and item_frequency columns, followed by `slices` (eval.slices).
+    """
     of_tasks = (name for task in tasks for name in (task.group, task.item, task.item_frequency))
     return tuple(dict.fromkeys([*(name for name in of_tasks if name is not None), *slices]))
 
 
 def count_logits(tasks: Sequence[Task]) -> dict[str, int]:
-    """Return the number of logits of each task whose loss reads no vectors, in the order of the logits."""
+    """Return task → number of its logits, in the order of the logits; tasks whose loss reads vectors are omitted."""
     return {task.name: task.outputs for task in tasks if not task.loss.reads_vectors}
 
 
 def needs_vectors(tasks: Sequence[Task]) -> bool:
-    """Return True if the model must also output vectors of query and item."""
+    """Return True if the loss of a task reads vectors of query and item, which the model must then output."""
     return any(task.loss.reads_vectors for task in tasks)
 
 
 def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task, ...]:
-    """Return the resolved tasks in the configured order. Modules of user-defined losses are imported.
+    """Return the tasks of a configuration in their order. Modules of user-defined losses are imported.
 
     Raises:
-        ConfigError: A label or loss does not exist, two tasks have the same name, masks form a cycle, or a loss
+        ConfigError: A label or loss does not exist, several tasks have the same name, masks form a cycle, or a loss
             does not accept a setting of its task.
     """
     tasks = [_resolve(section, schema, i, len(sections) > 1) for i, section in enumerate(sections)]
     by_name = {task.name: task for task in tasks}
     names = [task.name for task in tasks]
     if duplicates := {name for name in names if names.count(name) > 1}:
+        name = min(duplicates)
         raise ConfigError(
-            f"two tasks have the name {min(duplicates)}",
-            where="tasks",
+            f"{names.count(name)} tasks have the name {name}",
+            where=", ".join(f"tasks[{place}]" for place, other in enumerate(names) if other == name),
             expected="a different name for each task; the default is the label",
-            do="set name for one of the tasks",
+            do="set name for each of these tasks",
         )
     for place, task in enumerate(tasks):
         _check_mask(task, by_name, f"tasks[{place}].mask")
@@ -148,7 +153,7 @@ def _check_mask(task: Task, by_name: Mapping[str, Task], where: str) -> None:
                 f"task {task.name} is its own mask" if len(chain) == 1 else f"masks of tasks form a cycle: {cycle}",
                 where=where,
                 expected="another task whose masks form no cycle, or a column of 0 and 1",
-                do="set mask to a column without a task's name, or remove mask from one of the tasks",
+                do="set mask to a column that is not the name of a task, or remove mask from one of the tasks",
             )
         chain.append(current.name)
 
@@ -231,14 +236,14 @@ def check_options(section: TaskSection, loss: Loss, where: str) -> None:
         )
     if section.negatives_kept != 1 and not loss.log_odds:
         raise ConfigError(
-            f"negatives_kept is {section.negatives_kept:g}, but {section.loss} predicts no probabilities",
+            f"negatives_kept is {section.negatives_kept:g}, but the logits of loss {section.loss} are not log-odds",
             where=f"{where}.negatives_kept",
             expected="bce or focal, whose logits are log-odds",
             do="remove negatives_kept, or use one of these losses",
         )
     if section.item_frequency is not None and not (isinstance(loss, BatchLoss) and loss.reads_counts):
         raise ConfigError(
-            f"item_frequency is {section.item_frequency}, but {section.loss} does not compare items of a batch",
+            f"item_frequency is {section.item_frequency}, but the loss {section.loss} does not use item frequencies",
             where=f"{where}.item_frequency",
             expected="in_batch_softmax, which corrects for the frequency of items in batches",
             do="remove item_frequency, or use in_batch_softmax",

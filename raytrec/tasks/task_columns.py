@@ -70,7 +70,7 @@ def task_rows(tasks: Sequence[Task]) -> tuple[TaskRows, ...]:
 
 
 def whole_labels(tasks: Sequence[Task]) -> frozenset[str]:
-    """Return the labels that must be whole numbers."""
+    """Return the labels that must be whole numbers, because the loss of a task requires this."""
     return frozenset(task.label for task in tasks if task.loss.whole_labels)
 
 
@@ -94,14 +94,13 @@ def check_group_columns(tasks: Sequence[Task], slices: Sequence[str], reserved: 
     keys = ("group", "item", "item_frequency")
     references = [(f"tasks[{i}].{key}", getattr(task, key)) for key in keys for i, task in enumerate(tasks)]
     references += [("eval.slices", column) for column in slices]
+    listed = f": {', '.join(reserved)}" if reserved else ""
     for key, column in references:
         if column is not None and column not in reserved:
             raise ConfigError(
-                f"column '{column}' is not reserved" + format_suggestion(column, list(reserved)),
+                f"column '{column}' is not in data.reserve_columns" + format_suggestion(column, list(reserved)),
                 where=key,
-                expected=f"one of data.reserve_columns: {', '.join(reserved)}"
-                if reserved
-                else "a column of data.reserve_columns",
+                expected=f"a column of data.reserve_columns{listed}",
                 do=f"set data.reserve_columns=[{', '.join(dict.fromkeys([*reserved, column]))}]",
             )
 
@@ -120,17 +119,17 @@ def check_frequency_columns(tasks: Sequence[Task], types: Mapping[str, pa.DataTy
     for column in (task.item_frequency for task in tasks if task.item_frequency is not None):
         if not pa.types.is_integer(types.get(column, pa.int64())):
             raise DataError(
-                f"item frequency column '{column}' has type {types[column]}",
+                f"column '{column}', which tasks.item_frequency names, has type {types[column]}",
                 where=f"{uri}, column {column}",
-                expected="whole numbers",
+                expected="an integer type, because the values are numbers of occurrences",
                 do=f"add to data.transforms: {{do: cast, columns: [{column}], to: int64}}; or use another column",
             )
 
 
 def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float, ...]:
-    """Return the log-odds of label 1 in the data for each column of logits; 0 for tasks without log-odds.
+    """Return the log-odds of label 1 in the data for each column of logits, the model's initial biases (worker.build).
 
-    They are the initial bias of the last layer (worker.build), and 0 if a task has only positives or only negatives.
+    The value is 0 for tasks whose logits are not log-odds, and for tasks with only positives or only negatives.
     Rows are weighted as in the tasks' losses, by mask, sample weight and positive_weight. Only columns with labels,
     masks and weights are read, from about MAX_LABELS_READ rows.
 

@@ -18,7 +18,7 @@ from raytrec.serving.served_state import MAX_BLOCK_BYTES, NUM_KEYS, PAIR_BYTES, 
 
 
 class StoredState:
-    """Rows, managed ids and dense weights of a checkpoint.
+    """Rows, managed ids and dense weights of a checkpoint, in the format in which a service holds them.
 
     Args:
         folder: Folder of the checkpoint.
@@ -26,7 +26,8 @@ class StoredState:
         served: State of a replica (`describe_state`), which determines the tables, precisions and programs to read.
 
     Attributes:
-        parts: Part → table or weight → dtype and shape, as in the state of a replica. Unserved tables are omitted.
+        parts: "rows", "ids" (managed ids) and "dense" → name of a table or weight → dtype and shape, as in the state
+            of a replica. Tables that the service does not serve are omitted.
     """
 
     def __init__(self, folder: str, index: dict[str, Any], served: dict[str, Any]):
@@ -75,20 +76,22 @@ class StoredState:
         """Compare a block with the bytes that a replica serves for it.
 
         Args:
-            part: Part of the state.
+            part: Part of the state: "rows", "ids" or "dense".
             name: Name of the table or weight.
-            first: First row or value of the block.
+            first: Index of the first row or value of the block.
             values: Values of the block, as yielded by `iterate_blocks`.
             content: Bytes of the replica.
 
         Returns:
-            Number of differing values, largest absolute difference (0 for ids), and a description of each difference.
+            Number of rows, ids or values that differ, largest absolute difference (0 for ids, infinite if one of two
+            values is NaN), and a description of each difference.
         """
         served = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
         if part == "ids":
             pairs, stored = dict(served.view(torch.int64).view(-1, 2).tolist()), dict(values.tolist())
             ids = [each for each in stored | pairs if pairs.get(each) != stored.get(each)]
-            rows = ((each, pairs.get(each, "no row"), stored.get(each, "no row")) for each in ids)
+            texts = [{each: f"row {row}" for each, row in rows.items()} for rows in (pairs, stored)]
+            rows = ((each, *(of.get(each, "no row") for of in texts)) for each in ids)
             return len(ids), 0.0, (f"id {each} has {row} instead of {expected}" for each, row, expected in rows)
         unit, decode = "value", torch.Tensor.double
         if part == "rows":

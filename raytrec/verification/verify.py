@@ -32,11 +32,13 @@ CONNECT_INTERVAL_S = 0.05
 
 
 class ServiceChangedError(Exception):
-    """Error for a service whose version or replicas changed during a comparison."""
+    """Signal that a service's version or replicas have changed during a comparison, which then starts over."""
 
 
 class ReplicaConnection:
     """HTTP connection to one replica of a service. The replica must not change its version.
+
+    The first response determines the replica.
 
     Args:
         service: Address of the service.
@@ -75,7 +77,8 @@ class ReplicaConnection:
                 content = answer.read()
             except (OSError, HTTPException) as error:
                 if self.replica is None:
-                    raise RunError(f"the service does not respond: {error}", where=self._service) from None
+                    what = f"the service does not respond: {error}"
+                    raise RunError(what, where=self._service, do="check the address, and start the service") from None
                 raise ServiceChangedError(f"replica {self.replica} does not respond: {error}") from None
             if answer.status != 200:
                 what = f"the service responds with status {answer.status}"
@@ -92,10 +95,10 @@ class ReplicaConnection:
 
 
 def connect(service: str, token: str) -> tuple[list[ReplicaConnection], list[str]]:
-    """Return a connection to each replica, and the ids of listed replicas that were not reached.
+    """Return a connection to each replica of a service, and the sorted ids of its replicas that were not reached.
 
     The kernel selects the replica for a connection. Connections are therefore opened until each replica has responded,
-    or until CONNECT_TIMEOUT_S has passed.
+    or until CONNECT_TIMEOUT_S has passed. For errors, see `ReplicaConnection.get`.
     """
     replicas: dict[str, ReplicaConnection] = {}
     deadline = monotonic() + CONNECT_TIMEOUT_S
@@ -116,9 +119,9 @@ class Difference:
         replica: Id of the replica.
         part: Part of the state: rows, ids or dense.
         name: Name of the table or weight.
-        count: Number of differing rows, ids or dense values; 0: the shapes differ.
+        count: Number of differing rows, ids or dense values; 0: the dtypes or shapes differ.
         largest: Largest absolute difference; 0 for ids.
-        examples: Descriptions of the first differing values, or of the shapes.
+        examples: Descriptions of the first MAX_EXAMPLES differing values, or of the dtypes and shapes.
     """
 
     replica: str
@@ -135,7 +138,7 @@ class Difference:
 
     def __str__(self) -> str:
         largest = f"; largest difference {self.largest:.3g}" if self.largest else ""
-        count = f"{self.count:,} differ, such as " if self.count else ""
+        count = f"{self.count:,} differ{'s' * (self.count == 1)}, such as " if self.count else ""
         return f"{self.part} {self.name}: {count}{', '.join(self.examples)}{largest} (replica {self.replica})"
 
 
@@ -173,8 +176,8 @@ def verify(service: str, run: str, *, name: str | None = None) -> Result:
                 console.warn(f"{reason}; starting over")
                 sleep(RESTART_DELAY_S)
         else:
-            what = f"the service has changed during each of {MAX_STARTS} comparisons: {reason}"
-            do = "repeat the command while no version is promoted and no delta is applied"
+            what = f"the service has changed during each of {MAX_STARTS} comparisons, most recently: {reason}"
+            do = "repeat the command while no version is promoted, no delta is applied, and no replica restarts"
             raise RunError(what, where=service, do=do)
     state = replicas[0].state
     sizes = {"tables": len(state["rows"]), "rows": _count(state, "rows"), "ids": _count(state, "ids")}
@@ -210,7 +213,12 @@ def find_checkpoint(run: str) -> tuple[str, dict[str, Any]]:
 
 
 def _check_states(replicas: Sequence[ReplicaConnection], about: dict[str, Any], folder: str, service: str) -> None:
-    """Raise an error if the replicas serve different models, or a run or step other than that of the checkpoint."""
+    """Raise an error if the replicas do not all serve the run and step of the checkpoint.
+
+    Raises:
+        ServiceChangedError: The replicas serve different models.
+        RunError: The replicas serve a run or step other than that of the checkpoint.
+    """
     states = [each.state for each in replicas]
     models = [[state[key] for key in ("run", "step", "rows", "dense")] for state in states]
     if any(model != models[0] for model in models):
@@ -230,7 +238,7 @@ def _check_states(replicas: Sequence[ReplicaConnection], about: dict[str, Any], 
 
 
 def _compare(replicas: Sequence[ReplicaConnection], stored: StoredState, console: RunConsole) -> list[Difference]:
-    """Return the differences between a checkpoint and replicas, whose states differ at most in values."""
+    """Return the differences between a checkpoint and each replica; all replicas have the same tables and weights."""
     found: dict[tuple[str, StatePart, str], Difference] = {}
     state, rows = replicas[0].state, 0
     for part, expected in stored.parts.items():

@@ -147,7 +147,7 @@ def test_skew_names_the_size_that_a_verdict_needs(two_exports, loaded_export, tr
     needed, names = found.metrics["needed"], found.metrics["undecided"]
     assert not found.metrics["differs"] and "user (ids)" in names and 10 < needed < 1000
     found.show()
-    line = f"undecided    {len(names)} of {len(found.measures)} measures: 10 requests and 4,000 rows of training"
+    line = f"undecided    {len(names)} of {len(found.measures)} measures: 10 requests and 4,000 training rows"
     assert f"{line}; a verdict needs at least {needed:,} of each" in capsys.readouterr().out
     worst = max(each.chance for each in found.measures) / (1 / 10 + 1 / 4000)
     assert worst * 2 / needed <= LARGE_PSI < worst * 2 / (needed - 1)

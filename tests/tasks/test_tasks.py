@@ -85,7 +85,7 @@ MASK_CYCLE = [{"name": "a", "label": "clicked", "mask": "b"}, {"name": "b", "lab
 @pytest.mark.parametrize(
     "tasks,schema,messages",
     [
-        ([{}, {"loss": "mse"}], TWO_LABELS, ["two tasks have the name clicked"]),
+        ([{}, {"loss": "mse"}], TWO_LABELS, ["2 tasks have the name clicked", "tasks[0], tasks[1]"]),
         ([{"label": "cliked"}], TWO_LABELS, ["no label 'cliked'; did you mean 'clicked'?"]),
         ([{"loss": "msee"}], SCHEMA, ["there is no loss 'msee'; did you mean 'mse'?", "tasks[0].loss"]),
         ([{"loss": "own_parts:Focall"}], SCHEMA, ["no attribute 'Focall'; did you mean 'Focal'?"]),
@@ -98,7 +98,11 @@ MASK_CYCLE = [{"name": "a", "label": "clicked", "mask": "b"}, {"name": "b", "lab
         (MASK_CYCLE, TWO_LABELS, ["masks of tasks form a cycle: a → b → a"]),
         ([{"loss": "mse", "positive_weight": 2}], SCHEMA, ["positive_weight is 2, but the loss mse has no positives"]),
         ([{**THREE_CLASSES, "positive_weight": 2}], SCHEMA, ["tasks[0].positive_weight"]),
-        ([{"loss": "poisson", "negatives_kept": 0.5}], SCHEMA, ["negatives_kept is 0.5, but poisson predi"]),
+        (
+            [{"loss": "poisson", "negatives_kept": 0.5}],
+            SCHEMA,
+            ["negatives_kept is 0.5, but the logits of loss pois"],
+        ),
         ([{"loss": "bpr", "negatives_kept": 0.5}], SCHEMA, ["tasks[0].negatives_kept"]),
         ([{"loss": "huber", "options": {"delta": 0}}], SCHEMA, ["delta is 0, not a number between 0 and"]),
         ([{"loss": "focal", "options": {"gamma": "2"}}], SCHEMA, ["gamma is '2', not a number from 0"]),
@@ -116,7 +120,7 @@ MASK_CYCLE = [{"name": "a", "label": "clicked", "mask": "b"}, {"name": "b", "lab
             ["options of the loss: temperature, learn_temperature"],
         ),
         ([{"loss": "own_parts:WithinGroups"}], SCHEMA, ["requires group, which is not set", "tasks[0].group"]),
-        ([{"item_frequency": "often"}], SCHEMA, ["item_frequency is often, but bce does not compare items"]),
+        ([{"item_frequency": "often"}], SCHEMA, ["item_frequency is often, but the loss bce does not use"]),
         ([{"loss": "bpr", "item_frequency": "often"}], SCHEMA, ["tasks[0].item_frequency"]),
     ],
 )

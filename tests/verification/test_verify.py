@@ -138,11 +138,11 @@ def test_changed_ids_and_weights_of_any_program_are_named(run, weight):
     of_ids, of_weight = sorted(result.metrics["differences"], key=lambda each: each["part"] != "ids")
     assert (of_ids["name"], of_ids["count"]) == ("user", 2)
     assert sorted(of_ids["examples"]) == sorted(
-        [f"id {first_id} has 39 instead of {row}", f"id {lost_id} has no row instead of {lost_row}"]
+        [f"id {first_id} has row 39 instead of row {row}", f"id {lost_id} has no row instead of row {lost_row}"]
     )
     assert (of_weight["name"], of_weight["count"]) == (f"item/{weight}", 1)
     assert of_weight["examples"] == ["value 3 by 0.25"] and of_weight["largest"] == pytest.approx(0.25)
-    assert any(f"dense item/{weight}: 1 differ, such as value 3 by 0.25" in line for line in result.next_steps)
+    assert any(f"dense item/{weight}: 1 differs, such as value 3 by 0.25" in line for line in result.next_steps)
 
 
 def test_service_without_managed_ids_is_different(run):
@@ -206,7 +206,7 @@ def test_other_runs_and_steps_and_missing_checkpoints_are_errors(run, tmp_path):
     with Replicas(run / "export-None") as service:
         with pytest.raises(RunError, match="there is no checkpoint of step 7"):
             verify(service.url, f"{run}/7")
-        with pytest.raises(RunError, match="contains no run or checkpoint"):
+        with pytest.raises(RunError, match="no complete checkpoint in this folder"):
             verify(service.url, str(tmp_path))
         service.scorers["one"].version = "small-7-00000000"
         with pytest.raises(RunError, match="serves step 7 of run small, but the checkpoint contains step 2") as error:
