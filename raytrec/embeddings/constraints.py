@@ -1,5 +1,6 @@
-"""Resolve the configured optimizer and plan constraints of each table; planning/validation.py checks the result.
+"""Resolve each table's optimizer and plan constraints, and find the folder for tables in files (fused_mmap).
 
+planning/validation.py checks the constraints against the number of ranks, the device and the memory.
 This module does not import torch, because the driver uses it before any worker starts.
 """
 
@@ -27,14 +28,14 @@ REDUCE_SCATTER_TYPES = ("row_wise", "table_row_wise", "grid_shard")
 HOST_SHARDING_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")  # assigned host by host
 COLUMN_SHARDED_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 NO_REDUCTION_TYPES = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
-# Reason for rejecting other sharding types, and the expected ones.
+# Reason for rejecting sharding types that are not in BY_ID_TYPES or NO_REDUCTION_TYPES, and the expected settings.
 BY_ID_REASON = (
-    "cannot be used for a table with a sequence that the model reads id by id",
-    f"one of {', '.join(BY_ID_TYPES)}, the only types that TorchRec supports for such a table",
+    "cannot be used for a table that candidates, or a sequence that the model reads id by id, look up",
+    f"one of {', '.join(BY_ID_TYPES)}, the only sharding types that TorchRec supports for such a table",
 )
 INT8_REASON = (
     "cannot be used with plan.qcomms int8: ranks cannot add up integers of different scales in transfer",
-    "fp16 or bf16 in plan.qcomms; or table_wise, column_wise, table_column_wise or data_parallel",
+    f"fp32, fp16 or bf16 in plan.qcomms, or one of the sharding types {', '.join(NO_REDUCTION_TYPES)}",
 )
 
 
@@ -44,8 +45,8 @@ class TableConstraint:
 
     Attributes:
         sharding: Allowed sharding types.
-        ranks: Ranks that must hold the table, in the order of its shards, or None if the planner chooses.
-        kernel: Compute kernel, or None if the planner chooses.
+        ranks: Ranks that must hold the table, in the order of its shards, or None if the planner chooses them.
+        kernel: Compute kernel (plan.tables.*.compute_kernel), or None if the planner chooses it.
         dtype: Dtype of the weights: fp32 or fp16.
         group: Index of the table's plan.colocate group, or None if it is in no group.
     """
@@ -58,23 +59,23 @@ class TableConstraint:
 
 
 def match_tables(pattern: str, schema: Schema, where: str) -> list[str]:
-    """Return the tables that match a name or a pattern such as 'item*'.
+    """Return the names of the schema's tables that match a name or a pattern such as 'item*'.
 
     Raises:
-        ConfigError: No table matches. The error names `where`.
+        ConfigError: No table matches. The error names `where`, the configuration key that contains the pattern.
     """
     tables = [table for table in schema.tables if fnmatchcase(table, pattern)]
     if not tables:
         raise ConfigError(
             f"no table matches '{pattern}'{format_suggestion(pattern, schema.tables)}",
             where=where,
-            expected=f"one of {', '.join(schema.tables)}",
+            expected=f"one of {', '.join(schema.tables)}, or a pattern that matches a table",
         )
     return tables
 
 
 def resolve_optimizers(config: RunConfig, schema: Schema) -> dict[str, EmbeddingOptim]:
-    """Return the optimizer of each table: optim.embeddings, overridden by the matching keys of optim.tables.
+    """Return table → optimizer: optim.embeddings, overridden by the matching keys of optim.tables in order.
 
     Raises:
         ConfigError: No table matches a key of optim.tables.
@@ -88,10 +89,10 @@ def resolve_optimizers(config: RunConfig, schema: Schema) -> dict[str, Embedding
 
 
 def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableConstraint]:
-    """Return the constraint of every table, in the schema's order.
+    """Return table → constraint from plan.tables, plan.colocate and plan.sharding_types, in the schema's order.
 
     Raises:
-        ConfigError: No table matches a name, or settings contradict each other.
+        ConfigError: No table matches a name in plan.tables or plan.colocate, or a table's settings are contradictory.
     """
     constraints: dict[str, dict] = {table: {} for table in schema.tables}
     for pattern, settings in config.plan.tables.items():
@@ -106,7 +107,7 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
             sharding = sharding or "table_wise"
         if ranks and sharding is None:
             what = f"ranks {list(ranks)} are set without a sharding_type"
-            raise make_plan_error(table, what, "plan.tables.….sharding_type in addition to ranks")
+            raise make_plan_error(table, what, f"plan.tables.{table}.sharding_type in addition to ranks")
         allowed: tuple[str, ...] = (sharding,) if sharding else tuple(config.plan.sharding_types)
         if table in by_id:
             allowed = _filter_sharding_types(table, allowed, BY_ID_TYPES, *BY_ID_REASON)
@@ -115,15 +116,17 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
         kernel, dtype = values.get("compute_kernel"), values.get("dtype", "fp32")
         resolved[table] = TableConstraint(allowed, ranks, kernel, dtype, groups.get(table))
         if table in groups and sharding != "table_wise":
-            raise make_plan_error(table, f"plan.colocate does not allow {sharding}", "table_wise, on one rank")
+            raise make_plan_error(
+                table, f"plan.colocate does not allow {sharding}", "table_wise, the only type allowed"
+            )
     return _copy_group_ranks(resolved)
 
 
 def _filter_sharding_types(
-    table: str, sharding: tuple[str, ...], kinds: tuple[str, ...], why: str, expected: str
+    table: str, sharding: tuple[str, ...], supported: tuple[str, ...], why: str, expected: str
 ) -> tuple[str, ...]:
-    """Return the sharding types that are in `kinds`, or raise ConfigError if there are none."""
-    possible = tuple(kind for kind in sharding if kind in kinds)
+    """Return the sharding types of a table that are in `supported`, or raise ConfigError if there are none."""
+    possible = tuple(kind for kind in sharding if kind in supported)
     if not possible:
         raise make_plan_error(table, f"{' or '.join(sharding)} {why}", expected)
     return possible
@@ -134,13 +137,14 @@ def _index_groups(config: RunConfig, schema: Schema) -> dict[str, int]:
     for index, names in enumerate(config.plan.colocate):
         for name in names:
             for table in match_tables(name, schema, f"plan.colocate, group {index + 1}"):
-                if groups.setdefault(table, index) != index:
-                    raise make_plan_error(table, "it is in two groups of plan.colocate", "one group that joins both")
+                if (first := groups.setdefault(table, index)) != index:
+                    what = f"the table is in groups {first + 1} and {index + 1} of plan.colocate"
+                    raise make_plan_error(table, what, "one group that contains all tables of both groups")
     return groups
 
 
 def _copy_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, TableConstraint]:
-    """Copy the configured rank of a group's table to the other tables of the group."""
+    """Return the constraints, with the ranks configured for one table of a group copied to the whole group."""
     ranks_of: dict[int, tuple[int, ...]] = {}
     for table, constraint in constraints.items():
         if constraint.group is None or not constraint.ranks:
@@ -149,7 +153,8 @@ def _copy_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, Tabl
         if ranks != constraint.ranks:
             raise make_plan_error(
                 table,
-                f"it is on rank {constraint.ranks[0]}, but its plan.colocate group is on rank {ranks[0]}",
+                f"plan.tables assigns the table to ranks {list(constraint.ranks)}, but another table of its "
+                f"plan.colocate group to ranks {list(ranks)}",
                 "one rank for all tables of a group",
             )
     return {
@@ -158,11 +163,14 @@ def _copy_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, Tabl
     }
 
 
-def count_column_shards(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | None, world: int, local: int):
-    """Return the number of column shards of a table under these sharding types, or 1 if columns are not cut.
+def count_column_shards(
+    dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | None, world: int, local: int
+) -> int:
+    """Return the number of column shards of a table, or 1 if no allowed sharding type cuts columns.
 
     There is one column shard per eligible rank (grid_shard: per host of these ranks), or fewer if the shards
-    would otherwise not have equal widths that are multiples of 4, as FBGEMM requires. A host has `local` ranks.
+    would otherwise not have equal widths that are multiples of 4, as FBGEMM requires. `dim` is the number of the
+    table's columns, `ranks` are its configured ranks (None: any), and `local` is the number of ranks per host.
     """
     if "grid_shard" in sharding:
         max_parts = (len(ranks) if ranks else world) // local
@@ -176,7 +184,7 @@ def count_column_shards(dim: int, sharding: tuple[str, ...], ranks: tuple[int, .
 
 
 def make_plan_error(table: str, what: str, expected: str) -> ConfigError:
-    """Return the error for a constraint that no plan can satisfy."""
+    """Return the error for a table (or comma-separated tables) whose constraints no plan can satisfy."""
     return ConfigError(f"cannot plan table {table}: {what}", where="plan", expected=expected)
 
 
@@ -187,9 +195,9 @@ MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 
 
 def resolve_kernel(device: str, kernel: str | None) -> str | None:
-    """Return a kernel unchanged if it stores a table outside the device's memory, else None.
+    """Return the compute kernel if it stores a table outside the device's memory, else None.
 
-    The result for UVM kernels on CPU is None as well, because host memory is the device's memory there.
+    UVM kernels store tables in host memory. On CPU, this is the device's memory, so the result is None.
 
     Args:
         device: cpu or cuda.
@@ -200,7 +208,7 @@ def resolve_kernel(device: str, kernel: str | None) -> str | None:
 
 
 def list_kernel_choices(config: RunConfig, device: str, managed: bool) -> list[str]:
-    """Return the TorchRec compute kernels from which the planner may choose if a table's kernel is not set.
+    """Return TorchRec's compute kernels (without fused_mmap) for tables whose compute_kernel is not set.
 
     Args:
         config: Configuration of the run.
@@ -215,29 +223,33 @@ def list_kernel_choices(config: RunConfig, device: str, managed: bool) -> list[s
 
 
 def find_mmap_folder(config: RunConfig) -> Path:
-    """Return the folder for this machine's unnamed table files: plan.mmap_dir, or else the run folder.
+    """Return the folder in which tables with compute_kernel fused_mmap are stored as unnamed files.
 
-    If neither is set, the result is the system's temporary folder. If the folder does not exist, the result is
-    its nearest existing parent, because both are on the same disk.
+    The folder is plan.mmap_dir, or else run.dir, or else the system's temporary folder. If the folder does not
+    exist, the result is its nearest existing parent, which is on the same disk.
     """
     folder = Path(config.plan.mmap_dir or config.run.dir or tempfile.gettempdir()).absolute()
     return next(place for place in (folder, *folder.parents) if place.is_dir())
 
 
 def measure_free_disk(config: RunConfig) -> int:
-    """Return the number of free bytes on the disk of the folder for table files."""
+    """Return the number of free bytes on the disk of `find_mmap_folder`."""
     return shutil.disk_usage(find_mmap_folder(config)).free
 
 
-def advise_disk_space(config: RunConfig) -> str:
-    """Return advice for a disk that is too full for table files, with the command that resumes a begun run."""
-    do, run = "free up space, or set plan.mmap_dir to a folder on another disk", Path(config.run.dir or "")
+def advise_disk_space(config: RunConfig, is_full: bool = True) -> str:
+    """Return advice for a folder that cannot hold table files, with the command that resumes a begun run.
+
+    The advice is to free up space, if `is_full` is True, or to set plan.mmap_dir.
+    """
+    do = "free up space, or set plan.mmap_dir to a folder on another disk" if is_full else ""
+    do, run = do or "set plan.mmap_dir to a writable folder on a local disk", Path(config.run.dir or "")
     begun = config.run.dir and (run / "config.yaml").is_file()
     return f"{do}; then resume the run: raytrec train --resume {quote_for_shell(make_relative(run))}" if begun else do
 
 
 def find_memory_filesystem(folder: Path) -> str | None:
-    """Return the type of a folder's file system if it keeps files in memory, else None."""
+    """Return the type of a folder's file system, such as tmpfs, if it keeps files in memory, else None."""
     kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
     place = folder.resolve()
     kind = next((kinds[str(each)] for each in (place, *place.parents) if str(each) in kinds), None)

@@ -3,9 +3,9 @@
 int64 arithmetic wraps around on CPU and GPU, and hashes involve no rounding, so both devices produce the same
 bits. data/ids.py computes the same hashes in NumPy.
 
-The key of an id is its splitmix64 hash, a bijection of the 64-bit integers. Keys are therefore spread evenly
-for any ids, and an id can be recovered from its key (`unhash_bits`). Ranks own equal, ascending spans of
-keys. Sorting by key on each rank therefore sorts the keys of all ranks, for any number of ranks.
+Managed ids get table rows during training. The key of a managed id is its splitmix64 hash, a bijection of the
+64-bit integers. Keys are therefore spread evenly for any ids, and an id can be recovered from its key
+(`unhash_bits`). Ranks own equal spans of keys, in rank order, so sorting on each rank sorts the keys of all ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 64-bit constants as torch's signed integers
 MULTIPLIER_1, MULTIPLIER_2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 INVERSE_MULTIPLIER_1, INVERSE_MULTIPLIER_2 = 0x96DE1B173F119089 - 2**64, 0x319642B2D24D8EC3  # their inverses
-NO_KEY = -(2**63)  # marks an empty slot
+NO_KEY = -(2**63)  # marks an empty slot of a KeyMap
 VALUES_PER_BLOCK = 2**19  # values computed at once: a block fits a CPU's cache and keeps a GPU busy
-_OWNER_BITS = 32  # bits of a key that determine its owner
+_OWNER_BITS = 32  # number of high bits of a key that determine the rank that owns it
 
 
 def hash_bits(values: torch.Tensor) -> torch.Tensor:
@@ -65,8 +65,8 @@ def compute_initial_values(seed: int, table: str, ids: torch.Tensor, columns: ra
     Args:
         seed: run.seed.
         table: Name of the table.
-        ids: Ids of any value, int64 [n]; row numbers if a table's rows are its ids.
-        columns: Columns of the table.
+        ids: Ids of any value, int64 [n]; row numbers if the table's ids are not managed.
+        columns: Range of the table's columns to compute.
         rows: Number of rows of the whole table, which determines the bound.
 
     Returns:
@@ -83,24 +83,26 @@ def compute_initial_values(seed: int, table: str, ids: torch.Tensor, columns: ra
 
 
 def ids_to_keys(ids: torch.Tensor) -> torch.Tensor:
-    """Return the key of each id, int64 [...]; no id has the key NO_KEY.
+    """Return the key of each managed id, int64 [...]; no id has the key NO_KEY.
 
-    Two of the 2⁶⁴ ids share the key NO_KEY + 1; every other id has a unique key.
+    Two of the 2⁶⁴ ids share the key NO_KEY + 1, so only one of the two can be recovered; all other keys are unique.
     """
     return hash_bits(ids).clamp_(min=NO_KEY + 1)
 
 
 def find_key_owners(keys: torch.Tensor, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rank that owns each key and the key's position in that rank's span, 0 to 2³² - 1.
+    """Return the rank that owns each key, and the key's position in that rank's span, scaled to 0 … 2³² - 1.
 
-    Both are int64, and (rank, position) ascends with the key.
+    Both are int64 [...]. For ascending keys, (rank, position) never descends.
     """
     scaled = ((keys >> _OWNER_BITS) + 2 ** (_OWNER_BITS - 1)) * world
     return scaled >> _OWNER_BITS, scaled & (2**_OWNER_BITS - 1)
 
 
 def assign_fallback_rows(keys: torch.Tensor, first: int | torch.Tensor, rows: int | torch.Tensor) -> torch.Tensor:
-    """Return the fallback row of each key, which is used while the key has no row; int64 [n].
+    """Return the fallback row of each key, int64 [n].
+
+    Ids without a row of their own share the last rows of their table, the fallback rows.
 
     Args:
         keys: Keys, int64 [n].
@@ -112,13 +114,13 @@ def assign_fallback_rows(keys: torch.Tensor, first: int | torch.Tensor, rows: in
 
 @dataclass(frozen=True)
 class DistinctKeys:
-    """Distinct keys, sorted by table number, then by key.
+    """Distinct keys of managed ids, sorted by the number of their table, then by key.
 
     Attributes:
         tables: Table number of each distinct key, int64 [n].
         keys: Distinct keys, int64 [n].
         counts: Number of occurrences of each distinct key, int64 [n].
-        places: Index into `keys` for each original key, int64 [N].
+        places: Index into `keys` for each of the N keys passed to `from_keys`, int64 [N].
     """
 
     tables: torch.Tensor
@@ -130,7 +132,7 @@ class DistinctKeys:
     def from_keys(
         cls, tables: torch.Tensor, keys: torch.Tensor, count: int, counts: torch.Tensor | None = None
     ) -> DistinctKeys:
-        """Return the distinct keys among N keys, which are given in ascending order of their tables.
+        """Return the distinct (table, key) pairs among N keys.
 
         Args:
             tables: Table number of each key, int64 [N], ascending.
@@ -178,7 +180,7 @@ def count_tables(tables: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def sort_within_tables(tables: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys sorted within each table, and their original indices, int64 [n] each.
+    """Return the keys sorted within each table, and the index of each sorted key in `keys`, int64 [n] each.
 
     Args:
         tables: Table number of each key, int64 [n], ascending.
@@ -208,7 +210,7 @@ def split_by_mask(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def select_by_table(values_T: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Return the value of each entry's table, [n], or [1] (which broadcasts) if there is only one table.
+    """Return the value of each entry's table, [n]; if there is only one table, return `values_T`, which broadcasts.
 
     Args:
         values_T: Value of each table, [T].

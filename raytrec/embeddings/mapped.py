@@ -3,11 +3,12 @@
 The kernel that updates tables in memory also updates tables in files, through memory-mapped pages. The operating
 system reads the pages on demand, and writes them back when it needs their memory.
 
-The rows that training looks up most often are also kept in memory (HotRowCache).
+If memory is left, the rows that training looks up most often are also kept in memory (HotRowCache).
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
@@ -27,28 +28,28 @@ from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.embeddings.pooling import Collection, find_table_modules
 
 ADMISSION_SIGHTINGS = 3  # if lower, rarely used rows displace others; if higher, the slots fill more slowly
-MIN_CLOCK_WINDOW = 4096  # minimum number of slots that the hand inspects at once
-SAMPLED_ROWS = 32  # rows that are sampled before pages are prefetched (prefetch_rows)
+MIN_CLOCK_WINDOW = 4096  # minimum number of slots that the clock hand of a HotRowCache inspects at once
+SAMPLED_ROWS = 32  # number of rows sampled to decide whether pages are prefetched (prefetch_rows)
 BLOCK_ROWS = 65_536  # rows written back at once
 # Bytes of bookkeeping per slot of a HotRowCache, in addition to the cached row, and per row of the shard.
 BYTES_PER_PLACE, ROW_BYTES = 10, 4
 
 
 class MappedFileFactory:
-    """Factory for the files that store this rank's tables.
+    """Factory for the files that store this rank's tables with compute_kernel fused_mmap.
 
     The files are unnamed and disappear when the process ends for any reason. Only checkpoints are kept.
 
     Args:
-        config: Configuration of the run, whose plan.mmap_dir is the folder of the files.
-        share: Share of the tables' rows that are also kept in memory (HotRowCache).
+        config: Configuration of the run, which determines the folder of the files (`find_mmap_folder`).
+        share: Number of slots for rows in memory (HotRowCache), as a fraction of a shard's rows; 0: no cache.
     """
 
     def __init__(self, config: RunConfig, share: float = 0.0):
         self._config, self._folder, self.share = config, find_mmap_folder(config), share
 
     def make_hot_rows(self, whole: list[torch.Tensor], rows: int) -> HotRowCache:
-        """Return a HotRowCache of these tensors for a shard with this number of rows."""
+        """Return the HotRowCache of a shard; see HotRowCache for the arguments."""
         return HotRowCache(whole, rows)
 
     def allocate_zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor:
@@ -57,18 +58,18 @@ class MappedFileFactory:
         Disk space is reserved at once: on a full disk, writing a page back would otherwise kill the process.
 
         Args:
-            tables: Names of the tables, for error messages.
+            tables: Names of the tables whose weights or optimizer state the tensor will hold, for error messages.
             count: Number of values in the file.
             dtype: Dtype of the values.
             more: Number of additional values, at the end, that exist only in memory.
 
         Raises:
-            RunError: The folder is not writable, has no room, or is itself in memory.
+            RunError: The file cannot be created or filled, or the folder is on a file system in memory.
         """
         size, folder = count * dtype.itemsize, self._folder
         try:
             if kind := find_memory_filesystem(folder):
-                raise self._refused(tables, size, f"the folder is on {kind}, which keeps files in memory")
+                raise self._make_error(tables, size, f"the folder is on {kind}, which keeps files in memory", False)
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 os.posix_fallocate(file.fileno(), 0, size)
                 file.truncate(size + more * dtype.itemsize)
@@ -79,28 +80,29 @@ class MappedFileFactory:
                 begin = size - size % mmap.PAGESIZE
                 unmap_file(values.data_ptr() + begin, values.nbytes - begin)
         except OSError as error:
-            raise self._refused(tables, size, error.strerror or str(error)) from None
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise self._make_error(tables, size, error.strerror or str(error), is_full) from None
         return values
 
-    def _refused(self, tables: list[str], size: int, why: str) -> RunError:
+    def _make_error(self, tables: list[str], size: int, why: str, is_full: bool) -> RunError:
         return RunError(
-            f"cannot create a file of {format_bytes(size)} for the rows of {', '.join(tables)}: {why}",
+            f"cannot create a file of {format_bytes(size)} for rows or optimizer state of {', '.join(tables)}: {why}",
             where=f"plan.mmap_dir, {self._folder}",
             expected="a folder on a local disk with enough space for the node's tables and their optimizer state",
-            do=advise_disk_space(self._config),
+            do=advise_disk_space(self._config, is_full),
         )
 
 
 def mark_mapped(
     collections: Iterable[Collection], plan: ShardingPlan, optimizers: Mapping[str, EmbeddingOptim], hot: bool = False
 ) -> None:
-    """Mark the tables that a plan assigns to fused_mmap. Call before sharding.
+    """Mark the tables to which a plan assigns fused_mmap, so that their lookups read files. Call before sharding.
 
     Args:
         collections: Collections of PooledEmbeddings, marked by optim.mark_fused.
         plan: Sharding plan.
         optimizers: Optimizer of every table (constraints.resolve_optimizers).
-        hot: True if any rank also keeps rows of these tables in memory; the same on all ranks.
+        hot: True if any rank caches rows of these tables in memory (HotRowCache); the same on all ranks.
     """
     kernels = {table: spec.compute_kernel for module in plan.plan.values() for table, spec in module.items()}
     for collection in collections:
@@ -111,13 +113,14 @@ def mark_mapped(
 
 
 class HotRowCache:
-    """In-memory cache of a shard's frequently used rows, whose values in the file can be out of date.
+    """In-memory cache of the frequently used rows of a shard that is stored in a file (compute_kernel fused_mmap).
 
-    The lookups of the run determine the cached rows. A row that has been looked up in ADMISSION_SIGHTINGS
-    steps gets a slot in memory. If all slots are taken, the row replaces a row without lookups since the clock hand
-    last passed (CLOCK, the replacement policy of page caches). A page cache keeps a page of 4 KiB for each of the rows
-    scattered over a file. HotRowCache keeps only the row, which is written back when it is replaced or the cache is
-    flushed.
+    Training updates a cached row only in memory. The row is written back to the file when another row replaces it
+    or when the cache is flushed.
+
+    A row that has been looked up in ADMISSION_SIGHTINGS training steps gets a slot in memory. If all slots are
+    taken, the row replaces a row without lookups since the clock hand last passed (CLOCK, the replacement policy of
+    page caches). If there is no such row, nothing is replaced. A page cache would keep a page of 4 KiB for each row.
 
     Args:
         whole: Weights of the lookup, [rows + slots, columns], and its optimizer state, of the same shape or
@@ -128,25 +131,24 @@ class HotRowCache:
     def __init__(self, whole: list[torch.Tensor], rows: int):
         self._tensors, self._rows, self._count = whole, rows, len(whole[0]) - rows
         self._tensor_at = {values.data_ptr(): values for values in whole}
-        # Slot of each row. A row without a slot has −1 − n, where n is the number of steps that looked it up.
+        # Slot of each row. A row without a slot has −1 − n, where n is the number of steps that looked up the row.
         self._slots = torch.full((rows,), -1, dtype=torch.int32)
-        # Row in each slot, and two flags:
+        # Row in each slot, True if it was used since the hand last passed, and True if it must be written back.
         self._row = torch.zeros(self._count, dtype=torch.int64)
-        self._used = torch.zeros(self._count, dtype=torch.bool)  # since the hand last passed
-        self._changed = torch.zeros(self._count, dtype=torch.bool)  # since it was last written back
+        self._used, self._changed = torch.zeros(2, self._count, dtype=torch.bool)
         self._filled, self._hand = 0, 0
         self._lookups, self._hits = 0, 0
 
     @torch.no_grad()
     def look_up(self, rows: torch.Tensor, *, trains: bool) -> torch.Tensor:
-        """Return the positions in `whole` of rows that are about to be looked up, int [n].
+        """Return the index into the tensors of `whole` of each row that is about to be looked up, int [n].
 
-        The pages of rows in the file are prefetched together. The positions are valid until the next call
-        with `trains=True`.
+        The pages of rows that are not cached are prefetched together. The indices are valid until the next call
+        with `trains=True` or the next `purge`.
 
         Args:
             rows: Rows of the shard, int [n].
-            trains: True if the rows will be updated; only then can rows get slots.
+            trains: True if the rows will be updated. Only such calls count as lookups and give slots to rows.
         """
         slots = self._slots[rows]
         cold = rows[slots < 0].long().unique()
@@ -161,7 +163,7 @@ class HotRowCache:
         return torch.where(slots >= 0, slots.to(rows.dtype) + self._rows, rows)
 
     def take_hit_share(self) -> float | None:
-        """Return the share of training lookups served from memory since the last call; None without lookups."""
+        """Return the fraction of training lookups since the last call whose row was cached; None without lookups."""
         share = self._hits / self._lookups if self._lookups else None
         self._lookups = self._hits = 0
         return share
@@ -180,19 +182,19 @@ class HotRowCache:
         self._filled = self._hand = 0
 
     def read(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return the current values of some rows.
+        """Return the current values of rows, [n, columns] or [n].
 
         Args:
-            values: Tensor of `whole` without the slots in memory; selects the weights or a kind of state.
+            values: Part of a tensor in `whole` that is in the file; the tensor is identified by its address.
             rows: Rows of the shard, int64 [n].
         """
         return self._tensor_at[values.data_ptr()].index_select(0, self._find_slots(rows))
 
     def write(self, values: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
-        """Replace the values of some rows.
+        """Replace the values of rows; values of cached rows change only in memory.
 
         Args:
-            values: Tensor to write to, as in `read`.
+            values: Part of a tensor in `whole`, as in `read`.
             rows: Rows of the shard, int64 [n].
             new: New values of these rows, of the dtype of `values`.
         """
@@ -205,7 +207,7 @@ class HotRowCache:
         return torch.where(slots >= 0, slots + self._rows, rows)
 
     def _admit(self, cold: torch.Tensor) -> bool:
-        """Assign slots to rows that have been looked up often enough; return True if any row gets a slot.
+        """Count a lookup of each row, and give slots to rows with enough lookups; return True if any row gets one.
 
         Args:
             cold: Distinct rows without a slot, int64 [n].
@@ -233,10 +235,7 @@ class HotRowCache:
         return len(slots) > 0
 
     def _find_idle_slots(self, count: int) -> torch.Tensor:
-        """Return up to `count` slots whose rows have not been used since the clock hand last passed.
-
-        The hand makes at most one full turn.
-        """
+        """Advance the clock hand, by one turn at most, and return up to `count` slots not used since its last pass."""
         parts, remaining = [torch.zeros(0, dtype=torch.int64)], self._count
         while count and remaining:
             end = min(self._hand + max(4 * count, MIN_CLOCK_WINDOW), self._hand + remaining, self._count)
@@ -252,8 +251,8 @@ class HotRowCache:
     def _write_back(self, slots: torch.Tensor) -> None:
         """Write the rows in these slots back to the file.
 
-        Only rows that have changed since the last `flush` may be passed. A save that began with this flush
-        has already copied the previous values of such rows (checkpoint/snapshot.py).
+        The rows must have changed since the last `flush`. A save that began with this flush has already copied
+        the previous values of such rows (checkpoint/snapshot.py), and can still be reading other rows of the file.
         """
         if not len(slots):
             return

@@ -1,6 +1,6 @@
 """Combine the optimizers of a run, clip gradients, and average dense weights.
 
-Fused tables are updated during backward, dense layers after it.
+FBGEMM's fused kernels update tables during backward; other weights are updated after backward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _make_settings(config: EmbeddingOptim | DenseOptim) -> dict:
 
 
 def mark_fused(collections: Iterable[Collection], optimizers: Mapping[str, EmbeddingOptim], device: str) -> None:
-    """Mark tables for updates during backward if FBGEMM has such a kernel for the device; call before sharding.
+    """Mark the tables for whose optimizer FBGEMM has a fused kernel on the device. Call before sharding.
 
     TorchRec (1.8.0, group_tables) then puts tables with the same collection, optimizer and learning rate into
     one kernel.
@@ -59,7 +59,7 @@ class RunOptimizer(CombinedOptimizer):
     """Optimizer that combines all optimizers of a run.
 
     Attributes:
-        names: Name of each table's optimizer in the configuration.
+        names: Table → name of its optimizer in the configuration, such as rowwise_adagrad.
     """
 
     def __init__(self, parts: list[tuple[str, KeyedOptimizer]], names: dict[str, str]):
@@ -72,9 +72,9 @@ def combine_optimizers(
 ) -> RunOptimizer:
     """Return one optimizer for all weights of a sharded model.
 
-    The result contains the fused optimizers and the dense layers' optimizer. For tables that are not updated
-    in backward, it also contains one optimizer per set of settings. Such tables are data-parallel, have a
-    dense kernel, or have an optimizer without a kernel.
+    The result combines the fused optimizers, the dense layers' optimizer, and one optimizer for each distinct
+    EmbeddingOptim of tables that are not updated in backward. Such tables are data-parallel, have a dense
+    kernel, or have an optimizer without a fused kernel on this device.
 
     Args:
         model: DistributedModelParallel.
@@ -97,17 +97,17 @@ def combine_optimizers(
 
 
 def choose_fused_option(weights: Iterable[torch.Tensor]) -> bool | None:
-    """Return a torch optimizer's option `fused`: True if all weights are on GPUs, or None for torch's default.
+    """Return the value of a torch optimizer's option `fused`: True if all weights are on GPUs, else None.
 
-    With True, one kernel updates all weights. By default, torch launches several kernels for each weight.
+    With True, one kernel updates all weights. With None, torch launches several kernels for each weight.
     """
     return all(weight.is_cuda for weight in weights) or None
 
 
 def _choose_one_pass(config: EmbeddingOptim, weights: Iterable[torch.Tensor]) -> dict[str, bool]:
-    """Return the option that makes torch update tables on CPU in one pass, or {} if unsupported.
+    """Return {"fused": True}, with which torch updates tables on CPU in one pass, or {} if unsupported.
 
-    The option applies to optimizers without an FBGEMM kernel on CPU, for tables of any size. One pass reads
+    The option is supported for float32 tables on CPU whose optimizer has no FBGEMM kernel on CPU. One pass reads
     and writes weights, gradients and state together; otherwise, Adam takes 6 passes.
     """
     optimizer = find_optimizer(config.name)
@@ -126,13 +126,13 @@ def _make_keyed_optimizer(
 
 @dataclass
 class _LookupCut:
-    """Lookup of one step at which the autograd graph is cut.
+    """Lookup of one step, at whose output GlobalNormClip cuts the autograd graph.
 
     Attributes:
         kernel: Module of the lookup.
         features: Ids that were looked up.
         output: Output of the lookup, from which the second backward starts.
-        leaf: Detached copy of the output, which the rest of the model reads.
+        leaf: Detached output, which shares its memory; the rest of the model reads it and gives it a gradient.
     """
 
     kernel: nn.Module
@@ -145,25 +145,25 @@ class GlobalNormClip(OptimizerWrapper):
     """Optimizer wrapper that scales the whole gradient to an L2 norm of at most `max_norm` before each step.
 
     The factor is min(1, max_norm ÷ (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. norm² sums squares
-    over dense parameters, data-parallel tables and the touched rows of all sharded tables. Dense parameters
-    and data-parallel tables count once rather than once per rank. Each touched row counts once, with its
+    over dense parameters, data-parallel tables and the looked-up rows of all sharded tables. Dense parameters
+    and data-parallel tables count once rather than once per rank. Each looked-up row counts once, with its
     gradient summed over the global batch.
 
     Tables that FBGEMM updates in backward have no gradient, and clipping must precede that backward. The
     graph is therefore cut at the output of each rank's lookups. Backward ends there, with the gradients of
     the whole global batch for this rank's shards. These gradients and the ids determine the gradient of each
-    touched row, whose squared norm is added to that of the dense layers. A second backward then passes the
+    looked-up row. Its squared norm is added to that of the dense layers. A second backward then passes the
     scaled gradients to the tables. This procedure works for every sharding type and kernel.
 
     Args:
         optimizer: Optimizer of all weights (`combine_optimizers`).
-        model: DistributedModelParallel, whose lookups are cut from now on while gradients are recorded.
+        model: DistributedModelParallel; the constructor adds hooks that cut the graph while gradients are recorded.
         max_norm: Maximum L2 norm of the gradient.
         with_tables: False to measure and scale only the gradient of the dense layers.
 
     Attributes:
-        last_norm: L2 norm of the last gradient before scaling, a float64 scalar on the device; None before
-            the first step.
+        last_norm: L2 norm of the last gradient before scaling, a float64 scalar on the model's device; None
+            before the first step.
     """
 
     def __init__(
@@ -174,20 +174,20 @@ class GlobalNormClip(OptimizerWrapper):
         self.last_norm: torch.Tensor | None = None
         self._device = model.device
         self._cuts: list[_LookupCut] = []
-        # Every rank holds a copy of dense parameters and data-parallel tables, with the same gradient.
+        # Every rank has a copy of dense parameters and data-parallel tables, with the same gradient.
         copies = {name for name, table in tables(model).items() if with_tables and table.weight.replicated}
         self._replicated = [p for name, p in model.named_parameters() if find_table_name(name) in {None, *copies}]
         for kernel in iterate_sharded_kernels(model) if with_tables else ():
             kernel.register_forward_hook(self._cut)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Reset the gradients and discard the cuts of the last step."""
+        """Reset the gradients, and discard the lookups at which the graph was cut since the last step."""
         self._cuts.clear()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Clip the gradient, run the second backward into the tables, and update all weights."""
+        """Clip the gradient, run the second backward into the tables, and update all weights, on all ranks together."""
         gradients = [p.grad for p in self._replicated if p.grad is not None]
         shards = torch.zeros((), dtype=torch.float64, device=self._device)
         cuts = [cut for cut in self._cuts if cut.leaf.grad is not None]
@@ -219,17 +219,17 @@ class DenseAverage(OptimizerWrapper):
 
         Σ d^(t−i) · w_i ÷ Σ d^(t−i)        over i = 1 … t
 
-    so the initial weights do not contribute, however few steps there are. Steps skipped by
-    worker.nonfinite.SkipNonfiniteOptimizer, which wraps this optimizer, are not counted.
+    The initial weights therefore never contribute. Steps that worker.nonfinite.SkipNonfiniteOptimizer, which
+    wraps this optimizer, skips are not counted.
 
     Args:
         optimizer: Optimizer of all weights (`combine_optimizers`), possibly wrapped for clipping.
         model: DistributedModelParallel.
-        decay: Decay d, between 0 and 1.
+        decay: Decay d, between 0 and 1 (both excluded).
 
     Attributes:
-        values: Average of each dense parameter, on the parameter's device; the same on all ranks.
-        count: Number of steps t, a float32 scalar in host memory.
+        values: Floating-point dense parameter → average, on the parameter's device; the same on all ranks.
+        count: Number of steps t, a float32 scalar tensor in host memory.
     """
 
     def __init__(self, optimizer: KeyedOptimizer, model: DistributedModelParallel, decay: float):
@@ -253,7 +253,7 @@ class DenseAverage(OptimizerWrapper):
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """Replace the dense weights with their averages in the block; before the first step, do nothing."""
+        """Replace the dense weights with their averages inside the `with` block; before the first step, do nothing."""
         if not self.count:
             yield
             return

@@ -1,6 +1,7 @@
 """Define the schema's embedding tables as collections that TorchRec shards, and pool their vectors.
 
-Mean pooling divides a bag's global sum by the bag's global length, or by the sum of its weights.
+A bag is the list of ids of one feature in one row. Mean pooling divides the sum of a bag's vectors, after TorchRec
+has added the parts from all ranks, by the length of the bag or by the sum of its weights.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 def make_embedding_bags(
     features: Features, constraints: Mapping[str, TableConstraint] | None = None
 ) -> EmbeddingBagCollection | None:
-    """Return an unsharded collection, on the meta device, of tables that produce sums of bags; None if empty.
+    """Return an unsharded collection, on the meta device, of all tables that produce sums of bags.
 
     Every table is declared SUM, because TorchRec's sharded mean is wrong or differs under several sharding types.
-    `pooling.DenseInputBuilder` computes the means.
+    `DenseInputBuilder` computes the means. The result is None if every table produces one vector per id.
 
     Args:
         features: Features of the run.
-        constraints: Constraint of every table, which contains the dtype; default: fp32 for all tables.
+        constraints: Table → constraint, from which the dtype is read; default: fp32 for all tables.
     """
     schema, tables = features.schema, []
     for table in schema.tables:
@@ -50,7 +51,7 @@ def make_embedding_bags(
 def make_by_id_collections(
     features: Features, constraints: Mapping[str, TableConstraint] | None = None
 ) -> nn.ModuleList:
-    """Return the collections that produce one vector per id, on the meta device.
+    """Return unsharded collections, on the meta device, of all tables that produce one vector per id.
 
     Tables in one collection share exchanges and must have the same dim and the same number of column shards
     (TorchRec 1.8.0). The planner cuts tables of the same dim equally unless their ranks are configured.
@@ -67,7 +68,7 @@ def make_by_id_collections(
 def _make_args(
     schema: Schema, table: str, features: list[str], constraints: Mapping[str, TableConstraint] | None
 ) -> dict[str, Any]:
-    """Return the settings of a table and the features that use it, for a collection of either kind."""
+    """Return the keyword arguments of TorchRec's configuration of a table, for a collection of either kind."""
     return {
         "name": table,
         "num_embeddings": schema.tables[table].rows,
@@ -79,17 +80,17 @@ def _make_args(
 
 
 def _skip_init(weight: torch.Tensor) -> torch.Tensor:
-    """Leave the weight unchanged: after sharding, tables.fill_tables writes values independent of the plan."""
+    """Return the weight unchanged. After sharding, tables.fill_tables writes values independent of the plan."""
     return weight
 
 
 def find_table_modules(collection: nn.Module) -> dict[str, nn.Module]:
-    """Return the module that holds each table's weight, for a collection of either kind, sharded or not."""
+    """Return table → module that holds its weight, for a collection of either kind, sharded or not."""
     return dict(getattr(collection, _get_attribute(collection)).items())
 
 
 def find_weight_name(collection: nn.Module, table: str) -> str:
-    """Return the name of a table's weight in a collection of either kind, sharded or not."""
+    """Return the state-dict key of a table's weight in a collection of either kind, sharded or not."""
     return f"{_get_attribute(collection)}.{table}.weight"
 
 
@@ -112,15 +113,14 @@ class PooledEmbeddings(FixedDtype):
 
     Args:
         schema: Schema with the features, their pooling and their tables.
-        constraints: Constraint of every table; default: all fp32. The dtypes are fixed, so `.to(dtype)`,
-            `.half()`, `.bfloat16()` and the like raise RunError: a cast would separate the weights that are
-            read from those that are updated.
-        sequences: Maximum number of ids for each feature that is read id by id (config.features); default:
-            none, so that sequences are mean-pooled.
+        constraints: Table → constraint; default: all tables are fp32. Casts such as `.to(dtype)` or `.half()`
+            raise RunError if they would change the dtype of a table, because lookups would then read other
+            weights than the kernels update.
+        sequences: Feature that the model reads id by id → maximum number of ids; default: all are mean-pooled.
 
     Attributes:
-        bags: Collection of the tables that produce sums of bags, or None if there are none.
-        by_id: Collections of tables that produce one vector per id.
+        bags: Collection of the tables that produce sums of bags, or None if there are no such tables.
+        by_id: Collections of the tables that produce one vector per id, for sequences and candidates.
     """
 
     def __init__(
@@ -142,11 +142,12 @@ class PooledEmbeddings(FixedDtype):
         return [*([] if self.bags is None else [self.bags]), *self.by_id]
 
     def forward(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        """Return the inputs of the dense layers by feature, float32 [B, dim of the feature's table].
+        """Return feature → input of the dense layers, float32 [B, dim of the feature's table].
 
         For a bag with vectors eᵢ and weights wᵢ (1 if unweighted), sum pooling returns Σ wᵢ·eᵢ. Mean pooling
         divides this sum by Σ wᵢ unless Σ wᵢ is 0. Empty bags are 0. A sequence that is read id by id is
-        [B, L, dim]: the wᵢ·eᵢ in the order of the ids, padded with 0. Features of candidates are [N, dim].
+        [B, L, dim]: the wᵢ·eᵢ in the order of the ids, padded with 0 to its maximum number of ids, L. A feature
+        of candidates is [N, dim], one vector for each of the N candidates of all rows.
         """
         # TorchRec's pipeline traces this method with a Proxy and later exchanges copies of the ids in advance.
         ids = sparse if is_pipelined(self.collections[0], sparse) else copy_sparse(sparse)
@@ -154,15 +155,15 @@ class PooledEmbeddings(FixedDtype):
         return self.inputs(sums, [collection(ids) for collection in self.by_id], sparse)
 
     def before_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raise RunError if `fn` would change the dtype of a table."""
+        """Raise RunError if `fn`, which torch is about to apply to all tensors, would change the dtype of a table."""
         for dtype in self._dtypes:
             cast_dtype = fn(torch.empty(0, dtype=dtype)).dtype
             if cast_dtype != dtype:
                 raise RunError(
                     f"embedding tables cannot be cast from {dtype} to {cast_dtype}",
                     where="model.to(dtype), .float(), .half(), .bfloat16(), .double() or .type(dtype)",
-                    expected="a dtype set before sharding; after a cast, lookups would not read the trained weights",
-                    do="set plan.tables.TABLE.dtype to fp32 or fp16, and cast dense layers separately",
+                    expected="a dtype set before sharding: after a cast, lookups would not read the trained weights",
+                    do="set plan.tables.TABLE.dtype to fp32 or fp16, and cast only the dense layers",
                 )
 
 
@@ -173,7 +174,7 @@ def copy_sparse(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def replace_ids(sparse: KeyedJaggedTensor, ids: torch.Tensor, weights: torch.Tensor | None) -> KeyedJaggedTensor:
-    """Return a KeyedJaggedTensor with the same bags, and other ids and weights."""
+    """Return a KeyedJaggedTensor with the bags of `sparse`, but these ids and weights (None: unweighted)."""
     return KeyedJaggedTensor(
         sparse.keys(),
         ids,
@@ -185,10 +186,10 @@ def replace_ids(sparse: KeyedJaggedTensor, ids: torch.Tensor, weights: torch.Ten
 
 
 class BagMeans(nn.Module):
-    """Module that divides the sums of mean-pooled features, so that they become means.
+    """Module that divides the sums of bags of mean-pooled features, so that they become means.
 
-    Sums are divided after the sharded lookup, where they are global. Values and gradients are therefore exact
-    for every sharding type.
+    Sums are divided after the sharded lookup, when they include the parts from all ranks. Values and gradients are
+    therefore exact for every sharding type.
 
     Args:
         is_mean: True for each key whose bags are averaged, in the order of the KeyedJaggedTensor's keys.
@@ -201,7 +202,7 @@ class BagMeans(nn.Module):
     def forward(
         self, sums: KeyedTensor | dict[str, torch.Tensor], sparse: KeyedJaggedTensor
     ) -> dict[str, torch.Tensor]:
-        """Return the pooled features, with the sums of mean-pooled features divided by each bag's Σ wᵢ."""
+        """Return feature → pooled bags: `sums`, divided by each bag's Σ wᵢ for mean-pooled features."""
         pooled = dict(sums) if isinstance(sums, dict) else sums.to_dict()
         if not any(self.is_mean):
             return pooled
@@ -215,7 +216,7 @@ class BagMeans(nn.Module):
 class DenseInputBuilder(nn.Module):
     """Module that converts looked-up vectors to the dense layers' inputs: pooled bags and padded sequences.
 
-    TorchRec's pipeline, which traces the model to find sharded modules, treats this module as one step.
+    TorchRec's pipeline, which traces the model to find sharded modules, does not trace the inside of this module.
 
     Args:
         features: Features of the run.
@@ -231,11 +232,11 @@ class DenseInputBuilder(nn.Module):
     def forward(
         self, sums: KeyedTensor | None, by_id: list[dict[str, JaggedTensor]], sparse: KeyedJaggedTensor
     ) -> dict[str, torch.Tensor]:
-        """Return the float32 input of the dense layers for each feature, as PooledEmbeddings.forward does.
+        """Return feature → float32 input of the dense layers, as described in PooledEmbeddings.forward.
 
         Args:
-            sums: Sums of bags, [B, Σ dims], for the features whose tables produce sums.
-            by_id: For each collection of the other tables, the vectors of the ids by feature, float32
+            sums: Sums of bags, [B, Σ dims], of the features whose tables produce sums; None if there are none.
+            by_id: For each collection of tables that produce one vector per id, feature → vectors, float32
                 [N, dim].
             sparse: Ids that were looked up.
         """
@@ -270,7 +271,7 @@ def sum_bags(vectors_ND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
 
 
 def sum_bag_weights(sparse: KeyedJaggedTensor) -> torch.Tensor:
-    """Return Σ wᵢ of each bag (its length if unweighted), float32 [F, B]; sums of 0 are replaced with 1."""
+    """Return Σ wᵢ of each bag, or its length if unweighted, float32 [features, B]; 0 is replaced with 1."""
     lengths = sparse.lengths()
     weights = sparse.weights_or_none()
     if weights is None:

@@ -26,12 +26,12 @@ Codecs = dict[str, QuantizedCommCodecs]
 class ScaledCodec(QuantizedCommCodec):
     """FBGEMM's codec for one direction of collectives (plan.qcomms), with a custom scale and group size.
 
-    FBGEMM's codec divides by its scale before values leave fp16, so small gradients are lost despite the scale.
-    Its groups of 32 int8 values fit the shapes of few batches and tables.
+    FBGEMM's codec divides by its scale while values are still fp16, so small gradients are lost despite the scale.
+    Its fixed groups of 32 int8 values do not match the widths of most tables.
 
     Args:
         precision: fp32, fp16, bf16 or int8.
-        group: Number of int8 values that share a scale; a divisor of the width of every shard.
+        group: Number of int8 values that share a scale; a divisor of the number of columns of every shard.
         factor: Power of two by which values are multiplied during transfer; ignored for fp32.
     """
 
@@ -56,11 +56,11 @@ class ScaledCodec(QuantizedCommCodec):
 
 
 def make_codecs(config: RunConfig, widths: Iterable[int], world: int) -> Codecs | None:
-    """Return the codec pair of each collective (TorchRec's `qcomm_codecs_registry`), or None if all are fp32.
+    """Return collective (name of a CommOp) → codecs for plan.qcomms, or None if both precisions are fp32.
 
     Args:
         config: Configuration of the run.
-        widths: Widths of all shards that are sent.
+        widths: Numbers of columns of all shards whose values are sent.
         world: Number of ranks.
     """
     qcomms = config.plan.qcomms
@@ -73,7 +73,7 @@ def make_codecs(config: RunConfig, widths: Iterable[int], world: int) -> Codecs 
 
 
 def list_shard_widths(plan: ShardingPlan) -> list[int]:
-    """Return the widths of all shards of a plan, except data-parallel tables, which are not sent."""
+    """Return the number of columns of each shard of a plan, except data-parallel tables, which are not sent."""
     return [
         shard.shard_sizes[1]
         for module in plan.plan.values()
@@ -96,8 +96,8 @@ class Rounding:
     """Bound on the rounding error of values sent between ranks.
 
     Attributes:
-        share: Maximum error relative to the sum of the summands' magnitudes.
-        smallest: Smallest magnitude to use in this sum; smaller magnitudes count as this value.
+        share: Maximum error, as a fraction of the sum of the summands' magnitudes.
+        smallest: Minimum magnitude of a summand in this sum; smaller magnitudes count as this value.
     """
 
     share: float
@@ -127,7 +127,8 @@ def bound_backward_rounding(
 ) -> Rounding:
     """Return the bound on the rounding error of the gradients that reach a table.
 
-    The gradients are those of a rank's loss, not of its part of the global loss.
+    The bound applies to the gradients of a rank's loss as defined in tasks/objective.py, before TorchRec divides
+    them by the number of ranks.
 
     Args:
         precision: plan.qcomms.backward_precision.
@@ -146,7 +147,7 @@ def bound_backward_rounding(
 
 
 def choose_gradient_factor(config: RunConfig, world: int) -> float:
-    """Return the factor of gradients during transfer: a power of two, so that multiplying is exact.
+    """Return the factor by which gradients are multiplied during transfer: a power of two, so this is exact.
 
     A row's gradient is divided by the number of rows in a batch and multiplied by the number of ranks (see
     tasks/objective.py). Beyond 1e5 rows, fp16 would keep only a few bits of the unscaled gradient.
@@ -155,7 +156,7 @@ def choose_gradient_factor(config: RunConfig, world: int) -> float:
 
 
 class _ShardingTypesMixin:
-    """Mixin that offers all sharding types on every device, with the kernels that train under each.
+    """Mixin for TorchRec's sharders that offers all sharding types on every device, each with its kernels.
 
     TorchRec's sharders do not offer row-wise sharding on CPU, although CPUs support it. They also let the
     planner choose dense kernels, whose tables the fused optimizers would not train. Each table's
@@ -165,11 +166,11 @@ class _ShardingTypesMixin:
     kinds: ClassVar[tuple[str, ...]] = get_args(Sharding)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return the sharding types to choose from."""
+        """Return the sharding types that the planner may choose from, on any device."""
         return list(self.kinds)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return the compute kernels to choose from under a sharding type."""
+        """Return the compute kernels that the planner may choose from under a sharding type, on any device."""
         return ["dense"] if sharding_type == "data_parallel" else ["fused", "fused_uvm", "fused_uvm_caching"]
 
 
@@ -178,9 +179,9 @@ class BagSharder(_ShardingTypesMixin, EmbeddingBagCollectionSharder):
 
 
 class IdSharder(_ShardingTypesMixin, EmbeddingCollectionSharder):
-    """Sharder of tables that produce one vector per id, with fewer sharding types.
+    """Sharder of tables that produce one vector per id, for which TorchRec supports only BY_ID_TYPES.
 
-    On CPU each of these tables has a separate lookup (compat.torchrec_.FusedPerIdLookup).
+    On CPU, each of these tables has a separate lookup (compat.torchrec_.FusedPerIdLookup).
     """
 
     kinds = BY_ID_TYPES
@@ -195,24 +196,24 @@ def make_sharders(
     device: str = "cpu",
     distinct: bool = False,
 ) -> list[ModuleSharder]:
-    """Return the sharders of all collections of tables.
+    """Return a BagSharder and an IdSharder, which together shard all collections of tables.
 
     Args:
         fused_params: FBGEMM settings for kernels that update tables in backward.
-        codecs: Codecs of values sent between ranks; default: fp32.
+        codecs: Codecs of values sent between ranks (`make_codecs`); default: values are sent as fp32.
         device: cpu or cuda.
-        distinct: True if each distinct id of a batch is sent once, for tables that produce one vector per id.
+        distinct: True to send each distinct id of a batch only once, for tables that produce one vector per id.
     """
     return [BagSharder(fused_params, codecs), IdSharder(fused_params, codecs, device, distinct)]
 
 
 def make_planning_sharders(config: RunConfig, schema: Schema, world: int) -> list[ModuleSharder]:
-    """Return the sharders for the planner, which counts the bytes that are sent."""
+    """Return the sharders for TorchRec's planner, which predicts the bytes sent between ranks from their codecs."""
     return make_sharders(codecs=make_codecs(config, [table.dim for table in schema.tables.values()], world))
 
 
 def describe_plan(plan: ShardingPlan) -> list[dict]:
-    """Return {table, sharding_type, compute_kernel, ranks} for each table of a plan."""
+    """Return a dict with the keys table, sharding_type, compute_kernel and ranks for each table of a plan."""
     return [
         {
             "table": table,

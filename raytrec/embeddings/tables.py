@@ -35,8 +35,8 @@ class Shard:
         values: Live weights or state on the rank that holds the shard; writing to them changes the model.
             Weights are [rows, columns]; state with one value per row is [rows]. None on other ranks.
         cache: Cache of a kernel that keeps some rows on the GPU (fused_uvm_caching) or in memory
-            (fused_mmap), or None. For cached rows, `values` are as old as the last flush, whereas `read`
-            returns the current values.
+            (fused_mmap), or None. The current values of cached rows are in the cache: `read` returns them,
+            whereas `values` contains them only after a flush.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Shard:
         return self.values[rows] if isinstance(rows, slice) else self.values.index_select(0, rows)
 
     def write(self, rows: torch.Tensor, new: torch.Tensor) -> None:
-        """Replace the values of rows, int64 [n] as in `read`, with `new`: [n, columns] or [n], of any dtype."""
+        """Set the values of `rows`, int64 [n] as in `read`, to `new`, [n, columns] or [n] of any dtype."""
         if self.cache is not None:
             self.cache.write(self.values, rows, new.to(self.values.dtype))
         else:
@@ -70,7 +70,7 @@ class ShardedValues:
         dtype: Dtype of the values.
         shards: All shards in the order of the plan.
         replicated: True if every rank holds the whole table.
-        device: Device of this rank's shards; if there are none, the device used by its collectives.
+        device: Device of this rank's shards; if the rank has no shard, the device of its collectives.
     """
 
     shape: tuple[int, ...]
@@ -85,10 +85,10 @@ class ShardedValues:
         return [shard for shard in self.shards if shard.values is not None]
 
     def dense(self, *, first_only: bool = False) -> torch.Tensor | None:
-        """Return all rows as one contiguous leaf tensor. This is a collective operation.
+        """Flush the caches, and return all rows as one new contiguous tensor. This is a collective operation.
 
         Args:
-            first_only: If True, rank 0 gets the rows and the other ranks get None.
+            first_only: True to return the tensor only on rank 0, and None on the other ranks.
         """
         receives = dist.get_rank() == 0 or not first_only
         for shard in self.local:
@@ -105,7 +105,7 @@ class ShardedValues:
         return out
 
     def _exchange(self, shard: Shard, first_only: bool) -> torch.Tensor | None:
-        """Send a shard from the rank that holds it to the ranks that request it."""
+        """Send a shard from its rank to all ranks or only to rank 0; return its values on the ranks that have them."""
         rank, piece = dist.get_rank(), None
         if shard.values is not None:
             piece = shard.values.detach().contiguous()
@@ -135,8 +135,8 @@ class Table:
         kernel: Compute kernel: fused, dense, fused_uvm, fused_uvm_caching or fused_mmap.
         weight: Shards of the weights.
         optimizer: Optimizer class of the table, or None if `tables` was called without an optimizer.
-        state: Shards of each kind of optimizer state (TableOptimizer.state); empty until torch creates the
-            state.
+        state: Kind of optimizer state (TableOptimizer.state) → shards; kinds that torch has not yet created are
+            missing.
         parameter: TorchRec's weight on this rank, a slice of a larger tensor; None if this rank has no shard.
     """
 
@@ -152,7 +152,7 @@ class Table:
 
 
 def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[str, Table]:
-    """Return every table of a sharded model by name.
+    """Return table name → Table for every table of a sharded model.
 
     Args:
         model: DistributedModelParallel, or any module that contains a sharded collection.
@@ -202,7 +202,7 @@ def _collect_weight(value: torch.Tensor | ShardedTensor, cache: Cache | HotRowCa
 def _collect_state(
     weight: ShardedValues, optimizer: type[TableOptimizer] | None, live: Mapping[str, list[torch.Tensor]]
 ) -> dict[str, ShardedValues]:
-    """Return each kind of optimizer state, sharded like the weights; kinds not yet created are omitted."""
+    """Return kind → shards of the optimizer state, divided like the weights; kinds not yet created are omitted."""
     states, has_values = {}, any(shard.values.numel() for shard in weight.local)
     for state_kind in optimizer.state if optimizer else ():
         if has_values and state_kind.kind not in live:
@@ -220,7 +220,7 @@ def _collect_state(
 def _collect_live_state(
     optimizer: KeyedOptimizer, optimizers: Mapping[str, type[TableOptimizer]]
 ) -> dict[str, dict[str, list[torch.Tensor]]]:
-    """Return this rank's optimizer state as table → kind → shards in order."""
+    """Return this rank's optimizer state as table → kind → tensors, one per shard in the order of the plan."""
     live: dict[str, dict[str, list[torch.Tensor]]] = {}
     for fqn, states in optimizer.state_dict()["state"].items():
         if (table := find_table_name(fqn)) is None:
@@ -237,7 +237,7 @@ def _collect_live_state(
 
 
 def fill_tables(model: nn.Module, seed: int) -> None:
-    """Write the initial values into a sharded model's local shards, block by block on the shard's device."""
+    """Write the initial values that follow from run.seed (compute_initial_values) into this rank's shards."""
     for table in tables(model).values():
         for shard in table.weight.local:
             block = max(1, VALUES_PER_BLOCK // max(1, len(shard.columns)))

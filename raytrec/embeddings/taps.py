@@ -1,12 +1,13 @@
 """Count the ids of lookups, record the values of probed steps, and compute the gradients of table rows.
 
-At every step, ids are counted where batches come in (sent) and where tables are looked up (received). At a probed
-step, ids, pooled embeddings and the gradients of lookups and dense inputs are also kept until the next probed step.
+At every training step, each rank counts the ids in the batches that it reads (`Taps.sent`) and the ids that it looks
+up (`Lookup.received`). A step is probed if `Taps.is_probing` is set before it. At a probed step, ids, pooled
+embeddings, and the gradients of lookups and dense inputs are also kept, until `Taps.forget` is called.
 
-A row's gradient is Σ over the bags that contain the row of w × the bag's gradient (w = 1 if unweighted). In a
-lookup that returns one vector per id, every id is such a bag. FBGEMM's kernels apply this gradient in
-backward without exposing it. This module computes it in plain torch: for given rows (`add_row_gradients`), or
-as one norm over all rows, for which the host does not wait (`sum_squared_row_gradients`).
+A bag is the list of ids of one feature in one row of a batch; in a lookup that returns one vector per id, every id
+is a bag. The gradient of a table row is Σ over the bags that contain the row of w × the bag's gradient (w = 1 if
+unweighted). FBGEMM's kernels apply this gradient in backward without exposing it. This module computes it in plain
+torch: for given rows (`add_row_gradients`), or as the sum of squares over all rows (`sum_squared_row_gradients`).
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class KeyLookups:
     lengths: torch.Tensor
 
 
-Part = tuple[ShardedEmbeddingTable, KeyLookups, torch.Tensor]  # one key of a lookup; see `Lookup.gradients`
+Part = tuple[ShardedEmbeddingTable, KeyLookups, torch.Tensor]  # element of the result of `Lookup.gradients`
 
 
 def iterate_keys(features: KeyedJaggedTensor, count: int) -> Iterator[KeyLookups]:
-    """Yield the `count` keys of a KeyedJaggedTensor in order, including keys with a repeated name."""
+    """Yield the ids and bags of each of the `count` keys of a KeyedJaggedTensor; names of keys may repeat."""
     lengths_KB = features.lengths().view(count, -1).long()
     sizes = lengths_KB.sum(1).tolist()
     weights = features.weights_or_none()
@@ -64,7 +65,7 @@ def iterate_keys(features: KeyedJaggedTensor, count: int) -> Iterator[KeyLookups
 
 
 def collect_table_ids(kernel: nn.Module, features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-    """Return the looked-up ids of each table of a kernel, int [n], as rows of this rank's shards."""
+    """Return table → ids in the input of a kernel, int [n], which are rows of this rank's shards."""
     names = [table.name for table in list_kernel_tables(kernel) for _ in table.feature_names]
     ids: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     for name, part in zip(names, features.values().split(features.length_per_key()), strict=True):
@@ -76,10 +77,10 @@ def add_row_gradients(out_RD: torch.Tensor, rows_R: torch.Tensor, key: KeyLookup
     """Add the contributions of a key's bags to the gradients of rows.
 
     Args:
-        out_RD: Gradients of the rows, float32, changed in place.
-        rows_R: Rows, int64, sorted and distinct.
-        key: Looked-up key, whose ids are rows.
-        grad_BD: Gradients of the key's bags.
+        out_RD: Gradients of the rows, float32 [R, D], changed in place.
+        rows_R: Row numbers, int64 [R], sorted and distinct.
+        key: Key that was looked up, whose ids are row numbers.
+        grad_BD: Gradient of each of the key's bags, [B, D].
     """
     if len(rows_R):
         hits, places = match_ids(rows_R, key.ids)
@@ -87,13 +88,13 @@ def add_row_gradients(out_RD: torch.Tensor, rows_R: torch.Tensor, key: KeyLookup
 
 
 def split_bags(key: KeyLookups) -> KeyLookups:
-    """Return the key with a separate bag for each id, without weights."""
+    """Return a copy of a key in which each id is a bag of its own with weight 1."""
     ones = torch.ones_like(key.ids)
     return KeyLookups(key.ids, torch.arange(len(key.ids), device=key.ids.device), ones.float(), ones)
 
 
 def sum_squared_row_gradients(kernel: nn.Module, features: KeyedJaggedTensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squared gradients over all table rows that a lookup touched, a float64 scalar.
+    """Return the sum of squared gradients over all table rows that a kernel looked up, a float64 scalar.
 
     Args:
         kernel: A module of `iterate_sharded_kernels`.
@@ -117,7 +118,7 @@ def sum_squared_row_gradients(kernel: nn.Module, features: KeyedJaggedTensor, gr
 
 
 def offset_ids(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
-    """Return the looked-up ids, int64 [N], shifted by the rows of all preceding tables."""
+    """Return the ids that a kernel looked up, numbered consecutively over the local rows of all its tables, [N]."""
     ids_N, rows = features.values(), [table.local_rows for table in list_kernel_tables(kernel)]
     if len(rows) == 1:
         return ids_N
@@ -128,7 +129,7 @@ def offset_ids(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
 
 
 def _sum_squared_gradients(ids_N: torch.Tensor, grads_ND: torch.Tensor) -> torch.Tensor:
-    """Return the sum over distinct ids of the squared norm of an id's summed gradients, a float64 scalar."""
+    """Return the sum over distinct ids of ‖sum of the id's gradients‖², a float64 scalar."""
     sums_ND = torch.zeros_like(grads_ND).index_add_(0, rank_distinct_ids(ids_N), grads_ND)
     return sums_ND.double().square().sum()
 
@@ -146,7 +147,7 @@ def rank_distinct_ids(ids_N: torch.Tensor) -> torch.Tensor:
 
 
 def match_ids(rows: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices of the ids found in `rows` (sorted, not empty), and their indices in `rows`."""
+    """Return the index into `ids` and the index into `rows` (sorted, not empty) of each id that is in `rows`."""
     places = torch.searchsorted(rows, ids).clamp(max=len(rows) - 1)
     hits = (rows[places] == ids).nonzero().squeeze(1)
     return hits, places[hits]
@@ -176,7 +177,7 @@ class Lookup:
     gradient: torch.Tensor | None = None
 
     def gradients(self) -> list[Part]:
-        """Return (shard, ids, bags' gradients) for each key of the probed step; [] without a probed step.
+        """Return (shard, ids, gradient of each bag [bags, columns]) for each key; [] without a probed step.
 
         If the lookup returns one vector per id, every id is a bag.
         """
@@ -197,8 +198,8 @@ class Input:
     """Inputs of this rank's dense layers in the probed step.
 
     Attributes:
-        pooled: Embeddings by feature, float32 [B, dim], or [B, L, dim] for a sequence that is read id by id.
-        gradient: Gradients of this rank's loss (tasks/objective.py), with the same shapes, before clipping.
+        pooled: Embeddings by feature, as in PooledEmbeddings.forward.
+        gradient: Gradients of this rank's loss (tasks/objective.py) with respect to `pooled`, before clipping.
         batch: Batch of the probed step (data.batch.Batch).
     """
 
@@ -212,14 +213,14 @@ class Taps:
 
     Args:
         model: DistributedModelParallel.
-        head: Module that takes (pooled, batch); see worker.step.Head.
+        head: Dense layers: a module called with (pooled, batch); see worker.step.Head.
         features: Sparse features in the schema's order.
 
     Attributes:
         lookups: Lookups of this rank.
-        sent: Number of ids in this rank's part of the batches since the start, int64 [features]. If each
+        sent: Number of ids of each feature in this rank's training batches since the start, int64 [features]. If each
             distinct id of a table is sent once, only distinct ids are counted, each under one of the table's features.
-        rows: Number of rows in this rank's batches that are not padding, int64 scalar.
+        rows: Number of rows in these batches that are not padding, int64 scalar.
         is_probing: Set to True before a step to keep that step's values.
         input: Inputs of the dense layers in the probed step; None without a probed step.
     """
@@ -237,7 +238,7 @@ class Taps:
         head.register_forward_pre_hook(self._before_head)
 
     def forget(self) -> None:
-        """Discard the values of the probed step."""
+        """Discard the values of the probed step, and stop probing; the counts are kept."""
         self.is_probing, self.input = False, None
         for lookup in self.lookups:
             lookup.ids = lookup.gradient = None

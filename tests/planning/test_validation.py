@@ -97,7 +97,7 @@ def test_manual_ranks_are_validated_before_hosts_are_known():
         (make_item_line("data_parallel", dtype="fp16"), [], "dense kernels do not support dtype fp16"),
         (make_item_line(kernel="dense", dtype="fp16"), [], "dense kernels do not support dtype fp16"),
         ({}, [["user", "no-table"]], "'no-table'"),
-        ({}, [["user", "item"], ["item", "shop"]], "table item: it is in two groups"),
+        ({}, [["user", "item"], ["item", "shop"]], "table item: the table is in groups 1 and 2 of plan.colocate"),
         ({"user": {"sharding_type": "row_wise"}}, [["user", "item"]], "colocate does not allow row_wise"),
         ({"user": {"ranks": [0]}, "item": {"ranks": [1]}}, [["user", "item"]], "one rank for all tables"),
     ],

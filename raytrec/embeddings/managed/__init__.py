@@ -1,1 +1,1 @@
-"""Managed ids, which get table rows during training and can lose them again."""
+"""Managed ids: arbitrary ids that get table rows during training and can lose them again."""

@@ -1,6 +1,7 @@
 """Replace managed ids in batches with table rows.
 
-The ids of all tables are sent to their owners in one exchange, and the rows are returned in another.
+Each id is owned by one rank, which maps the id to a row. The ids of all tables are sent to their owners in one
+exchange, and the rows are returned in another. Ids without a row of their own share their table's fallback rows.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from raytrec.embeddings.tables import Table
 
 
 class IdExchange:
-    """Exchange that looks up ids in the maps of all managed tables. All ranks must call the methods together.
+    """Exchange that looks up ids in the maps of all tables with managed ids. All ranks must call the methods together.
 
     Args:
-        tables: Number of rows (including fallback rows) and policy of each table, by name.
-        seed: Seed of random draws.
+        tables: Table → number of rows (including fallback rows) and policy of admission and eviction.
+        seed: Seed of the draws that decide which of several equally frequent ids get rows.
         peers: Ranks that share the maps.
         device: Device of the maps.
 
     Attributes:
-        maps: This rank's part of the map of each table.
+        maps: Table → this rank's part of the map.
     """
 
     def __init__(self, tables: Mapping[str, tuple[int, ManagedIds]], seed: int, peers: Peers, device: torch.device):
@@ -52,14 +53,14 @@ class IdExchange:
         self.maps = {table: RowMap(self._all, number) for number, table in enumerate(tables)}
 
     def train(self, ids: Mapping[str, torch.Tensor], step: int) -> tuple[dict[str, torch.Tensor], dict[str, NewRows]]:
-        """Return the rows of this rank's ids of a global batch, after assigning rows to newly admitted ids.
+        """Admit new ids of a global batch to the maps, and return the row of each of this rank's ids.
 
         Args:
-            ids: This rank's ids of the batch by table, int64 [n].
+            ids: Table → this rank's ids of the batch, int64 [n].
             step: Step of the run, from 0.
 
         Returns:
-            The row of each id by table, int64 [n]; and by table, the rows newly assigned to ids of any rank.
+            Table → row of each id, int64 [n]; and table → rows newly assigned to ids of any rank, with these ids.
         """
         new_rows: dict[str, NewRows] = {}
 
@@ -74,22 +75,22 @@ class IdExchange:
         return self._find_rows(ids, assign), new_rows
 
     def look_up(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the row of each id by table, int64 [n]; fallback rows for ids without a row.
+        """Return table → row of each id, int64 [n]; fallback rows for ids without a row. The maps do not change.
 
         Args:
-            ids: This rank's ids by table, int64 [n].
+            ids: Table → this rank's ids, int64 [n].
         """
         return self._find_rows(ids, self._all.look_up)
 
     def _find_rows(
         self, ids: Mapping[str, torch.Tensor], find_owned: Callable[[DistinctKeys], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the row of each of this rank's ids by table; fallback rows for ids without a row.
+        """Return table → row of each of this rank's ids; fallback rows for ids without a row.
 
         Args:
-            ids: This rank's ids by table.
-            find_owned: Function that returns the rows, -1 for ids without a row, of the keys that all ranks request
-                from this rank.
+            ids: Table → this rank's ids.
+            find_owned: Function that returns the row of each requested key that this rank owns, or -1 for keys
+                without a row.
         """
         keys, count = ids_to_keys(torch.cat([ids[table] for table in self.maps])), len(self.maps)
         lengths = [len(ids[table]) for table in self.maps]
@@ -122,7 +123,7 @@ def _make_peers(device: torch.device) -> Peers:
 
 
 class ManagedBatches:
-    """Mapper that replaces managed ids in batches with rows, and resets rows that are reassigned to other ids.
+    """Mapper that replaces managed ids in batches with rows, and resets rows that are assigned to new ids.
 
     The constructor and all methods except `reset_new_rows` are collectives. A pipeline fetches batches a
     few steps ahead, and their ids get rows at that time. A row must keep the previous id's values until all
@@ -130,18 +131,18 @@ class ManagedBatches:
     reassigned the row.
 
     Args:
-        model: Sharded model.
-        live: Tables of the model with their optimizer state, by name.
+        model: Sharded model, to which the constructor adds a hook that calls `reset_new_rows`.
+        live: Table name → table of the model with its optimizer state (`tables.tables`).
         schema: Schema of the run; some of its tables have managed ids.
-        seed: Seed of draws and of initial values.
+        seed: Seed of initial values, and of draws among equally frequent new ids (run.seed).
         device: Device of this rank.
 
     Attributes:
-        maps: This rank's part of the map of each managed table.
+        maps: Table with managed ids → this rank's part of the map.
         steps: Number of steps whose ids have been mapped; a pipeline maps ids before earlier steps end.
-        on_write: Function (table, rows) called before rows of a shard are written; the rows, int64 [n],
+        on_write: Function (table name, rows) called before weights of a shard are written; the rows, int64 [n],
             are relative to the shard's first row.
-        on_assign: Function called with the rows that a batch has assigned to ids on all ranks, by table.
+        on_assign: Function called for each batch with table → rows that the batch has assigned to ids of any rank.
     """
 
     def __init__(self, model: nn.Module, live: Mapping[str, Table], schema: Schema, seed: int, device: torch.device):
@@ -174,7 +175,8 @@ class ManagedBatches:
             RunError: The ids of the batch have already been replaced with rows.
         """
         if batch.new_rows is not None:
-            raise RunError("the ids of this batch have already been replaced by rows", where=f"step {step}")
+            what, do = "the managed ids of the batch have already been replaced with rows", "map each batch only once"
+            raise RunError(what, where=f"step {step}", do=do)
         rows, new = self._exchange.train(self._collect_ids(batch.sparse), step)
         self.on_assign(new)
         self._synchronize()
@@ -183,7 +185,7 @@ class ManagedBatches:
         return batch
 
     def _locate_new_rows(self, new: dict[str, NewRows]) -> dict[str, NewRows]:
-        """Return the new rows of each table that has any, with the indices of the new rows in each local shard.
+        """Return table → new rows, with the indices of those in each local shard; omit tables without new rows.
 
         The host waits for the number of rows while a GPU is still busy with earlier steps. If the host waited
         when the model is called, the GPU would be idle.
@@ -202,7 +204,7 @@ class ManagedBatches:
 
     @torch.no_grad()
     def reset_new_rows(self, batch: Batch) -> None:
-        """Reset the rows of this rank's shards that a batch has assigned to other ids.
+        """Reset the rows that a batch has assigned to new ids, in this rank's shards.
 
         Rows get the initial values of their new ids, block by block, and zero optimizer state.
         """
@@ -220,13 +222,18 @@ class ManagedBatches:
                     shard.write(shard_rows, shard.values.new_zeros(len(shard_rows), *shard.values.shape[1:]))
 
     def map_known_ids(self, batch: Batch) -> Batch:
-        """Return a copy of the batch with rows in place of ids, without assigning rows."""
+        """Return a copy of the batch with rows in place of managed ids, without assigning rows to new ids."""
         rows = self._exchange.look_up(self._collect_ids(batch.sparse))
         self._synchronize()
         return replace(batch, sparse=self._replace_ids(batch.sparse, rows), new_rows={})
 
-    def collect_figures(self) -> dict[str, dict[str, float]]:
-        """Return each managed table's statistics over all ranks (docs/monitoring.md); counts since the last call."""
+    def collect_figures(self) -> dict[str, dict[str, float | None]]:
+        """Return table → statistics of its managed ids over all ranks (docs/monitoring.md).
+
+        The keys are occupancy, admitted_ids, evicted_ids, fallback_share (None without lookups) and id_age (mean
+        number of steps since the last sighting, from a sample; None without ids). Occupancy and age are current.
+        The others cover the time since the last call. This is a collective operation: every rank must call it.
+        """
         sums = []
         for table, part in self.maps.items():
             ages, previous = part.sample_ages(self.steps), self._previous_counts.get(table, {})
@@ -252,7 +259,7 @@ class ManagedBatches:
         return self._exchange.look_up(requested)[table]
 
     def _collect_ids(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        """Return the ids of each managed table, concatenated feature by feature, on the maps' device."""
+        """Return table → managed ids of all its features, concatenated in the schema's order, on the maps' device."""
         values = sparse.values().to(self._device, non_blocking=True)  # one copy from pinned memory
         parts = values.split(sparse.length_per_key())
         return {table: torch.cat([parts[place] for place in places]) for table, places in self._keys.items()}

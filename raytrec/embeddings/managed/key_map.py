@@ -1,4 +1,4 @@
-"""Hash map for the keys of several tables, implemented in torch for any device.
+"""Hash map for the keys of managed ids (hashing.py) of several tables, implemented in torch for any device.
 
 Keys of all tables are found, inserted and removed together. The number of kernel launches and waits on a GPU
 is therefore independent of the number of tables.
@@ -30,11 +30,11 @@ MAX_LOAD_FACTOR = 0.9  # share of filled slots above which a map grows
 
 @dataclass(frozen=True)
 class KeyEntries:
-    """Distinct keys and their fields.
+    """Distinct keys of one or several tables, and their fields.
 
     Attributes:
         keys: Keys, int64 [n].
-        fields: Integers [n] by field name.
+        fields: Field name → integer of each key, [n].
     """
 
     keys: torch.Tensor
@@ -56,7 +56,7 @@ class FreeRows:
     """Rows of a table that are not assigned to an id; the same on all ranks.
 
     Attributes:
-        handed: Number of rows that have been assigned at least once; the other rows are free.
+        handed: Number of rows that have been assigned at least once; all other rows are free.
         left: Rows whose ids have been removed, int64 [n], in the order in which they will be reassigned.
     """
 
@@ -66,7 +66,7 @@ class FreeRows:
 
 @dataclass(frozen=True)
 class MapState:
-    """Content of a table's map on all or some ranks.
+    """Content of a table's map from ids to rows, on one, some or all ranks.
 
     Attributes:
         rows: Keys with a row; their fields are row, sightings and last (step of the last sighting).
@@ -82,17 +82,17 @@ class MapState:
 class KeyMap:
     """Map from the keys in one rank's span to integer fields.
 
-    In the methods, `tables`, int64 [n], contains the table number of each key, ascending. `sizes` contains the
-    number of these n keys in each table.
+    The argument `tables` of the methods, int64 [n], contains the table number of each of n keys, ascending. The
+    argument `sizes` contains, for every table of the map, how many of these n keys belong to the table.
 
     Args:
         entries: Expected number of entries of each table; the map grows if a table gets more entries.
-        dtypes: Dtype of each field by name.
+        dtypes: Field name → dtype.
         world: Number of ranks that share all keys.
         device: Device of the map.
 
     Attributes:
-        fields: Values of all slots by field name, [slots]; undefined in slots without a key.
+        fields: Field name → value in each slot, [slots]; undefined in slots without a key.
         counts: Number of keys of each table.
     """
 
@@ -115,7 +115,7 @@ class KeyMap:
         self._start_T = self._end_T - self._buckets_T
 
     def find(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return the slot of each key [n], int64 [n]; -1 if the key is missing."""
+        """Return the slot of each key, int64 [n]; -1 if the key is missing."""
         bucket_M = self._find_home_buckets(tables, keys)
         slots, pending = self._find_in_buckets(bucket_M, keys)
         place_M = pending  # keys that have not been found yet
@@ -129,7 +129,7 @@ class KeyMap:
         return slots
 
     def _find_in_buckets(self, bucket_M: torch.Tensor, keys_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each key's slot, -1 if not in its bucket, and the indices of keys that may be in the next bucket."""
+        """Return each key's slot (-1 if not in its bucket), and the indices of keys that may be in a later bucket."""
         column_M = _find_column(self._keys.index_select(0, bucket_M) == keys_M.unsqueeze(1))
         missing_M = column_M < 0
         continues_M = missing_M & (self._passed.index_select(0, bucket_M) > 0)
@@ -137,7 +137,7 @@ class KeyMap:
         return slots_M, continues_M.nonzero().squeeze(1)
 
     def insert(self, tables: torch.Tensor, sizes: Sequence[int], entries: KeyEntries) -> None:
-        """Insert keys that are not in the map; slots found earlier may become invalid."""
+        """Insert keys that are not in the map. If a table grows, slots found before this call become invalid."""
         for table, size in enumerate(sizes):
             needed = self.counts[table] + size
             if needed > MAX_LOAD_FACTOR * BUCKET_SLOTS * self._buckets[table]:
@@ -151,7 +151,7 @@ class KeyMap:
             self.fields[name].index_copy_(0, slots, values.to(self.fields[name].dtype))
 
     def _grow(self, table: int, entries: int) -> None:
-        """Enlarge a table's range of buckets for a number of entries.
+        """Enlarge a table's range of buckets for `entries` keys, and insert its keys again.
 
         Tensors are copied one after another, so that memory contains two copies of only one tensor at a time.
         """
@@ -169,7 +169,7 @@ class KeyMap:
         self._insert_in_buckets(torch.full_like(old_entries.keys, table), old_entries)
 
     def _take_slots(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Write keys into free slots and return the slots, int64 [n]."""
+        """Write keys into free slots, without their fields, and return the slots, int64 [n]."""
         slots = torch.empty_like(keys)
         bucket_M, place_M = self._find_home_buckets(tables, keys), torch.arange(len(keys), device=keys.device)
         while len(place_M):
@@ -190,7 +190,7 @@ class KeyMap:
         return slots
 
     def remove(self, tables: torch.Tensor, sizes: Sequence[int], slots: torch.Tensor) -> None:
-        """Remove the keys in these distinct slots, int64 [n]."""
+        """Remove the keys in these distinct slots, int64 [n], whose table numbers are `tables`."""
         bucket = slots // BUCKET_SLOTS
         home = self._find_home_buckets(tables, self._keys.view(-1)[slots])
         while len(passed := (home != bucket).nonzero().squeeze(1)):
@@ -205,20 +205,22 @@ class KeyMap:
         return self.sample(table, self._buckets[table] * BUCKET_SLOTS)
 
     def sample(self, table: int, max_slots: int) -> torch.Tensor:
-        """Return those of about `max_slots` evenly spaced slots of a table that contain a key, int64 [n]."""
+        """Return those of about `max_slots` evenly spaced slots of a table that contain a key, int64 [n], ascending."""
         stride = max(1, self._buckets[table] * BUCKET_SLOTS // max_slots)
         taken = self._slice_table(table, self._keys.view(-1))[::stride] != NO_KEY
         return taken.nonzero().squeeze(1) * stride + self._starts[table] * BUCKET_SLOTS
 
     def find_below(self, tables: Sequence[int], field: str, limits: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys whose field is below their table's limit, as (index into `tables`, slot).
-
-        Both are int64 [n], ascending.
+        """Find the keys of some tables whose field is below the limit of their table.
 
         Args:
-            tables: Table numbers.
+            tables: Distinct table numbers [T].
             field: Name of the field.
-            limits: Limit of each of the tables.
+            limits: Limit of each of these tables.
+
+        Returns:
+            The index into `tables` and the slot of each key found, int64 [n] each, in the order of `tables` and
+            then of slots.
         """
         values, keys = self.fields[field], self._keys.view(-1)
         parts = [
@@ -236,11 +238,11 @@ class KeyMap:
         return which, matches + select_by_table(shifts_P, which)
 
     def _slice_table(self, table: int, values: torch.Tensor) -> torch.Tensor:
-        """Return a table's part of the values of all slots."""
+        """Return the slots of a table from a tensor of all slots."""
         return values[self._starts[table] * BUCKET_SLOTS : self._ends[table] * BUCKET_SLOTS]
 
     def read_slots(self, slots: torch.Tensor) -> KeyEntries:
-        """Return the entries in these slots, each of which must contain a key."""
+        """Return the entries in these slots, in this order; each slot must contain a key."""
         fields = {name: values.index_select(0, slots) for name, values in self.fields.items()}
         return KeyEntries(self._keys.view(-1).index_select(0, slots), fields)
 

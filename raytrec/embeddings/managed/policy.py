@@ -1,6 +1,6 @@
-"""Admission and eviction policies for managed ids.
+"""Admission and eviction policies for managed ids, which get table rows (are admitted) and lose them (are evicted).
 
-All decisions are functions of the ids that all ranks together have seen.
+All decisions are functions of the seed and of the ids that all ranks together have seen.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ HISTOGRAM_BITS = 12  # bits of a score per histogram, which all ranks sum: 32 Ki
 
 
 def compute_eviction_scores(counted: torch.Tensor, sightings: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """Return the scores of ids with rows, int64 [n], ≥ 0; ids with the lowest scores are evicted first.
+    """Return the scores of ids, int64 [n], ≥ 0; ids with the lowest scores are evicted first.
 
-    With lru, the score is the step of the last sighting. With lfu, it is the number of sightings, and the
-    last step breaks ties.
+    With lru, scores order ids by the step of their last sighting. With lfu, scores order ids by their number of
+    sightings, and by the step of the last sighting among equal numbers.
 
     Args:
-        counted: Maximum number of sightings that count, for each id's table, int64 [n]; 0 with lru.
+        counted: Upper limit of the sightings that count, int64 [n] or [1]: 0 for tables with lru, else MAX_SIGHTINGS.
         sightings: Number of sightings of each id, int64 [n].
         last: Step of the last sighting of each id, integers [n], -1 or more.
     """
@@ -37,9 +37,9 @@ def compute_eviction_scores(counted: torch.Tensor, sightings: torch.Tensor, last
 
 
 def compute_admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-    """Return the scores of ids without a row, int64 [n], ≥ 0, which are used if there are too few rows.
+    """Return the scores of ids without a row, int64 [n], ≥ 0; if rows are scarce, the highest scores get rows.
 
-    Ids with more sightings are admitted first. A uniform draw determined by (seed, step, key) breaks ties.
+    Ids with more sightings have higher scores. A uniform draw determined by (seed, step, key) breaks ties.
 
     Args:
         keys: Keys of the ids, int64 [n].
@@ -54,7 +54,7 @@ def compute_admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: 
 
 
 def count_rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
-    """Return the number of ids that lose their rows at a step with too few free rows.
+    """Return the number of ids of a table to evict at a step with too few free rows.
 
     With lru, the missing rows are freed, plus some in advance. With lfu, only 1/64 of the rows are freed per step
     (at least 1, at most MAX_FREED_ROWS), because a batch with many new ids could otherwise displace frequent ids.
@@ -82,10 +82,10 @@ def find_expiry_step(ttl_steps: int | None, step: int) -> int | None:
 
 
 def choose_row_stride(rows: int) -> int:
-    """Return the distance between rows that are assigned one after another.
+    """Return the distance between table rows that are assigned one after another.
 
-    The distance is close to the golden section of the table, so that any number of consecutive assignments is
-    spread evenly. The distance and `rows` are coprime, so that every row is reached.
+    The distance is close to the golden section of the number of rows, so that any number of consecutive assignments
+    is spread evenly over the table. The distance and `rows` are coprime, so that every row is reached.
     """
     step = max(1, round(min(rows, 2**62 // max(rows, 1)) * (sqrt(5) - 1) / 2))
     while gcd(step, rows) > 1:
@@ -96,14 +96,13 @@ def choose_row_stride(rows: int) -> int:
 def find_lowest_keys(
     tables: torch.Tensor, scores: torch.Tensor, keys: torch.Tensor, counts: list[int], peers: Peers
 ) -> torch.Tensor:
-    """Return the indices of this rank's keys that are among the lowest of their table on all ranks.
+    """Return the indices, int64 [m], ascending, of this rank's keys among the `counts` lowest of each table.
 
-    This is a collective operation: every rank must call it. The result is int64 [n], ascending. Keys are ordered by
-    score and then by key.
+    This is a collective operation: every rank must call it. The keys of all ranks are ordered by score and then by
+    key.
 
     Histograms of all ranks' scores, each over the bin selected by the previous one, find the score of the
-    last key to take. Among keys with this score, ranks take the first ones, because they own spans of keys in
-    key order.
+    last key to take. Among keys with this score, lower ranks take theirs first, because keys ascend with the rank.
 
     Args:
         tables: Table number of each key, int64 [n], ascending, from 0.
@@ -143,7 +142,8 @@ def _find_thresholds(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each table's score of the last key to take, and the number of keys with this score to take, int64 [T].
 
-    The host never waits for a GPU: a table whose threshold is found before those of other tables keeps it.
+    The number of histograms depends only on `lows` and `highs`, so the host never waits for a GPU. Further histograms
+    do not change a score that has been found.
 
     Args:
         tables: Table number of each key, int64 [n], ascending.

@@ -1,4 +1,4 @@
-"""Access one rank's part of a table's map from ids to rows, and audit the map over all ranks."""
+"""Access one rank's part of a table's map from managed ids to rows, and audit the map over all ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ HASH_MASK = 2**64 - 1
 
 
 class RowMap:
-    """View of one table's map within a RowMaps.
+    """View of one table's map within a RowMaps; its length is the number of this rank's ids that have a row.
 
     Args:
         maps: This rank's part of the maps of all tables.
         table: Number of the table.
 
     Attributes:
-        capacity: Number of rows that ids can have.
+        capacity: Number of rows that can be assigned to ids, without fallback rows.
         device: Device of the maps.
     """
 
@@ -38,10 +38,10 @@ class RowMap:
 
     @property
     def counted(self) -> Mapping[str, int | torch.Tensor]:
-        """Counts of this rank since the start.
+        """Counts over the ids that this rank owns, since the start.
 
-        "admitted" and "evicted" count ids; "lookups" counts the ids in batches, and "fallback" counts those
-        of them that were replaced with a fallback row. The latter two are scalars on the device.
+        "admitted" and "evicted" count ids. "lookups" counts occurrences of ids in training batches, and "fallback"
+        counts occurrences that were replaced with a fallback row. The latter two are scalars on the device.
         """
         maps, table = self._maps, self._table
         return {
@@ -62,11 +62,11 @@ class RowMap:
         return MapState(maps.rows.entries(table), maps.waiting.entries(table), maps.free[table])
 
     def load(self, state: MapState) -> None:
-        """Replace this rank's part of the map with the entries of a state that this rank owns.
+        """Replace this rank's part of the map with the entries of `state` that this rank owns, and the free rows.
 
         Args:
-            state: State from any ranks, which can include keys that other ranks own. Keys that this rank
-                owns must be distinct.
+            state: State from any ranks. Keys that other ranks own are ignored. Keys that this rank owns must be
+                distinct.
         """
         maps, table = self._maps, self._table
         for key_map, entries in (maps.rows, state.rows), (maps.waiting, state.waiting):
@@ -95,14 +95,14 @@ class RowMap:
         total += sum_share_hashes(free.handed, self.capacity, *part, handed_out, self.device)
         total -= sum_share_hashes(0, self.capacity, *part, lambda numbers: numbers, self.device)
         errors = {
-            "ids with rows outside the range for ids": int(((rows < 0) | (rows >= self.capacity)).sum()),
-            "ids that belong to other ranks": int((owners != peers.rank).sum()),
+            f"ids with a row outside 0 to {self.capacity - 1:,}": int(((rows < 0) | (rows >= self.capacity)).sum()),
+            "ids that other ranks own": int((owners != peers.rank).sum()),
             "duplicate ids": len(entries) - len(entries.keys.unique()),
         }
         return MapAudit(
             rank=peers.rank,
             ids=len(entries),
-            errors=[f"rank {peers.rank} has {count:,} {what}" for what, count in errors.items() if count],
+            errors=[f"on rank {peers.rank}, number of {what}: {count:,}" for what, count in errors.items() if count],
             sum=total & HASH_MASK,
             free=(len(free.left), sum_hashes(free.left), self.capacity - free.handed),
         )
@@ -115,9 +115,9 @@ class MapAudit:
     Attributes:
         rank: Rank whose part is audited.
         ids: Number of this rank's ids that have a row.
-        errors: Descriptions of errors that this rank finds without the other ranks.
-        sum: Σ of the hashes of the ids' rows and of this rank's share of the rows that have never been assigned,
-            minus Σ of the hashes of this rank's share of all rows; mod 2⁶⁴.
+        errors: Descriptions of the errors that can be found in this rank's part alone.
+        sum: Σ of the hashes of the ids' rows and of one n-th of the rows that have never been assigned, minus Σ of
+            the hashes of one n-th of all rows; mod 2⁶⁴. With n ranks, each rank takes another n-th.
         free: Number of free rows whose ids have been removed, Σ of the hashes of these rows mod 2⁶⁴, and number of
             rows never assigned; the same on all ranks.
     """
@@ -136,14 +136,14 @@ class MapAudit:
 
 
 def is_one_to_one(any_audit: MapAudit, total: list[int], rows: int) -> bool:
-    """Return True if each row of a map either has exactly one id or is free.
+    """Return True if each row of a table's map either has exactly one id or is free.
 
     Rows that occur twice change the sum of hashes, except with a probability of 2⁻⁶⁴.
 
     Args:
         any_audit: Audit of any rank; `free` must be the same on all ranks.
-        total: Sum of `numbers` over all ranks.
-        rows: Number of rows that ids can have.
+        total: Sum of `MapAudit.numbers` over all ranks.
+        rows: Number of rows that can be assigned to ids (RowMap.capacity).
     """
     (wrong, ids, hashes), (left, left_hash_sum, unused) = total, any_audit.free
     return not wrong and ids + left + unused == rows and not (hashes + left_hash_sum) & HASH_MASK
@@ -154,7 +154,7 @@ def describe_audit_errors(audits: list[MapAudit], rows: int) -> list[str]:
 
     Args:
         audits: Audits of all ranks.
-        rows: Number of rows that ids can have.
+        rows: Number of rows that can be assigned to ids (RowMap.capacity).
     """
     messages, first = [], audits[0]
     for audit in audits:
@@ -166,19 +166,20 @@ def describe_audit_errors(audits: list[MapAudit], rows: int) -> list[str]:
     left, left_hash_sum, unused = first.free
     ids = sum(audit.ids for audit in audits)
     if (counted := ids + left + unused) != rows:
-        return [f"{ids:,} ids and {left + unused:,} free rows sum to {counted:,}, not {rows:,}"]
+        numbers = f"the numbers of ids ({ids:,}) and free rows ({left + unused:,}) sum to {counted:,}"
+        return [f"{numbers}, but the table has {rows:,} rows for ids"]
     if (sum(audit.sum for audit in audits) + left_hash_sum) & HASH_MASK:
-        return ["some rows have two ids, or have an id although they are free"]
+        return ["at least one row has several ids, or has an id although the row is free"]
     return []
 
 
 def sum_hashes(rows: torch.Tensor) -> int:
-    """Return Σ mod 2⁶⁴ of the hashes of rows [n]."""
+    """Return the sum, modulo 2⁶⁴, of the hashes of row numbers, integers [n]."""
     return int(hash_bits(rows.long()).sum()) & HASH_MASK if len(rows) else 0
 
 
 def sum_share_hashes(first: int, end: int, rank: int, world: int, rows_of: Callable, device: torch.device) -> int:
-    """Return Σ mod 2⁶⁴ of the hashes of `rows_of(numbers)` for a rank's share of [first, end)."""
+    """Return Σ mod 2⁶⁴ of the hashes of `rows_of(numbers)`, for part `rank` of [first, end) cut into `world` parts."""
     count, total = end - first, 0
     begin, stop = first + count * rank // world, first + count * (rank + 1) // world
     for start in range(begin, stop, HASH_BLOCK_ROWS):

@@ -1,4 +1,4 @@
-"""One rank's part of the maps from ids to rows, for all tables together."""
+"""One rank's part of the maps from managed ids to table rows, for all tables together."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ TRIM_DIVISOR = 8  # if too many ids wait for a row, the excess and 1/8 of the ca
 
 
 class RowMaps:
-    """This rank's part of the maps from ids to table rows. Tables are numbered from 0.
+    """This rank's part of the maps from managed ids to table rows. Tables are numbered from 0.
+
+    Each id is owned by one rank, whose part contains the id if it has a row or waits for one. The last rows of a
+    table are fallback rows, which ids without a row share.
 
     A step's result depends only on the previous maps and on the ids of the global batch with their counts.
     Ids are processed in key order, regardless of the rank that has read them. The numbers of collectives and
@@ -47,17 +50,17 @@ class RowMaps:
     Args:
         rows: Number of rows of each table, including fallback rows.
         policies: Admission and eviction policy of each table.
-        seed: Seed of random draws.
+        seed: Seed of the draws that decide which of several equally frequent ids get rows.
         peers: Ranks that share the maps.
         device: Device of the maps.
 
     Attributes:
-        capacities: Number of rows of each table that ids can have.
-        rows: Map of this rank's ids that have a row.
-        waiting: Map of this rank's ids that have not yet been seen often enough for a row.
-        free: Rows without an id, for each table.
-        admitted, evicted: Number of this rank's ids admitted and evicted since the start, for each table.
-        lookups_T, fallback_T: Number of looked-up ids and of ids that used a fallback row, int64 [tables].
+        capacities: Number of rows of each table that can be assigned to ids, without fallback rows.
+        rows: Map of the ids owned by this rank that have a row.
+        waiting: Map of the ids owned by this rank that have not yet been seen often enough for a row.
+        free: Rows without an id, for each table; the same on all ranks.
+        admitted, evicted: Number of ids owned by this rank that got or lost a row since the start, for each table.
+        lookups_T, fallback_T: Occurrences of these ids in training batches, and of ids replaced with a fallback row.
     """
 
     def __init__(
@@ -85,17 +88,17 @@ class RowMaps:
         self._capacity_T, self._fallback_T, self._admit_after_T, self._counted_T = columns
 
     def compute_nth_row(self, table: int, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the row assigned to the n-th new id, for each number n."""
+        """Return the row that is assigned n-th (from 0) among rows never assigned before, for each n, int64 [m]."""
         return numbers * self._strides[table] % self.capacities[table]
 
     def look_up(self, ids: DistinctKeys) -> torch.Tensor:
-        """Return the row of each id, int64 [n], or -1 for ids without a row; the maps do not change."""
+        """Return the row of each id that this rank owns, int64 [n], or -1 for ids without a row; change nothing."""
         slots = self.rows.find(ids.tables, ids.keys)
         rows = self.rows.fields["row"].index_select(0, slots.clamp(min=0)).long()
         return torch.where(slots >= 0, rows, -1)
 
     def find_fallback_rows(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return the fallback row of each key [n], which is used while the key has no row."""
+        """Return the fallback row of each key [n], int64 [n]."""
         first, rows = (select_by_table(each_T, tables) for each_T in (self._capacity_T, self._fallback_T))
         return assign_fallback_rows(keys, first, rows)
 
@@ -127,7 +130,7 @@ class RowMaps:
         return rows, places, admitted_WT
 
     def _count_ids(self, step: int, ids: DistinctKeys) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Count ids, and return their rows (-1: none) and the indices and sightings of candidates for a row."""
+        """Count sightings, and return each id's row (-1: none), and the indices and sightings of row candidates."""
         slots = self.rows.find(ids.tables, ids.keys)
         mapped, candidates = split_by_mask(slots >= 0)
         counts = ids.counts.index_select(0, mapped)
@@ -143,7 +146,7 @@ class RowMaps:
         return rows, candidates, sightings
 
     def _count_waiting(self, ids: DistinctKeys, which: torch.Tensor, step: int) -> torch.Tensor:
-        """Count ids that have no row, and return each id's number of sightings, including this step."""
+        """Count the ids at indices `which` as waiting for a row, and return their sightings, including this step."""
         tables, keys, counts = ids.tables[which], ids.keys[which], ids.counts[which]
         slots = self.waiting.find(tables, keys)
         present, absent = split_by_mask(slots >= 0)
@@ -160,7 +163,7 @@ class RowMaps:
             self._release_rows(list(due), *self.rows.find_below(list(due), "last", list(due.values())))
 
     def _trim_waiting(self, waiting: Sequence[int], step: int) -> None:
-        """Remove the least recently seen waiting ids of each table that has more waiting ids than rows."""
+        """Remove the least recently seen waiting ids of each table with more waiting ids than rows for ids."""
         counts = {
             table: count - capacity + capacity // TRIM_DIVISOR
             for table, (count, capacity) in enumerate(zip(waiting, self.capacities, strict=True))
@@ -193,13 +196,13 @@ class RowMaps:
     def _select_lowest(
         self, key_map: KeyMap, counts: Mapping[int, int], counted_T: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (index into the tables of `counts`, slot) of the ids with the lowest scores.
+        """Return the index into the tables of `counts` and the slot of each id with one of the lowest scores.
 
-        This is a collective operation: every rank must call it. Ids seen at this step are excluded.
+        This is a collective operation: every rank must call it. Ids seen at the current step are excluded.
 
         Args:
             key_map: Map that contains the ids.
-            counts: Number of ids to select on all ranks, by table.
+            counts: Table number → number of ids to select on all ranks together.
             counted_T: Argument `counted` of `policy.compute_eviction_scores`, for each table.
             step: Current step.
         """
@@ -211,7 +214,7 @@ class RowMaps:
         return which[chosen], slots[chosen]
 
     def _release_rows(self, tables: Sequence[int], which: torch.Tensor, slots: torch.Tensor) -> None:
-        """Take rows from ids, and append them in key order to the rows to be reassigned.
+        """Remove ids from the map, and append their rows in key order to the free rows of their tables.
 
         This is a collective operation: every rank must call it. The slots belong to ids of `tables`; `which` is each
         slot's index into `tables`.
@@ -234,7 +237,7 @@ class RowMaps:
         sightings: torch.Tensor,
         candidates_WT: list[list[int]],
     ) -> tuple[torch.Tensor, list[list[int]]]:
-        """Return the indices of admitted candidates, and their counts [W][T]. This is a collective operation."""
+        """Return the indices of the admitted candidates, and their number for each rank and table, [W][T]."""
         shortages = self._count_missing_rows(_sum_over_ranks(candidates_WT))
         if not shortages:
             return torch.arange(len(candidates), device=self.device), candidates_WT
@@ -253,7 +256,7 @@ class RowMaps:
     def _assign_rows(
         self, step: int, ids: DistinctKeys, places: torch.Tensor, sightings: torch.Tensor, admitted_WT: list[list[int]]
     ) -> torch.Tensor:
-        """Assign the next free rows to the ids at these indices, and return the rows, int64 [n]."""
+        """Assign the next free rows to the ids at the indices `places`, and return the rows, int64 [n]."""
         tables, keys, sizes = ids.tables[places], ids.keys[places], admitted_WT[self.peers.rank]
         rows, last = self._take_free_rows(admitted_WT), torch.full_like(keys, step)
         self.rows.insert(tables, sizes, KeyEntries(keys, {"row": rows, "sightings": sightings, "last": last}))
@@ -266,7 +269,7 @@ class RowMaps:
         return rows
 
     def _take_free_rows(self, admitted_WT: list[list[int]]) -> torch.Tensor:
-        """Take this rank's part of the next free rows, table after table, int64 [n]."""
+        """Remove the next free rows of each table, and return this rank's part of them, table by table, int64 [n]."""
         rank, parts = self.peers.rank, []
         for table, counts in enumerate(zip(*admitted_WT, strict=True)):
             free, count = self.free[table], sum(counts)
@@ -283,13 +286,13 @@ class RowMaps:
         return to_device_tensor(list(tables), self.device)
 
     def spread_over_tables(self, tables: Sequence[int] | Mapping[int, int], values: Sequence[int]) -> list[int]:
-        """Return a value for each table: the given values, and 0 for other tables."""
+        """Return a list with `values` at the indices `tables`, and 0 for all other tables."""
         by_table = dict(zip(tables, values, strict=True))
         return [by_table.get(table, 0) for table in range(len(self.policies))]
 
 
 def _record_sightings(map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> KeyEntries:
-    """Add `counts` to the sightings of distinct keys, and return the keys' previous entries."""
+    """Add `counts` to the sightings of the keys in distinct slots, and return the previous entries."""
     previous = map.read_slots(slots)
     map.fields["sightings"].index_copy_(0, slots, previous.fields["sightings"] + counts)
     map.fields["last"].index_fill_(0, slots, step)

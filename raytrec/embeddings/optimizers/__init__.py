@@ -5,12 +5,15 @@
         state = (StateKind("sum", "value", "momentum1"),)
         cpu_lookup = (1.8e-10, 2.1e-7, 2.3e-5)
 
+        @staticmethod
         def torch_class(): ...
+
+        @staticmethod
         def update(weight_ND, gradient_ND, state, step, lr, eps): ...
 
-`optim.embeddings.name` then accepts the name. The class determines the predicted memory and time of plans, the
-names in checkpoints, the statistics and the parity check. The driver also reads these classes, so files in
-this folder import torch only inside methods.
+`optim.embeddings.name` then accepts the name. The class determines the predicted memory and time of plans, and the
+names of optimizer state in checkpoints. The parity check uses its update rule. The driver, which must not import
+torch, also loads these classes, so files in this folder import torch only inside methods.
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ class StateKind(NamedTuple):
     """Kind of optimizer state; its values are 0 before the first update.
 
     Attributes:
-        kind: Name in torch.optim and in checkpoints.
+        kind: Name of the state in torch.optim and in checkpoints, such as exp_avg.
         value_granularity: "value" for one number per weight, [rows, dim]; "row" for one number per row,
             [rows].
-        buffer: Name in FBGEMM.
+        buffer: Name of the state in FBGEMM, such as momentum1.
     """
 
     kind: str
@@ -46,14 +49,14 @@ class TableOptimizer(ABC):
     """Base class of table optimizers, each of which defines an update rule, its state and its kernels.
 
     Attributes:
-        devices: Devices for which FBGEMM has a kernel that updates tables in backward (fused). Updates are
+        devices: Devices (cpu, cuda) on which FBGEMM has a fused kernel, which updates tables in backward. Updates are
             dense on other devices.
         state: Kinds of optimizer state.
-        counts: True if an update depends on the number of previous updates, which is then also state.
-        second_moment: Name of the state that is 0 until a row's first gradient, or None if there is none.
+        counts: True if an update depends on the number of previous updates, which is then also saved as state.
+        second_moment: Kind of state that is 0 until a row's first gradient, or None if there is none.
         settings: Keys of optim.embeddings that the optimizer uses in addition to lr and weight_decay.
         cpu_lookup: Seconds that a lookup and its update take on CPU: per byte read or written, per id, and
-            per shard of a table. `raytrec doctor --measure` measures these costs. None without a CPU kernel.
+            per shard of a table, as `raytrec doctor --measure` measures. None without a fused kernel for CPU.
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
@@ -96,7 +99,7 @@ class TableOptimizer(ABC):
 
     @classmethod
     def count_state_bytes(cls, unit: Literal["value", "row"]) -> int:
-        """Return the number of bytes of state per weight ("value") or per row ("row")."""
+        """Return the bytes per weight of state with one number per weight (unit "value"), or per row ("row")."""
         return BYTES_PER_STATE_VALUE * sum(state.value_granularity == unit for state in cls.state)
 
     @classmethod
@@ -123,5 +126,5 @@ def table_optimizer(cls: T) -> T:
 
 
 def find_optimizer(name: str) -> type[TableOptimizer]:
-    """Return the optimizer class with this name in the configuration."""
+    """Return the class of the optimizer that has this name in the configuration, such as rowwise_adagrad."""
     return OPTIMIZERS.parts[name]

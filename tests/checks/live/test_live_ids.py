@@ -55,11 +55,11 @@ def insert_id_of_another_rank(scene):
 @pytest.mark.parametrize(
     "fault,text",
     [
-        (assign_row_twice, "table user: some rows have two ids"),
-        (assign_fallback_row, "table user: rank 1 has 1 ids with rows outside the range for ids"),
-        (free_assigned_row, "free rows sum to 15, not 14"),
+        (assign_row_twice, "table user: at least one row has several ids"),
+        (assign_fallback_row, "table user: on rank 1, number of ids with a row outside 0 to 13: 1"),
+        (free_assigned_row, "sum to 15, but the table has 14 rows for ids"),
         (free_row_on_rank_1, "table user: the free rows of rank 1 differ from those of rank 0"),
-        (insert_id_of_another_rank, "table user: rank 0 has 1 ids that belong to other ranks"),
+        (insert_id_of_another_rank, "table user: on rank 0, number of ids that other ranks own: 1"),
     ],
 )
 def test_id_map_faults_are_detected(fault, text):
