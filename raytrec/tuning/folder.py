@@ -6,7 +6,7 @@ FOLDER/base/config.yaml  configuration of the search
 FOLDER/space.yaml        search space
 FOLDER/trial-001/ …      run folder of each trial
 FOLDER/best.yaml         configuration of the best trial, written at the end
-FOLDER/outcome.json      results, written after all trials have ended
+FOLDER/outcome.json      results, written after all trials have ended or failed
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SPACE, OUTCOME = "space.yaml", "outcome.json"
 
 
 class TrialRecord(TypedDict):
-    """Entry of a trial in trials.json.
+    """Keys of a trial's entry in trials.json (Trial.record) that are read when a search is reopened.
 
     Attributes:
         values: Configuration key → drawn value.
@@ -54,10 +54,10 @@ Records = Annotated[list[TrialRecord], Field(min_length=1)]
 
 
 def write_search(search: Search) -> None:
-    """Create the search folder and the missing folders of its trials.
+    """Create or update the search folder, and create the missing run folders of its trials.
 
     Raises:
-        RunError: The folder cannot be written, or a trial's folder contains other files.
+        RunError: A folder cannot be written, or a trial's folder contains other files.
     """
     folder = search.folder
     with convert_os_errors("cannot write the search folder", where=str(folder)):
@@ -88,7 +88,10 @@ def read_settings(folder: Path) -> Settings:
         RunError: There is no search, or the file is damaged.
         ConfigError: A number is out of range.
     """
-    return read_document(str(folder), SEARCH, Settings, "search", "raytrec tune")
+    try:
+        return read_document(str(folder), SEARCH, Settings, "search", "raytrec tune")
+    except ConfigError as error:
+        raise ConfigError(error.what, where=str(folder / SEARCH), expected=error.expected) from None
 
 
 def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s: float = 0) -> Search:
@@ -103,8 +106,10 @@ def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s
         patience_s: Seconds to wait for a process that is still running the search.
 
     Raises:
-        RunError: There is no search, the search cannot be read, or a process is still running it.
-        ConfigError: The search names code that is not allowed, or `trials` is below the old number.
+        RunError: There is no search, its files cannot be read or contradict each other, or a process is still running
+            it.
+        ConfigError, SchemaError, DataError: The search names code that is not allowed, `trials` is below the old
+            number, or a trial can no longer run (prepare_search).
     """
     read_settings(folder)  # checked first, because taking the lock creates the folder
     with hold_run_lock(folder, patience_s, RunConsole(folder.name).note):
@@ -143,7 +148,11 @@ def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s
 def find_matching_search(config: RunConfig, space: Space, settings: Settings, named: bool) -> Path | None:
     """Return the folder of the newest unfinished search started by the same command, or None.
 
-    `config` must be resolved as for a new search. `named` is True if the user set run.dir or run.name.
+    Args:
+        config: Configuration of the command, resolved as for a new search.
+        space: Search space of the command.
+        settings: Settings of the command.
+        named: True if the user set run.dir or run.name, so that only this folder is considered.
     """
     for folder in list_earlier_folders(config, named):
         with suppress(RaytrecError, OSError):  # the folder is damaged or contains no search

@@ -45,8 +45,9 @@ class SuccessiveHalving:
     """Asynchronous successive halving (Li et al., MLSys 2020, https://arxiv.org/abs/1810.05934).
 
     The age of a trial is the number of rows it has processed, so batch sizes may differ between trials. At ages of
-    grace, grace×factor, grace×factor², … rows, the loss of a trial is compared with the losses of earlier trials at
-    this age. A trial falls behind if its loss exceeds the 1 / factor quantile of these losses.
+    g, g·f, g·f², … rows, the loss of a trial is compared with the losses of earlier trials at this age. A trial falls
+    behind if its loss exceeds the 1/f quantile of these losses. f is the search's reduction factor (Settings.factor),
+    and g the number of rows in its grace period (Settings.grace_steps).
     """
 
     def __init__(self, search: Search):
@@ -59,7 +60,7 @@ class SuccessiveHalving:
             self._rungs[rows], rows = {}, rows * search.settings.factor
 
     def falls_behind(self, trial: Trial) -> bool:
-        """Record a trial's new evaluations; return True if the trial falls behind in any of them."""
+        """Record a trial's new evaluations, and return True if the trial falls behind in any of them."""
         behind = False
         for step, value in sorted(trial.points.items()):
             reached = [age for age in self._rungs if age <= trial.rows(step)]
@@ -116,7 +117,10 @@ class TrialProcess(subprocess.Popen):
             self.terminate()
 
     def outcome(self, status: int) -> tuple[State, str]:
-        """Return the trial's state and error text for an exit status; RUNNING means that the process died."""
+        """Return (state of the trial, error text) for an exit status.
+
+        RUNNING means that the process died without saving. The error text is empty unless the trial failed or died.
+        """
         if status == 0:
             return State.FINISHED, ""
         if status == FAILED:
@@ -130,7 +134,7 @@ class TrialProcess(subprocess.Popen):
 
 
 def _set_parent_death_signal() -> None:
-    """Make the kernel send SIGTERM to the new process if the search is killed, so that the trial saves."""
+    """Make Linux send SIGTERM to the new process if the search is killed, so that the trial saves a checkpoint."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -228,7 +232,10 @@ class Runner:
         if trial.state == State.RUNNING:
             trial.deaths += 1
             if trial.deaths < MAX_STARTS:
-                self._console.warn(f"the process of trial {trial.number} died; restarting")
+                self._console.warn(
+                    f"the process of trial {trial.number} died with exit status {status}; the trial is restarted"
+                )
+                trial.error = ""  # the trial has not failed
                 return self._waiting.appendleft(trial)
             trial.state = State.FAILED
         self._write_record()
@@ -241,11 +248,11 @@ class Runner:
         try:
             write_trials(self._search)
         except OSError as error:  # the trial folders contain the results as well
-            self._console.warn(f"cannot write the state of the search: {error.strerror}")
+            self._console.warn(f"cannot write the state of the search to {self._search.folder}: {error.strerror}")
 
 
 def allocate_environments(configs: list[RunConfig], at_once: int | None) -> list[dict[str, str]]:
-    """Return a list with the environment variables for each of the trials that can run concurrently.
+    """Return one mapping of environment variables for each trial that can run at the same time.
 
     On this machine, each trial starts its own Ray instance. If trials use GPUs, the variables select the GPUs of each
     trial, and the list may be shorter than `at_once`. On a cluster, no variables are needed, and a trial waits until

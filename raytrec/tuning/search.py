@@ -56,7 +56,7 @@ class Settings:
         metric: Key of an evaluation metric; None: the metric that selects the best checkpoints.
         seed: Seed of the draws, at least 0.
         grace_steps: Number of steps during which no trial is stopped; None: train.eval_every_steps.
-        factor: Reduction factor, at least 1.1; of the trials at the same age, the best 1 / factor continue.
+        factor: Reduction factor, 1.1 to 10⁶; of the trials at the same age, the best 1 / factor continue.
 
     Raises:
         ConfigError: A number is out of range.
@@ -72,9 +72,9 @@ class Settings:
         grace = self.grace_steps
         for option, value, is_right, expected in (
             ("--trials", self.trials, 0 < self.trials <= MAX_TRIALS, f"a number from 1 to {MAX_TRIALS:,}"),
-            ("--seed", self.seed, self.seed >= 0, "0 or more"),
-            ("--grace-steps", grace, grace is None or grace > 0, "1 or more"),
-            ("--reduction-factor", self.factor, 1.1 <= self.factor <= 1e6, "at least 1.1"),
+            ("--seed", self.seed, self.seed >= 0, "a number of at least 0"),
+            ("--grace-steps", grace, grace is None or grace > 0, "a number of at least 1"),
+            ("--reduction-factor", self.factor, 1.1 <= self.factor <= 1e6, "a number from 1.1 to 1,000,000"),
         ):
             if not is_right:
                 raise ConfigError(f"{option} is {value}", where="command line", expected=expected)
@@ -93,7 +93,7 @@ class Trial:
         points: Step → value of the compared metric in the evaluation at this step; NaN values are excluded.
         step: Last step recorded in the run folder.
         error: Reason for a failure; empty if the trial has not failed.
-        deaths: Number of times that its process has died in this search process.
+        deaths: Number of times that the trial's process has died while this process ran the search.
     """
 
     number: int
@@ -109,7 +109,7 @@ class Trial:
 
     @property
     def folder(self) -> Path:
-        """Return the run folder."""
+        """Return the trial's run folder."""
         return Path(self.config.run.dir)
 
     @property
@@ -127,7 +127,7 @@ class Trial:
         return step * self.config.data.global_batch_size
 
     def read_evaluations(self, key: str) -> None:
-        """Read new lines of the run folder; `key` is the key of the compared metric."""
+        """Update `step` and `points` from new lines in the run folder; `key` is the key of the compared metric."""
         self._run = self._run or RunFolder(self.folder, files=[METRICS])
         self._run.read_new()
         self.step = self._run.step
@@ -136,7 +136,7 @@ class Trial:
 
     @property
     def values_text(self) -> str:
-        """Return the drawn values on one line."""
+        """Return the drawn values on one line, as KEY = VALUE separated by commas."""
         return ", ".join(f"{key} = {value}" for key, value in self.values.items())
 
     def record(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class Search:
 
     @property
     def ranked(self) -> list[Trial]:
-        """Return the trials, best first: finished trials, then stopped trials, then all others."""
+        """Return the trials, best first: finished, then stopped, then other trials, each sorted by the metric."""
 
         def place(trial: Trial) -> tuple:  # sorting is stable: ties are ordered by trial number
             return ORDER.get(trial.state, 3), isnan(trial.value), self.figure.loss(trial.value)
@@ -206,7 +206,7 @@ class Search:
     def metrics(self) -> dict[str, Any]:
         """Return the search as JSON values: name, folder, metric (key, better), best and trials.
 
-        `best` is the record of the best trial with its metrics and the path of its configuration.
+        `best` is the record of the best trial with its metrics and the path of its configuration, or None.
         """
         best = self.best
         return {
@@ -237,9 +237,10 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
         raise ConfigError(
             "train.eval_every_steps is not set, so trials cannot be compared",
             where="train.eval_every_steps",
-            expected="the number of steps between two evaluations on data.valid or held-out rows",
-            do="set it in the configuration, or add train.eval_every_steps=STEPS to the command",
+            expected="auto, or the number of steps between two evaluations on data.valid or held-out rows",
+            do="set it in the configuration, or add train.eval_every_steps=auto to the command",
         )
+    _check_compared_rows(config, space)
     check_no_redacted_values(config)
     schema, datasets = open_data(config)
     if config.data.holdout and "valid" not in datasets:  # the row groups are too small
@@ -266,6 +267,19 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
     return search
 
 
+def _check_compared_rows(config: RunConfig, space: Space) -> None:
+    """Refuse a space that draws the training data if trials are compared on rows held out of this data."""
+    draws = [draw for draw in space.draws if f"{draw.key}.".startswith(("data.train.", "data.partitions."))]
+    is_held_out = config.data.holdout or config.train.eval_every_steps == "next_folder"
+    if draws and is_held_out and not config.data.valid:
+        raise ConfigError(
+            f"{draws[0].key} cannot be searched: trials would be compared on different rows, held out of data.train",
+            where=draws[0].where,
+            expected="the same evaluation rows for all trials",
+            do="set data.valid, or remove this key from the search space",
+        )
+
+
 def _has_validation_data(config: RunConfig) -> bool:
     return bool(config.data.valid or config.data.holdout)
 
@@ -284,7 +298,12 @@ def make_trial_config(base: RunConfig, drawn_values: dict[str, Any], number: int
 
     If data.valid or data.holdout is set, the final evaluation of a trial uses validation data instead of data.test,
     which then takes no part in the search. Trials write no report; `raytrec report FOLDER` creates it. In MLflow, the
-    run that is named like the search is the parent of all trials. `base` is the resolved configuration of the search.
+    run that is named like the search is the parent of all trials.
+
+    Args:
+        base: Resolved configuration of the search.
+        drawn_values: Configuration key → drawn value.
+        number: Number of the trial, from which the names of its run and folder are derived.
     """
     config = base.with_overrides(drawn_values)
     folder = Path(base.run.dir) / f"trial-{number:03}"

@@ -1,5 +1,7 @@
 """Search space, which defines the keys to draw and the distributions of their values.
 
+Example of a file:
+
 optim.embeddings.lr: {log_uniform: [0.001, 0.1]}
 model.dropout: {uniform: [0, 0.5]}
 model.cross_layers: {integer: [1, 4]}            # both ends included
@@ -72,7 +74,7 @@ class Draw:
 
     @property
     def listed(self) -> tuple[Any, ...] | range | None:
-        """Return all possible values; None if the distribution is continuous or has too many values."""
+        """Return all possible values; None for a continuous distribution, or an integer range of too many values."""
         if self.kind == "choice":
             return self.values
         low, high = self.values
@@ -116,7 +118,8 @@ class Space:
         except UnreadableError as error:
             raise ConfigError(f"the search space is not valid YAML: {error}", where=place) from None
         if not isinstance(values, dict) or not values:
-            raise ConfigError("the search space has no keys", where=place, expected=EXPECTED)
+            what = "is not a mapping of keys" if values else "has no keys"
+            raise ConfigError(f"the search space {what}", where=place, expected=EXPECTED)
         lines = {key.value: key.start_mark.line + 1 for key, _ in yaml.compose(text).value}
         draws = [_draw(str(k), how, f"{place}, line {lines.get(str(k), 1)}") for k, how in values.items()]
         for draw in draws:
@@ -124,7 +127,7 @@ class Space:
         return cls(place, text, tuple(draws))
 
     def configurations(self, trials: int, seed: int) -> list[dict[str, Any]]:
-        """Return the drawn values of each trial, as key → value.
+        """Return the drawn values of each trial, as a mapping from key to value.
 
         With the same seed, a larger number of trials only adds trials. If the space contains at most
         MAX_LISTED_CONFIGURATIONS configurations, each is drawn at most once, so the result may have fewer than
@@ -204,15 +207,15 @@ def _check_key(draw: Draw, draws: list[Draw]) -> None:
     """Check that a key may be drawn.
 
     Raises:
-        ConfigError: The key must be the same in all trials, or is part of another drawn key.
+        ConfigError: The key is or contains a key that must be the same in all trials, or is part of another drawn key.
     """
     parts = f"{draw.key}."
     if any(parts.startswith(f"{common}.") or f"{common}.".startswith(parts) for common in COMMON):
         raise ConfigError(
-            f"{draw.key} cannot be searched",
+            f"{draw.key} cannot be searched: it is, contains or belongs to a key that is the same in all trials",
             where=draw.where,
-            expected="a key that may differ between trials",
-            do=f"set it in the configuration; these keys are equal in all trials: {', '.join(COMMON)}",
+            expected=f"a key other than {', '.join(COMMON)}",
+            do="set it in the configuration",
         )
     if enclosing := [each for each in draws if each is not draw and parts.startswith(f"{each.key}.")]:
         raise ConfigError(

@@ -50,8 +50,8 @@ def tune(
 ) -> Search:
     """Search for the best values of some configuration keys.
 
-    Each trial is a run in its own folder inside the search folder (run.dir; default: runs/NAME). Trials that
-    fall behind are saved and stopped early by successive halving.
+    Each trial is a run in its own folder inside the search folder (run.dir; default: runs/NAME). Successive halving
+    stops trials early whose metric is worse than that of other trials after as many rows; their checkpoints are kept.
 
     Args:
         source: Path of a configuration file, its values, or a RunConfig; train.eval_every_steps must be set.
@@ -64,7 +64,8 @@ def tune(
         grace_steps: Number of steps during which no trial is stopped; default: train.eval_every_steps.
         reduction_factor: Of the trials at the same age, the best 1 / reduction_factor continue.
         resume: Folder of an interrupted search to resume.
-        resume_latest: True to resume the newest interrupted search started by the same command, if any.
+        resume_latest: True to resume the newest interrupted search started by the same command; if there is none, a new
+            search starts.
         allow_code: True to allow code that a configuration from a URI or another user's folder names
             (raytrec/config/trust.py).
 
@@ -83,7 +84,7 @@ def tune(
         2
     """
     if at_once is not None and at_once < 1:
-        raise ConfigError(f"--at-once is {at_once}", where="command line", expected="1 or more")
+        raise ConfigError(f"--at-once is {at_once}", where="command line", expected="a number of at least 1")
     if resume:
         if source or space or overrides:
             raise ConfigError(
@@ -103,17 +104,18 @@ def tune(
         patience_s = PREVIOUS_DRIVER_TIMEOUT_S + config.scaling.shutdown_grace_s
         return _run(reopen_search(earlier, None, allow_code, patience_s), at_once)
     if is_search(Path(config.run.dir)):
+        folder = quote_for_shell(make_relative(Path(config.run.dir)))
         raise RunError(
             "the folder already contains a search",
             where=config.run.dir,
             expected="a new folder",
-            do=f"run raytrec tune --resume {make_relative(Path(config.run.dir))}, or choose another run.name",
+            do=f"run raytrec tune --resume {folder}, or choose another run.name or run.dir",
         )
     return _run(prepare_search(config, search_space, settings, allow_code), at_once)
 
 
 def _run(search: Search, at_once: int | None) -> Search:
-    """Write the search folder, run the trials and write the outcome."""
+    """Write the search folder, run the trials, write the outcome, and return the search."""
     folder, resume_hint = search.folder, f"resume with: {resume_command(search.config, 'tune')}"
     console = TuneConsole(search.config.run.name)
     with console, hold_run_lock(folder, 0, console.phase):
@@ -145,11 +147,11 @@ MLFLOW_TIMEOUT_S = 60.0  # maximum time to wait for an MLflow server
 def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
     """Write the outcome of a search to its folder and to MLflow.
 
-    best.yaml is written if a trial has a result, outcome.json if all trials have ended or failed, and the MLflow run
-    if tracking is enabled. If MLflow fails, `warn` is called with the reason.
+    best.yaml is written if a finished or stopped trial has a result, outcome.json if all trials have ended or failed,
+    and the MLflow run if tracking is enabled. If MLflow fails, `warn` is called with the reason.
 
     Raises:
-        OSError: A file cannot be written; a resumed search writes it again.
+        OSError: A file cannot be written; resuming the search writes the outcome again.
     """
     folder = search.folder
     if search.best:

@@ -5,6 +5,7 @@ import signal
 import sys
 from threading import Thread
 from time import sleep
+from types import SimpleNamespace
 
 import pytest
 from searches import make_settings
@@ -55,6 +56,15 @@ def count_starts(trial):
 def test_trial_is_retried_if_its_process_dies(run_trials):
     (trial,), _ = run_trials("begun.read_text() == 'xxx' or os.kill(os.getpid(), signal.SIGKILL)")
     assert trial.state == State.FINISHED and count_starts(trial) == 3 and not trial.error
+
+
+def test_trial_that_waits_for_its_restart_has_not_failed(tiny_data, tmp_path):
+    """A signal can end the search before the restart; the outcome then lists errors of failed trials only."""
+    search = prepare_test_search(tiny_data, tmp_path, settings=make_settings(trials=1))
+    running, (trial,) = runner.Runner(search, runner.TuneConsole("search")), search.trials
+    dead = SimpleNamespace(trial=trial, outcome=lambda status: (State.RUNNING, "the process died 3 times"))
+    running._record_end(dead, -9)
+    assert trial.deaths == 1 and trial.error == ""
 
 
 def test_trial_fails_after_three_dead_processes(run_trials):

@@ -74,6 +74,22 @@ def test_invalid_space_error_names_key_and_line(tiny_data, tmp_path, space, line
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize(
+    "space", ["data.train: {{choice: [{0}, [{0}]]}}", "data.partitions.to: {{choice: [date=2, date=3]}}"]
+)
+def test_training_data_is_not_drawn_if_trials_are_compared_on_held_out_rows(tiny_data, tmp_path, space):
+    """With data.valid or data.test, all trials are compared on the same rows."""
+    space = space.format(tiny_data / "train")
+    held_out = {"data__valid": None, "data__test": None, "data__holdout": 0.1}
+    with pytest.raises(ConfigError, match="cannot be searched: trials would be compared on different rows") as error:
+        prepare_test_search(tiny_data, tmp_path, space, **held_out)
+    assert error.value.where == "space.yaml, line 1" and "data.valid" in error.value.do
+    if "partitions" not in space:
+        for changes in (held_out | {"data__valid": str(tiny_data / "test")}, held_out | {"data__holdout": None}):
+            changes["data__test"] = str(tiny_data / "test")
+            assert len(prepare_test_search(tiny_data, tmp_path, space, **changes).trials) == 2
+
+
 def test_invalid_combination_of_drawn_values_is_refused(tiny_data, tmp_path):
     space = "data.lanes: {choice: [1, 6]}\nscaling.num_workers: {choice: [1, 2]}"
     with pytest.raises(ConfigError, match=r"data.lanes = 1: "):  # the configuration has 2 workers
