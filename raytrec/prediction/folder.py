@@ -3,8 +3,8 @@
     OUT/_predictions.json          Manifest, which describes the predictions
     OUT/a/part-0.parquet           predictions of the input file with this name; exists only if complete
     OUT/_parts/PLAN/a/part-0.parquet/000000065536.parquet
-                                   part: predictions of one span, which starts at this row, of a file with several
-                                   spans; removed at the end
+                                   part: predictions of one span (inputs.py), which starts at this row, of a file
+                                   with several spans; removed at the end
 
 PLAN is a hash of all settings on which the content of parts depends, such as the number of rows in spans and batches.
 Parts with another hash are ignored. Readers of Parquet folders ignore names that begin with _.
@@ -72,7 +72,7 @@ class Manifest:
         return compute_binding(self.checkpoint_id, self.scores, self.columns, self.input, *tower)
 
     def explain_difference(self, earlier_manifest: Manifest) -> tuple[str, str] | None:
-        """Return (difference from the manifest in the folder, advice for the user), or None if files can be kept.
+        """Return (difference from the folder's earlier manifest, advice for the user), or None if files can be kept.
 
         If the earlier rule of a table was `error`, complete files remain valid, because they contain no id that the
         new rule would change.
@@ -80,9 +80,10 @@ class Manifest:
         if earlier_manifest.checkpoint_id != self.checkpoint_id:
             what = f"predictions of checkpoint {earlier_manifest.checkpoint}"
             return f"the folder contains {what}", f"predict with that checkpoint, or {OTHER_FOLDER_ADVICE}"
+        towers = earlier_manifest.vectors, self.vectors
         if earlier_manifest.vectors != self.vectors:
-            what = f"vectors of the {earlier_manifest.vectors} tower" if earlier_manifest.vectors else "scores"
-            return f"the folder contains {what}", OTHER_FOLDER_ADVICE
+            what, new = (f"vectors of the {tower} tower" if tower else "scores" for tower in towers)
+            return f"the folder contains {what} instead of {new}", OTHER_FOLDER_ADVICE
         for key, what in {"columns": "--columns", "scores": "tasks"}.items():
             if (names := getattr(earlier_manifest, key)) != getattr(self, key):
                 return (
@@ -92,7 +93,7 @@ class Manifest:
         if earlier_manifest.input != self.input:
             what = f"the folder contains predictions of different rows, from {earlier_manifest.data}"
             if earlier_manifest.data == self.data:
-                what = "the input files have changed since the predictions were written"
+                what = "the input files or data.transforms have changed since the predictions were written"
             return what, f"predict the whole input into a new folder: {OTHER_FOLDER_ADVICE}"
         rules = earlier_manifest.rules
         changed = [name for name, rule in self.rules.items() if rules.get(name, rule) not in (rule, "error")]
@@ -203,7 +204,7 @@ class PredictionFolder(ClaimedFolder):
             yield writer
 
     def find_finished(self, task: PredictionTask, names: Iterable[str]) -> dict[str, Counts]:
-        """Return input file → counts, for all input files whose predictions are complete.
+        """Return input file → counts of its predictions, for all input files whose predictions are complete.
 
         Args:
             task: Input and output of the predictions.
@@ -224,7 +225,10 @@ class PredictionFolder(ClaimedFolder):
 
 
 def claim_prediction_folder(folder: PredictionFolder, manifest: Manifest) -> set[str]:
-    """Claim an empty folder, or check that a folder contains the same predictions. Return the names of its files.
+    """Claim an empty folder for predictions, or check that a folder contains the same predictions.
+
+    Returns:
+        Paths of the files in the folder, relative to the folder.
 
     Raises:
         ConfigError: The folder contains other predictions or other files.
@@ -242,7 +246,7 @@ def claim_prediction_folder(folder: PredictionFolder, manifest: Manifest) -> set
 
 
 def check_output_folder(out: str, data: str) -> str:
-    """Check the output folder, and return the folder to which the names of input files are relative.
+    """Check the output folder `out`, and return the folder to which the names of files in `data` are relative.
 
     Raises:
         ConfigError: The output would be written into the input folder.

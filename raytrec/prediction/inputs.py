@@ -77,7 +77,7 @@ class CarriedColumns:
         """Read the carried columns of a part of a row group, with the types of `schema`.
 
         Raises:
-            DataError: The columns cannot be decoded.
+            DataError: A column does not exist or cannot be decoded.
         """
         schema, (arrow, folders) = self.schema(part.path), self._read_schema(part.path)
         raw, created, transforms, sources = self._split_columns(arrow)
@@ -138,7 +138,7 @@ def choose_columns(requested_columns: Sequence[str] | None, carry: Sequence[str]
             f"column '{min(conflicts)}' conflicts with a score column of the same name",
             where="--columns",
             expected=f"names other than {', '.join(scores)}",
-            do="rename the column in the input or the task",
+            do="rename the column in the input, or omit it from --columns",
         )
     return names
 
@@ -190,7 +190,7 @@ def cut_spans(dataset: Dataset, batch_rows: int, span_rows: int = MIN_SPAN_ROWS)
 
 
 def assign_spans(spans: Iterable[Span], world: int, batch_rows: int) -> list[list[Span]]:
-    """Return the spans of each rank. A span is assigned to the rank with the fewest batches so far."""
+    """Return the spans of each rank. In order, each span is assigned to the rank with the fewest batches so far."""
     dealt: list[list[Span]] = [[] for _ in range(world)]
     loads = [(0, rank) for rank in range(world)]
     for span in spans:

@@ -48,7 +48,7 @@ def read_batch(saved: Checkpoint, dataset: Dataset, parts: list[Part]) -> Batch:
 def compute_outputs(
     saved: Checkpoint, batch: Batch, tower: TowerName | None = None, as_stored: Rounding | None = None
 ) -> torch.Tensor:
-    """Return the logits of a batch or, if a tower is given, the vectors of this tower, float32 [rows, width].
+    """Return the logits of a batch, float32 [rows, logits], or the vectors of a tower, float32 [rows, width].
 
     Args:
         saved: Checkpoint of the model.
@@ -92,7 +92,7 @@ def load_model(saved: Checkpoint, used: UsedRows, as_stored: Rounding | None = N
 
     Args:
         saved: Checkpoint of the model.
-        used: Table → indices of the rows to load.
+        used: Table → indices of the rows to load, which become rows 0, 1, … of the model's table.
         as_stored: Function that rounds table rows; see `compute_outputs`.
     """
     config, schema = saved.config.model_copy(deep=True), saved.schema

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from raytrec.common.errors import DataError, RunError
+from raytrec.common.formatting import format_count
 from raytrec.common.storage import make_absolute
 from raytrec.config.features import set_draw_rows
 from raytrec.config.overrides import Overrides, to_override_texts
@@ -91,10 +92,10 @@ def predict(
         checkpoint: Step of the run's checkpoint, or "best" (by checkpoint.best_metric); default: the newest.
         overrides: Changes to the configuration: `section.key=value` for the sections data, scaling, plan and train,
             such as data.on_error=skip, or tables.NAME.out_of_range=RULE.
-        allow_code: True to import code that is named in a configuration of another user.
+        allow_code: True to import code (module:name) that a run's configuration written by another user names.
 
     Returns:
-        Metrics of the output folder and of this call, and the columns of the output files.
+        Predictions: Metrics of the output folder and of this call, and the columns of the output files.
 
     Raises:
         RunError: There is no checkpoint, `out` cannot be read or written, or workers failed more often than
@@ -240,7 +241,7 @@ def _predict_missing(
         for error in dataset.left_out:
             console.warn(f"skipped {error.where}: {error.what}")
         if complete:
-            console.note(f"{len(complete)} of {len(task.files)} files are already complete")
+            console.note(f"already complete: {len(complete):,} of {len(task.files):,} files")
         of_ranks = WorkerTask(config, saved.schema, {"predict": dataset}, None, saved.folder)
         result = run_group(partial(predict_worker, task), of_ranks, Watch(console), restarts=True)
     speed = result["predicted"] / result["predict_s"] if result["predict_s"] else None
@@ -256,7 +257,7 @@ def _compute_figures(target: PredictionFolder, task: PredictionTask, dataset: Da
     complete, counts = target.find_finished(task, target.list_names()), Counts()
     if missing := [path for path in task.files if path not in complete]:
         raise RunError(
-            f"predictions of {len(missing)} input files are missing, such as {missing[0]}",
+            f"the predictions of {format_count(len(missing), 'input file')} are missing, such as {missing[0]}",
             where=target.uri,
             expected="a folder that all nodes share and only raytrec writes to",
             do="repeat the command; complete files are kept",

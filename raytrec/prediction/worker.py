@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from raytrec.common import messages
 from raytrec.common.errors import DataError, RunError, convert_os_errors
+from raytrec.common.formatting import format_count
 from raytrec.common.messages import Command, Restart
 from raytrec.data.fragments import read_footer
 from raytrec.prediction.folder import Counts, PredictionFolder, PredictionTask, read_verified
@@ -34,7 +35,7 @@ REPEAT_ADVICE = "remove the folder _parts in the output folder and repeat the co
 
 
 def predict_worker(prediction_task: PredictionTask, task: WorkerTask) -> None:
-    """Predict and write this rank's spans, then join the parts of files with several spans.
+    """Predict and write this rank's spans, then join the predictions of spans of the same file.
 
     Raises:
         Restart: The worker group must be restarted; raised on all ranks. Spans that have been written are kept.
@@ -254,7 +255,8 @@ def join_parts(task: PredictionTask, spans: list[Span], tick: Callable[[], None]
         for name, span in zip(names, spans, strict=True):
             part_counts = Counts.from_footer(read_footer(name), binding)
             if part_counts is None or part_counts.rows != span.rows:
-                raise RunError("a part of the predictions is damaged or has changed", where=name, do=REPEAT_ADVICE)
+                what = "an intermediate file of predictions is damaged or has changed"
+                raise RunError(what, where=name, expected=format_count(span.rows, "row"), do=REPEAT_ADVICE)
             counts += part_counts
         schema = read_footer(names[0]).schema.to_arrow_schema().with_metadata(counts.metadata(binding))
         with folder.open_parquet_writer(task.name_of(spans[0].path), schema) as writer:
