@@ -71,7 +71,7 @@ def index(
 
     Returns:
         Result: Metrics, as in index.json: index.items, index.width, index.faiss (None: exact search only),
-            index.recall@10 and @100 of faiss, index.queries (number of queries that measured recall),
+            index.recall@10 and @100 of faiss (for fewer items, at their number), index.queries (their number),
             index.queried (location of the queries), index.faiss_sha256; item, name, checkpoint, world_size,
             seconds and the counts of `predict`.
 
@@ -137,10 +137,10 @@ def _summarize(metrics: dict[str, Any]) -> Pairs:
 def _check_columns(names: list[str]) -> None:
     if reserved := [name for name in names if name in RESERVED_COLUMNS]:
         raise ConfigError(
-            f"item column '{reserved[0]}' conflicts with a column of search results",
+            f"item column '{reserved[0]}' conflicts with a column that raytrec adds",
             where="--columns",
             expected=f"names other than {', '.join(RESERVED_COLUMNS)}",
-            do="list the columns to keep with --columns and omit this column",
+            do="list the columns to keep with --columns without this column, or rename it in the items",
         )
 
 
@@ -201,7 +201,7 @@ def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
 
 
 def _measure_recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:
-    """Return the share of the exact top k items that faiss finds, for each k; and the number and URI of the queries."""
+    """Return the recall metrics of `index`: for each k, the share of the exact top k items that faiss finds."""
     metrics: dict[str, Any] = {}
     for k in [k for k in RECALL_CUTOFFS if k <= len(index)] or [len(index)]:
         exact, approximate = (index.nearest(queries, k, exact=e)[0] for e in (True, False))

@@ -7,6 +7,7 @@ DIR/index.json            description of the index, written after all other file
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import sha256
@@ -70,7 +71,7 @@ class Index:
         leave_out: Sequence[Sequence[Any] | None] | None = None,
         exact: bool = False,
     ) -> pd.DataFrame:
-        """Return the items with the highest scores for each query.
+        """Return the items with the highest scores (dot products of vectors) for each query.
 
         Args:
             vectors: Query vectors, float [Q, D], or [D] for a single query (raytrec.load(…).vectors).
@@ -91,7 +92,7 @@ class Index:
         excluded_keys = [None] * len(queries) if leave_out is None else leave_out
         if len(excluded_keys) != len(queries):
             raise ConfigError(
-                f"leave_out has {len(excluded_keys)} entries for {len(queries)} queries",
+                f"the length of leave_out is {len(excluded_keys)}, but the number of queries is {len(queries)}",
                 where="search",
                 expected="one entry per query",
             )
@@ -166,7 +167,7 @@ def load_index(folder: str) -> Index:
             file safely. Open a folder with a faiss index only if you trust it.
 
     Raises:
-        RunError: The folder contains no index, or a damaged one.
+        RunError: The folder contains no index, or an index that is damaged or cannot be read.
         ConfigError: The index requires faiss, which is not installed.
 
     Example:
@@ -185,10 +186,10 @@ def load_index(folder: str) -> Index:
     except (DataError, OSError, ValueError, LookupError, RuntimeError, pa.ArrowException) as error:
         why = error.what if isinstance(error, DataError) else get_first_line(error)
         raise RunError(
-            f"the index is damaged: {why}",
+            f"the index cannot be loaded: {why}",
             where=uri,
             expected=f"{ITEMS}/, {MANIFEST} and, with faiss, {FAISS_FILE}, written by `raytrec index`",
-            do="remove the folder and run `raytrec index` again",
+            do="retry; if files are missing or damaged, remove the folder and run `raytrec index` again",
         ) from None
 
 
@@ -285,8 +286,8 @@ def require_faiss() -> ModuleType:
     except ImportError:
         raise ConfigError(
             "faiss is not installed",
-            where="--faiss",
+            where=sys.prefix,
             expected="the extra raytrec[faiss]",
-            do="pip install faiss-cpu, or omit --faiss to search exactly",
+            do="run `pip install faiss-cpu`, or build an index for exact search without --faiss",
         ) from None
     return faiss
