@@ -40,7 +40,7 @@ WORKER_COMMANDS[service.serve] = "serving"
 def _wrap_command(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that exits with 128 plus the signal's number if a signal interrupts the command.
 
-    Commands with workers start the warm process before other imports.
+    Commands with workers first start the warm process, which imports torch and other packages for the workers.
     """
 
     @wraps(command)
@@ -121,7 +121,7 @@ def _run(arguments: list[str] | None) -> None:
 
 
 def _explain_failed_import(error: ModuleNotFoundError | OSError) -> Exception:
-    """Return an error with advice if a package is missing or FBGEMM's library cannot be loaded, else `error`."""
+    """Return a RunError if a package of an extra is missing or FBGEMM's library cannot be loaded, else `error`."""
     from raytrec.common.errors import RunError
 
     if isinstance(error, OSError):

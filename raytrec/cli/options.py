@@ -23,7 +23,9 @@ Config = Annotated[str | None, typer.Argument(metavar="[CONFIG]", help=_CONFIG_H
 RequiredConfig = Annotated[str, typer.Argument(metavar="CONFIG", help=_CONFIG_HELP)]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")]
 RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Changes to the configuration.")
+]
 Job = Annotated[
     str | None, typer.Argument(metavar="[JOB]", help="Job id, as printed by `raytrec submit`; default: the newest job.")
 ]
@@ -36,7 +38,7 @@ Address = Annotated[
 AllowCode = Annotated[
     bool,
     typer.Option(
-        "--allow-code", help="Allow code (module:name) named by a URI's config, a run, a checkpoint or an export."
+        "--allow-code", help="Run code (module:name) that a config from a URI, a run, a checkpoint or an export names."
     ),
 ]
 Workers = Annotated[int | None, typer.Option(help="Number of workers; default: as in training.")]
@@ -45,7 +47,7 @@ Changes = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override, such as data.on_error=skip or tables.NAME.out_of_range=hash (repeatable).",
+        help="Change to the configuration, such as data.on_error=skip or tables.NAME.out_of_range=hash (repeatable).",
     ),
 ]
 Checkpoint = Annotated[
@@ -92,7 +94,7 @@ def with_options(
 
 
 def call_and_print(function: Callable[..., Result], options: dict[str, Any]) -> None:
-    """Call a function with the options of a command, the first by position, and print the result (--json: as JSON)."""
+    """Call a function with the options of a command, the first by position, and print the result (see print_result)."""
     as_json, place = options.pop("json"), options.pop(next(iter(options)))
     print_result(function(place, **options), as_json)
 

@@ -26,9 +26,8 @@ def train(
     For example: raytrec train jobs/synthetic.yaml scaling.num_workers=2
 
     Options:
-        warm_start (RUN): Start from the weights of this run or checkpoint; without CONFIG, also from its
-            config.
-        resume (RUN): Resume this run from its newest checkpoint; CONFIG, if given, must be equivalent.
+        warm_start (RUN): Start from the weights of this run or checkpoint; without CONFIG, also use its config.
+        resume (RUN): Resume this run from its newest checkpoint; CONFIG, if given, must not change the result.
         resume_latest: Resume the newest interrupted run of this CONFIG; start a new run if there is none.
     """
     from raytrec.common.errors import ConfigError
@@ -38,7 +37,7 @@ def train(
     if earlier and config and "=" in config:  # no CONFIG: the first argument is an override
         config, overrides = None, [config, *overrides]
     if warm_start and resume:
-        raise ConfigError("--warm-start and --resume are mutually exclusive", expected="only one of them")
+        raise ConfigError("--warm-start and --resume are mutually exclusive", expected="at most one of them")
     if resume_latest and earlier:
         raise ConfigError(
             "--resume-latest cannot be combined with --resume or --warm-start",
@@ -122,7 +121,7 @@ def doctor(
             machine.
         storage (URI): Path that every node must be able to write and read (repeatable).
         share: Print Markdown for an issue, without host names, user names, paths or addresses.
-        measure (FILE): Only measure the rates of ranks on this machine, and write them as JSON for raytrec plan.
+        measure (FILE): Only measure the speed of devices, links and host, and write it as JSON for raytrec plan.
         ranks: Number of ranks in the measurement; default: one per GPU, or 2 on CPU.
     """
     from raytrec.doctor.examine import anonymize_examination, diagnose, print_examination, to_json_values, to_markdown

@@ -65,7 +65,7 @@ def promote(
 ):
     """Switch all replicas of a service to another export, after all of them have loaded and checked it.
 
-    With --share or --shadow, the export becomes the challenger of the current one until another promotion.
+    With --share or --shadow, the export becomes the challenger of the current export until the next promotion.
 
     Options:
         uri: Export to which the service switches; omit it with --rollback.
@@ -78,7 +78,7 @@ def promote(
     from raytrec.serving.command import promote as run
 
     run(uri, service=service, name=name, rollback=rollback, share=share, shadow=shadow)
-    print("restart      a restarted service loads the export of its raytrec serve command")
+    print("restart      after a restart, the service loads the export named in its raytrec serve command")
 
 
 def verify(
