@@ -24,10 +24,10 @@ class Comparison:
 
     Attributes:
         runs: Runs in the order of the command line.
-        names: Unique names of the runs; the path is appended to names that several runs share.
-        results: Key of a result → text for each run; texts of later runs include the difference from the first run.
-        titles: Key of a result → its title.
-        config: section.key → value as text for each run; contains only keys whose values differ.
+        names: Name of each run; the path is appended to names that several runs share.
+        results: Key in result.json → one text per run; texts of later runs include the difference from the first run.
+        titles: Key in result.json → title for users.
+        config: section.key → one text per run with the key's value; contains only keys whose values differ.
     """
 
     runs: list[RunFolder]
@@ -38,16 +38,16 @@ class Comparison:
 
 
 def compare(places: Sequence[str | Path]) -> Comparison:
-    """Read the run folders `places` and compare the runs with the first one.
+    """Read the run folders `places`, and compare the runs with the first one.
 
     Raises:
-        RunError: There are fewer than two runs, or a folder does not exist or contains no run files.
+        RunError: There are fewer than two places, or a folder does not exist or contains no files of a run.
     """
     if len(places) < 2:
         raise RunError(
             f"cannot compare {len(places)} run{'' if len(places) == 1 else 's'}",
             expected="at least two run folders",
-            do="run raytrec compare RUN RUN …, or raytrec report RUN for a single run",
+            do="run `raytrec compare RUN RUN …`, or `raytrec report RUN` for a single run",
         )
     runs = [RunFolder.read(check_run_folder(place)) for place in places]
     unordered = {key: row for run in runs for key, row in format_result(run.result).items()}
@@ -60,7 +60,11 @@ def compare(places: Sequence[str | Path]) -> Comparison:
 
 
 def write(comparison: Comparison, out: str | Path) -> Path:
-    """Write a comparison as one self-contained HTML page and return its path."""
+    """Write a comparison to the file `out` as one self-contained HTML page, and return the path of the page.
+
+    Raises:
+        RunError: The page cannot be written.
+    """
     from raytrec.report.figures.learning import draw_overlay
     from raytrec.report.figures.style import to_svg
     from raytrec.report.report import write_page
@@ -81,14 +85,14 @@ def write(comparison: Comparison, out: str | Path) -> Path:
 def print_table(comparison: Comparison) -> None:
     """Print the results and the configuration differences to stdout as tables.
 
-    On narrow terminals, cells are wrapped. In files and pipes, lines can have any length.
+    On narrow terminals, cells are wrapped. In files and pipes, lines can have up to 10,000 characters.
     """
     from rich.table import Table
 
     from raytrec.common.terminal import open_console, to_plain_text
 
     console = open_console()
-    console.width = console.width if console.is_terminal else 10_000  # nothing wraps in files and pipes
+    console.width = console.width if console.is_terminal else 10_000  # cells do not wrap in files and pipes
     for title, rows in (("metric", comparison.results), ("configuration", comparison.config)):
         if not rows:
             continue
@@ -108,7 +112,7 @@ def _names(runs: list[RunFolder]) -> list[str]:
 
 
 def _format_result(key: str, row: Row, run: RunFolder, first: RunFolder) -> str:
-    """Return a result of a run as text, with the difference from the first run."""
+    """Return a result of a run as text, "–" if it is missing; append the difference from the first run's number."""
     if key not in run.result:
         return "–"
     text = as_text(run.result[key], row.form)

@@ -1,8 +1,9 @@
 """Findings about a run, which a report shows first, and the part that takes most of the run's time.
 
-The functions find_straggler, find_low_utilization and find_hot_rank take all ranks' lines of ranks.jsonl for one
-step, or such lines summed over steps. They return a sentence, which training also shows, or None. The time of a run,
-from its start to its result, is divided into five parts, which docs/monitoring.md defines.
+The functions find_straggler, find_low_utilization and find_hot_rank take one line of ranks.jsonl per rank: either all
+lines of one step, or each rank's lines summed over steps. They return a sentence, which training also shows, or None.
+The time of a run, from its start to its result, has five parts: dense model, tables, exchange, ingest and start
+(docs/monitoring.md).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from raytrec.tracking import aggregate
 from raytrec.tracking.history import select_recorded_ranks
 from raytrec.tracking.run_folder import RunFolder
 
-MIN_INTERVAL_S = 60.0  # minimum interval, because starting processes can occupy a small machine's CPUs
+MIN_INTERVAL_S = 60.0  # no straggler is reported in shorter intervals, in which starting processes can occupy CPUs
 STRAGGLER_EXCESS_SHARE = 0.15  # a straggler's own time exceeds the others' median by this share of the interval
 IDLE_GPU_PERCENT = 50  # mean utilization below which low GPU utilization is reported
 MAX_DATA_WAIT_SHARE = 0.30  # share of the time above which waiting for data is reported
@@ -39,9 +40,9 @@ PHASE_TEXTS = {
     "tables": ("lookups and updates of tables", "spread tables over more ranks (plan.tables), or reduce their dim"),
     "forward": ("the dense model's forward pass", f"{LARGER_BATCH_HINT}, or make the dense model smaller"),
     "backward": ("the dense model's backward pass", f"{LARGER_BATCH_HINT}, or make the dense model smaller"),
-    "optimizer": ("the optimizer", f"{LARGER_BATCH_HINT}, or set plan.tables kernels to fused"),
+    "optimizer": ("the optimizer", f"{LARGER_BATCH_HINT}, or set compute_kernel to fused in plan.tables"),
     "collectives": (
-        "collectives, which includes waiting for other ranks",
+        "collectives, including waits for other ranks",
         f"balance the tables (plan.tables), {LARGER_BATCH_HINT}, or use fewer workers",
     ),
     "other": (
@@ -61,7 +62,7 @@ BAD_EVENT_TEXTS = {"failed": "a failure", "hang": "a hang", "not saved": "a fail
 
 
 def findings(run: RunFolder) -> list[str]:
-    """Return sentences about the problems of a run, the most urgent first."""
+    """Return sentences about the problems of a run, the most urgent first; [] if no problem is found."""
     failed = [f"check {each.check} failed at step {each.step:,}: {each.text}" for each in run.failures]
     lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
     return [
@@ -80,7 +81,7 @@ def _describe_events(run: RunFolder) -> list[str]:
         if mark.bad and mark.text
     ]
     if run.events and not run.result:
-        texts.append("there is no result: the run is running or was interrupted (raytrec train --resume)")
+        texts.append("there is no result: the run is running or was interrupted (resume: raytrec train --resume RUN)")
     return texts
 
 
@@ -94,13 +95,16 @@ def _model(run: RunFolder) -> list[str]:
 
 
 def _get_last_value(run: RunFolder, key: str) -> float:
-    """Return a metric's last defined value in evaluations, else its value in the result; NaN if both are undefined."""
+    """Return a metric's last defined value in evaluations, or else in result.json; NaN if neither has a value."""
     measured = [value for line in run.figures(Eval, Final) if not isnan(value := line.figure(key))]
     return measured[-1] if measured else parse_number(run.result.get(EVAL_PREFIX + key))
 
 
 def find_poor_fit(run: RunFolder) -> list[str]:
-    """Return a sentence for each NE that is above 1, or much higher in evaluation than in training."""
+    """Return a sentence for each NE that is above 1, or above OVERFIT_NE_RATIO × the NE in training.
+
+    NE is the normalized entropy: log loss ÷ the log loss of predicting the label's mean for every row.
+    """
     texts = []
     stopping = as_dict(as_dict(run.config.get("train")).get("early_stopping"))
     restores = stopping.get("restore_best")  # if set, the weights are not from the last steps
@@ -147,11 +151,10 @@ def _shorten(sentences: list[str], noun: str) -> list[str]:
 
 
 def find_straggler(lines: list[RankLine]) -> str | None:
-    """Return a sentence that names a rank whose own work takes far longer than that of other ranks, and the main phase.
+    """Return a sentence about a rank whose own time far exceeds the other ranks' median, with the phase to blame.
 
-    Own work excludes the phases that include waiting for other ranks (aggregate.WAIT_PHASES).
-
-    Return None if there is no such rank, or if the interval is shorter than MIN_INTERVAL_S.
+    Own time excludes the phases in which ranks wait for each other (aggregate.WAIT_PHASES). The result is None if there
+    is no such rank, or if the interval is shorter than MIN_INTERVAL_S. `lines` contains one line per rank.
     """
     timed = [line for line in lines if line.seconds > 0]
     if len(timed) < 2:
@@ -173,8 +176,8 @@ def find_straggler(lines: list[RankLine]) -> str | None:
         seconds / max(1, slow.steps) * 1e3 for seconds in (aggregate.get_own_time_s(slow), excess, phase_excess[phase])
     )
     return (
-        f"rank {slow.rank} is slow: {own_ms:.1f} ms of own time per step, {excess_ms:.1f} ms more than "
-        f"the median of the other ranks, mostly in {phase} (+{phase_ms:.1f} ms)"
+        f"rank {slow.rank} is slow: {own_ms:.1f} ms per step without waiting for other ranks, {excess_ms:.1f} ms more "
+        f"than the median of the other ranks, mostly in the phase {phase} (+{phase_ms:.1f} ms)"
     )
 
 
@@ -189,7 +192,7 @@ def find_low_utilization(lines: list[RankLine]) -> str | None:
         phase = max(PHASES, key=lambda p: shares[p])
         return (
             f"GPUs are busy {format_percent(fmean(busy) / 100)} of the time; "
-            f"{format_percent(shares[phase])} of it is spent on {': '.join(PHASE_TEXTS[phase])}"
+            f"ranks spend {format_percent(shares[phase])} of the time on {': '.join(PHASE_TEXTS[phase])}"
         )
     if shares["data"] > MAX_DATA_WAIT_SHARE:
         return f"ranks wait for data {format_percent(shares['data'])} of the time: {PHASE_TEXTS['data'][1]}"
@@ -197,7 +200,10 @@ def find_low_utilization(lines: list[RankLine]) -> str | None:
 
 
 def find_hot_rank(lines: list[RankLine]) -> str | None:
-    """Return a sentence about a rank that looks up far more bytes than the mean, or None if there is no such rank."""
+    """Return a sentence about the rank that looks up the most bytes, or None.
+
+    The sentence is only returned if this rank exceeds HOT_RANK_FACTOR × the mean over ranks.
+    """
     loads = {line.rank: line.added("lookup_bytes") for line in lines}
     total = sum(loads.values())
     if len(loads) < 2 or not total:
@@ -223,7 +229,7 @@ PART_PHASES = {
 
 @dataclass
 class Times:
-    """Time spent in the steps of a run, averaged over ranks.
+    """Time spent in the steps of a run, averaged over the recorded ranks.
 
     The first step of each group of workers is excluded, because it includes setup.
 
@@ -245,14 +251,16 @@ class Times:
 
 
 def find_bound(times: Times, wall_s: float, rows_per_s: float | None) -> dict[str, Any]:
-    """Return the entries `bound.…` of result.json; empty if no step was timed.
-
-    They name the part of the run that takes the most time, its share of the run, and the seconds of each part.
+    """Return the entries of result.json about the part of the run that takes the most time; {} if no step was timed.
 
     Args:
         times: Time spent in each phase of the steps.
         wall_s: Seconds from the start of the run to its result.
         rows_per_s: Training throughput in rows per second; None: unknown.
+
+    Returns:
+        bound.by: name of the part; bound.share: its share of the run; bound.sentence: text for users; and bound.parts:
+        name of each part → {"seconds", "share"}.
     """
     if not times.steps:
         return {}
@@ -270,7 +278,7 @@ def find_bound(times: Times, wall_s: float, rows_per_s: float | None) -> dict[st
 
 
 def _describe_bound(seconds: Mapping[str, float], by: str, whole: float, rows_per_s: float | None) -> str:
-    """Return a sentence about the part that takes longest; for `start`, also about the steps' longest part."""
+    """Return a sentence about the part `by` of the run; for `start`, also about the longest part of the steps."""
     if by != START:
         return f"bound by {_words(seconds, by, whole, rows_per_s)}"
     text = f"bound by start: {format_percent(seconds[START] / whole)} of the time, {format_duration(seconds[START])}, "
@@ -278,11 +286,14 @@ def _describe_bound(seconds: Mapping[str, float], by: str, whole: float, rows_pe
     steps = {part: s for part, s in seconds.items() if part != START}
     if not (whole := sum(steps.values())):
         return text
-    return f"{text}; steps bound by {_words(steps, max(steps, key=lambda p: steps[p]), whole, rows_per_s)}"
+    by = max(steps, key=lambda part: steps[part])
+    return f"{text}; steps are bound by {_words(steps, by, whole, rows_per_s, 'their time')}"
 
 
-def _words(seconds: Mapping[str, float], part: str, whole: float, rows_per_s: float | None) -> str:
-    text = f"{part}: {format_percent(seconds[part] / whole)} of the time"
+def _words(
+    seconds: Mapping[str, float], part: str, whole: float, rows_per_s: float | None, of: str = "the time"
+) -> str:
+    text = f"{part}: {format_percent(seconds[part] / whole)} of {of}"
     if part != INGEST:
         return text
     return f"{text}, waiting for batches" + (f", at {rows_per_s:,.0f} rows/s" if rows_per_s else "")

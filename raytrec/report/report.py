@@ -1,4 +1,4 @@
-"""Web page of a run for `raytrec report`, and its plots as files.
+"""Web page of a run for `raytrec report`, and plots of the run as files.
 
 Pages are self-contained HTML rendered from templates. Text from runs is untrusted, so templates escape it and
 hide secrets in addresses.
@@ -26,14 +26,14 @@ REPORT, PICTURES = "report.html", "pictures"
 
 
 class RenderedFigure(NamedTuple):
-    """Entry of the gallery with its <svg> element, which is None without data."""
+    """GalleryEntry of a plot, and the plot as an <svg> element; the element is None without data."""
 
     entry: Any
     svg: str | None
 
 
 def pictures(folder: str | Path) -> list[Path]:
-    """Write the plots with data to FOLDER/pictures/ as PNG, and return their paths."""
+    """Write the plots of a run that have data to FOLDER/pictures/ as PNG files, and return the files' paths."""
     from raytrec.report.figures import GALLERY
     from raytrec.report.figures.style import save_png
 
@@ -55,20 +55,21 @@ def build(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list
 
     Args:
         folder: Folder of a finished or unfinished run.
-        out: Output folder; default: the run folder.
+        out: Output folder, which is created if it does not exist; default: the run folder.
 
     Returns:
-        Path of the page, and paths of the plots.
+        Path of the page, and paths of the plots that have data.
 
     Raises:
         RunError: A file cannot be written.
+        OSError: A file of the run cannot be read.
     """
     run = RunFolder.read(folder)
     return write_report(run, draw(run), Path(out or folder))
 
 
 def draw(run: RunFolder) -> list[RenderedFigure]:
-    """Draw all plots of the gallery; the <svg> element of a plot without data is None."""
+    """Draw all plots of the gallery as <svg> elements; the element of a plot without data is None."""
     from raytrec.report.figures import GALLERY
     from raytrec.report.figures.style import to_svg
 
@@ -77,7 +78,7 @@ def draw(run: RunFolder) -> list[RenderedFigure]:
 
 
 def write_report(run: RunFolder, drawn: list[RenderedFigure], target: Path) -> tuple[Path, list[Path]]:
-    """Write report.html and pictures/ to the folder `target`, which is created if it does not exist."""
+    """Write report.html and pictures/ to the folder `target`, which is created if it does not exist; see `build`."""
     from raytrec.report.figures.style import to_standalone_svg
 
     files = {target / PICTURES / f"{entry.name}.svg": svg for entry, svg in drawn if svg}
@@ -109,9 +110,9 @@ def write_report(run: RunFolder, drawn: list[RenderedFigure], target: Path) -> t
 
 
 class BackgroundRenderer:
-    """Thread that draws the plots of an ending run while its workers and Ray shut down.
+    """Renderer of a run's report, whose thread draws the plots while the run's workers and Ray shut down.
 
-    The plots do not depend on the result, which does not exist yet.
+    The plots do not depend on result.json, which does not exist yet.
 
     Attributes:
         folder: Run folder.
@@ -130,11 +131,11 @@ class BackgroundRenderer:
             self._thread.start()
 
     def confirm(self) -> None:
-        """Record whether the files are unchanged since `begin`; call this before the result is written."""
+        """Record whether the files have not changed since `begin`; to be called before result.json is written."""
         self._confirmed = self._sizes is not None and self._file_sizes() == self._sizes
 
     def write(self) -> tuple[Path, list[Path]]:
-        """Write report.html and pictures/ as `build` does; redraw the plots if files have changed."""
+        """Write the report as `build` does; redraw the plots unless `confirm` has found the files unchanged."""
         if self._thread.ident is not None:
             self._thread.join()
         run, drawn = RunFolder.read(self.folder), self._drawn if self._confirmed else None
@@ -152,9 +153,9 @@ class BackgroundRenderer:
 
 
 def read_package_versions(folder: Path) -> dict[str, str]:
-    """Return a mapping from package to its version in the newest checkpoint of the run folder; {} without a checkpoint.
+    """Return package → version as recorded in the newest checkpoint of the run folder; {} without a checkpoint.
 
-    Checkpoints outside the run folder are ignored, because a report does not read from object stores.
+    Checkpoints outside the run folder (checkpoint.dir) are ignored, because a report does not read from object stores.
     """
     if not (folder / FOLDER).is_dir():
         return {}
@@ -164,23 +165,26 @@ def read_package_versions(folder: Path) -> dict[str, str]:
 
 
 def convert_write_errors(path: Path, what: str = "page", option: str = "--out") -> AbstractContextManager[None]:
-    """Return a context manager that converts OSError to RunError while a page or picture is written.
+    """Return a context manager that converts an OSError during the writing of a file to a RunError.
 
     Args:
         path: File or folder to write.
-        what: Kind of the file, page or picture.
+        what: Noun for the file, such as "page".
         option: Command-line option that sets the path.
     """
     return convert_os_errors(f"cannot write the {what}", where=str(path), do=f"choose another path with {option}")
 
 
 def write_page(path: Path, template: str, **values: Any) -> Path:
-    """Render a template from templates/ to a file, which is written completely or not at all.
+    """Render a template from templates/ to a file, which is written completely or not at all, and return the path.
 
     Args:
         path: File to write.
         template: File name of the template.
-        values: Variables of the template. Texts are escaped, except plots, whose texts matplotlib has escaped.
+        values: Variables of the template. Texts are escaped (except plots, by matplotlib), and their secrets hidden.
+
+    Raises:
+        RunError: The file cannot be written.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

@@ -1,4 +1,4 @@
-"""Timeline of a run, reconstructed from its events."""
+"""Timeline of a run, reconstructed from its events. Long pauses between two drivers of the run are left out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raytrec.common.messages import Event, RunEvent, Saved, Start
 from raytrec.tracking.run_folder import RunFolder
 
 DOWN_EVENTS = ("failed", "hang", "stopped")  # events after which no worker is running
-PAUSE_S = 300.0  # seconds; longer pauses between two drivers are cut out of the timeline
+PAUSE_S = 300.0  # longer pauses between two drivers are left out of the timeline
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,10 @@ class Group:
     """Group of workers and its interval in the timeline.
 
     Attributes:
-        begin_s: Start of the group, in seconds since the start of the run; pauses that are cut out do not count.
-        end_s: End of the group, in seconds as in `begin_s`.
-        workers: Number of workers.
-        resumed_after_s: Length in seconds of the pause before the group that is cut out of the timeline, or None
-            without such a pause.
+        begin_s: Start of the group, in seconds since the start of the run; omitted pauses do not count.
+        end_s: Failure, hang or stop of the group, or else its last recorded message; in seconds as in `begin_s`.
+        workers: Number of workers; 0 if unknown.
+        resumed_after_s: Length in seconds of the omitted pause before the group; None if no pause is omitted.
     """
 
     begin_s: float
@@ -36,9 +35,9 @@ class Mark:
 
     Attributes:
         at_s: Time of the event, in seconds as in `Group.begin_s`.
-        kind: Kind of the event.
-        text: Error, cause or reason; may be empty.
-        step: Step of the event, or None.
+        kind: Name of the event; "saved" for a save, and "not saved" for a failed save.
+        text: Error, cause or reason; "" if none is recorded.
+        step: Step of the event; None if none is recorded.
         bad: True for failures, hangs and failed saves.
     """
 
@@ -54,9 +53,9 @@ class RunTimeline:
     """Timeline of a run.
 
     Attributes:
-        groups: Groups of workers.
-        marks: Events other than starts.
-        progress: (seconds as in `Group.begin_s`, step) pairs; steps can decrease after a failure.
+        groups: Groups of workers, in the order of their starts.
+        marks: Events other than starts, in the order of writing.
+        progress: (seconds as in `Group.begin_s`, step) pairs by time; steps can decrease after a failure.
     """
 
     groups: list[Group]
@@ -65,11 +64,11 @@ class RunTimeline:
 
     @property
     def restarts(self) -> int:
-        """Return the number of groups that were started after the first."""
+        """Return the number of groups that were started after the first group."""
         return max(0, len(self.groups) - 1)
 
     def count(self, kind: str) -> int:
-        """Return the number of events of a kind."""
+        """Return the number of marks of a kind."""
         return sum(mark.kind == kind for mark in self.marks)
 
 
@@ -95,10 +94,10 @@ def _get_kind(event: RunEvent) -> str:
 def _make_times_monotonic(
     events: list[RunEvent], trained: list[tuple[float, int]]
 ) -> tuple[list[RunEvent], list[tuple[float, int]]]:
-    """Return events and progress with times that never decrease.
+    """Return events and (time, step) pairs, shifted so that no group of workers begins before an earlier event.
 
-    The clock of a new group of workers can be behind that of the previous group. Times of the new group are
-    then shifted as if no time had passed between the groups.
+    The clock of a new group can be behind the clock of the previous group. The times of the new group are then
+    shifted as if no time had passed between the groups.
     """
     shifts, latest = [0.0], 0.0  # shift in seconds after each backward jump of the clock
     moved = []
@@ -116,14 +115,14 @@ def _make_times_monotonic(
 
 
 class _Clock:
-    """Clock that converts Unix times to seconds since the start, without long pauses between drivers."""
+    """Converter from Unix times to seconds since `begin`, without the pauses passed to `cut`."""
 
     def __init__(self, begin: float):
         self._begin = begin
         self._pauses: list[tuple[float, float]] = []  # (end of a pause, length of the pause in seconds)
 
     def cut(self, begin: float, end: float) -> None:
-        """Cut the pause from `begin` to `end` out of the timeline."""
+        """Leave the pause between the Unix times `begin` and `end` out of later conversions."""
         self._pauses.append((end, end - begin))
 
     def __call__(self, unix_s: float) -> float:

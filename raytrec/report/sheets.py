@@ -1,4 +1,4 @@
-"""Tables of a report, whose cells carry values for sorting."""
+"""Tables of a report, whose cells contain a text and a number for sorting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_EVENTS = 200
 
 
 def bounds(run: RunFolder) -> DataTable:
-    """Return a table with one row for each part of the run's time (`findings.find_bound`)."""
+    """Return a table with a row for each part of the run's time (`findings.find_bound`); empty if none is recorded."""
     parts = as_dict(run.result.get("bound.parts"))
     return _build_slice_table(
         {
@@ -49,8 +49,8 @@ def _build_rank_row(line: RankLine, total: float) -> dict[str, Cell]:
     """Return the row of a rank in the table of `ranks`.
 
     Args:
-        line: Sums over time for one rank.
-        total: Bytes looked up by all ranks.
+        line: Lines of one rank, summed over time.
+        total: Number of bytes looked up by all ranks.
     """
 
     def system(key: str) -> float:
@@ -75,9 +75,10 @@ def _build_rank_row(line: RankLine, total: float) -> dict[str, Cell]:
 
 
 def build_table_sheet(run: RunFolder) -> DataTable | None:
-    """Return a table with the plan of each embedding table and its statistics in the last interval.
+    """Return a table with a row for each embedding table: its plan, and its statistics in the last interval.
 
-    Lookups are summed over the time of the last worker group. The result is None if no table is known.
+    Lookups are summed over all intervals of the last worker group. The result is None if ranks.jsonl and plan.json
+    contain no tables.
     """
     group = aggregate.sum_over_time(aggregate.select_last_group(run.ranks))
     latest = list(aggregate.by_step(run.ranks).values())[-1] if run.ranks else []
@@ -94,9 +95,9 @@ def _build_table_row(
     Args:
         run: Run to report on.
         name: Name of the embedding table.
-        group: Sums over time for each rank.
-        latest: All ranks' lines for the last interval.
-        looked: Bytes looked up by all ranks.
+        group: One line per rank, summed over time.
+        latest: Lines of all ranks for the last interval.
+        looked: Number of bytes looked up by all ranks.
     """
     entries = [line.tables[name] for line in group if name in line.tables]
     plan, (rows, dim) = run.planned(name), run.table_size(name) or (nan, nan)
@@ -132,7 +133,7 @@ def _build_table_row(
 
 
 def checks(run: RunFolder) -> DataTable | None:
-    """Return a table with the passes, failures and last value of each check, or None without checks."""
+    """Return a table with the passes, failures and last outcome of each check, or None if no check was recorded."""
     outcomes: dict[str, list[Outcome]] = {}
     for line in run.checks:
         outcomes.setdefault(line.check, []).append(line)
@@ -152,7 +153,7 @@ def checks(run: RunFolder) -> DataTable | None:
 
 
 def events(run: RunFolder) -> DataTable | None:
-    """Return a table of the last MAX_EVENTS events except successful saves, or None without events."""
+    """Return a table of the last MAX_EVENTS events, or None without events; successful saves are omitted."""
     record = build_timeline(run)
     items = [(mark.at_s, mark.kind, mark.step, mark.text) for mark in record.marks if mark.kind != "saved"]
     items += [(g.begin_s, "started", None, _started(g.workers, g.resumed_after_s)) for g in record.groups]
@@ -169,17 +170,17 @@ def events(run: RunFolder) -> DataTable | None:
 
 
 def saves(run: RunFolder) -> str:
-    """Return a sentence with the number, last step and mean blocking time of the saved checkpoints."""
+    """Return a sentence with the number of saved checkpoints, the last step, and the mean time that training waited."""
     good = [event for event in run.events if isinstance(event, Saved) and not event.error]
     if not good:
         return "No checkpoint was recorded."
     wait_ms = 1e3 * sum(event.blocked_s for event in good) / len(good)
     wait = f"each save blocked training for {wait_ms:.0f} ms on average"
-    return f"Saved {format_count(len(good), 'time')}, last at step {good[-1].step}; {wait}."
+    return f"Saved {format_count(len(good), 'time')}, last at step {good[-1].step:,}; {wait}."
 
 
 def _build_slice_table(rows: Iterable[dict[str, Cell]]) -> DataTable:
-    """Return rows with equal columns as a table, without the columns that are empty in all rows."""
+    """Return rows with equal columns as a DataTable, without the columns that are empty in all rows."""
     rows = list(rows)
     filled = [name for name in (rows or [{}])[0] if any(row[name].text not in ("", "–") for row in rows)]
     return DataTable(filled, [[row[name] for name in filled] for row in rows])

@@ -53,7 +53,7 @@ def test_bound_sentence_describes_the_largest_part(phase, sentence):
 
 def test_start_bound_also_names_the_bound_of_steps():
     sentence = find_bound(sum_times(make_rank_line()), 400.0, 1000.0)["bound.sentence"]
-    assert sentence.endswith("; steps bound by dense model: 63 % of the time")
+    assert sentence.endswith("; steps are bound by dense model: 63 % of their time")
 
 
 def test_times_average_ranks_and_exclude_first_steps():

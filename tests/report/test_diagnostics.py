@@ -32,7 +32,7 @@ def make_step_lines(*changes: dict, seconds: float = 3.5, **fields) -> list[Rank
 def test_straggler_finding_names_rank_and_phase():
     sentence = find_straggler(make_step_lines({}, {"data": 0.9}, {}, {}, seconds=4.0))
     assert "rank 1" in sentence and "data (+8.0 ms)" in sentence
-    assert "35.0 ms of own time per step, 8.0 ms more" in sentence
+    assert "35.0 ms per step without waiting for other ranks, 8.0 ms more" in sentence
     sentence = find_straggler(make_step_lines({"backward": 2.0}, {}, seconds=4.0))
     assert "rank 0" in sentence and "backward (+8.0 ms)" in sentence
 
@@ -63,7 +63,7 @@ def test_waiting_for_others_is_not_a_straggler():
 
 def test_straggler_finding_does_not_blame_waiting():
     ranks = make_step_lines({"input_exchange": 2.0, "data": 1.0}, {}, seconds=5.5)
-    assert "mostly in data (+9.0 ms)" in find_straggler(ranks)
+    assert "mostly in the phase data (+9.0 ms)" in find_straggler(ranks)
 
 
 def test_single_ranks_and_missing_times_give_no_straggler():
@@ -76,7 +76,7 @@ def test_low_gpu_utilization_blames_waiting_for_data():
     for line, busy in zip(waiting, (35, 45), strict=True):
         line.system["gpu_percent"] = busy
     sentence = find_low_utilization(waiting)
-    assert "GPUs are busy 40 % of the time; 30 % of it is spent on waiting for data" in sentence
+    assert "GPUs are busy 40 % of the time; ranks spend 30 % of the time on waiting for data" in sentence
     assert "data.readers" in sentence
 
 

@@ -1,4 +1,4 @@
-"""Plots of a run, listed in GALLERY, whose functions map a RunFolder to a Figure, or to None without data."""
+"""Plots of a run. GALLERY lists the functions that draw them from a RunFolder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GalleryEntry:
         section: Section of the report that shows the plot.
         label: Description for screen readers.
         draw: Function that draws the plot of a run, or returns None without data.
-        missing: Reason shown if there is no data.
+        missing: Reason that the report shows if there is no data.
     """
 
     name: str
@@ -31,8 +31,9 @@ class GalleryEntry:
 
 
 NO_METRICS = "metrics.jsonl contains no metric at two or more steps; see the result"
-NO_RANKS = "ranks.jsonl contains no intervals: the run was too short, or tracking is off"
+NO_RANKS = "ranks.jsonl contains no intervals: the run ended before the first, or tracking.every_steps is null"
 NO_CURVES = "no evaluation in metrics.jsonl contains this curve, which requires labels 0 and 1"
+NO_MAP = "ranks.jsonl contains no sizes or lookups of tables for the last group of workers"
 NO_TABLES = "ranks.jsonl contains these table statistics for fewer than two intervals; see the table below"
 
 GALLERY = (
@@ -45,8 +46,8 @@ GALLERY = (
     GalleryEntry(
         "phases_over_steps", "speed", "Time in each phase, over steps", timeline.draw_phases_over_steps, NO_RANKS
     ),
-    GalleryEntry("memory_map", "tables", "Table memory by rank", tables.draw_memory, NO_TABLES),
-    GalleryEntry("load_map", "tables", "Table lookups by rank", tables.draw_load, NO_TABLES),
+    GalleryEntry("memory_map", "tables", "Table memory by rank", tables.draw_memory, NO_MAP),
+    GalleryEntry("load_map", "tables", "Table lookups by rank", tables.draw_load, NO_MAP),
     GalleryEntry("row_norms", "tables", "Row norms over steps", tables.draw_row_norms, NO_TABLES),
     GalleryEntry("health", "tables", "Dead rows, distinct ids, gradients, updates", tables.health, NO_TABLES),
     GalleryEntry("checks", "checks", "Checks over steps", timeline.checks, "checks.jsonl contains no checks"),

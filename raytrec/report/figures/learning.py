@@ -30,19 +30,19 @@ DASHES = ("-", "--", ":")  # with more runs than colors, colors are reused with 
 
 @style.styled
 def curves(run: History) -> Figure | None:
-    """Draw each metric in training, in evaluations and in the final evaluation, over steps."""
+    """Draw the metrics of training and evaluations over steps, except those with target 1; None below two points."""
     return _draw_over_steps(run, [each for each in _measured(run) if not each.is_ratio])
 
 
 @style.styled
 def ratios(run: History) -> Figure | None:
-    """Draw, over steps, the metrics whose target is 1, such as the sum of predictions ÷ the sum of labels."""
+    """Draw metrics with target 1, such as sum of predictions ÷ sum of labels, over steps; None below two points."""
     return _draw_over_steps(run, [each for each in _measured(run) if each.is_ratio], right=1)
 
 
 @style.styled
 def reliability(run: History) -> Figure | None:
-    """Draw the predicted and actual rates and the number of rows in each prediction bin of the last evaluation."""
+    """Draw predicted and actual rates and rows per bin of predictions in the last evaluation; None if not recorded."""
     evaluation, curves = _find_last_curves(run, "reliability", ("predicted", "actual"))
     if not curves:
         return None
@@ -69,7 +69,7 @@ def reliability(run: History) -> Figure | None:
 
 @style.styled
 def roc(run: History) -> Figure | None:
-    """Draw the ROC curve of each task in the last evaluation."""
+    """Draw the ROC curve of each task in the last evaluation with ROC curves; return None if there is none."""
     evaluation, curves = _find_last_curves(run, "roc", ("fpr", "tpr"))
     if not curves:
         return None
@@ -90,10 +90,11 @@ def roc(run: History) -> Figure | None:
 
 @style.styled
 def draw_overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
-    """Draw a plot with a line per run for each metric that should be low or high.
+    """Draw plots of the metrics whose lowest or highest value is best, with a line per run.
 
     Training and evaluations have separate plots. Diamonds mark final evaluations, which may use other data than the
-    evaluations during training. Metrics with fewer than two points have no plot.
+    evaluations during training. A plot is omitted if every run has fewer than two points. `names` are the names of the
+    runs in the legends.
     """
     metrics = {each.key: each.label for run in runs for each in _select_distinct_metrics(run) if each.is_directed}
     titles = {
@@ -135,18 +136,18 @@ def _select_distinct_metrics(run: History) -> list[Metric]:
 
 
 def _measured(run: History) -> list[Metric]:
-    """Return the metrics that have values; metrics recorded during training come first."""
+    """Return the distinct metrics that have values; metrics recorded during training come first."""
     metrics = [each for each in _select_distinct_metrics(run) if any(points(run, k, each.key)[0] for k in STYLES)]
     return sorted(metrics, key=lambda each: not points(run, Train, each.key)[0])
 
 
 def _has_line(run: History, key: str, kinds: Iterable[type[Measured]]) -> bool:
-    """Return True if a metric has at least two points; the title or the result shows single values."""
+    """Return True if a metric has at least two points in lines of these kinds."""
     return sum(len(points(run, kind, key)[0]) for kind in kinds) > 1
 
 
 def _draw_over_steps(run: History, metrics: list[Metric], right: float | None = None) -> Figure | None:
-    """Draw a panel for each metric with at least two points, and a horizontal line at `right` if given."""
+    """Draw a panel for each metric with at least two points, and a horizontal line at the target `right` if given."""
     plotted = [metric for metric in metrics if _has_line(run, metric.key, STYLES)]
     if not plotted:
         return None
@@ -176,7 +177,7 @@ def _draw(axes: Axes, run: History, name: str) -> None:
 
 
 def points(run: History, kind: type[Measured], name: str) -> tuple[list[int], list[float]]:
-    """Return the steps at which the metric `name` is defined in lines of a kind, and its values."""
+    """Return the steps at which the metric `name` is defined in messages of a kind, and the metric's values."""
     points = [(line.step, line.figure(name)) for line in run.figures(kind)]
     points = [(step, value) for step, value in points if not isnan(value)]
     return [step for step, _ in points], [value for _, value in points]

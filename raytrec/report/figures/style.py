@@ -88,7 +88,7 @@ STYLE: dict[str, Any] = {
 
 
 def styled(draw: Callable) -> Callable:
-    """Decorate a function so that everything it draws uses STYLE."""
+    """Return a wrapper of a function, in which plots are drawn with STYLE."""
 
     @wraps(draw)
     def inner(*arguments, **options):
@@ -115,12 +115,12 @@ def new_figure(title: str, height: float, rows: int = 1, columns: int = 1, **opt
 
 
 def new_grid(title: str, count: int, height: float, row_height: float, label: str) -> tuple[Figure, list[Axes]]:
-    """Return a plot with panels over steps, in two columns with shared axes, and a list of the panels.
+    """Return a plot with panels over steps, in at most two columns with shared axes, and a list of the panels.
 
     Args:
         title: Title, which summarizes the content.
         count: Number of panels.
-        height: Height in inches without the panels.
+        height: Height in inches of the plot without its panels.
         row_height: Height in inches of each row of panels.
         label: Label of the y axis.
     """
@@ -147,7 +147,7 @@ def save_png(figure: Figure, path: Path) -> None:
 
 @styled
 def to_svg(figure: Figure, label: str) -> str:
-    """Return a plot as an <svg> element for a page that defines the variables in THEME.
+    """Return a plot as an <svg> element for a page that defines the CSS variables in THEME.
 
     `label` describes the content for screen readers and must be unique on the page.
     """
@@ -175,7 +175,10 @@ def to_standalone_svg(svg: str) -> str:
 
 
 def thin_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return x and y values of a line; beyond MAX_LINE_POINTS points, y values of neighbors are averaged."""
+    """Return the x and y values of a line, reduced to at most MAX_LINE_POINTS points.
+
+    Beyond this number, neighbors are combined into a point at their last x with the mean of their y values.
+    """
     size = -(-len(xs) // MAX_LINE_POINTS)
     if size <= 1:
         return list(xs), list(ys)
@@ -198,7 +201,7 @@ def limit_ticks(axis: Axis, max_ticks: int = 4, whole: bool = False) -> None:
 
 
 def fit_name(name: object, points: float, size: float = STYLE["xtick.labelsize"]) -> str:
-    """Return a name; if it is wider than `points` at font size `size`, "…" replaces its middle."""
+    """Return a name, with "…" in place of its middle if it is wider than `points` at font size `size`."""
     text, max_chars = shorten_name(name, 60), 60
     while max_chars > 3 and sum(map(_measure_em, text)) * size > points:
         max_chars = min(max_chars, len(text)) - 1
@@ -216,7 +219,7 @@ def _measure_em(character: str) -> float:
 
 
 def draw_restart_lines(axes: Axes, steps: Sequence[int], label: str | None = "restart") -> None:
-    """Draw dashed vertical lines at the steps at which a run was restarted."""
+    """Draw dashed vertical lines at the steps at which a run was restarted; only the first line has the label."""
     for index, step in enumerate(steps):
         axes.axvline(step, color=MUTED, linewidth=0.8, linestyle=(0, (3, 2)), label=None if index else label)
 
@@ -224,8 +227,8 @@ def draw_restart_lines(axes: Axes, steps: Sequence[int], label: str | None = "re
 def clip_initial_outliers(axes: Axes) -> None:
     """Fit the y axis to all lines without their first tenth if the first tenth reaches far above the other points.
 
-    A triangle at the upper edge marks the highest point of each clipped line, and shows its value. Lines with
-    fewer than five points are used in full.
+    At the upper edge, a triangle with a value marks the highest point of up to MAX_MARKED_POINTS clipped lines. Lines
+    with fewer than five points are used in full.
     """
     lines = [(line.get_color(), *map(list, line.get_data())) for line in axes.lines if len(line.get_ydata())]
     later = [y for _, _, ys in lines for y in ys[len(ys) // 10 + 1 if len(ys) >= 5 else 0 :]]

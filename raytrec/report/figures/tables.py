@@ -1,4 +1,4 @@
-"""Plots of tables: memory and lookups by rank, and row norms and health over steps."""
+"""Plots of embedding tables: memory and lookups by rank, and row norms and training statistics over steps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from raytrec.tracking.run_folder import RunFolder
 
 MAX_TABLES = 40  # maximum number of tables with a separate row; all other tables share one row
 UNEVEN_BAR_FACTOR = 1.2  # bars longer than this factor × the mean are highlighted
-MAX_LABELED_RANKS = 4  # maximum number of ranks for which values are written in the cells
+MAX_LABELED_RANKS = 4  # maximum number of ranks up to which values are written in the cells
 MAP = "cividis"
 
 
 def draw_memory(run: RunFolder) -> Figure | None:
-    """Draw the bytes of each table's weights and optimizer state on each rank, in the rank's last interval."""
+    """Draw the bytes of each table's weights and optimizer state on each rank of the last group; None if all are 0."""
     ranks = sum_over_time(select_last_group(run.ranks))
     sizes = [{name: sum_table_bytes(entry) // 1 for name, entry in line.tables.items()} for line in ranks]
     return memory_map(sizes, [line.rank for line in ranks])
@@ -34,8 +34,8 @@ def memory_map(tables: list[dict[str, float]], ranks: list[int] | None = None) -
     """Draw the bytes of each table on each rank as a map of tables × ranks, or return None if all are 0.
 
     Args:
-        tables: Table → bytes, for each rank.
-        ranks: Numbers of the ranks; default: 0, 1, …
+        tables: One mapping per rank of table → bytes.
+        ranks: Number of each rank; default: 0, 1, …
     """
     ranks = list(range(len(tables))) if ranks is None else ranks
     grid, names = _build_matrix(tables)
@@ -51,7 +51,7 @@ def memory_map(tables: list[dict[str, float]], ranks: list[int] | None = None) -
 
 @style.styled
 def draw_load(run: RunFolder) -> Figure | None:
-    """Draw, for each table and rank, the share of all bytes that the last group of workers looked up."""
+    """Draw the share of each table and rank in the bytes that the last worker group looked up; None without lookups."""
     lines = sum_over_time(select_last_group(run.ranks))
     ranks = [line.rank for line in lines]
     loads, names = _build_matrix(
@@ -72,9 +72,9 @@ def draw_load(run: RunFolder) -> Figure | None:
 
 
 def _build_matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]:
-    """Return a matrix with a row per table, the largest first, and a column per rank; and the rows' labels.
+    """Convert table → value for each rank to a matrix of tables × ranks, the largest table first, and row labels.
 
-    Tables beyond MAX_TABLES are added up in one row.
+    Tables beyond the MAX_TABLES largest are added up in the last row.
     """
     all_names = dict.fromkeys(name for tables in ranks for name in tables)
     cells = {name: np.array([max(0.0, tables.get(name, 0.0)) for tables in ranks]) for name in all_names}
@@ -91,7 +91,7 @@ def _build_matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]
 def _draw(
     cells: np.ndarray, names: list[str], ranks: list[int], title: str, kind: FuncFormatter, norm: Normalize
 ) -> tuple[Figure, Axes]:
-    """Draw a map of cells below bars of the ranks' totals; return the plot and the axes of the bars."""
+    """Draw a map of tables × ranks below bars of each rank's total; return the plot and the axes of the bars."""
     height = 0.16 * len(names)
     ratios = 0.6, 0.3 + height
     figure, (bars, grid) = style.new_figure(title, 2.0 + height, 2, sharex=True, height_ratios=ratios)
@@ -147,7 +147,7 @@ HEALTH_PANELS = (
 
 @style.styled
 def draw_row_norms(run: RunFolder) -> Figure | None:
-    """Draw the distribution of row norms over steps, with a panel for each of the most loaded tables."""
+    """Draw row norms over steps, with a panel for each of the MAX_MAPS most loaded tables; None if not recorded."""
     measured = {
         name: points
         for name, steps in run.tables.items()
@@ -173,10 +173,10 @@ def draw_row_norms(run: RunFolder) -> Figure | None:
 
 @style.styled
 def health(run: RunFolder) -> Figure | None:
-    """Draw dead rows, distinct ids, and gradient and update norms of each table over steps.
+    """Draw never-trained rows, distinct ids, and gradient and update norms of each table over steps.
 
-    In each panel, only the lines with the highest final values have labels. The result is None if no statistic was
-    recorded for at least two steps.
+    In each panel, only the MAX_NAMED_LINES lines with the highest final values have labels. The result is None if no
+    statistic was recorded for at least two steps.
     """
     lines = {key: _select_series(run.tables, key) for key, _, _ in HEALTH_PANELS}
     specs = [panel for panel in HEALTH_PANELS if lines[panel[0]]]
@@ -207,13 +207,13 @@ def health(run: RunFolder) -> Figure | None:
 
 
 def _select_series(series: dict[str, dict[int, dict]], key: str) -> dict[str, list[tuple[int, float]]]:
-    """Return the (step, value) pairs of a statistic for each table that has it at two or more steps."""
+    """Return table → (step, value) pairs of a statistic, for each table with this statistic at two or more steps."""
     points = {n: [(s, e[key]) for s, e in steps.items() if not isnan(e[key])] for n, steps in series.items()}
     return {name: found for name, found in points.items() if len(found) > 1}
 
 
 def _compute_column_borders(steps: list[int]) -> np.ndarray:
-    """Return the borders between columns of a map over steps; borders lie midway between two steps."""
+    """Return the borders of the columns of a map over steps; inner borders lie midway between two steps."""
     if len(steps) == 1:
         return np.array([steps[0] - 1, steps[0]])
     middles = (np.array(steps[1:]) + np.array(steps[:-1])) / 2

@@ -1,4 +1,4 @@
-"""Plots over time: phases of a step by rank; speed, workers, faults, saves and checks during a run."""
+"""Plots of a run's time and events: phases of a step by rank, and speed, workers, faults, saves and checks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVENT_STYLES = {  # kind of event → label, color, marker
 
 @style.styled
 def draw_elastic_timeline(run: RunFolder) -> Figure | None:
-    """Draw the number of workers over time, and below it events and the step, which falls back after a failure."""
+    """Draw the number of workers over time, and below it events and the step; None if no workers have started."""
     record = build_timeline(run)
     if not record.groups:
         return None
@@ -102,7 +102,7 @@ def _choose_time_unit(seconds: float) -> tuple[str, int]:
 
 @style.styled
 def checks(run: RunFolder) -> Figure | None:
-    """Draw each check on a line over steps, with a dot for each pass and a cross for each failure."""
+    """Draw each check on a line over steps, with a dot for each pass and a cross for each failure; None if none ran."""
     if not run.checks:
         return None
     names = list(dict.fromkeys(line.check for line in run.checks))
@@ -136,7 +136,7 @@ def _make_checks_title(checks: list[Outcome], failed: list[Outcome]) -> str:
 
 @style.styled
 def draw_throughput(run: RunFolder) -> Figure | None:
-    """Draw the training throughput of all ranks together, in rows per second, over steps."""
+    """Draw the training throughput of all ranks together, in rows per second, over steps; None below two points."""
     steps, rates = points(run, Train, "rows_per_s")
     if len(steps) < 2:
         return None
@@ -154,7 +154,7 @@ def draw_throughput(run: RunFolder) -> Figure | None:
 
 @style.styled
 def draw_phase_totals(run: RunFolder) -> Figure | None:
-    """Draw the milliseconds of each phase per step, as bars for up to MAX_BARS ranks of the last worker group."""
+    """Draw each phase's milliseconds per step as bars, for up to MAX_BARS ranks of the last group; None without data."""
     ranks = [line for line in sum_over_time(skip_warmup(run.ranks)) if line.steps]
     if not ranks:
         return None
@@ -179,7 +179,7 @@ def draw_phase_totals(run: RunFolder) -> Figure | None:
 
 @style.styled
 def draw_phases_over_steps(run: RunFolder) -> Figure | None:
-    """Draw the milliseconds of each phase per step, over steps, in panels for up to MAX_PANELS ranks."""
+    """Draw each phase's milliseconds per step over steps, in panels for up to MAX_PANELS ranks; None without lines."""
     ranks = [line for line in sum_over_time(run.ranks) if line.steps]
     if not ranks:
         return None
@@ -216,7 +216,7 @@ def _draw_phase_areas(axes: Axes, lines: list[RankLine]) -> None:
 
 
 def _select_slowest(ranks: list[RankLine], max_count: int) -> tuple[list[RankLine], str]:
-    """Return at most `max_count` ranks, those with the most time per step without waits, and the end of a title."""
+    """Return up to `max_count` ranks with the most own time per step, and the end of a title that states the choice."""
     if len(ranks) <= max_count:
         return ranks, ", by rank" if len(ranks) > 1 else ""
     chosen = sorted(ranks, key=lambda line: get_own_time_s(line) / line.steps, reverse=True)[:max_count]
