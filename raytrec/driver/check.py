@@ -1,4 +1,4 @@
-"""Compare a worker group with a single process, for `raytrec check`."""
+"""Check that a worker group trains like a single process, for `raytrec check`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raytrec.driver.launch import open_session, run_group
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import resolve
 from raytrec.driver.recorder import Watch, write_json
-from raytrec.driver.run import shorten_store_uri
+from raytrec.driver.run import describe_store
 from raytrec.driver.track import DELIVERY_TIMEOUT_S
 from raytrec.tracking.journal import append_line
 from raytrec.tracking.run_folder import CHECK_RESULT
@@ -36,15 +36,16 @@ class CheckResult:
 
     Attributes:
         name: Name of the check (run.name).
-        findings: One mapping per comparison: {check, name, error, absolute, limit, passed}. error is the largest
-            difference divided by the largest reference value, absolute is the largest difference, and limit is
+        findings: One mapping per comparison: {check, name, error, absolute, limit, passed}. check is forward,
+            gradient, weights or state; name is a feature, table, optimizer state or dense parameter. absolute is
+            the largest difference, error is this difference divided by the largest reference value, and limit is
             the largest error that passes. Values that are not finite are None.
-        plan: One mapping per table: {table, sharding_type, compute_kernel, ranks}.
+        plan: One mapping per table: {table, sharding_type, compute_kernel, ranks}, where ranks hold the table.
         path: Folder that contains check.json.
         world_size: Number of workers.
         seconds: Duration of the check in seconds.
         mlflow_run_id: Id of the MLflow run; None without MLflow.
-        next_steps: Lines that name commands to inspect the result.
+        next_steps: Lines that name commands or addresses with which to inspect the result; [] without MLflow.
     """
 
     name: str
@@ -63,7 +64,7 @@ class CheckResult:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Return metrics by name; check.NAME.error and check.NAME.absolute are from the worst comparison of a check."""
+        """Return the metrics of the check by name, with check.CHECK.error and .absolute of each worst comparison."""
         figures = {
             "passed": self.passed,
             "comparisons": len(self.findings),
@@ -78,7 +79,7 @@ class CheckResult:
 
     @property
     def worst(self) -> dict[str, dict[str, Any]]:
-        """Return the comparison with the largest error for each check; an error of None exceeds every number."""
+        """Return check → its comparison with the largest error; an error that is not finite (None) is the largest."""
         groups = {c: [f for f in self.findings if f["check"] == c] for c in CHECK_LABELS}
         return {
             check: max(findings, key=lambda f: float("inf") if f["error"] is None else f["error"])
@@ -93,15 +94,19 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
     The comparison covers the forward pass, gradients, weights and optimizer state. It uses the features, plan,
     kernels, optimizers and collectives of the run, on the configured cluster and number of workers. Tables have at
     most 199 rows, batches are random and small, eps of optimizers is at least 1e-5, dropout is off, and
-    train.matmul and plan.qcomms are fp32. Rows are examples, not requests with candidates. No data is read.
+    train.matmul and plan.qcomms are fp32. Rows are examples, not requests with candidates. Only the schema of the
+    data is read. The result is written to check.json in run.dir and, if tracking is enabled, to MLflow.
 
     Args:
         source: Config file, its values, or a RunConfig.
         overrides: `section.key=value` strings, or a mapping such as {"train.epochs": 3}.
 
+    Returns:
+        CheckResult: All comparisons. A comparison that exceeds its limit does not raise an error.
+
     Raises:
-        ConfigError, SchemaError: The input is invalid.
-        RunError: A worker failed.
+        ConfigError, SchemaError: The input is invalid, or the MLflow store cannot be opened.
+        RunError: A worker failed, or the folder cannot be created.
 
     Example:
         >>> raytrec.check("films.yaml", ["plan.sharding_types=[row_wise]"]).passed
@@ -113,8 +118,8 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
     config = resolve(load_config(source, overrides), source, "check")
     folder = Path(config.run.dir)
     schema = Schema.load(config.data.schema_uri).model_copy(update={"candidates": []})
-    check_fit(config, schema, on_this_machine=False)  # tables are cut to fit
-    with convert_os_errors("cannot write the folder", where=str(folder)):
+    check_fit(config, schema, on_this_machine=False)  # the tables of the check are small
+    with convert_os_errors("cannot create the folder of the check", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
     status = "FAILED"
     with RunConsole(config.run.name) as console:
@@ -131,13 +136,12 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
                         console.note(f"checking in fp32, because {setting}={precision} would hide errors")
                 task = WorkerTask(config, schema, {}, None, "")
                 comparison = run_group(check_worker, task, Watch(console))
-            store = delivery and f"MLflow       mlflow ui --backend-store-uri {shorten_store_uri(delivery.uri)}"
             result = CheckResult(
                 config.run.name,
                 path=folder,
                 seconds=round(perf_counter() - began, 3),
                 mlflow_run_id=delivery.run_id if delivery else None,
-                next_steps=[store] if store else [],
+                next_steps=[describe_store(delivery.uri)] if delivery else [],
                 **comparison,
             )
             write_json(folder / CHECK_RESULT, result.metrics | {"plan": result.plan, "findings": result.findings})
@@ -161,7 +165,7 @@ CHECK_LABELS = {
 
 
 def print_check(result: CheckResult) -> None:
-    """Print a table of each check's worst comparison to stdout, then every failed comparison."""
+    """Print a table of each check's worst comparison to stdout, then all failed comparisons and the next steps."""
     console = open_console()
     console.print(
         to_bold_text(result.name) + Text(f": {result.world_size} workers against one process"), soft_wrap=True
@@ -181,7 +185,7 @@ def print_check(result: CheckResult) -> None:
         )
     console.print(table)
     failed = [
-        f"FAIL  {CHECK_LABELS[f['check']]} of {f['name']}: relative error {_format_error(f['error'])}, "
+        f"FAIL  {f['name']} ({CHECK_LABELS[f['check']]}): relative error {_format_error(f['error'])}, "
         f"limit {f['limit']:.0e}"
         for f in result.findings
         if not f["passed"]
@@ -191,4 +195,4 @@ def print_check(result: CheckResult) -> None:
 
 
 def _format_error(value: float | None) -> str:
-    return "not a number" if value is None else f"{value:.1e}"
+    return "not finite" if value is None else f"{value:.1e}"

@@ -66,7 +66,8 @@ class RunConsole:
 
         Args:
             text: Description of the activity.
-            always: True to print the text even if the previous line is recent. Without effect on a terminal.
+            always: True to print the text even if the previous line is less than 10 s old. Without effect on a
+                terminal, where the live line always shows the text.
         """
         self._progress.update(self._task, figures=to_plain_text(text))
         self._plain(text, always)
@@ -78,9 +79,9 @@ class RunConsole:
 
         Args:
             total: Number of steps in the whole run.
-            step: Number of steps that are already complete.
+            step: Number of steps that are already complete; more than 0 if the run resumes.
             workers: Number of workers.
-            metrics: Descriptions of the metrics (Selection.describe_metrics).
+            metrics: Descriptions of the metrics (metrics.selection.describe_metrics), which select the shown values.
         """
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
         self._total, self._begin, self._figures = total, None, read_metric_displays({"metrics": metrics})
@@ -89,7 +90,7 @@ class RunConsole:
             self.note(f"resuming at step {step} with {workers} workers")
 
     def event(self, event: str, cause: str = "", reason: str = "", again: bool = False, **_: Any) -> None:
-        """Show an event of the run, such as a failure or a requested restart."""
+        """Show an event of the run: a failure that leads to a restart, a wait for workers, a save, or an early end."""
         if event == "failed" and again:  # otherwise, the command prints the error that ends the run
             self.warn(f"{cause}; restarting")
         elif event == "waiting":
@@ -107,26 +108,26 @@ class RunConsole:
             self.warn(f"check {check} failed at step {step}: {text}")
 
     def saved(self, step: int, error: str | None, **_: Any) -> None:
-        """Show that a checkpoint has been written; a separate warning reports a failed save."""
+        """Show that a checkpoint has been written; show nothing if `error` is set, because a warning reports it."""
         if not error:
             self._plain(f"step {step}: checkpoint saved", always=False)
 
     def stopped(self, step: int) -> None:
-        """Show that the run was saved and stopped at a step."""
+        """Show that the run has been saved and has stopped at a step."""
         self.note(f"stopped at step {step}, checkpoint saved")
 
     def note(self, text: str) -> None:
-        """Print a line that stays on the terminal."""
+        """Print a line, which stays on the terminal above the live line."""
         self._console.print(f"{self._name}  {to_plain_text(text)}", soft_wrap=True)
 
     def folder(self, folder: str) -> None:
-        """Print the folder of the run if this process is the driver of a job, for clients that follow the job."""
+        """Print the run folder for clients that follow a job; do nothing if this process is not the driver of a job."""
         if is_job_driver():
             self.note(f"run folder {folder}")
             self._write_message(lines.FOLDER, {lines.FOLDER: folder})
 
     def train(self, step: int, rows_per_s: float | None, **values: Any) -> None:
-        """Show the progress and the metrics of training."""
+        """Show the progress of training, its speed, and the values of its metrics at a step."""
         figures = lines.named((each for each in self._figures if each.sums and each.is_directed), values)
         text = lines.progress(step, self._total, rows_per_s, figures)
         self._progress.update(self._task, completed=step, figures=text)
@@ -136,7 +137,7 @@ class RunConsole:
             self._write_message("train", {"step": step, "rows_per_s": rows_per_s, **values})
 
     def eval(self, step: int, curves: Any = None, slices: Any = None, **values: Any) -> None:
-        """Show the metrics of an evaluation."""
+        """Show the values of an evaluation's metrics at a step; curves and slices are not shown."""
         text = lines.evaluation(step, lines.named(self._figures, values))
         if self._console.is_terminal:
             self._progress.print(f"{self._name}  {to_plain_text(text)}")
@@ -156,7 +157,7 @@ class RunConsole:
     def _plain(self, text: str, always: bool) -> bool:
         """Print a line if stderr is not a terminal, and return True if the line was printed.
 
-        Unless `always` is True, the line is skipped if the previous line is less than 10 s old.
+        Unless `always` is True, the line is skipped if the previous plain line is less than 10 s old.
         """
         now = monotonic()
         if self._console.is_terminal or not (always or now - self._last_plain >= PLAIN_LINE_INTERVAL_S):
@@ -172,7 +173,7 @@ class RunConsole:
 
 @dataclass(frozen=True)
 class Result:
-    """Metrics and next steps of a command, displayed as a table in notebooks.
+    """Result of a command: metrics, which notebooks display as a table, and next steps.
 
     Attributes:
         metrics: Metrics by name; `name` is the title of the table. For a run, the content of result.json:
@@ -182,8 +183,8 @@ class Result:
             skipped_files, world_size, seconds, name and mlflow_run_id (None without MLflow). If the run uses
             code of the user, code lists it as module:name.
         path: Run folder, evaluated checkpoint, or folder that the command has written.
-        next_steps: Lines that name files and commands.
-        pairs: Rows of the table; default: the metrics of a run.
+        next_steps: Lines, shown below the table, that name files and commands.
+        pairs: (name, text) of each row of the table; default: the rows for the metrics of a run.
     """
 
     metrics: dict[str, Any]
@@ -198,12 +199,12 @@ class Result:
 
     @property
     def rows(self) -> Pairs:
-        """Return the names and texts of the table's rows."""
+        """Return (name, text) of each row of the table."""
         return self.pairs or [(row.title, row.text) for row in format_result(self.metrics).values()]
 
 
 def print_summary(summary: Result) -> None:
-    """Print a table of the metrics to stdout, and then slice tables, the use of time and the next steps."""
+    """Print a table of the metrics to stdout, then tables of slices, the use of time and the next steps."""
     console, table = open_console(), Table(show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right")

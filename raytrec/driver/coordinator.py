@@ -1,9 +1,10 @@
 """Actor that forwards the ranks' messages to the driver, receives their heartbeats and sends them commands.
 
 Every rank sends a heartbeat each half second (less often beyond 256 ranks, so that one actor can reply to all).
-A heartbeat contains the rank's progress ticks, step and phase. The reply is the current command. A rank
-without heartbeats has died or hangs; ranks with heartbeats but without progress wait for one another. The
-coordinator detects both cases, and reports each in one sentence.
+A heartbeat contains the rank's step, its phase, and its ticks, a counter that increases whenever the rank makes
+progress. The reply is the current command. A rank without heartbeats has died, hangs or is disconnected; ranks with
+heartbeats but without progress wait for one another. The coordinator detects both cases, and reports each in one
+sentence.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from time import monotonic, time
 from typing import Any, NamedTuple
 
 from raytrec.cluster.session import pin_to_node
+from raytrec.common.formatting import format_count
 from raytrec.common.messages import HEARTBEAT_INTERVAL_S, Command, Event, Message, compute_heartbeat_interval
 
 HEARTBEAT_TIMEOUT_S = 3.0  # without a heartbeat for this time (at least 3 intervals), a process hangs or has ended
@@ -44,7 +46,7 @@ GPU_PHASE_TEXTS = {
     "other": "",
 }
 COORDINATOR_LOST = "the run's coordinator, an actor on the driver's node, has ended"
-# Phases with a longer timeout (launch.PHASE_TIMEOUT_S), because they may take long, and end or fail by themselves.
+# Phases with a longer timeout (launch.PHASE_TIMEOUT_S), because they can take minutes, and end or fail by themselves.
 SLOW_PHASES = PHASES.keys() - {"step"}
 
 
@@ -52,12 +54,14 @@ class Progress(NamedTuple):
     """Progress of a rank, as reported by a heartbeat.
 
     Attributes:
-        ticks: Number of progress ticks; -1 before the first heartbeat.
+        ticks: Counter that increases whenever the rank makes progress; -1 before the first heartbeat.
         step: Last step that the rank has reported.
         phase: One of PHASES.
-        where: Line of code that the rank is executing if it makes no progress; empty while it makes progress.
-        waiting: True if that line waits for other ranks.
-        unfinished: First (step, phase) that the GPU has not finished; None if the GPU has finished all steps.
+        where: Code that the rank is executing if it makes no progress, as "function, folder/file:line"; empty while
+            the rank makes progress.
+        waiting: True if the rank waits for other ranks.
+        unfinished: First (step, phase) that the GPU has not finished; the phase is a key of GPU_PHASE_TEXTS, or ""
+            if unknown. None if the GPU has finished all steps, on CPUs, and while the rank makes progress.
     """
 
     ticks: int = -1
@@ -69,7 +73,7 @@ class Progress(NamedTuple):
 
     @property
     def behind(self) -> tuple[int, int, bool, float, int]:
-        """Return a sort key by which the slowest rank comes first; the progress of GPUs breaks ties."""
+        """Return a key that sorts the rank that is furthest behind first; the progress of GPUs breaks ties."""
         step, phase = self.unfinished or (inf, "")
         place = list(GPU_PHASE_TEXTS).index(phase) if phase in GPU_PHASE_TEXTS else len(GPU_PHASE_TEXTS)
         return self.step, self.ticks, self.waiting, step, place
@@ -80,6 +84,8 @@ class RankState:
     """State of a rank as known to the coordinator: its process and its last progress.
 
     Attributes:
+        rank: Rank of the process in its worker group.
+        pid: Process id on the node.
         node: Address of the rank's node.
         node_id: Ray's id of that node.
         progress: Progress in the last heartbeat.
@@ -100,11 +106,11 @@ class RankState:
 
 
 class Coordinator:
-    """Class of the coordinator actor; see `start_coordinator`.
+    """Coordinator of a run, started as a Ray actor by `start_coordinator`.
 
     Args:
-        hang_timeout_s: Seconds without progress in training after which the group is aborted.
-        patience_s: Seconds without progress in one of SLOW_PHASES after which the group is aborted.
+        hang_timeout_s: Seconds without progress in training steps after which the worker group is aborted.
+        patience_s: Seconds without progress in one of SLOW_PHASES after which the worker group is aborted.
         again: Function that returns True if this actor replaces an actor whose process has ended. The earlier
             actor's state is lost: ranks learn that their group is unknown, end, and are restarted.
     """
@@ -121,11 +127,11 @@ class Coordinator:
     # Messages: put by ranks and policies, read by the driver.
 
     def put(self, message: Message) -> None:
-        """Add a message for the driver."""
+        """Queue a message for the driver."""
         self._messages.put_nowait(message)
 
     async def get(self, timeout: float) -> list[Message]:
-        """Return all queued messages; wait at most `timeout` seconds for the first message."""
+        """Return and remove all queued messages; if there are none, wait at most `timeout` seconds for the first."""
         messages = []
         if timeout and self._messages.empty():
             with suppress(TimeoutError):
@@ -135,7 +141,7 @@ class Coordinator:
         return [message for message in messages if message is not None]
 
     def release(self) -> None:
-        """Make a waiting call of `get` return."""
+        """Make a waiting call of `get` return at once."""
         self._messages.put_nowait(None)
 
     def _report_event(self, event: str, **details: Any) -> None:
@@ -144,9 +150,10 @@ class Coordinator:
     # Ranks.
 
     async def enter(self, attempt: str, rank: int, world: int, pid: int, node: str, node_id: str) -> int:
-        """Register a rank that begins, and return the number of earlier attempts.
+        """Register a rank that begins, and return the number of worker groups that were started before its group.
 
-        `attempt` identifies the worker group: each start of a group is a new attempt.
+        `attempt` identifies the worker group: each start of a group is a new attempt. The first rank of a new
+        attempt clears the last failure and all commands except STOP.
         """
         if attempt != self._attempt:
             self._attempt, self._attempts, self._members = attempt, self._attempts + 1, {}
@@ -170,10 +177,10 @@ class Coordinator:
         waiting: bool,
         unfinished: tuple[int, str] | None = None,
     ) -> int:
-        """Record the heartbeat of a rank (see Progress), and return the current command."""
+        """Record a rank's heartbeat (Progress). Return the current command, or ABORT if its group has failed."""
         member = self._members.get(rank)
         if attempt != self._attempt or member is None:
-            return Command.ABORT  # the rank's group has been given up
+            return Command.ABORT
         previous, member.progress = member.progress, Progress(ticks, step, phase, where, waiting, unfinished)
         member.last_heartbeat_at = monotonic()
         if member.progress.ticks != previous.ticks:
@@ -181,57 +188,59 @@ class Coordinator:
         return self._command
 
     async def current(self, attempt: str) -> bool:
-        """Return True if an attempt may commit, because it is the run's current attempt and is not aborted."""
+        """Return True if an attempt may commit a checkpoint: it is the run's current attempt, and is not aborted."""
         return attempt == self._attempt and self._command != Command.ABORT
 
     async def leave(self, attempt: str, rank: int) -> None:
-        """Remove a rank that has ended normally."""
+        """Remove a rank that has finished its work."""
         if attempt == self._attempt:
             self._members.pop(rank, None)
 
     # Commands.
 
     async def ask(self, command: int, reason: str) -> None:
-        """Send a command to all ranks, unless the same or a higher command has been sent."""
+        """Send a command to all ranks (with their next heartbeats) if it is higher than the current command."""
         if command > self._command:
             self._command = Command(command)
             self._report_event("asked", command=self._command.name, reason=reason)
 
     async def step(self) -> int:
-        """Return the highest step that a rank of the last group has reached."""
+        """Return the highest step that a rank of the last group has reported; 0 without ranks."""
         return max((m.progress.step for m in self._members.values()), default=0)
 
     async def waiting(self, room: int, least: int) -> None:
-        """Report that there is room for `room` workers only, fewer than the required `least`."""
-        self._report_event("waiting", cause=f"there is room for {room} workers; waiting for {least}")
+        """Report that the cluster has room for `room` workers only, fewer than the required `least`."""
+        self._report_event("waiting", cause=f"there is room for {format_count(room, 'worker')}; waiting for {least}")
 
     # Failures.
 
     async def failed(self, rank: int | None, cause: str, dead: bool, again: bool) -> None:
-        """Record a failure seen by the failure policy, and report its cause.
+        """Record a failure of the worker group, and report its cause to the driver.
 
         Args:
-            rank: Rank that raised the error; None if there were no ranks yet.
+            rank: Rank that failed; None if the group did not start.
             cause: Sentence that describes the failure; if `dead` is False, possibly a consequence of another failure.
-            dead: True if the cause is known: a process that died, or an error that the rank itself caused.
+            dead: True if the cause is known: a process or node that was lost, or an error of the rank itself. If
+                False, a rank that stops sending heartbeats is reported as the cause instead.
             again: True if the group is restarted.
         """
         if not dead and not self._cause:
             for _ in range(round(40 * self._beat_s)):  # find a rank that is silent while others fail
                 if silent := self._list_silent_ranks(3 * self._beat_s):
-                    rank, cause = silent[0].rank, f"{silent[0]} died at step {silent[0].progress.step}"
+                    step = silent[0].progress.step
+                    rank, cause = silent[0].rank, f"{silent[0]} died or was disconnected at step {step}"
                     break
                 await asyncio.sleep(0.1)
         self._cause = cause if rank is None else self._cause or cause
         self._report_event("failed", cause=self._cause, rank=rank, step=await self.step(), again=again)
-        self._attempt = ""  # given up: its ranks, even unreachable ones, must end
+        self._attempt = ""  # all later heartbeats of the failed group get ABORT
 
     async def cause(self) -> str:
-        """Return the cause of the group's end in one sentence; empty if the cause is unknown."""
+        """Return the cause of the group's failure as a sentence; empty if none is known."""
         return self._cause
 
     def _list_silent_ranks(self, seconds: float) -> list[RankState]:
-        """Return the ranks without a heartbeat for more than `seconds`, longest first."""
+        """Return the ranks whose last heartbeat is more than `seconds` old, the oldest heartbeat first."""
         since = monotonic() - seconds
         silent = [member for member in self._members.values() if member.last_heartbeat_at < since]
         return sorted(silent, key=lambda member: member.last_heartbeat_at)
@@ -251,7 +260,7 @@ class Coordinator:
                 self._kill_silent_ranks()
 
     def _describe_hang(self) -> str | None:
-        """Return a sentence about the rank that keeps the others waiting, or None before the timeout."""
+        """Return a sentence about the rank for which the other ranks wait, or None before the timeout."""
         now, members = monotonic(), list(self._members.values())
         idle = now - max(m.last_progress_at for m in members)
         silent = self._list_silent_ranks(self._heartbeat_timeout_s)
@@ -295,7 +304,7 @@ def _kill(pid: int) -> None:
 
 
 def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
-    """Start the Coordinator actor on this node; it ends with the driver, and Ray restarts it if it dies."""
+    """Start a Coordinator on this node, and return the actor. It ends with the driver; Ray restarts it if it dies."""
     import ray
 
     placement = pin_to_node(ray.get_runtime_context().get_node_id())
@@ -304,7 +313,7 @@ def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
 
 
 def fetch(method: Any, default: Any) -> Any:
-    """Return the result of a method of the coordinator, or `default` if the coordinator does not respond."""
+    """Call a method of the coordinator. Return its result, or `default` if it does not respond within 10 s."""
     import ray
 
     try:

@@ -38,7 +38,7 @@ def select_tower_schema(config: RunConfig, schema: Schema, tower: TowerName, whe
     Args:
         config: Configuration of the run.
         schema: Schema of the run.
-        tower: Name of the tower.
+        tower: Name of the tower, query or item.
         where: Setting or option that needs the tower, for messages.
 
     Raises:
@@ -62,19 +62,20 @@ def open_inputs(
     reserved_by: str = "--item",
     trained: IdKinds | None = None,
 ) -> Dataset:
-    """Open a dataset without labels by reading its footers.
+    """Open Parquet files as a dataset without labels by reading their footers.
 
     Args:
         config: Configuration of the run.
-        schema: Schema of the run or of one of its towers.
-        places: Parquet files or folders.
+        schema: Schema of the run, or its part for one tower, whose inputs are read.
+        places: Parquet files or folders, as paths or URIs.
         key: Setting or option that names the places, for messages.
         reserve_columns: Additional columns whose values are passed through unchanged (Batch.reserved).
         reserved_by: Setting or option that names these columns, for messages.
-        trained: Kinds of ids in the training data, which the files must have.
+        trained: Sparse feature → True if its ids in the training data are text; the files must have ids of the same
+            kind. None: any kind.
 
     Raises:
-        DataError: Files, columns or types differ from the schema.
+        DataError: Files are missing or unreadable, or their columns or types do not match the schema.
     """
     transforms = select_needed_transforms(tuple(config.data.transforms), [*schema.inputs, *reserve_columns])
     named_by = dict.fromkeys(reserve_columns, reserved_by)
@@ -84,12 +85,12 @@ def open_inputs(
 
 
 def to_example_schema(config: RunConfig, schema: Schema, places: str | list[str]) -> Schema:
-    """Return the schema for predictions, indexes and exports, whose rows have one candidate each.
+    """Return the run's schema without candidates, for predictions, indexes and exports, which score rows one by one.
 
-    To reject lists of candidates at once, the types of the columns are read from the footer of the first file.
+    The function reads the types of the candidates' columns from the footer of the first file in `places`.
 
     Raises:
-        DataError: Rows in `places` contain lists of candidates.
+        DataError: A column of the first file contains lists of candidates.
     """
     if not schema.candidates:
         return schema
@@ -101,9 +102,9 @@ def to_example_schema(config: RunConfig, schema: Schema, places: str | list[str]
         path = find_column(arrow, name)
         if path and is_list(plain(type_at(arrow, path))):
             raise DataError(
-                f"'{name}' contains lists of candidates",
+                f"column '{name}' contains lists of candidates",
                 where=join_folder_names(places),
-                expected="one row for each candidate, as scores and vectors are computed row by row",
+                expected="one row for each candidate, because scores and vectors are computed row by row",
                 do="pass one row per candidate with --data; candidates in schema.yaml are for training only",
             )
     return schema.model_copy(update={"candidates": []})
@@ -117,9 +118,9 @@ def open_items(
     Args:
         config: Configuration of the run.
         schema: Schema of the run.
-        evaluated: Name → dataset whose columns contain keys of items. Types are checked in all datasets, keys
-            only in those other than "train".
-        trained: Kinds of ids in the training data.
+        evaluated: Name → dataset whose columns contain keys of items. The types of the keys are checked in every
+            dataset, and the keys of a sample of rows in every dataset except "train".
+        trained: Sparse feature → True if its ids in the training data are text.
 
     Returns:
         {"items": dataset}, or {} without eval.retrieval.
@@ -142,16 +143,16 @@ def open_items(
 
 
 def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Dataset]) -> None:
-    """Check that the vectors to which model.lookup_l2 applies are rows of its tables, not sums of rows.
+    """Check that the model reads single rows of the tables in model.lookup_l2, not vectors pooled from several rows.
 
     Raises:
-        ConfigError: A feature that looks up one of the tables has bags of ids, whose vectors are summed.
+        ConfigError: A feature that looks up one of these tables contains lists of ids, whose vectors are pooled.
     """
     by_id = resolve_features(schema, config.model).sequences
     for feature in config.model.l2_factors(schema):
         if feature not in by_id and any(feature in dataset.form.lists for dataset in datasets.values()):
             raise ConfigError(
-                f"{feature} contains lists of ids, whose vectors are summed before they reach the model",
+                f"feature {feature} contains lists of ids, whose vectors are pooled before they reach the model",
                 where="model.lookup_l2",
                 expected="tables of features with one id per row, or of sequences that are read id by id",
                 do="set model.lookup_l2={TABLE: …} for other tables only, or use weight_decay for this table",
@@ -159,10 +160,10 @@ def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Da
 
 
 def check_sample_counts(config: RunConfig, schema: Schema, train: Dataset) -> None:
-    """Check that the model reads every id that `do: sample, count: all` assigns to a row of a global batch.
+    """Check that the model reads all sampled ids of each row, if a transform `do: sample` has `count: all`.
 
     Raises:
-        ConfigError: The model reads fewer ids.
+        ConfigError: The model reads fewer ids per row.
     """
     sequences = resolve_features(schema, config.model).sequences
     rows = max(1, min(config.data.global_batch_size, train.rows))
@@ -185,7 +186,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
         The schema, and the datasets by name: "train"; "valid", "test" and "items" if the run has them.
 
     Raises:
-        ConfigError, SchemaError, DataError: The schema or data are missing, invalid, or do not fit the config.
+        ConfigError, SchemaError, DataError: The schema or data are missing, invalid, or do not match the config.
     """
     data = config.data
     list_files(data.train, "data.train")  # report missing data before the missing schema next to it
@@ -235,7 +236,10 @@ def hold_out(train: Dataset, share: float | Literal["auto"]) -> dict[str, Datase
 
     Args:
         train: Training data.
-        share: Share of rows to hold out (data.holdout); "auto": a tenth, at most about MAX_HOLDOUT_ROWS.
+        share: Share of rows to hold out (data.holdout); "auto": a tenth, at most about MAX_HOLDOUT_ROWS rows.
+
+    Returns:
+        {"train": remaining rows, "valid": held-out rows}, or {"train": all rows} if no row group has enough rows.
     """
     every = max(10, -(-train.rows // MAX_HOLDOUT_ROWS))
     remaining, held_out = train.hold_out(every if share == "auto" else round(1 / share))
@@ -257,14 +261,15 @@ def open_dataset(
         config: Configuration of the run.
         schema: Schema of the run.
         places: Parquet files or folders.
-        key: Configuration key of the dataset. For data.train, only data.partitions are read, and columns that
-            only evaluations need are omitted.
+        key: Configuration key of the dataset, or the option --data. For data.train, only data.partitions are read,
+            and columns that only evaluations need are omitted.
         held_out: True if rows of data.train are opened for evaluations, so that no column is omitted.
-        trained: Kinds of ids in the training data, which the files must have.
+        trained: Sparse feature → True if its ids in the training data are text; the files must have ids of the same
+            kind. None: any kind.
 
     Raises:
-        ConfigError: A task is invalid, or a column by which rows are grouped is not reserved.
-        DataError: Files, columns or types differ from the configuration.
+        ConfigError: A task is invalid, or a column by which rows are grouped is not in data.reserve_columns.
+        DataError: Files are missing or unreadable, or their columns or types do not match the configuration.
     """
     data, tasks = config.data, resolve_tasks(config.tasks, schema)
     check_group_columns(tasks, config.eval.slices, data.reserve_columns)
@@ -279,10 +284,10 @@ def open_dataset(
 
 
 def check_usable_rows(dataset: Dataset, *, to_train: bool = False) -> None:
-    """Check in the footers that rows are usable by every task in training, or by at least one task in evaluations.
+    """Check in the footers that every task in training, or at least one task in an evaluation, can use some rows.
 
     Raises:
-        DataError: A task of the training data, or every task of other data, can use no row.
+        DataError: In training data, a task can use no row; in other data, no task can use any row.
     """
     empty = dataset.empty_tasks
     if empty and (to_train or len(empty) == len(dataset.form.plan.tasks)):
@@ -296,14 +301,14 @@ def check_usable_rows(dataset: Dataset, *, to_train: bool = False) -> None:
 
 
 def show_file_counts(console: RunConsole, datasets: Mapping[str, Dataset]) -> None:
-    """Show how many files of each dataset are read, and why other files in its folders are skipped."""
+    """Show how many files of each dataset are read, and why other files in its folders are not read."""
     for name, dataset in datasets.items():
         if dataset.listing.files:  # held-out rows are in files of another dataset
             console.note(f"{name}: {dataset.listing}")
 
 
 def record_skipped_files(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
-    """Record files skipped by data.on_error=skip in skipped.jsonl, and return a warning for each."""
+    """Record files that data.on_error=skip skips in skipped.jsonl of a folder, and return a warning for each file."""
     faults = ReadErrorPolicy(skip=True, log=str(folder / SKIPPED_ROWS_FILE))
     errors = [error for dataset in datasets.values() for error in dataset.left_out]
     for error in errors:

@@ -1,4 +1,7 @@
-"""Export checkpoints of a run in full, in child processes, for services that follow the run's deltas."""
+"""Export checkpoints of a run in child processes, for services that follow the run's deltas (export.deltas).
+
+A delta contains the weights that have changed since the previous delta. A service begins with a full export.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,25 @@ EXPORT_POLL_INTERVAL_S = 0.2
 
 
 class DeltaExports:
-    """Exporter of checkpoints to the folder of deltas, in full, every export.deltas.full_every deltas.
+    """Exporter that writes full exports of checkpoints to export.deltas.to, one per export.deltas.full_every deltas.
 
-    Each export runs in a child process; only one runs at a time. Without export.deltas, nothing is exported.
+    One child process at a time runs `raytrec export`. Without export.deltas, nothing is exported.
 
     Args:
         config: Configuration of the run.
         warn: Function called with warnings for the user.
 
     Raises:
-        ConfigError, RunError: The run cannot or must not write to the folder; see `deltas.chain.open_stream`.
+        ConfigError: The folder belongs to another run, or is the run or checkpoint folder of this run.
+        RunError: The folder cannot be written.
     """
 
     def __init__(self, config: RunConfig, warn: Callable[[str], None]):
         self._config, self._section, self._warn = config, config.export.deltas, warn
-        self._saved: Saved | None = None  # newest checkpoint with a delta
+        self._saved: Saved | None = None  # newest checkpoint with a delta that is not exported yet
         self._exporting: Saved | None = None
         self._process: Popen | None = None
-        self._newest: int | None = None  # number of the delta whose state the newest export has
+        self._newest: int | None = None  # number of the delta whose state the newest export contains
         if self._section is None:
             return
         self._errors = TemporaryFile()  # noqa: SIM115 (it is used until the end of the run)
@@ -53,7 +57,7 @@ class DeltaExports:
             self._saved = saved
 
     def poll(self) -> None:
-        """Handle the end of an export, and start the next one if it is due."""
+        """Handle the end of an export, and start the next export if it is due; return at once."""
         if self._process is not None and self._process.poll() is not None:
             self._end_export(self._process.returncode)
         saved = self._saved
@@ -63,7 +67,11 @@ class DeltaExports:
             self._start_export(saved)
 
     def finish(self, show_phase: Callable[[str, bool], None]) -> None:
-        """Wait for the export in progress, shown by RunConsole.phase, and run another one if it is due."""
+        """Wait for the export in progress and, if another export is due, start it and wait for it.
+
+        Args:
+            show_phase: RunConsole.phase, which shows the export in progress.
+        """
         self.poll()
         while self._process is not None:
             show_phase(f"exporting step {self._exporting.step} for services that follow the run", False)
@@ -71,7 +79,7 @@ class DeltaExports:
             self.poll()
 
     def close(self) -> None:
-        """Stop the export in progress, if any."""
+        """Terminate the export in progress, if any."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()
@@ -104,7 +112,7 @@ class DeltaExports:
             unpin(self._exporting.folder)
 
     def _clean_up(self) -> None:
-        """Remove old exports and deltas, and find the newest export."""
+        """Remove old exports and deltas (export.deltas.keep), and find the newest export."""
         with suppress(OSError):  # the store is unavailable
             remove_old_files(self._section.to, self._section.keep)
             self._newest = max(list_exports(self._section.to), default=None)

@@ -30,15 +30,15 @@ DRIVER_RECORD_FILE, LOG_FILE = "driver.json", "run.log"
 
 
 class DriverRecord(TypedDict, total=False):
-    """Content of driver.json, which identifies the newest driver process of a run and states how the run ended.
+    """Content of driver.json, which identifies the newest driver process of a run and states how this driver ended.
 
     Attributes:
-        pid, started, host: Process id of the driver, its start time in clock ticks, and its host name.
+        pid, started, host: Process id of the driver, its start time in clock ticks since boot, and its host name.
         job: Id of the driver's job in Ray's Job API; None outside of a job.
         unix_s: Start time of the driver (Unix time in seconds).
         seconds: Total duration of all drivers of the run that have ended, in seconds.
-        status: RUNNING, FINISHED, STOPPED or FAILED.
-        error: Parts of the error of a failed run; None otherwise.
+        status: RUNNING, FINISHED, STOPPED (by Ctrl-C or a signal) or FAILED; RUNNING remains after a kill.
+        error: Parts of the error if the status is FAILED; None otherwise.
     """
 
     pid: int
@@ -53,7 +53,7 @@ class DriverRecord(TypedDict, total=False):
 
 @contextmanager
 def record_driver(folder: Path) -> Iterator[float]:
-    """Record in a run folder that this process drives the run and, after the block, how the run ended.
+    """Record in driver.json of a run folder that this process drives the run and, after the block, how the block ended.
 
     Unless stderr is a terminal, text written to stderr is also appended to run.log.
 
@@ -89,10 +89,7 @@ def record_driver(folder: Path) -> Iterator[float]:
 
 
 def read_driver_record(folder: Path) -> DriverRecord:
-    """Return the content of driver.json, or {} if the file is missing or invalid.
-
-    The status remains RUNNING if the driver was killed.
-    """
+    """Return the content of driver.json in a run folder, or {} if the file is missing or invalid."""
     return find_document(str(folder / DRIVER_RECORD_FILE), DriverRecord) or {}
 
 
@@ -110,7 +107,7 @@ def _sum_driver_seconds(folder: Path) -> float:
 
 
 def is_alive(note: DriverRecord) -> bool | None:
-    """Return True if the process of a driver record is alive; None if it is on another host and thus unknown."""
+    """Return True if the process of a driver record is alive, False if not, and None if it is on another host."""
     if note.get("host") != socket.gethostname():
         return None
     started = _read_start_time(note.get("pid", 0))
@@ -118,13 +115,13 @@ def is_alive(note: DriverRecord) -> bool | None:
 
 
 def ask_to_stop(note: DriverRecord) -> None:
-    """Send SIGTERM to the driver, which then saves the run and ends; call this function on the driver's host.
+    """Send SIGTERM to the driver, which then saves the run and ends. This function must run on the driver's host.
 
     Raises:
-        RunError: The process has ended.
+        RunError: The driver process has ended.
     """
     if not is_alive(note):
-        raise RunError("the run is not running (no driver process)", expected="a run in progress")
+        raise RunError("the run is not running: its driver process has ended", expected="a run in progress")
     os.kill(note["pid"], signal.SIGTERM)
 
 
@@ -184,17 +181,17 @@ DRIVER_LOCK_FILE = "driver.lock"
 
 @contextmanager
 def hold_run_lock(folder: Path, patience_s: float, report: Callable[[str], None]) -> Iterator[None]:
-    """Lock a run folder while the block runs. The lock is released when the process ends, even if it is killed.
+    """Hold the lock of a run folder while the block runs. The system releases the lock if the process is killed.
 
-    On file systems without locks, the folder is not locked.
+    The folder is created if necessary. On file systems without locks, the block runs without a lock.
 
     Args:
         folder: Run folder.
-        patience_s: Seconds to wait for another driver, which may be saving its last checkpoint.
-        report: Function called with a line that names the process being waited for.
+        patience_s: Seconds to wait for another process, e.g. a driver that saves its last checkpoint; 0: no wait.
+        report: Function called once with a line that names the process that holds the lock.
 
     Raises:
-        RunError: Another process holds the lock, or the folder cannot be written.
+        RunError: Another process still holds the lock after `patience_s`, or the folder cannot be written.
     """
     with convert_os_errors("cannot write the run folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
@@ -212,13 +209,14 @@ def _acquire_lock(file, folder: Path, patience_s: float, report: Callable[[str],
             return
         except BlockingIOError:
             note = read_driver_record(folder)
-            holder = "process {pid} on {host}".format(**note) if "pid" in note else "another process"
+            is_driver = "pid" in note and is_alive(note) is not False  # raytrec track also holds the lock
+            holder = "process {pid} on {host}".format(**note) if is_driver else "another process"
         if monotonic() > deadline:
             raise RunError(
-                "this run is already being trained",
-                where=f"{folder}, by {holder}",
-                expected="one driver at a time",
-                do="wait for the other driver, stop it, or start another run with run.name=NAME",
+                f"the folder is already in use by {holder}",
+                where=str(folder),
+                expected="one raytrec command per folder at a time",
+                do="wait until the other command ends, stop it, or choose another run.name or run.dir",
             )
         if not is_reported:
             report(f"waiting for {holder} to release {folder}")

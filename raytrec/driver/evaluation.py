@@ -46,6 +46,8 @@ class Checkpoint:
     """Checkpoint with the configuration and schema from which its model is built.
 
     Attributes:
+        config: Configuration of the run, with overrides applied.
+        schema: Schema of the run, with overrides applied.
         folder: Path or URI of the checkpoint.
         index: Content of the checkpoint's index file.
     """
@@ -57,7 +59,7 @@ class Checkpoint:
 
     @property
     def text_ids(self) -> dict[str, bool]:
-        """Return the kinds of ids in the training data."""
+        """Return sparse feature → True if its ids in the training data are text, False if they are integers."""
         return self.index["about"].get("text_ids", {})
 
 
@@ -67,10 +69,11 @@ def load_evaluation_config(
     """Return the configuration and the schema of a checkpoint, with the overrides of an evaluation applied.
 
     Args:
-        about: Entry `about` of the checkpoint's index.
+        about: Entry `about` of the checkpoint's index file: configuration, schema and position of the run.
         folder: Folder of the checkpoint.
         overrides: `section.key=value` strings for the sections data, scaling, plan, train and eval, or
-            `tables.NAME.out_of_range=RULE`, where NAME may be a pattern such as `item*`.
+            `tables.NAME.out_of_range=RULE`, where NAME may be a pattern such as `item*`, and RULE is error, clamp or
+            hash.
         allow_code: True if the configuration may name code (config/trust.py).
 
     Raises:
@@ -130,18 +133,19 @@ def evaluate(
     Args:
         place: Run folder or checkpoint folder.
         data: Parquet folder or file (local, s3:// or gs://); default: data.test of the run, else data.valid.
-        workers: Number of workers; default: as in training.
-        batch_size: Global batch size; default: as in training.
+        workers: Number of workers (scaling.num_workers); default: as in training.
+        batch_size: Global batch size in rows; default: as in training.
         overrides: `section.key=value` strings for data, scaling, plan, train and eval, such as
             data.on_error=skip, or tables.NAME.out_of_range=RULE.
         allow_code: True if the configuration in `place` may name code (raytrec/config/trust.py).
 
     Returns:
-        Result: eval.* metrics, world_size and seconds.
+        Result: eval.* metrics, world_size, skipped_files, seconds and name; the path of the checkpoint.
 
     Raises:
-        RunError: There is no checkpoint in `place`.
-        ConfigError, DataError: As in `train`.
+        RunError: There is no checkpoint in `place`, or a worker failed.
+        ConfigError, SchemaError, DataError: As in `train`, or an override would change the model.
+        CheckpointError: The checkpoint is damaged.
 
     Example:
         >>> raytrec.evaluate("runs/films", "films/valid").metrics["eval.rows"]
@@ -190,9 +194,9 @@ def resolve_checkpoint(
         allow_code: True if the configuration may name code (config/trust.py).
 
     Raises:
-        ConfigError, SchemaError: `checkpoint` is none of these values, or as in `load_evaluation_config`.
+        ConfigError, SchemaError: `checkpoint` has another value, or a change is invalid or would change the model.
         RunError: There is no such checkpoint.
-        CheckpointError: The checkpoint is damaged.
+        CheckpointError: The index of the checkpoint is damaged.
     """
     is_step = str(checkpoint).isdecimal()
     if not is_step and checkpoint not in (None, "newest", "best"):
@@ -214,21 +218,21 @@ def resolve_checkpoint(
 def convert(
     place: str | Path, tables: Sequence[str], out: str, *, checkpoint: str | int | None = None, allow_code: bool = False
 ) -> tuple[str, list[str]]:
-    """Write a copy of a checkpoint in which some tables have another kind or size.
+    """Write a copy of a checkpoint in which tables have another number of rows, or map ids to rows differently.
 
-    Weights and optimizer state of the remaining rows are kept bit for bit. The new checkpoint can be used for
+    Weights and optimizer state of rows that remain are kept bit for bit. The new checkpoint can be used for
     a new run (`--warm-start`), evaluations and predictions. The conversion needs memory for a few blocks, plus 8
     bytes per row and 32 bytes per managed id of each table that changes.
 
     Args:
         place: Run folder or checkpoint folder, which is not changed.
-        tables: TABLE=KIND, where KIND is managed, resize:ROWS or hash (docs/managed_ids.md).
+        tables: TABLE=KIND texts, where KIND is managed, resize:ROWS or hash (docs/managed_ids.md).
         out: Folder to write to, local or s3:// or gs://.
         checkpoint: Step, "best" or "newest" of a run; default: the newest.
-        allow_code: True if a configuration written by another user may name code.
+        allow_code: True if a configuration written by another user may name code (config/trust.py).
 
     Returns:
-        Folder of the new checkpoint, and a line for each table that changed.
+        Path or URI of the new checkpoint, and a line for the user about each converted table.
 
     Raises:
         RunError: There is no checkpoint in `place`.
@@ -254,12 +258,12 @@ def convert(
 
 
 def _parse_table_kinds(tables: Sequence[str], schema: Schema) -> dict[str, str]:
-    """Return the kind of each table from TABLE=KIND texts."""
+    """Parse TABLE=KIND texts, and return table → KIND."""
     kinds: dict[str, str] = {}
     for text in tables:
         table, equals, kind = text.partition("=")
         if not equals or not (kind in ("managed", "hash") or kind.partition(":")[0] == "resize"):
-            raise ConfigError(f"invalid --table {text}", expected=f"TABLE=KIND, where KIND is {TABLE_KINDS}")
+            raise ConfigError(f"--table {text} is invalid", expected=f"TABLE=KIND, where KIND is {TABLE_KINDS}")
         if table not in schema.tables:
             what, where = f"there is no table '{table}'", f"--table {text}"
             raise make_unknown_word_error(what, table, schema.tables, where, kind=SchemaError)
@@ -279,24 +283,24 @@ def _build_table_change(folder: str, index: dict, schema: Schema, name: str, kin
         return convert_table(name, table)
     rows = kind.partition(":")[2].replace("_", "")
     if not rows.isdecimal() or not 0 < int(rows) < 2**62:
-        raise ConfigError(f"invalid --table {name}={kind}", expected="resize:ROWS, such as resize:100000")
+        raise ConfigError(f"--table {name}={kind} is invalid", expected="resize:ROWS, such as resize:100000")
     return resize_table(folder, index, name, table, int(rows))
 
 
 def read_run_schema(place: str | Path) -> Schema:
-    """Return the schema of a run, with the statistics of ids per row that its ranks have recorded.
+    """Return the schema of a run, whose statistics of ids per row are replaced by those that its ranks recorded.
 
     Raises:
-        RunError: The folder contains no run, or its ranks have recorded no lookups.
+        RunError: The folder contains no run, or its ranks have not recorded any lookups.
     """
     folder = check_run_folder(place)
     config, schema = load_config(str(folder / CONFIG)), load_stored_schema(folder)
     lengths = compute_recorded_lengths(RunFolder.read(folder).ranks, config, schema)
     if not lengths:
         raise RunError(
-            "the run has not recorded any lookups since its workers started",
+            "the run has not recorded any lookups of ids",
             where=str(folder / RANKS),
-            expected="one line per rank for every tracking.every_steps steps",
-            do="train for longer, with tracking.every_steps set",
+            expected="one line with lookups per rank for every tracking.every_steps steps",
+            do="train for more than tracking.every_steps steps",
         )
     return replace_lengths(config, schema, lengths)

@@ -17,7 +17,7 @@ from raytrec.config.run_config import RunConfig
 
 
 class FailureKind(IntEnum):
-    """Kind of a failure; a kind with a smaller value explains kinds with larger values."""
+    """Kind of a failure of a rank. If ranks fail in several ways, the kind with the smallest value is the cause."""
 
     RESTART = 0  # a requested restart
     RAYTREC_ERROR = 1  # an error for users, which would recur
@@ -34,8 +34,9 @@ class Cause:
     Attributes:
         kind: Kind of the failure.
         rank: Rank that failed.
-        text: One line that describes the failure.
-        error: Exception raised by the rank, or Ray's error about its process.
+        text: Predicate without a subject, such as "lost its node"; for RAYTREC_ERROR, `what` of the error, and for
+            RESTART, the reason.
+        error: Root cause of the exception raised by the rank, or of Ray's error about its process.
     """
 
     kind: FailureKind
@@ -45,14 +46,14 @@ class Cause:
 
     @property
     def sentence(self) -> str:
-        """Return the text of the cause, preceded by the rank unless the text is complete by itself."""
+        """Return the text as a clause, whose subject is the rank unless the kind is RAYTREC_ERROR or RESTART."""
         if self.kind in (FailureKind.RAYTREC_ERROR, FailureKind.RESTART):
             return self.text
         return f"rank {self.rank} {self.text}"
 
 
-# Lower-case phrases of CUDA and its libraries in errors of this process's GPU. The host gets such an error from
-# its next call. If this call is a collective, the message also names the collective, but the GPU is the cause.
+# Lower-case phrases of CUDA and its libraries in errors of a rank's GPU. The rank gets such an error from its
+# next call. If this call is a collective, the message also names the collective, but the GPU is the cause.
 # Sources in torch 2.13.0: c10/cuda/CUDAException.cpp,
 # CUDACachingAllocator.cpp, ATen/cuda/Exceptions.h (cuBLAS and its like: "CUDA error: CUBLAS_STATUS_…");
 # c10d/NCCLUtils.cpp for errors of CUDA in NCCL 2.29.7, and for two ranks on one GPU (ncclInvalidUsage).
@@ -60,7 +61,7 @@ GPU_ERROR_PHRASES = (
     *("cuda error", "cuda driver error", "cuda failure", "cudnn error", "cudnn_status_", "cublas_status_"),
     *("cufft error", "out of memory", "ecc error", "ncclinvalidusage"),
 )
-# Lower-case phrases of gloo and NCCL in errors that the end of another rank causes (torch 2.13.0).
+# Lower-case phrases of gloo and NCCL in errors that occur because another rank has ended (torch 2.13.0).
 COLLECTIVE_ERROR_PHRASES = (
     *("gloo", "nccl", "c10d", "socket"),
     *("connection closed by peer", "connection reset", "timed out waiting"),
@@ -68,7 +69,7 @@ COLLECTIVE_ERROR_PHRASES = (
 
 
 def find_cause(failures: dict[int, BaseException]) -> Cause:
-    """Return the failure that explains all others (FailureKind); among equal kinds, that of the lowest rank.
+    """Return the failure of the kind that explains all others (FailureKind); ties go to the lowest rank.
 
     Args:
         failures: Rank → exception raised by the rank, or Ray's error about the end of its process.
@@ -98,10 +99,10 @@ def _classify(rank: int, error: BaseException) -> Cause:
 
 
 def extract_main_line(text: str) -> str:
-    """Return the most specific line of an error's text, or an empty string.
+    """Return the most specific line of an error's text; empty if the text is empty.
 
     CUDA errors end with advice, NCCL errors name the event after "Last error:", and torch may append C++
-    frames to both. For other errors, the last line is returned.
+    frames to both. If no line contains one of GPU_ERROR_PHRASES, the last line of the message is returned.
     """
     message, _, detail = text.partition("\nException raised from ")[0].partition("Last error:")
     lines = [line.strip() for line in (detail or message).splitlines() if line.strip()]
@@ -109,29 +110,30 @@ def extract_main_line(text: str) -> str:
 
 
 def _find_line(words: tuple[str, ...], text: str) -> str:
-    """Return the first line that contains one of the lower-case words, ignoring case, or an empty string."""
+    """Return the first line that contains one of the lower-case `words` in any case; empty if there is none."""
     return next((line for line in text.splitlines() if any(word in line.lower() for word in words)), "")
 
 
 def to_raytrec_error(error: Exception, config: RunConfig, sentence: str) -> RaytrecError:
-    """Return the RaytrecError that caused an error of Ray, and write the traceback to error.txt.
+    """Write the traceback of an error of Ray Train to error.txt, and return an error that states the cause to the user.
 
-    If the cause is another exception, return a RunError with `sentence`, or else the cause's message.
+    If the root cause is a RaytrecError, it is returned. Otherwise, a RunError is returned. It contains `sentence`,
+    the cause found by the coordinator, or, if `sentence` is empty, the main line of the root cause.
     """
     cause = get_root_cause(error)
     where = write_traceback(error, config)
     if isinstance(cause, RaytrecError):
         return cause
     return RunError(
-        f"training failed: {sentence or extract_main_line(str(cause)) or type(cause).__name__}", where=where
+        f"the workers failed: {sentence or extract_main_line(str(cause)) or type(cause).__name__}", where=where
     )
 
 
 def write_traceback(error: Exception, config: RunConfig) -> str:
-    """Write the traceback of an error to error.txt in the run folder, and return a clause that names the file.
+    """Write the traceback of an error to error.txt in run.dir, and return a clause that names the file.
 
-    The last lines that the processes of a local Ray cluster wrote to stderr are appended, because the logs are
-    removed when the cluster stops. If the file cannot be written, the clause states the reason.
+    The function appends the last lines that the processes of a local Ray cluster wrote to stderr, because the cluster
+    removes its logs when it stops. If the file cannot be written, the clause states the reason.
     """
     path, logs = Path(config.run.dir) / "error.txt", find_log_folder()
     try:

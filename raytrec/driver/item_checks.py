@@ -1,4 +1,7 @@
-"""Checks of the items of eval.retrieval, and of the keys by which rows refer to items. Does not import torch."""
+"""Checks of the items of eval.retrieval, and of the keys by which rows of the data refer to items.
+
+An item's key is its value in the column eval.retrieval.item.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ MIN_MATCHING_SHARE = 0.5  # share of a row's known items above which a column re
 
 
 def read_columns(dataset: Dataset, group: RowGroup, columns: list[str], rows: int) -> pa.Table:
-    """Read columns of the first `rows` rows of a row group, and apply the transforms that produce the columns."""
+    """Read columns of the first `rows` rows of a row group, and apply the transforms that produce these columns."""
     transforms = select_needed_transforms(dataset.form.plan.transforms, columns)
     inputs, rows = resolve_input_columns(transforms, columns), min(rows, group.rows)
     table = decode_columns(group.path, group.index, 0, rows, inputs, dataset.form.folders)
@@ -35,23 +38,24 @@ def read_columns(dataset: Dataset, group: RowGroup, columns: list[str], rows: in
 
 
 def read_keys(items: Dataset, column: str) -> np.ndarray:
-    """Read a column of all items, encoded by `data.ids.compute_group_keys`: int64 [items]."""
+    """Read a column of all items as keys: int64 [items], encoded by `data.ids.compute_group_keys`."""
     tables = (read_columns(items, group, [column], group.rows) for group in items.groups)
     return np.concatenate([compute_group_keys(to_plain_array(table[column])) for table in tables])
 
 
 def check_item_keys(items: Dataset, column: str) -> None:
-    """Check that each item has a key, and that no two items have the same key. All keys are read.
+    """Check that each item has a key, and that no two items have the same key; the keys of all items are read.
 
     Raises:
-        DataError: The key comes from folder names, or an item has no key or the key of an earlier item; the
-            message names the file, row group and row.
+        DataError: The key comes from folder names, or an item has no key or the key of an earlier item. For an item,
+            the error names the file, row group and row.
     """
     if column in items.form.from_folders:
         raise DataError(
             f"the item key '{column}' comes from the names of the folders, not from a column",
             where=items.uri,
             expected="a column with a unique key for each item",
+            do="choose another column (eval.retrieval.item, or --item)",
         )
     keys = read_keys(items, column)
     if len(missing := np.flatnonzero(keys == NULL_KEY)):
@@ -69,7 +73,7 @@ def check_item_keys(items: Dataset, column: str) -> None:
 
 
 def _place(items: Dataset, column: str, row: int) -> str:
-    """Return the file, row group and row of a row of the dataset, as text for messages."""
+    """Return the file, row group, column and row of a row number of the dataset as text for messages."""
     for group in items.groups:
         if row < group.rows:
             break
@@ -81,7 +85,7 @@ def check_item_types(section: RetrievalSection, items: Dataset, dataset: Dataset
     """Check in the footers that the columns that refer to items are text if and only if the items' key is text.
 
     Raises:
-        DataError: Such a column is text and the key is not, or vice versa.
+        DataError: A column is text and the key is not, or vice versa.
     """
     key_type, types = items.form.types[section.item], dataset.form.types
     for column in (section.right_column, *section.seen):
@@ -96,12 +100,13 @@ def check_item_types(section: RetrievalSection, items: Dataset, dataset: Dataset
 
 
 def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) -> None:
-    """Check on a sample of evaluated rows that `seen` and the right items refer to items by the items' key.
+    """Check on a sample of rows that the columns of eval.retrieval refer to items by the items' key.
 
-    The items of a row are also known from its features: its target item, and histories that look up the same
-    table. The right items include the target item, and `seen` usually contains most of a history. For each column
-    of the items, the check counts how many of these known items a column of the rows contains. A column of the
-    rows that matches another column of the items, and not the key, is rejected.
+    These columns are the one with the right items of a row, and those with items seen before (eval.retrieval.seen).
+    The features of a row name items as well: its target item, and histories that look up the same table. The right
+    items include the target item, and seen items usually contain most of a history. The check counts how many of
+    these items a column contains, if its values are taken as values of each column of the items. It rejects a column
+    that matches another column of the items, and not the key.
 
     Args:
         section: Section eval.retrieval of the run.
@@ -126,7 +131,7 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
     try:
         rows = read_columns(dataset, dataset.groups[0], list({own_key, *histories, *sources}), SAMPLE_ROWS)
     except DataError:
-        return  # workers raise or skip this error when they read the rows
+        return  # the workers will raise or skip the same error when they read the rows
     for column, references in sources.items():
         known_pairs = [_pairs(rows[each], read(own_key)) for each in references]
         for key in (section.item, *_find_id_columns(items)):
@@ -152,7 +157,7 @@ def _find_id_columns(items: Dataset) -> list[str]:
 def _pairs(column: pa.ChunkedArray, keys: np.ndarray) -> np.ndarray:
     """Encode each pair (row, id) as row · len(keys) + index of the id in `keys`; omit ids that `keys` lacks.
 
-    The result is int64, or float64 if ids were omitted.
+    The result is int64 [pairs], or float64 [pairs] if ids were omitted.
     """
     counts, ids = compute_row_keys([column])
     place = pc.index_in(pa.array(ids), value_set=pa.array(keys)).to_numpy(zero_copy_only=False)

@@ -36,26 +36,26 @@ T = TypeVar("T")
 
 @contextmanager
 def open_session(config: RunConfig) -> Iterator[None]:
-    """Run the block in a Ray session (cluster.session); a local cluster forks its workers from a warm process."""
+    """Run the block in a Ray session (cluster.session); a local cluster forks its workers (cluster.forking)."""
     address = config.scaling.address
     with keep_warm_process(starts_local_ray(address)), ray_session(address, nodes.count_local_cpus(config)):
         yield
 
 
 def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work: Callable[[], T]) -> T:
-    """Run `work` in a Ray session; repeat it in a new session if the raylet of a local cluster ends.
+    """Run `work` in a Ray session, and return its result; repeat it in a new session if a local cluster's raylet ends.
 
     Each repetition counts as one of scaling.max_failures, and begins after all processes of the previous Ray session
     have ended. This process cannot restart a cluster that it has joined, and Ray ends this process once the GCS has
-    been gone for a minute.
+    been gone for a minute; `work` is not repeated in these cases.
 
     Args:
         config: Configuration of the run.
-        failed: Function called with the failure that ended all workers, and True if `work` is repeated.
+        failed: Function called with a clause that names the lost part of Ray, and True if `work` is repeated.
         work: Function that resumes from the newest checkpoint when it is called again.
 
     Raises:
-        RayLost: Ray cannot be started again, or has ended too often.
+        RayLost: A part of Ray has ended and `work` is not repeated. The error states how to resume the run.
     """
     remaining_failures = config.scaling.max_failures
     while True:
@@ -73,7 +73,7 @@ def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work:
 
 
 def resume_command(config: RunConfig, command: str = "train") -> str:
-    """Return the shell command that resumes a run (train) or search (tune); in a job, advice to submit it again."""
+    """Return the command that resumes a run (train) or search (tune); in a job, the advice to submit the job again."""
     if is_job_driver():
         return "submit the same job again"
     return f"raytrec {command} --resume {quote_for_shell(make_relative(Path(config.run.dir)))}"
@@ -88,12 +88,12 @@ def run_group(
     restarts: bool = False,
     on_poll: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Run a function on a Ray Train worker group, and return the metrics reported by rank 0.
+    """Run a function on a Ray Train worker group, and return the metrics that rank 0 has reported as the result.
 
     Args:
         worker: Function that each rank runs, such as worker.loop.train_worker.
-        task: Task of the ranks, to which the coordinator is added. Its checkpoint is the folder of all checkpoints if
-            `saves`, else the checkpoint to read; empty: none.
+        task: Argument of the function. This function sets its coordinator. Its checkpoint is the folder of all
+            checkpoints if `saves`, else the checkpoint to read; empty: none.
         watch: Receiver of the group's messages.
         saves: True if the function saves checkpoints, so that it can be restarted and asked to stop.
         restarts: True if the function can be restarted although it does not save.
@@ -103,7 +103,7 @@ def run_group(
         ConfigError: The configuration does not fit the cluster, or `on_poll` raised the error.
         Interrupted: Ctrl-C or SIGTERM ended the group.
         RayLost: A part of Ray has ended.
-        RaytrecError: All attempts of the group have failed; the error states the cause.
+        RaytrecError: The group failed and is not restarted, or ended without a result; the error states the cause.
     """
     import ray
 
@@ -168,41 +168,42 @@ def run_group(
     if watch.result is None and stop.signal is not None:
         raise Interrupted(stop.signal)
     if watch.result is None:
-        do = resume_command(config) if saves else "run the same command again"
+        do = f"resume the run: {resume_command(config)}" if saves else "run the same command again"
         raise RunError("the workers exited without a result", where=config.run.dir, do=do)
     return watch.result
 
 
 def compute_collective_timeout(config: RunConfig, device: str) -> int:
-    """Return the timeout of a collective in seconds.
+    """Return the timeout of a collective between workers on a device (cpu or cuda), in seconds.
 
-    After its timeout, NCCL ends the waiting process, which would then look like the failed one. The added time
-    lets the coordinator first report the rank for which the others wait. Gloo raises an error instead.
+    After its timeout, NCCL ends the waiting process, which would then seem to have failed by itself. With NCCL, the
+    timeout is therefore longer, so that the coordinator first reports the rank for which the others wait. Gloo raises
+    an error instead.
     """
     return PHASE_TIMEOUT_S + (int(config.scaling.hang_timeout_s) + 1 if device == "cuda" else 0)
 
 
-# Maximum seconds without progress while a rank builds, restores or saves a model, or waits for a batch. These
-# phases end or fail by themselves.
+# Maximum seconds without progress while a rank builds, restores, evaluates or saves a model, or waits for a batch.
+# These phases end or fail by themselves.
 PHASE_TIMEOUT_S = 1800
-# Seconds between two checks of the workers; seconds that Ray waits for resources that are no longer free; and no
+# Seconds between two checks of the workers; seconds that Ray waits for a group to get its resources; and no
 # preemption watcher, because policies.NodeCapacityPolicy detects leaving nodes sooner and needs no barrier.
 RAY_TRAIN_ENV = {HEALTH_CHECK_INTERVAL_S: "0.5", WORKER_GROUP_START_TIMEOUT_S: "20", ENABLE_PREEMPTION_WATCHER: "0"}
 
 
 def _make_ray_run_config(folder: str) -> Any:
-    """Return a configuration of Ray Train that stores files in `folder`, the folder of the checkpoints.
+    """Return a configuration of Ray Train that stores its files in `folder`, a path or URI.
 
-    Ray Train accepts only checkpoints inside its own folder. The snapshot that Ray Train wrote for an earlier
-    driver is removed, because an incomplete snapshot would prevent the start. raytrec does not need the snapshot:
-    checkpoint.files finds the newest checkpoint.
+    For a run that saves, `folder` contains the checkpoints, because Ray Train accepts no others. The snapshot that
+    Ray Train wrote for an earlier driver is removed, because an incomplete snapshot would prevent the start.
+    raytrec does not need the snapshot: checkpoint.files finds the newest checkpoint.
     """
     import ray.train
 
     filesystem, path = open_filesystem(join_uri(folder, TRAIN_SNAPSHOT_FILE))
     if filesystem.get_file_info(path).is_file:
         filesystem.delete_file(path)
-    filesystem, path = open_filesystem(folder)  # not the URI, which Ray Train would show
+    filesystem, path = open_filesystem(folder)  # a URI may contain secrets, and Ray Train would show it
     place, _, name = path.rpartition("/")
     return ray.train.RunConfig(
         name=name, storage_path=place, storage_filesystem=filesystem, worker_runtime_env={"env_vars": ALLOCATOR_ENV}
@@ -227,14 +228,15 @@ class Interrupted(KeyboardInterrupt):
 class StopSignalHandler(AbstractContextManager):
     """Handler of Ctrl-C and SIGTERM: the first signal asks the group to save and end, the second ends it at once.
 
-    The handler of Ray Train 2.60 ends the workers and then the process, without a message.
+    It replaces the handler of Ray Train 2.60, which ends the workers and then the process without a message.
+    Leaving the context restores the earlier handlers.
 
     Args:
         coordinator: Coordinator of the run.
         patience_s: Seconds to wait after the first signal before the group is ended; 0: end it at once.
 
     Attributes:
-        signal: Number of the last signal; None if no signal has arrived.
+        signal: Number of the last signal; None if no signal has been received.
     """
 
     def __init__(self, coordinator: Any, patience_s: float):
@@ -245,7 +247,7 @@ class StopSignalHandler(AbstractContextManager):
         self._timer: Timer | None = None
 
     def install(self, controller: Any) -> None:
-        """Install the signal handlers. The trainer calls this method in the main thread with its controller."""
+        """Install the signal handlers. The trainer calls this method in the main thread with Ray Train's controller."""
         self._controller = controller
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._on_signal)
@@ -263,7 +265,7 @@ class StopSignalHandler(AbstractContextManager):
         self._timer.start()
 
     def abort(self) -> None:
-        """End the group at once."""
+        """End the group at once, without a checkpoint."""
         self._controller.abort.remote()
 
     def __exit__(self, *_: object) -> None:

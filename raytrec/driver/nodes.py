@@ -1,4 +1,4 @@
-"""Inspect the GPUs, CPUs and memory of the nodes, and choose the device."""
+"""Inspect the GPUs, CPUs and memory of the Ray nodes, and choose the device for training."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from raytrec.cluster.session import pin_to_node
 from raytrec.common.errors import ConfigError
+from raytrec.common.formatting import format_count
 from raytrec.common.machine import (
     REINSTALL_ADVICE,
     check_fbgemm_support,
@@ -32,7 +33,7 @@ class GpuNode:
     Attributes:
         address: Address of the node.
         gpus: Number of GPUs registered with Ray.
-        built_for: Device for which the node's packages are built; None: no response, or no torch.
+        built_for: Device for which the node's torch is built, cpu or cuda; None: no response, or no torch.
         gpu_memory: Usable memory of the node's smallest GPU in bytes; None: unknown.
         host_memory: Main memory in bytes; None: unknown.
         kinds: Name and compute capability of each GPU; empty: unknown.
@@ -47,16 +48,15 @@ class GpuNode:
 
 
 def count_local_cpus(config: RunConfig) -> int:
-    """Return the number of logical CPUs of a local cluster, for the workers and their readers."""
+    """Return the number of logical CPUs that a local cluster needs for max_workers workers and their readers."""
     return int(config.scaling.max_workers * build_worker_bundle(config, "cpu")["CPU"])
 
 
 def build_worker_bundle(config: RunConfig, device: str, cpu_nodes_read_rows: bool = False) -> dict[str, float]:
-    """Return the resources that Ray reserves for a worker.
+    """Return the resources that Ray reserves for a worker: name of the resource → amount.
 
-    The resources include the CPUs of the worker's readers, so that read tasks request none. Read tasks that requested
-    CPUs would wait forever if workers, or paused read tasks of another dataset, held all CPUs. For example, an
-    evaluation begins while the read tasks of training still hold rows.
+    The resources include the CPUs of the worker's readers, so read tasks themselves request no CPUs. Otherwise, read
+    tasks of an evaluation would wait forever if workers and paused read tasks of training held all CPUs.
 
     Args:
         config: Configuration of the run.
@@ -69,16 +69,16 @@ def build_worker_bundle(config: RunConfig, device: str, cpu_nodes_read_rows: boo
 
 
 def is_local() -> bool:
-    """Return True if every node is this machine, reached over loopback, and thus shares this process's environment."""
+    """Return True if every node of the cluster runs on this machine, with a loopback address."""
     import ray
 
     return all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
 
 
 def list_gpu_nodes() -> list[GpuNode]:
-    """Return the nodes with GPUs, with their packages and memory; nodes that do not respond are included.
+    """Return the alive nodes with GPUs. If a node does not respond, its packages and memory are unknown.
 
-    The tasks that inspect the nodes request neither CPUs nor GPUs, so that they do not wait for other work.
+    The Ray tasks that inspect the nodes request neither CPUs nor GPUs, so that they do not wait for other work.
     """
     import ray
 
@@ -89,7 +89,7 @@ def list_gpu_nodes() -> list[GpuNode]:
         inspect = ray.remote(max_retries=0)(inspect_this_node)
         references = [inspect.options(**pin_to_node(node["NodeID"])).remote() for node in nodes]
         answers = collect_answers(references, NODE_ANSWER_TIMEOUT_S)
-    found = [{} if isinstance(info, Exception) else info for info in answers]  # workers report the loss of a node
+    found = [{} if isinstance(info, Exception) else info for info in answers]  # the workers will report a lost node
     return [
         GpuNode(node["NodeManagerAddress"], int(node["Resources"]["GPU"]), **info)
         for node, info in zip(nodes, found, strict=True)
@@ -97,7 +97,7 @@ def list_gpu_nodes() -> list[GpuNode]:
 
 
 def inspect_this_node() -> dict[str, Any]:
-    """Return the fields of GpuNode for the machine of this process."""
+    """Return the fields of GpuNode except address and gpus, as measured on the machine of this process."""
     return {
         "built_for": get_build_device(),
         "gpu_memory": get_smallest_gpu_memory(),
@@ -107,19 +107,18 @@ def inspect_this_node() -> dict[str, Any]:
 
 
 def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
-    """Return cpu or cuda: scaling.device or, with auto, the device of the cluster.
+    """Return cpu or cuda: scaling.device or, with auto, cuda if the cluster has usable GPUs.
 
     Args:
         config: Configuration of the run.
-        nodes: Nodes with GPUs.
-        console: Console that shows notes.
+        nodes: Nodes with GPUs (list_gpu_nodes).
+        console: Console that shows a note if GPUs cannot be used, or if their bandwidth is unknown.
 
     Raises:
         ConfigError: The workers and their readers need more GPUs or CPUs than the cluster has, and there is
-            no autoscaler, so that Ray would wait forever; scaling.device is auto, and the cluster has an
-            autoscaler but currently no GPUs; scaling.device is cuda, but the packages of a node with GPUs are
-            built for CPUs; FBGEMM supports none of the GPUs, and there is no autoscaler; or train.compile is
-            graphs, but training runs on CPUs.
+            no autoscaler; scaling.device is auto, and the cluster has an autoscaler but currently no GPUs;
+            scaling.device is cuda, but torch on a node with GPUs is built for CPUs; FBGEMM supports none of the
+            GPUs, and there is no autoscaler; or train.compile is graphs, but training runs on CPUs.
     """
     scaling, grows = config.scaling, has_autoscaler()
     if grows and not nodes and scaling.device == "auto":
@@ -151,7 +150,7 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
             expected="GPUs that Ray detects, and the packages for GPUs",
             do="set train.compile=true",
         )
-    if not grows:  # with an autoscaler, the run waits, and reports for how many workers there is room
+    if not grows:  # with an autoscaler, the run waits for new nodes
         refusals = [check_fbgemm_support(kind, node.address) for node in nodes for kind in node.kinds]
         if device == "cuda" and refusals and all(refusals) and all(node.kinds for node in nodes):
             raise refusals[0]  # otherwise workers check their own GPUs
@@ -163,7 +162,7 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
 
 
 def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
-    """Check that the nodes, without other work, have room for the minimum number of workers.
+    """Check that the nodes would have room for the minimum number of workers if no other work ran on them.
 
     Raises:
         ConfigError: The nodes have too few GPUs or CPUs.
@@ -172,10 +171,10 @@ def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
     resources = build_worker_bundle(config, device, reads_on_cpu_nodes(config, device))
     if device == "cuda" and gpus < least:
         raise ConfigError(
-            f"the cluster has {gpus} GPUs for {least} workers",
+            f"the cluster has {format_count(gpus, 'GPU')} for {format_count(least, 'worker')}",
             where="scaling.num_workers, scaling.device",
             expected="one GPU for each worker",
-            do="lower scaling.num_workers, or set scaling.device=cpu",
+            do="lower scaling.num_workers, or set scaling.device=cpu" if gpus else "set scaling.device=cpu",
         )
     nodes = [node["Resources"] for node in list_alive_nodes()]
     if sum(int(min(node.get(name, 0) // n for name, n in resources.items())) for node in nodes) < least:
@@ -183,15 +182,19 @@ def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
         with_gpus = " with GPUs" if device == "cuda" else ""
         cpus = int(sum(node.get("CPU", 0) for node in nodes if device == "cpu" or node.get("GPU")))
         raise ConfigError(
-            f"the nodes{with_gpus} have no room for {least} workers and their readers ({cpus} CPUs in total)",
+            f"the nodes{with_gpus} have no room for {format_count(least, 'worker')} and their readers "
+            f"({format_count(cpus, 'CPU')} in total)",
             where="scaling.num_workers, scaling.cpus_per_worker, data.readers",
-            expected=f"{per_worker} CPUs for each worker; the CPUs of a worker must be on the same node",
-            do="lower scaling.num_workers or data.readers, or use a larger cluster",
+            expected=f"{per_worker:g} CPUs on one node for each worker (scaling.cpus_per_worker plus data.readers)",
+            do="lower scaling.num_workers, scaling.cpus_per_worker or data.readers, or use a larger cluster",
         )
 
 
 def reads_on_cpu_nodes(config: RunConfig, device: str) -> bool:
-    """Return True if nodes without GPUs read all rows for GPU workers, or if an autoscaler can start them."""
+    """Return True if only nodes without GPUs read rows for GPU workers (data.read_on).
+
+    With read_on=auto, they do if their CPUs suffice for all readers, or if the cluster has an autoscaler.
+    """
     if device != "cuda" or config.data.read_on != "auto":
         return device == "cuda" and config.data.read_on == "cpu_nodes"
     return (
@@ -200,20 +203,20 @@ def reads_on_cpu_nodes(config: RunConfig, device: str) -> bool:
 
 
 def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode], console: Any) -> None:
-    """Check that the planner's constraints can be met with every number of workers from the minimum to the maximum.
+    """Check that tables can be placed as configured with every number of workers from the minimum to the maximum.
 
-    Limits of memory are checked where the memory is known. Warn if checkpoint copies and rows read ahead may leave
-    too little main memory for the processes.
+    Limits of memory are checked where the memory is known. The console shows a warning if copies for checkpoints and
+    rows read ahead may leave too little main memory for the processes.
 
     Args:
         config: Configuration of the run.
         schema: Schema of the run.
         device: cpu or cuda.
-        nodes: Nodes with GPUs.
-        console: Console that shows warnings.
+        nodes: Nodes with GPUs (list_gpu_nodes).
+        console: Console that shows the warning.
 
     Raises:
-        ConfigError: A constraint cannot be met.
+        ConfigError: A constraint of plan.*, such as the ranks of a table or the memory, cannot be met.
     """
     min_workers, max_workers, local = config.scaling.min_workers, config.scaling.max_workers, is_local()
     memory = int(config.plan.memory_gib * GIB) if config.plan.memory_gib else None
@@ -236,7 +239,7 @@ def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: lis
 
 
 def _compute_host_share(nodes: list[GpuNode], workers: int, local: bool) -> int | None:
-    """Return the main memory per worker in bytes; None if unknown."""
+    """Return the smallest main memory per worker on any node, in bytes; None if unknown."""
     if local:
         return measure_system_memory() // workers
     measured = [node for node in nodes if node.host_memory]

@@ -1,8 +1,8 @@
-"""Policies that decide after which failures, and with how many workers, a group restarts.
+"""Policies that decide after which failures, and with how many workers, a worker group restarts.
 
 Ray Train's controller (ray 2.60.0, ray/train/v2/_internal) asks a FailurePolicy and a ScalingPolicy. Ray's
-own policies count the nodes at the last tick of the autoscaling coordinator (every 20 s, lost nodes
-included). They also retry errors that are certain to recur, and resize a running group without a checkpoint.
+own policies count nodes only every 20 s, and therefore also count lost nodes. They retry errors that are certain to
+recur, and resize a running group without a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from raytrec.driver.failure_analysis import Cause, FailureKind, find_cause
 NUMBER_PATTERN = re.compile(r"\d[\d.]*( bytes| [KMGT]iB)?")
 NODE_SETTLE_TIME_S = 2.0  # time after a failure for Ray to stop counting lost nodes and to count returning nodes
 RAYLET_CONNECT_TIMEOUT_S = 1.0
-GPU_RELEASE_TIMEOUT_S = 10.0  # time for the processes of the group to release their GPUs
+GPU_RELEASE_TIMEOUT_S = 10.0  # time for the processes of a failed group to release their GPUs
 OLD_GROUP_TIMEOUT_S = 10.0  # time after which a new group starts although the old one seems to hold its resources
-SCALE_UP_INTERVAL_S = 15.0  # time between two attempts to add workers, while fewer than the maximum run
+SCALE_UP_INTERVAL_S = 15.0  # time between two checks for room for more workers, while fewer than the maximum run
 
 
 class _GpuReservation:
@@ -46,15 +46,16 @@ class _GpuReservation:
 
 
 class GroupFailurePolicy(FailurePolicy):
-    """FailurePolicy that restarts a group after at most `max_failures` deaths and exceptions.
+    """FailurePolicy that restarts a worker group after at most `max_failures` dead processes and exceptions.
 
     RaytrecErrors end the run at once. Lost nodes and requested restarts are not counted. Two consecutive failures
     with the same exception at the same step end the run as well, because the exception would recur. Numbers in the
-    two texts may differ, such as a GPU's free memory. Failed GPUs are excluded while enough other GPUs remain.
+    two texts may differ, such as a GPU's free memory. GPUs that fail when the group starts are excluded while enough
+    other GPUs remain.
 
     Args:
         coordinator: Coordinator of the run.
-        max_failures: Maximum number of counted failures.
+        max_failures: Maximum number of counted failures after which the group still restarts.
         min_workers: Minimum number of workers. Without an autoscaler, no GPU is excluded if fewer would remain.
     """
 
@@ -65,7 +66,7 @@ class GroupFailurePolicy(FailurePolicy):
         self._last: tuple[str, int] | None = None
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
-        """Decide whether the group restarts after a failure, and report the failure to the coordinator."""
+        """Return RETRY or RAISE for a failure of the group, and report the failure to the coordinator."""
         if isinstance(training_failed_error, ControllerError):
             return self._decide_failed_start(training_failed_error)
         cause = find_cause(training_failed_error.worker_failures)
@@ -87,7 +88,7 @@ class GroupFailurePolicy(FailurePolicy):
         return self._left >= 0 and not is_repeated
 
     def _decide_failed_start(self, error: ControllerError) -> FailureDecision:
-        """Decide whether to restart a group that did not start, e.g. because a node has left or is unreachable."""
+        """Return RETRY or RAISE for a group that did not start, e.g. because a node has left or is unreachable."""
         failure = error.controller_failure
         cause = find_cause({0: failure})
         if isinstance(cause.error, GpuFailedError) and self._exclude_gpu(cause.error):
@@ -101,7 +102,7 @@ class GroupFailurePolicy(FailurePolicy):
         return FailureDecision.RETRY if retry else FailureDecision.RAISE
 
     def _exclude_gpu(self, failed: GpuFailedError) -> bool:
-        """Reserve a failed GPU, so that no worker gets it until the controller ends, and return True on success.
+        """Reserve a failed GPU, so that workers do not use it until the controller ends. Return True on success.
 
         Ray cannot remove a GPU from a node, so an actor reserves it. Return False if the run needs all GPUs, or
         if the GPU is not released within GPU_RELEASE_TIMEOUT_S.
@@ -130,7 +131,7 @@ class GroupFailurePolicy(FailurePolicy):
 class NodeCapacityPolicy(RequestingPolicy):
     """ScalingPolicy that starts as many workers as the alive nodes have room for, within the limits of the run.
 
-    The policy never resizes a running group. Instead, it asks the group to save and end, so that no step is
+    The policy never resizes a running group. Instead, it asks the group to save and restart, so that no step is
     lost.
 
     Args:
@@ -138,8 +139,7 @@ class NodeCapacityPolicy(RequestingPolicy):
         coordinator: Coordinator of the run.
         min_workers: Minimum number of workers.
         max_workers: Maximum number of workers.
-        **requests: reader_cpus and autoscaler_exists, as for RequestingPolicy; read tasks request no CPUs themselves
-            (nodes.build_worker_bundle).
+        **requests: reader_cpus and autoscaler_exists, as for RequestingPolicy.
     """
 
     def __init__(self, scaling_config: Any, coordinator: Any, min_workers: int, max_workers: int, **requests: Any):
@@ -147,11 +147,11 @@ class NodeCapacityPolicy(RequestingPolicy):
         self._coordinator, self._min_workers, self._max_workers = coordinator, min_workers, max_workers
         self._checked_at, self._had_room = monotonic(), False
         self._held: Counter[str] = Counter()  # node → workers of the running group
-        self._since: float | None = None  # when the group was found to be down
+        self._since: float | None = None  # time of the first decision since the group has been down
         self._reported, self._asked_for = False, 0
 
     def make_decision_for_non_running_worker_group(self) -> NoopDecision | ResizeDecision:
-        """Decide with how many workers to start the group, or wait for room."""
+        """Return a ResizeDecision that starts the group, or a NoopDecision while there is too little room."""
         self.request_resources()
         is_first, now = not self._asked_for, monotonic()
         self._since = self._since or now
@@ -169,7 +169,7 @@ class NodeCapacityPolicy(RequestingPolicy):
         return self._resize(min(slots, self._max_workers))
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any):
-        """Ask for a restart if a node will be preempted or more workers fit; never resize the group."""
+        """Ask the group to restart if a node will be preempted or more workers fit; always return a NoopDecision."""
         self.request_resources()
         nodes = Counter(worker.metadata.node_id for worker in worker_group_state.workers)
         if nodes != self._held:
@@ -183,9 +183,9 @@ class NodeCapacityPolicy(RequestingPolicy):
         return NoopDecision()
 
     def _request_scale_up(self, nodes: Counter[str]) -> None:
-        """Ask for a restart if two consecutive checks find room for more workers.
+        """Ask the group to restart if two consecutive checks find room for more workers.
 
-        Room that only one check finds may be temporary, e.g. because a reader pauses.
+        Room that only one check finds may be temporary.
         """
         slots = min(self._count_possible_workers(nodes), self._max_workers)
         if slots > nodes.total() and self._had_room:
@@ -199,9 +199,9 @@ class NodeCapacityPolicy(RequestingPolicy):
         return ResizeDecision(workers, self.resources_per_worker)
 
     def _count_possible_workers(self, own_workers: Counter[str]) -> int:
-        """Return the number of workers that fit on the nodes in addition to other work.
+        """Return the number of workers that fit on the alive nodes next to other work.
 
-        The resources of the group's own workers count as free.
+        The resources of the group's own workers (node id → number) count as free; draining nodes do not count.
         """
         bundle = self.resources_per_worker
         free, draining, slots = list_free_resources(), list_draining_nodes(), 0

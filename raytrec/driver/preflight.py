@@ -1,4 +1,4 @@
-"""Checks of a configuration against its schema and machine, and `raytrec plan` for other machines."""
+"""Checks of a configuration before a run, against its schema, data and machine, and `raytrec plan`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from raytrec.cluster.session import starts_local_ray
 from raytrec.common.errors import ConfigError, DataError, convert_os_errors, shorten_repr
+from raytrec.common.formatting import format_count
 from raytrec.common.machine import get_build_device, require_compiler
 from raytrec.common.reading import UnreadableError
 from raytrec.common.storage import read_yaml
@@ -41,10 +42,10 @@ ANY_MACHINE = "any"  # --on any: for each known machine, as many as needed
 
 
 def check_plan(plan: RunPlan) -> list[str]:
-    """Check that a planned run can work, and return warnings.
+    """Check that a planned run can work, and return warnings for the user.
 
     Raises:
-        ConfigError, SchemaError: As in `check_fit`, or the weights of warm_start.from do not fit.
+        ConfigError, SchemaError: As in `check_fit`, or the weights of warm_start.from do not fit the model.
         DataError: As in `check_constant_labels`.
     """
     config, schema, train = plan.config, plan.schema, plan.datasets["train"]
@@ -64,12 +65,13 @@ def check_plan(plan: RunPlan) -> list[str]:
 
 
 def check_fit(config: RunConfig, schema: Schema, *, on_this_machine: bool) -> None:
-    """Check that a configuration can work with its schema.
+    """Check that the settings of a configuration are compatible with each other and with its schema.
 
     Args:
         config: Configuration to check.
         schema: Schema of the data.
-        on_this_machine: True if the workers run on this machine, whose memory and compiler are then checked.
+        on_this_machine: True if the workers run on this machine; the function then also checks whether the tables
+            fit into its memory, and whether it has the compiler that train.compile needs.
 
     Raises:
         ConfigError, SchemaError: The model cannot use the tasks, metrics, dims or features; plan.tables or
@@ -77,7 +79,7 @@ def check_fit(config: RunConfig, schema: Schema, *, on_this_machine: bool) -> No
             train.compile lacks a compiler, or is graphs although batch sizes vary; the tables do not fit on
             this machine; or tracking.uri is not the address of an MLflow store.
     """
-    # With `auto` on GPUs, the workers also reject adam, because only they know the device.
+    # scaling.device=auto counts as cpu here; nodes.check_constraints repeats the check once the device is known.
     device = "cuda" if config.scaling.device == "cuda" else "cpu"
     check_decay(resolve_constraints(config, schema), resolve_optimizers(config, schema), device)
     check_sampled_ids(config, schema)
@@ -87,7 +89,7 @@ def check_fit(config: RunConfig, schema: Schema, *, on_this_machine: bool) -> No
     varying = [*features.sequences, *schema.select_candidate_names(schema.sparse)]
     if config.train.compile == "graphs" and varying:
         raise ConfigError(
-            f"the model reads {shorten_repr(varying)} id by id, so sizes vary between batches",
+            f"the model reads {shorten_repr(varying)} id by id, so batches differ in size",
             where="train.compile=graphs",
             expected="a model whose batches all have the same size",
             do="set train.compile=true",
@@ -112,7 +114,7 @@ def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -
     """Check that every setting supports rows that are requests with candidates, if the schema has candidates.
 
     Raises:
-        ConfigError: A setting does not support them; the message names its key.
+        ConfigError: A setting does not support such rows; the message names its key.
     """
     refused = {
         "model.lookup_l2": bool(config.model.l2_factors(schema)),
@@ -126,16 +128,16 @@ def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -
         raise ConfigError(
             f"{keys[0]} does not support rows that are requests with candidates (schema.yaml, candidates)",
             where=keys[0],
-            expected="no loss of the model, lookup_l2, eval.retrieval, or item or item_frequency in in_batch_softmax",
+            expected="one candidate per row, or a configuration without this setting",
             do="remove the setting, or write one row per candidate and remove candidates from schema.yaml",
         )
 
 
 def check_sampled_ids(config: RunConfig, schema: Schema) -> list[str]:
-    """Check that sampled ids (do: sample, rows) are within the range of the tables that look them up.
+    """Check that sampled ids (`rows` of a transform `do: sample`) are in the range of the tables that look them up.
 
     Returns:
-        A warning for each table some of whose ids are never sampled.
+        A warning for each transform that never samples some ids of a table.
 
     Raises:
         ConfigError: Some sampled ids would be out of range.
@@ -146,7 +148,7 @@ def check_sampled_ids(config: RunConfig, schema: Schema) -> list[str]:
         for feature in (name for name in schema.sparse if schema.get_ids_column(name) == sample.column):
             name = schema.sparse[feature].table
             table = schema.tables[name]
-            size = f"{table.rows:,} rows"
+            size = format_count(table.rows, "row")
             if table.out_of_range == "error" and not table.ids and rows > table.rows:
                 raise ConfigError(
                     f"ids up to {rows - 1:,} are sampled for {feature}, but table {name} has {size}",
@@ -168,7 +170,7 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
     The check is skipped if the tables may be on GPUs.
 
     Raises:
-        ConfigError: The tables do not fit under any plan.
+        ConfigError: Memory or disk are too small for the tables under every plan.
     """
     if config.scaling.device == "cuda" or (config.scaling.device == "auto" and get_build_device() != "cpu"):
         return
@@ -179,22 +181,24 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
     memory, free, id_maps = (measure_system_memory(), measure_free_disk(config), estimate_id_map_bytes(schema, 1))
     check_disk(constraints, schema, config, memory - id_maps, free)
     required = sum(sizes.values()) + id_maps
-    if required > memory + (free if MMAP_KERNEL in config.plan.compute_kernels else 0):
+    uses_disk = MMAP_KERNEL in config.plan.compute_kernels
+    if required > memory + (free if uses_disk else 0):
+        disk = f" and {free / GIB:,.1f} GiB of free disk space" if uses_disk else ""
         names = " and ".join(dict.fromkeys(optimizer.name for optimizer in optimizers.values()))
         largest = max(sizes, key=sizes.get)
         table = schema.tables[largest]
         raise ConfigError(
             f"the tables need {required / GIB:,.1f} GiB including the optimizer state of {names}, but this "
-            f"machine has {memory / GIB:,.1f} GiB",
+            f"machine has {memory / GIB:,.1f} GiB of memory{disk}",
             where=f"schema.yaml, tables; the largest is {largest}: {table.rows:,} rows × {table.dim}",
-            expected="tables that fit in memory",
+            expected=f"tables that fit in memory{' and on disk' if uses_disk else ''}",
             do="reduce rows (out_of_range: hash maps any id into range) or dim; train on a cluster; or store "
             f"large tables on disk: plan.tables.{largest}.compute_kernel=fused_mmap",
         )
 
 
 def check_row_and_step_counts(config: RunConfig, schema: Schema, steps: int) -> list[str]:
-    """Return a warning for each setting with a number of rows or steps that does not fit the tables or the run.
+    """Return a warning for each number of rows or steps in the settings that does not match the tables or the run.
 
     The checked settings are `do: sample`, optim.schedule and train.early_stopping.
 
@@ -213,23 +217,24 @@ def check_row_and_step_counts(config: RunConfig, schema: Schema, steps: int) -> 
         )
     stopping, every = config.train.early_stopping, resolve_evaluation_interval(config, steps)
     if stopping and every:
-        is_single = stopping.restore_best or stopping.target is not None  # one evaluation can then have an effect
+        is_single = stopping.restore_best or stopping.target is not None  # then, one evaluation can have an effect
         if (earliest := every * (1 if is_single else 1 + (stopping.patience or 0))) >= steps:
             lines.append(
-                f"train.early_stopping has no effect: training could end early at step {earliest:,}, but the run has "
-                f"{steps:,} steps; lower train.eval_every_steps={every} or train.early_stopping.patience"
+                f"train.early_stopping has no effect: training could end at step {earliest:,} at the earliest, but the "
+                f"run has {format_count(steps, 'step')}; lower train.eval_every_steps={every}"
+                + ("" if is_single else " or train.early_stopping.patience")
             )
     return lines
 
 
 def check_constant_labels(plan: RunPlan) -> list[str]:
-    """Check in the footers of data.train that each label with which a loss compares predictions varies.
+    """Check in the footers of data.train that each label that a loss compares with predictions has several values.
 
     Returns:
         A warning for each task whose label has only one value.
 
     Raises:
-        DataError: In a new run, the label of a classification task has only one value.
+        DataError: In a new run, the label of a classification task with a built-in loss has only one value.
     """
     lines, constant = [], plan.datasets["train"].constant_labels
     for section, task in zip(plan.config.tasks, resolve_tasks(plan.config.tasks, plan.schema), strict=True):
@@ -242,8 +247,8 @@ def check_constant_labels(plan: RunPlan) -> list[str]:
                 f"{finding}, so {section.loss} cannot learn from the label",
                 where=f"data.train={plan.datasets['train'].uri}, column {task.label}",
                 expected="rows of several classes",
-                do="add rows of the other classes, or remove the task; in_batch_softmax and from_model can "
-                "learn from positives alone",
+                do="add rows of the other classes, remove the task, or use the loss in_batch_softmax or from_model, "
+                "which can learn from positives alone",
             )
         lines.append(
             f"{finding} of data.train, so {section.loss} cannot learn from the label; in_batch_softmax and "
@@ -259,16 +264,20 @@ def plan(
     rates: str | Path | None = None,
     prices: str | Path | None = None,
 ) -> Plans:
-    """Predict the memory and step time of a configuration on given machines from its schema, without reading data.
+    """Predict a configuration's memory and step time on given machines from its schema, without reading data.
 
     Args:
         source: Config file or its values; data.schema, or schema.yaml next to data.train, must exist.
         overrides: `section.key=value` strings.
-        on: Machines, separated by commas, such as 2x8xh100-sxm,4x48gib (machines.parse_cluster); any: the smallest
-            cluster of each known machine; default without prices: scaling.num_workers GPUs (on CPU: workers)
-            with 80 GiB each and at most 8 per host.
+        on: Clusters, separated by commas, such as 2x8xh100-sxm,4x48gib (machines.parse_cluster). "any" means the
+            smallest cluster of each known machine that can hold the tables. Default without prices:
+            scaling.num_workers GPUs (on CPU: workers) with 80 GiB each and at most 8 per host.
         rates: File of measured Rates; default: rates from data sheets for named machines, and no times for others.
-        prices: File of machine → price per hour; the smallest and the cheapest cluster of these machines are chosen.
+        prices: File of machine → price per hour. Unless `on` includes any, the smallest cluster of each of these
+            machines is planned.
+
+    Returns:
+        Plans: Estimates for the clusters in `on`, and for the smallest clusters, sorted by size and price.
 
     Raises:
         ConfigError, SchemaError: The input is invalid.
@@ -293,10 +302,10 @@ def plan(
 
 
 def _load_prices(path: str | Path) -> dict[str, float]:
-    """Read a file of machine → price per hour.
+    """Read a YAML file of prices, and return full name of a machine → price per hour.
 
     Raises:
-        ConfigError: The file cannot be read, or is not a table of prices.
+        ConfigError: The file cannot be read, is not a mapping of prices, or names an unknown machine.
     """
     where = {"where": str(path), "expected": "machines and prices per hour, such as 8xh100-sxm: 55.04"}
     with convert_os_errors("cannot read the prices", ConfigError, **where):
@@ -305,5 +314,5 @@ def _load_prices(path: str | Path) -> dict[str, float]:
         except UnreadableError as error:
             raise ConfigError(f"cannot read the prices: {error}", **where) from None
         except ValidationError:
-            raise ConfigError("the file is not a table of prices", **where) from None
+            raise ConfigError("the file is not a mapping of machines to prices", **where) from None
     return {find_machine(name, str(path)).name: price for name, price in prices.items()}

@@ -35,19 +35,20 @@ from raytrec.driver.resume import find_interrupted_run, resume_config
 from raytrec.tracking.mlflow_records import DELIVERY_STATE_FILE as DELIVERED
 
 SCRATCH_PREFIX, TRACEBACK_FILE = "raytrec-evaluate-", "error.txt"
-# Records that a new run in the same folder does not continue.
+# Files of an earlier run that are removed when a new run starts in the same folder.
 RUN_RECORD_FILES = (METRICS, RANKS, CHECKS, EVENTS, DELTA_STREAM, DELIVERED, DRIVER)
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Training run whose inputs have been checked and that is ready to start.
+    """Training run whose configuration, schema and data have been opened and checked.
 
     Attributes:
         config: Resolved configuration (`resolve`).
         schema: Schema of the run.
         datasets: Datasets by name: "train"; "valid", "test" and "items" (eval.retrieval) if the run has them.
-        start: new, warm (a new run with the weights of warm_start.from), or resumed (the run in config.run.dir).
+        start: new, warm (a new run with the weights of warm_start.from), or resumed (the interrupted run in
+            config.run.dir).
     """
 
     config: RunConfig
@@ -61,10 +62,10 @@ def open_run(config: RunConfig, resumed: bool) -> RunPlan:
 
     Args:
         config: Configuration returned by `resolve_config`.
-        resumed: True if the configuration is of an interrupted run, which then continues.
+        resumed: True if the configuration is that of an interrupted run, which is to be resumed.
 
     Raises:
-        ConfigError, SchemaError, DataError: The input is invalid.
+        ConfigError, SchemaError, DataError: The configuration, schema or data are invalid.
     """
     check_no_redacted_values(config)
     schema, datasets = open_data(config)
@@ -80,15 +81,15 @@ def resolve_config(
     resume_latest: bool = False,
     allow_code: bool = False,
 ) -> tuple[RunConfig, bool]:
-    """Return the resolved configuration, and True if it is the configuration of an interrupted run.
+    """Return the resolved configuration of a run, and True if an interrupted run is to be resumed.
 
     Args:
-        source: As in `run.train`.
+        source: Config file, its values or a RunConfig; None: the configuration of `resume` or `start_from`.
         overrides: `section.key=value` strings.
-        start_from: As in `run.train`.
-        resume: As in `run.train`.
-        resume_latest: As in `run.train`.
-        allow_code: As in `run.train`.
+        start_from: Run or checkpoint folder that provides the initial weights (warm_start.from).
+        resume: Folder of an interrupted run to resume.
+        resume_latest: True to resume the newest interrupted run of the same config and data, if there is one.
+        allow_code: True if a configuration that is not the user's own may name code (config/trust.py).
 
     Raises:
         ConfigError: The input is invalid.
@@ -109,14 +110,15 @@ def resolve_config(
 
 
 def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
-    """Return a copy of a configuration in which run.name, run.dir and tracking.uri are set.
+    """Return a copy of a configuration in which run.name, run.dir and tracking.uri are set, and all paths are absolute.
 
-    Every path becomes absolute, because workers run in other working directories.
+    Paths must be absolute because workers run in other working directories. warm_start.from becomes the folder of a
+    checkpoint.
 
     Args:
         config: Configuration to resolve.
-        source: Config file or name, after which an unnamed run is named; other values: "run".
-        kind: Kind of command; any but "run" is appended to the default name.
+        source: Config file or name, from which an unnamed run gets its name; other values: the name begins with run.
+        kind: Kind of command; any kind except "run" is part of the default name.
 
     Raises:
         ConfigError: run.dir is a URI.
@@ -152,35 +154,36 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
 
 
 def check_no_redacted_values(config: RunConfig) -> None:
-    """Check that a configuration contains no redacted values.
+    """Check that no value of a configuration has been replaced with a placeholder, as in checkpoints and in MLflow.
 
     Raises:
-        ConfigError: Values were redacted in the source of the configuration; the message names their keys.
+        ConfigError: Values have been replaced; the message names their keys.
     """
     if keys := find_hidden_keys(config.model_dump(by_alias=True, mode="json")):
         raise ConfigError(
-            f"these values are redacted in checkpoints and in MLflow: {', '.join(keys)}",
-            where="the configuration, which was read from a checkpoint or MLflow",
+            f"values are redacted in checkpoints and in MLflow: {', '.join(keys)}",
+            where="the configuration, which comes from a checkpoint or from MLflow",
             do=f"pass the values again: {' '.join(f'{key}=…' for key in keys)}",
         )
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
-    """Write config.yaml of a run, and mark the file as this user's own (config/trust.py)."""
+    """Write config.yaml into a run folder, and mark the file as this user's own (config/trust.py)."""
     write_marked_file(folder / "config.yaml", config.to_yaml())
 
 
 def write_marked_file(file: Path, text: str) -> None:
-    """Write a settings file, and mark the file as this user's own (config/trust.py)."""
+    """Write a text to a configuration file, and mark the file as this user's own (config/trust.py)."""
     write_text(file, text)
     mark_as_own(file)
 
 
 def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
-    """Create the folder of a new run; remove the records of an earlier run that left no checkpoint.
+    """Create the folder of a new run with config.yaml and schema.yaml; remove records of a run without checkpoints.
 
     Raises:
-        RunError: The folder contains a finished run or checkpoints, or cannot be written.
+        RunError: The folder contains a finished run, the checkpoint folder contains checkpoints, or one of these
+            folders cannot be accessed.
     """
     if (folder / RESULT).exists():
         raise RunError(
@@ -196,12 +199,14 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
     ):
         saved_steps = steps(config.checkpoint_root)
     if saved_steps:
+        # Without a configuration in the run folder, checkpoint.dir contains the checkpoints of another run.
+        is_run = (folder / "config.yaml").is_file()
+        resume = f"resume the run: raytrec train --resume {quote_for_shell(make_relative(folder))}; or " * is_run
         raise RunError(
-            f"the folder already contains checkpoints up to step {saved_steps[0]}",
+            f"the checkpoint folder already contains checkpoints up to step {saved_steps[0]}",
             where=config.checkpoint_root,
             expected="a new folder",
-            do=f"resume that run: raytrec train --resume {quote_for_shell(make_relative(folder))}; or "
-            "choose another run.dir or checkpoint.dir",
+            do=f"{resume}choose another run.dir or checkpoint.dir",
         )
     with convert_os_errors("cannot write the run folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +221,7 @@ def load_checkpoint_config(
 ) -> tuple[RunConfig, str]:
     """Return the configuration of a new run that starts from a checkpoint, and the name of the checkpoint's run.
 
-    The new run warm-starts from the checkpoint and uses its schema. The returned name omits the date and time.
+    The new run starts with the weights of the checkpoint and uses its schema. The name omits the date and time.
 
     Args:
         place: Run folder or checkpoint folder.
@@ -225,7 +230,7 @@ def load_checkpoint_config(
 
     Raises:
         RunError: There is no checkpoint in `place`.
-        ConfigError: As in `load_config`.
+        ConfigError: An override is invalid, or the configuration names code that is not allowed.
     """
     folder, index = find(place)
     stored = index["about"]["config"]
@@ -239,10 +244,10 @@ def load_checkpoint_config(
 
 @contextmanager
 def create_scratch_folder() -> Iterator[str]:
-    """Yield a temporary folder for the files of an evaluation, because the run folder may be another user's.
+    """Yield a temporary folder for the files of an evaluation, because the run folder may belong to another user.
 
-    The folder is removed after the block or, if the process was killed, by the next evaluation. A folder with
-    a traceback is kept, because an error message refers to the traceback.
+    The folder is removed after the block or, if the process was killed, by the next evaluation. A folder that
+    contains error.txt is kept, because an error message refers to this file.
     """
     remove_leftovers(tempfile.gettempdir(), f"{SCRATCH_PREFIX}{{owner}}-*", keep=TRACEBACK_FILE)
     folder = tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{get_owner_name()}-")

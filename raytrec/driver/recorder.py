@@ -32,18 +32,18 @@ MESSAGE_WAIT_S = 5.0  # maximum wait of a call for messages; each call costs dri
 
 @dataclass
 class Watch:
-    """Reader of messages from the ranks and the coordinator while Ray Train runs.
+    """Reader that shows and records messages from the ranks and the coordinator while Ray Train runs.
 
     Args:
         console: Console that shows the messages.
-        record: Record that stores the messages; None if nothing is trained.
-        ended: Function called when the result has arrived, before the workers end.
+        record: Record that stores the messages in the run folder; None if nothing is trained.
+        ended: Function called when rank 0 has reported its result, before the workers end.
         saved: Function called with each message about a saved or failed checkpoint.
 
     Attributes:
         result: Metrics of rank 0; None until rank 0 has reported its result.
         unsaved: Error that prevented the trained model from being saved; None if the model was saved.
-        ended_early_at: Step at which evaluations ended training (train.early_stopping); None if they did not.
+        ended_early_at: Step at which train.early_stopping ended training; None if training was not ended early.
     """
 
     console: Any
@@ -57,7 +57,7 @@ class Watch:
 
     @contextmanager
     def reading(self, coordinator: Any) -> Iterator[None]:
-        """Read the coordinator's messages in a thread while the block runs, then read all remaining ones.
+        """Read the coordinator's messages in a thread while the block runs, then the rest, and end the coordinator.
 
         Every Ray call of the thread has a short timeout. If Ray is shut down after one of its processes was lost,
         a thread that is still in a call would crash the driver.
@@ -88,7 +88,7 @@ class Watch:
                 self.receive(message)
 
     def failed(self, cause: str, again: bool) -> None:
-        """Show and record a failure that also ended the coordinator, which therefore cannot report the failure."""
+        """Show and record a failure of Ray that the coordinator cannot report, because the failure also ended it."""
         self.receive(messages.Event(event="failed", details={"cause": cause, "rank": None, "again": again}))
 
     def receive(self, message: Message) -> None:
@@ -108,7 +108,7 @@ class Watch:
             show(**{name: value for name, value in message.values().items() if name != "unix_s"})
 
     def _record_message(self, message: Message) -> None:
-        """Record a message. Any exception becomes a warning, because later messages must still be read."""
+        """Record a message. Show any exception as a warning, because later messages must still be read."""
         try:
             self.record.store_message(message)
         except Exception as error:
@@ -126,8 +126,8 @@ class Record:
         warn: Function called with warnings about the run folder, and with advice on performance.
 
     Attributes:
-        checks: Number of passed (True) and of failed (False) live checks since the beginning of the run.
-        times: Times of all steps since the beginning of the run.
+        checks: True → number of passed live checks, False → number of failed ones, since the beginning of the run.
+        times: Average time that ranks spent in each phase of the run's steps (report.findings).
     """
 
     def __init__(self, folder: Path, warn: Callable[[str], None]):
@@ -137,19 +137,19 @@ class Record:
             self.times.add(line)
         self._folder, self._warn, self._journal = folder, warn, Journal(folder, warn)
         self._groups, self._advised = StepBuffer(), set()
-        self._attempt: int | None = None  # attempt whose first interval has ended
+        self._attempt: int | None = None  # worker group whose first interval has ended
         self._recent: list[RankLine] = []  # each rank's intervals since then, up to MIN_INTERVAL_S seconds
 
     def result(self, metrics: dict[str, Any], unsaved: RunError | None) -> RunError | None:
         """Write result.json, which marks a run as finished, if the trained model has been saved.
 
         Args:
-            metrics: Metrics of the run.
+            metrics: Content of result.json.
             unsaved: Error that prevented the model from being saved; None if it was saved.
 
         Returns:
-            Error that prevented the model or result.json from being written; None on success. After an error,
-                the run can be resumed.
+            Error that prevented the model or result.json from being written, after which the run can be resumed; None
+                on success.
         """
         figures = {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
         self._append(messages.Result(step=metrics["train.steps"], unix_s=time(), figures=figures))
@@ -161,9 +161,8 @@ class Record:
             return RunError(
                 f"cannot write the result: {reason(error)}",
                 where=str(self._folder / RESULT),
-                expected="free space in the run folder; the model has been saved",
-                do=f"free some space, then evaluate the run again: raytrec train --resume "
-                f"{quote_for_shell(self._folder)}",
+                expected="a writable run folder with free space; the model has been saved",
+                do=f"correct the error, then complete the run: raytrec train --resume {quote_for_shell(self._folder)}",
             )
         return None
 
@@ -173,7 +172,7 @@ class Record:
             self._warn(missing)
 
     def store_message(self, message: Message) -> None:
-        """Write one message, and give advice on performance if the message shows a problem."""
+        """Write one message to its file, and warn the user if a rank's timings show a performance problem."""
         if message.FILE and message.values().get("unix_s") is None:
             message = replace(message, unix_s=time())  # type: ignore[call-arg]
         if message.FILE:
@@ -187,7 +186,7 @@ class Record:
             self._journal.put(PLAN, json.dumps(message.plan, indent=2) + "\n")
 
     def _advise(self, line: RankLine) -> None:
-        """Give advice on performance once all ranks have reported an interval; give each kind of advice once."""
+        """Warn about performance problems once all ranks have reported an interval; give each kind of advice once."""
         lines = self._groups.add(line)
         if lines is None:
             return
@@ -208,7 +207,7 @@ class Record:
 
 
 def _fetch_messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -> list[Message]:
-    """Return the coordinator's messages; wait at most `wait_s` seconds for the first message."""
+    """Return the coordinator's new messages; wait at most `wait_s` seconds for the first. Return [] if it has ended."""
     import ray
 
     try:
@@ -222,14 +221,14 @@ def _fetch_messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write values to a file as JSON. If writing fails, an existing file is unchanged."""
+    """Write values to a file as JSON. If writing fails with an OSError, an existing file is unchanged."""
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text to a file. If writing fails, an existing file is unchanged.
+    """Write a text to a file. If writing fails with an OSError, an existing file is unchanged.
 
-    A YAML file that contains a secret is readable only by this user.
+    A YAML file (*.yaml) that contains a secret is readable only by this user.
     """
     shown = hide_yaml(text) if path.suffix == ".yaml" else text
     write_atomically(path, text.encode(), 0o666 if shown == text else 0o600)

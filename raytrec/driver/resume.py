@@ -28,18 +28,18 @@ MAX_SHOWN_PARAMETERS = 5  # maximum number of newly initialized dense parameters
 
 
 def resume_config(place: str | Path, source: Any, overrides: list[str], allow_code: bool = False) -> RunConfig:
-    """Return the configuration of an unfinished run, with permitted changes applied.
+    """Return the configuration with which an unfinished run is resumed, with permitted changes applied.
 
     Args:
         place: Run folder.
-        source: Config that replaces the run's own config, with permitted changes only; None: the run's own.
+        source: Config that replaces config.yaml of the run, with permitted changes only; None: config.yaml.
         overrides: `section.key=value` strings.
         allow_code: True if a configuration that is not the user's own may name code (config/trust.py): a source
             from a URI, or the configuration in a run folder that another user has written.
 
     Raises:
         RunError: The folder contains no run, or a finished run.
-        ConfigError: A change would affect the result, or the configuration names code that is not allowed.
+        ConfigError: A change is not permitted, or the configuration names code that is not allowed.
     """
     folder = Path(make_absolute(str(place)))
     file = folder / "config.yaml"
@@ -69,7 +69,7 @@ def resume_config(place: str | Path, source: Any, overrides: list[str], allow_co
             "these settings affect the result and cannot be changed on resume:\n" + "\n".join(changed),
             where=str(file),
             expected="the configuration that the run started with",
-            do=f"restore these settings, or start a new run from the weights of this run: raytrec train --warm-start "
+            do=f"restore these settings, or start a new run with the weights of this run: raytrec train --warm-start "
             f"{quote_for_shell(place)}",
         )
     return config
@@ -82,18 +82,19 @@ def check_unfinished(folder: Path) -> None:
             "the run has already finished",
             where=str(folder),
             expected="an interrupted run",
-            do=f"see its {RESULT}, or start a new run from its weights: raytrec train --warm-start "
+            do=f"see its {RESULT}, or start a new run with its weights: raytrec train --warm-start "
             f"{quote_for_shell(folder)}",
         )
 
 
 def find_interrupted_run(config: RunConfig, is_user_named: bool) -> Path | None:
-    """Return the folder of the unfinished run that an earlier call of the same command started, or None.
+    """Return the folder of an unfinished run that an earlier call of the same command started, or None.
 
     Args:
         config: Resolved configuration of a new run.
-        is_user_named: True if the user has chosen the run's name or folder. Otherwise, the newest run with
-            the same name (except date and time), configuration and data is returned.
+        is_user_named: True if the user has chosen the run's name or folder, which then identifies the run.
+            Otherwise, the newest run with the same name (except date and time), settings and paths of data is
+            returned.
     """
     folders = (each for each in list_earlier_folders(config, is_user_named) if (each / "config.yaml").is_file())
     unfinished = (each for each in folders if not (each / RESULT).exists())
@@ -105,7 +106,8 @@ def list_earlier_folders(config: RunConfig, is_user_named: bool) -> list[Path]:
 
     Args:
         config: Resolved configuration of a new run or search.
-        is_user_named: True if the user has chosen the name or folder. Otherwise, the name ends in date and time.
+        is_user_named: True if the user has chosen the name or folder, so that only config.run.dir is returned.
+            Otherwise, the name ends with date and time.
     """
     folder, stem = Path(config.run.dir), config.run.name.rsplit("-", 2)[0]  # NAME-date-time
     return [folder] if is_user_named else sorted(folder.parent.glob(f"{stem}-*"), reverse=True)
@@ -121,7 +123,7 @@ def _is_same_run(folder: Path, config: RunConfig) -> bool:
 
 
 def record_data(folder: Path, datasets: dict[str, Dataset], contents: dict[str, list[FileIdentity]]) -> None:
-    """Record identities and paths of the datasets' files in the run folder, for resuming; ignore write errors."""
+    """Write identities and paths of the datasets' files to data.json in the run folder; ignore write errors."""
     values: dict[str, Any] = {name: [asdict(each) for each in files] for name, files in contents.items()}
     values[FILES_KEY] = {name: d.listing.record() for name, d in datasets.items() if d.listing.files}
     with suppress(OSError):
@@ -131,7 +133,7 @@ def record_data(folder: Path, datasets: dict[str, Dataset], contents: dict[str, 
 def check_same_data(
     folder: Path, root: str, schema: Schema, datasets: dict[str, Dataset], contents: dict[str, list[FileIdentity]]
 ) -> list[str]:
-    """Check that the schema is unchanged, and that the position in the newest checkpoint refers to the same rows.
+    """Check that a run that is resumed has the schema and the rows of data.train with which it was started.
 
     Args:
         folder: Run folder.
@@ -141,10 +143,13 @@ def check_same_data(
         contents: Current identities (sizes and hashes) of each dataset's files.
 
     Returns:
-        Warnings about changes in datasets other than data.train, and about rewritten files.
+        Warnings about changes in datasets other than data.train, and about files that were rewritten with equal
+            sizes, footers and samples; [] without a checkpoint.
 
     Raises:
-        ConfigError, DataError: A change of the schema or of data.train would alter the result.
+        ConfigError: The schema has changed.
+        DataError: There is a checkpoint, and data.train has changed.
+        RunError, SchemaError: The schema in the run folder cannot be read.
     """
     if _strip_statistics(schema) != _strip_statistics(load_stored_schema(folder)):
         file = folder / SCHEMA
@@ -156,7 +161,7 @@ def check_same_data(
         )
     _, index = find_newest_checkpoint(root)
     if not index:
-        return []  # without a checkpoint, the run starts again
+        return []  # the run starts from the beginning, so its data may change
     recorded, lines = _load_recorded_contents(folder), []
     if index["about"]["data"] != fingerprint(contents["train"]):
         changes = list_differences(recorded.get("train", []), contents["train"]) if recorded.get("train") else []
@@ -165,19 +170,19 @@ def check_same_data(
             where=f"{datasets['train'].uri}; {root}",
             expected="the same files with the same content, because the saved position refers to "
             "their rows (moved files and copies are allowed)",
-            do=f"restore the files, or start a new run from the weights: raytrec train --warm-start "
+            do=f"restore the files, or start a new run with the weights: raytrec train --warm-start "
             f"{quote_for_shell(folder)}",
         )
     for name, old_files in recorded.items():
-        new_files = contents.get(name, [])
+        new_files, key = contents.get(name, []), "eval.retrieval.items" if name == "items" else f"data.{name}"
         if new_files and (changes := list_differences(old_files, new_files)):
             lines.append(
-                f"data.{name} has changed since the run started, so metrics before and after the change "
+                f"{key} has changed since the run started, so metrics before and after the change "
                 f"cannot be compared{_format_list(changes)}"
             )
         elif rewritten := list_rewritten_files(old_files, new_files):
             lines.append(
-                f"data.{name}: {format_count(len(rewritten), 'rewritten file')}, the first is {rewritten[0]}; sizes, "
+                f"{key}: {format_count(len(rewritten), 'rewritten file')}, the first is {rewritten[0]}; sizes, "
                 "footers and samples are unchanged, so rewritten files are treated as copies"
             )
     return lines
@@ -189,7 +194,7 @@ def _strip_statistics(schema: Schema) -> str:
 
 
 def _load_recorded_contents(folder: Path) -> dict[str, list[FileIdentity]]:
-    """Return each dataset's file identities as last recorded by `record_data`; {} without a valid record."""
+    """Return dataset → identities of its files, as last recorded by `record_data`; {} without a valid record."""
     try:
         recorded = parse_json(read_bytes(folder / DATA))
         return {n: [FileIdentity(**values) for values in files] for n, files in recorded.items() if n != FILES_KEY}
@@ -201,7 +206,7 @@ def load_stored_schema(folder: Path) -> Schema:
     """Read the schema in a run folder.
 
     Raises:
-        RunError: The file cannot be read.
+        RunError: schema.yaml in the folder cannot be read.
         SchemaError: The file is not a schema.
     """
     file = folder / SCHEMA
@@ -248,7 +253,7 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
         for part, name in new.items():
             if old.get(part, name) != name:
                 raise ConfigError(
-                    f"the optimizer of {part} is {name}, but the checkpoint has the state of {old[part]}",
+                    f"the optimizer of {part} is {name}, but the checkpoint contains the state of {old[part]}",
                     where=f"warm_start.from={config.warm_start.from_}",
                     expected="the checkpoint's optimizers",
                     do="set warm_start.optimizer=false, or use the checkpoint's optimizers",
@@ -267,19 +272,20 @@ def _check_dense(config: RunConfig, old_config: RunConfig, old_schema: Schema, s
     for key, new in config.model.model_dump().items():
         old = old_model.get(key)
         if old != new and key != "dropout":
+            new_text, old_text = ("null" if value is None else str(value) for value in (new, old))
             raise ConfigError(
-                f"model.{key} is {new}, but the checkpoint has {old}",
+                f"model.{key} is {new_text}, but the checkpoint has {old_text}",
                 where=where,
                 expected="the checkpoint's model",
-                do=f"set model.{key}={str(old).replace(' ', '')}" + hint,
+                do=f"set model.{key}={old_text.replace(' ', '')}" + hint,
             )
     old_parts = _select_dense_parts(old_schema)
     for part, new in _select_dense_parts(schema).items():
         if new != old_parts[part]:
             raise SchemaError(
-                f"entry {part} of the schema is {new}, but the checkpoint has {old_parts[part]}",
+                f"{part} in the schema is {new}, but {old_parts[part]} in the checkpoint",
                 where=where,
-                expected="the checkpoint's labels, dense columns and sparse features",
+                expected="the labels, dense columns and sparse features of the checkpoint's schema",
                 do="train with the checkpoint's schema" + hint,
             )
 

@@ -41,12 +41,12 @@ PREVIOUS_DRIVER_TIMEOUT_S = 60.0  # wait for the end of an earlier driver, in ad
 
 
 class Unfinished(RunError):
-    """Error raised after training if the model or result could not be written, or if MLflow could not be opened.
+    """Error raised after training if the model or result could not be written, or the MLflow store not be opened.
 
     In the first case, the run can be resumed. In the second case, the run is complete in its run folder.
 
     Attributes:
-        result: Result of the run; None until `train` sets the attribute.
+        result: Metrics of the trained run; None until `train` sets the attribute.
     """
 
     result: Result | None = None
@@ -72,12 +72,12 @@ def train(
             (raytrec/config/trust.py).
 
     Returns:
-        Result: Metrics of the final evaluation (data.test, else data.valid) and of training.
+        Result: Metrics of the final evaluation (on data.test, else data.valid) and of training.
 
     Raises:
         ConfigError, SchemaError, DataError: The input is invalid; raised before or during training.
-        RunError: Workers failed more often than scaling.max_failures, or in a way that would recur. The traceback
-            is in error.txt of the run folder.
+        RunError: The run folder cannot be used, the run to resume has finished or does not exist, or workers failed
+            more often than scaling.max_failures or in a way that would recur (traceback in error.txt).
         Interrupted: Ctrl-C or SIGTERM ended the run, which can be resumed.
         Unfinished: The trained model or the result could not be written, or the MLflow store could not be opened.
 
@@ -109,11 +109,11 @@ def train(
 
 
 def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], console: RunConsole, began: float) -> Result:
-    """Start Ray, train, and write the result of a run whose folder exists.
+    """Start Ray, train a run whose folder exists, write its result, and return it.
 
     Args:
         plan: Run to train.
-        contents: Identities (sizes and hashes) of each dataset's files, computed in the background.
+        contents: Future of dataset → identities (sizes and hashes) of its files.
         console: Console that shows the run.
         began: Start of the run (perf_counter, in seconds), minus the duration of earlier drivers of the run.
     """
@@ -186,7 +186,7 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
 
 
 def add_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> RaytrecError:
-    """Return the error that ended a run; if all steps are trained and saved, add advice to complete the run.
+    """Return the error that ended a run, with advice to complete the run if all steps are trained and saved.
 
     Args:
         error: Error that ended the run.
@@ -220,7 +220,8 @@ def _find_store_error(follower: DeliveryProcess, folder: Path) -> RaytrecError |
         follower.ready()
     except ConfigError as error:
         run = make_relative(folder)
-        do = f"the run is complete: in {run}/config.yaml, {error.do}; then run raytrec track {quote_for_shell(run)}"
+        advice = error.do or "correct tracking.uri"
+        do = f"the run is complete: in {run}/config.yaml, {advice}; then run raytrec track {quote_for_shell(run)}"
         return RunError(**error.parts | {"do": do})
     return None
 
@@ -234,17 +235,15 @@ def _list_next_steps(config: RunConfig, code: list[str] | None, page: Path | Non
     if page:
         lines.append(f"pictures     {make_relative(page)}")
     if config.tracking.enabled:
-        uri = config.tracking.uri
-        at = "" if uri.startswith("http") else "mlflow ui --backend-store-uri "
-        lines.append(f"MLflow       {at}{hide(shorten_store_uri(uri))}")
+        lines.append(describe_store(config.tracking.uri))
     return [*lines, f"evaluate     raytrec evaluate {quote_for_shell(folder)} --data PARQUET"]
 
 
 def _write_report(renderer: BackgroundRenderer, console: RunConsole) -> Path | None:
     """Write the report and its pictures into the run folder, and return the path of the report.
 
-    If writing fails, print a warning and return None: a missing report does not fail the run. If the user
-    interrupts, print the command that writes the report, and raise the interrupt again.
+    If writing fails, show a warning and return None: a missing report does not fail the run. If the user
+    interrupts, show the command that writes the report, and raise the interrupt again.
     """
     try:
         return renderer.write()[0]
@@ -253,12 +252,18 @@ def _write_report(renderer: BackgroundRenderer, console: RunConsole) -> Path | N
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        console.warn(f"report failed: {why}; retry with raytrec report {quote_for_shell(renderer.folder)}")
+        console.warn(f"cannot write the report: {why}; retry with raytrec report {quote_for_shell(renderer.folder)}")
         return None
 
 
+def describe_store(uri: str) -> str:
+    """Return a line with the address of an MLflow server, or with the command that shows another store."""
+    command = "" if uri.startswith("http") else "mlflow ui --backend-store-uri "
+    return f"MLflow       {command}{hide(shorten_store_uri(uri))}"
+
+
 def shorten_store_uri(uri: str) -> str:
-    """Return the URI of a local store relative to the current folder; other URIs are unchanged."""
+    """Return the URI of a SQLite store in the current folder with a relative path; other URIs are unchanged."""
     return uri.replace(f"sqlite:///{Path.cwd()}/", "sqlite:///")
 
 

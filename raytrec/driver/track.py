@@ -20,17 +20,17 @@ from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import describe_foreign_file, is_own_file
 from raytrec.tracking.run_folder import CONFIG, check_run_folder
 
-SERVER_ANSWER_TIMEOUT_S = 5.0  # time that a finished run waits for a server that does not respond
-FILE_ANSWER_TIMEOUT_S = 60.0  # the same for a SQLite file, which responds unless the machine is overloaded
+SERVER_ANSWER_TIMEOUT_S = 5.0  # time that a finished run waits for the first response of an MLflow server
+FILE_ANSWER_TIMEOUT_S = 60.0  # time that a finished run waits for a SQLite file, which responds unless load is high
 DELIVERY_TIMEOUT_S = 30.0  # time to deliver missing records at the end of a run
-SILENT_SERVER_TIMEOUT_S = 15.0  # time that `raytrec track` waits for a server that does not respond
+SILENT_SERVER_TIMEOUT_S = 15.0  # time for which `raytrec track` retries a store that does not respond
 NICENESS = 19  # of the child processes
-# The delivery computes nothing, so threads and memory arenas would only use memory.
+# The delivery process computes nothing, so additional threads and memory arenas would only use memory.
 LOW_MEMORY_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 
 def start_command(arguments: list[str], environment: dict[str, str], **streams: Any) -> Popen:
-    """Start `raytrec` as a child process at low priority; this process's environment overrides `environment`."""
+    """Start `raytrec` at low priority, and return its process; existing variables override `environment`."""
     process = Popen(
         # --allow-code: this process has already accepted the code of the configuration.
         [sys.executable, "-P", "-m", "raytrec", *arguments, "--allow-code"],
@@ -46,15 +46,15 @@ def start_command(arguments: list[str], environment: dict[str, str], **streams: 
 class DeliveryProcess:
     """Child process that delivers a run to MLflow during the run (tracking.delivery.follow).
 
-    The child process runs at low priority, and always ends with the driver. Without tracking.enabled, it is
-    not started. Only `ready` and `close` block.
+    The child process runs at low priority, and ends soon after the driver. Without tracking.enabled, no process is
+    started. Only `ready` and `close` block.
 
     Args:
         config: Configuration of the run.
         notify: Function that `check`, `ready` and `close` call with messages to show.
 
     Attributes:
-        run_id: Id of the MLflow run; None if not known yet.
+        run_id: Id of the MLflow run; None until the child process has reported the id.
     """
 
     def __init__(self, config: RunConfig, notify: Callable[[str], None]):
@@ -69,21 +69,21 @@ class DeliveryProcess:
             self._process = start_command(arguments, LOW_MEMORY_ENV, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
 
     def check(self) -> None:
-        """Handle the reports that the process has sent.
+        """Handle the reports that the child process has sent, without waiting for more.
 
         Raises:
-            ConfigError: The store cannot be opened, e.g. because the address is wrong or the server requires
-                another user.
+            ConfigError: The store cannot be opened, e.g. because the address is wrong or the server refuses the
+                credentials.
         """
         self._read_reports(0.0)
         if self._refusal:
             raise self._refusal
 
     def ready(self) -> str | None:
-        """Wait until the tracking store responds, at most SERVER_ANSWER_TIMEOUT_S or FILE_ANSWER_TIMEOUT_S.
+        """Wait until the tracking store responds, at most FILE_ANSWER_TIMEOUT_S (SQLite) or SERVER_ANSWER_TIMEOUT_S.
 
         Returns:
-            Id of the MLflow run; None if the store does not respond.
+            Id of the MLflow run; None if the store does not respond, or without tracking.enabled.
 
         Raises:
             ConfigError: As in `check`.
@@ -96,15 +96,15 @@ class DeliveryProcess:
         return self.run_id
 
     def close(self, status: str, patience_s: float = DELIVERY_TIMEOUT_S) -> str | None:
-        """Let the process write the remaining records, and wait until it exits. Ctrl-C ends the wait early.
+        """Let the child process write the remaining records, and wait until it exits. Ctrl-C ends the wait early.
 
         Args:
-            status: FINISHED, FAILED or KILLED.
-            patience_s: Maximum time to wait, in seconds.
+            status: Final status of the MLflow run, FINISHED, FAILED or KILLED.
+            patience_s: Maximum time to wait in seconds, after which the process is killed.
 
         Returns:
-            Sentence that states which records MLflow lacks and how to deliver them; None if MLflow has all
-                records, or if the store could not be opened, because `check` raises that error.
+            Sentence that states which records MLflow lacks, with the command that delivers them. None if MLflow has
+                all records, without tracking.enabled, or if the store could not be opened (`check` raises that error).
         """
         if self._process is None:
             return None
@@ -127,7 +127,7 @@ class DeliveryProcess:
         return f"{self._missing}; the run folder contains all records: raytrec track {quote_for_shell(self._folder)}"
 
     def _read_reports(self, wait_s: float) -> bool:
-        """Handle reports that arrive within `wait_s` seconds. Return False if the process has ended."""
+        """Wait at most `wait_s` seconds for reports, and handle them. Return False if the process has ended."""
         while self._process and select([self._process.stdout], [], [], wait_s)[0]:
             if not (data := os.read(self._process.stdout.fileno(), 1 << 16)):
                 return False
@@ -139,7 +139,7 @@ class DeliveryProcess:
         return True
 
     def _handle_report(self, values: dict[str, Any]) -> None:
-        """Handle one line of tracking.delivery.follow."""
+        """Handle one line written by tracking.delivery.follow."""
         self._answered = True
         if "note" in values:
             self._notify(values["note"])
@@ -150,31 +150,32 @@ class DeliveryProcess:
 
 
 def load_tracked_config(run: str | Path, allow_code: bool) -> RunConfig:
-    """Return the configuration of a tracked run, with run.dir set to its current folder; errors are as in `track`."""
+    """Return the configuration of a run, with run.dir set to its current folder; raise the errors of `track`."""
     folder = check_run_folder(run).absolute()
     file = folder / CONFIG
     elsewhere = None if is_own_file(file) else describe_foreign_file(file)
     config = load_config(file, elsewhere=elsewhere, allow_code=allow_code)
     config.run.dir = str(folder)  # the folder may have been moved
     if not config.tracking.enabled:
-        raise ConfigError("this run is not tracked", where=str(folder), expected="tracking.enabled=true")
+        raise ConfigError("this run is not tracked in MLflow", where=str(file), expected="tracking.enabled=true")
     return config
 
 
 def track(run: str | Path, allow_code: bool = False, follow: bool = False) -> RunConfig:
-    """Deliver the records of a run folder that the MLflow store lacks. A repeated call delivers no record twice.
+    """Deliver the records of a run folder that the MLflow store lacks; records are not delivered twice.
 
     Args:
         run: Run folder.
-        allow_code: True if a configuration written by another user may name a server and code.
-        follow: True to deliver until standard input ends, while another process executes the run.
+        allow_code: True if a configuration written by another user may name a server and code (config/trust.py).
+        follow: True to deliver until standard input ends, while the driver that started this process runs.
 
     Returns:
         Configuration of the run.
 
     Raises:
-        RunError: The folder contains no run, the run is being trained, or MLflow does not accept all records.
-        ConfigError: tracking.enabled is false, or the store cannot be opened.
+        RunError: The folder contains no run, another process uses it, or MLflow does not accept all records.
+        ConfigError: tracking.enabled is false, the configuration names code that is not allowed, or the store cannot
+            be opened.
     """
     from raytrec.tracking import delivery
 

@@ -17,6 +17,7 @@ from raytrec.cli import main
 from raytrec.common.errors import ConfigError
 from raytrec.driver import check
 from raytrec.driver import run as driver
+from raytrec.driver.run import describe_store
 
 pytestmark = pytest.mark.slow
 
@@ -75,13 +76,13 @@ SABOTAGE = {
         "embeddings/pooling.py",
         "/ totals_FB[index].unsqueeze(1)",
         "",
-        ["FAIL  pooled embeddings of tags", "FAIL  gradient of tag"],
+        ["FAIL  tags (pooled embeddings)", "FAIL  tag (gradient)"],
     ),
     "gradients are divided by the number of workers": (
         "tasks/objective.py",
         "(weight * world / ",
         "(weight / ",
-        ["FAIL  gradient of user", "FAIL  gradient of logit.bias", "FAIL  state, 20 steps of user.sum"],
+        ["FAIL  user (gradient)", "FAIL  logit.bias (gradient)", "FAIL  user.sum (state, 20 steps)"],
     ),
 }
 
@@ -106,10 +107,15 @@ def test_failed_check_prints_and_stores_its_findings(tmp_path, monkeypatch, caps
         main(["check", str(tmp_path / "run.json")])
     assert ended.value.code == 1
     said = capsys.readouterr()
-    assert "FAIL  pooled embeddings of tags: relative error 5.0e-01, limit 1e-06" in said.out
-    assert "FAIL  gradient of tag: relative error not a number, limit 1e-05" in said.out
+    assert "FAIL  tags (pooled embeddings): relative error 5.0e-01, limit 1e-06" in said.out
+    assert "FAIL  tag (gradient): relative error not finite, limit 1e-05" in said.out
     kept = json.loads((tmp_path / "check/check.json").read_text())
     assert (kept["passed"], kept["failed"], kept["comparisons"]) == (False, 2, 3)
+
+
+def test_check_names_the_address_of_an_mlflow_server():
+    assert describe_store("http://tracking:5000") == "MLflow       http://tracking:5000"
+    assert describe_store("sqlite:////m/mlflow.db").endswith("mlflow ui --backend-store-uri sqlite:////m/mlflow.db")
 
 
 # Each case runs the command in a subprocess.

@@ -73,8 +73,8 @@ def test_plan_reports_lack_of_gpu_memory_for_a_step(folder):
 @pytest.mark.parametrize(
     "text,message",
     [
-        ("[1, 2]", "not a table of prices"),
-        ("8xh100: cheap", "not a table of prices"),
+        ("[1, 2]", "not a mapping of machines to prices"),
+        ("8xh100: cheap", "not a mapping of machines to prices"),
         ("9xh9: 3", "there is no machine '9xh9'"),
     ],
 )

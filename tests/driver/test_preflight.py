@@ -16,10 +16,11 @@ from small import make_small_schema
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
+from raytrec.data.files.file_identity import FileIdentity, fingerprint
 from raytrec.driver import preflight as fit
 from raytrec.driver.console import Result, RunConsole, print_summary
 from raytrec.driver.prepare import open_run
-from raytrec.driver.resume import check_warm_start
+from raytrec.driver.resume import check_same_data, check_warm_start, record_data
 from raytrec.planning.dry_run import ClusterEstimate
 from raytrec.planning.machines import Cluster
 from raytrec.planning.memory import PlannedTable
@@ -187,7 +188,11 @@ def test_early_stopping_that_cannot_end_the_run_warns(every, stopping, earliest)
     train = {"eval_every_steps": every, "early_stopping": stopping}
     values = {"data": {"train": "d/train", "valid": "d/valid"}, "train": train, "checkpoint": {"keep_best": 1}}
     lines = fit.check_row_and_step_counts(load_config(values), Schema.parse(SCHEMA, "test"), 1000)
-    assert lines == [] if earliest is None else f"could end early at step {earliest}, but the run has" in lines[0]
+    assert (
+        lines == []
+        if earliest is None
+        else f"could end at step {earliest} at the earliest, but the run has" in lines[0]
+    )
 
 
 def constant_label(row):
@@ -272,6 +277,29 @@ def test_unscaled_column_with_large_values_warns(tmp_path, largest, scale, trans
     found = [line for line in lines if "dense column price has absolute values up to 100,000" in line]
     assert len(found) == warns
     assert all("{price: {log: true}}" in line and "{do: log, columns: [price]}" in line for line in found)
+
+
+def test_warning_about_changed_items_names_their_key(tmp_path, monkeypatch):
+    schema = Schema.parse(SCHEMA, "test")
+    (tmp_path / "schema.yaml").write_text(schema.to_yaml())
+    old = FileIdentity("items.parquet", [[0, 5]], 100, "a", "a", True)
+    record_data(tmp_path, {}, {"train": [], "items": [old]})
+    index = {"about": {"data": fingerprint([])}}
+    monkeypatch.setattr("raytrec.driver.resume.find_newest_checkpoint", lambda root: ("/c", index))
+    contents = {"train": [], "items": [replace(old, data="b")]}
+    (line,) = check_same_data(tmp_path, "/c", schema, {}, contents)
+    assert line.startswith("eval.retrieval.items has changed since the run started")
+
+
+def test_warm_start_advises_null_for_an_unset_model_key(monkeypatch):
+    schema = Schema.parse(SCHEMA, "test")
+    values = {"data": {"train": "d/train"}, "model": {"name": "dcn"}}
+    old, new = load_config(values), load_config(values, ["warm_start.from=/run", "model.cross_rank=2"])
+    about = {"config": old.model_dump(by_alias=True, mode="json"), "schema": schema.to_yaml()}
+    monkeypatch.setattr("raytrec.driver.resume.find", lambda place: (place, {"about": about, "tensors": {}}))
+    with pytest.raises(ConfigError, match=r"model\.cross_rank is 2, but the checkpoint has null") as error:
+        check_warm_start(new, schema)
+    assert "set model.cross_rank=null, or" in error.value.do
 
 
 def test_warm_start_names_initialized_dense_parameters(monkeypatch):

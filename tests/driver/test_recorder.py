@@ -2,10 +2,12 @@
 
 import json
 import time
+from socket import gethostname
 from threading import enumerate as threads
 
 import parquet
 import pytest
+from checkpoints import write_index_only
 from recorded import rank_line
 
 from raytrec.cluster.lifeline import RayLost
@@ -13,7 +15,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.messages import ENDED_EARLY, Event, Outcome, RankLine
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
-from raytrec.driver.driver_state import read_driver_record, record_driver
+from raytrec.driver.driver_state import hold_run_lock, read_driver_record, record_driver
 from raytrec.driver.prepare import make_run_folder
 from raytrec.driver.recorder import Record, Watch
 
@@ -98,6 +100,25 @@ def test_new_run_ignores_records_of_a_failed_start(tmp_path, tiny_data):
         assert before_s == 0
     again = Record(tmp_path, print)
     assert not again.checks and not again.times.steps
+
+
+def test_checkpoints_of_another_run_cannot_be_resumed_from_a_new_folder(tmp_path, tiny_data):
+    values = parquet.config_values(tiny_data, tmp_path / "run") | {"checkpoint": {"dir": str(tmp_path / "other")}}
+    config = load_config(values)
+    write_index_only(tmp_path / "other", 3)
+    with pytest.raises(RunError, match="already contains checkpoints up to step 3") as error:
+        make_run_folder(tmp_path / "run", config, Schema.load(tiny_data / "schema.yaml"))
+    assert error.value.do == "choose another run.dir or checkpoint.dir"
+
+
+def test_error_about_a_locked_folder_names_no_earlier_driver(tmp_path):
+    (tmp_path / "driver.json").write_text(json.dumps({"pid": 2**22 + 1, "host": gethostname(), "started": 1}))
+    with (
+        hold_run_lock(tmp_path, 0, print),
+        pytest.raises(RunError, match="in use by another process"),
+        hold_run_lock(tmp_path, 0, print),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(("last", "seconds"), [(40.0, 140.0), (None, 100.0), (-3600.0, 100.0)])
