@@ -74,10 +74,7 @@ class Task(TaskRows):
 
 
 def key_columns(tasks: Sequence[Task], slices: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the names of the columns of Batch.keys, in order and without duplicates.
-
-    They are the tasks' group, item and item_frequency columns, followed by `slices` (eval.slices).
-    """
+    """Return the names of the columns of Batch.keys: group, item and frequency columns of the tasks, then slices."""
     of_tasks = (name for task in tasks for name in (task.group, task.item, task.item_frequency))
     return tuple(dict.fromkeys([*(name for name in of_tasks if name is not None), *slices]))
 

@@ -98,11 +98,7 @@ MASK_CYCLE = [{"name": "a", "label": "clicked", "mask": "b"}, {"name": "b", "lab
         (MASK_CYCLE, TWO_LABELS, ["masks of tasks form a cycle: a → b → a"]),
         ([{"loss": "mse", "positive_weight": 2}], SCHEMA, ["positive_weight is 2, but the loss mse has no positives"]),
         ([{**THREE_CLASSES, "positive_weight": 2}], SCHEMA, ["tasks[0].positive_weight"]),
-        (
-            [{"loss": "poisson", "negatives_kept": 0.5}],
-            SCHEMA,
-            ["negatives_kept is 0.5, but the logits of loss pois"],
-        ),
+        ([{"loss": "poisson", "negatives_kept": 0.5}], SCHEMA, ["negatives_kept is 0.5, but the logits of loss pois"]),
         ([{"loss": "bpr", "negatives_kept": 0.5}], SCHEMA, ["tasks[0].negatives_kept"]),
         ([{"loss": "huber", "options": {"delta": 0}}], SCHEMA, ["delta is 0, not a number between 0 and"]),
         ([{"loss": "focal", "options": {"gamma": "2"}}], SCHEMA, ["gamma is '2', not a number from 0"]),

@@ -22,29 +22,29 @@ HASH_MULTIPLIER = 6364136223846793005  # Knuth's 64-bit multiplier
 
 @check("same_environment")
 class SameEnvironment(Check):
-    """Check that compares the ranks' facts, such as the configuration and package versions, key by key."""
+    """Check that compares plain values (Position.about), such as the configuration and package versions, over ranks."""
 
     moments = frozenset({START})
     do = "install the same version of raytrec, packages and files on every node, and restart the run"
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, which names the facts that differ between ranks.
-
-        This is a collective operation: every rank must call it.
-        """
+        """Return the outcome, which names the values that differ between ranks. Every rank must call this method."""
         problems = []
         for key, values, odd in find_differing(position.about, self.run.peers):
-            usual = next(value for rank, value in enumerate(values) if rank not in odd)
-            odd_text, usual_text = _split_at_difference(str(values[odd[0]]), str(usual))
-            problems.append(f"{key} is {odd_text!r} on {format_ranks(odd)} and {usual_text!r} on the other ranks")
+            usual = [rank for rank in range(len(values)) if rank not in odd]
+            same = [rank for rank in odd if repr(values[rank]) == repr(values[odd[0]])]
+            odd_text, usual_text = _excerpt_around_difference(str(values[odd[0]]), str(values[usual[0]]))
+            problem = f"{key} is {odd_text!r} on {format_ranks(same)} and {usual_text!r} on {format_ranks(usual)}"
+            rest = [rank for rank in odd if rank not in same]
+            problems.append(problem + (f", and has other values on {format_ranks(rest)}" if rest else ""))
         summary = f"{len(position.about)} facts are the same on all ranks"
         if network := position.about.get(NETWORK):
             summary += f"; NCCL's network is {network}"
         return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)
 
 
-def _split_at_difference(one: str, other: str) -> list[str]:
-    """Return the part of each text around the first character at which the texts differ."""
+def _excerpt_around_difference(one: str, other: str) -> list[str]:
+    """Return an excerpt of each text around the first character at which the texts differ."""
     same = [*takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
     start = max(0, len(same) - MAX_VALUE_CHARS // 3)
     end = start + MAX_VALUE_CHARS
@@ -53,7 +53,7 @@ def _split_at_difference(one: str, other: str) -> list[str]:
 
 @check("replicas")
 class Replicas(Check):
-    """Check that compares hashes of dense layers, data-parallel tables and optimizer state between ranks."""
+    """Check that compares hashes of tensors between ranks: dense layers, data-parallel tables, and their state."""
 
     do = (
         "resume from the last checkpoint: raytrec train --resume RUN; if the same rank fails again, inspect "
@@ -61,10 +61,7 @@ class Replicas(Check):
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, which names the tensors that differ between ranks.
-
-        This is a collective operation: every rank must call it.
-        """
+        """Return the outcome, which names the tensors that differ between ranks. Every rank must call this method."""
         hashes, world = self.hashes(), self.run.peers.world
         problems = []
         for name, _, odd in find_differing(hashes, self.run.peers):

@@ -10,7 +10,7 @@ import torch
 from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, Outcome, Position, find_deviating_ranks, format_ranks
 from raytrec.checks.live.registry import check
 
-MAX_SHOWN_RANKS = 8  # maximum number of ranks whose counts are listed
+MAX_SHOWN_RANKS = 8  # maximum number of ranks whose counts are listed in a problem
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,7 @@ class Conservation(Check):
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, which names lost ids and rows, and ranks at a different step.
-
-        This is a collective operation: every rank must call it.
-        """
+        """Return the outcome, which names lost ids and rows, and deviating ranks. Every rank must call this method."""
         counts, peers = self._counts(position), self.run.peers
         features = list(self.run.schema.sparse)
         received = [counts.looked_up[feature] for feature in features]
@@ -92,9 +89,8 @@ class Conservation(Check):
     def _problems(self, of_ranks: list[IdCounts], lost: list[str], expected_rows: int | None) -> list[str]:
         problems, rows = _describe_step_mismatches(of_ranks), [counts.rows for counts in of_ranks]
         if expected_rows not in (None, sum(rows)):
-            listed = ", ".join(f"{part:,}" for part in rows[:MAX_SHOWN_RANKS])
             expected = f"the batches have {expected_rows:,} rows"
-            problems.append(f"{expected}, but {sum(rows):,} were trained (by rank: {listed})")
+            problems.append(f"{expected}, but {sum(rows):,} were trained (by rank: {_list_counts(rows)})")
         for feature, spec in self.run.schema.sparse.items():
             where = f"table {spec.table}, feature {feature}"
             problems += [
@@ -106,9 +102,13 @@ class Conservation(Check):
             if feature in lost:
                 received = [counts.looked_up[feature] for counts in of_ranks]
                 sent = sum(counts.sent[feature] for counts in of_ranks) * self._count_lookups(feature)
-                listed = ", ".join(f"{ids:,}" for ids in received[:MAX_SHOWN_RANKS])
-                problems.append(f"{where}: {sent:,} ids were sent, but {sum(received):,} received (by rank: {listed})")
+                by_rank = f"by rank: {_list_counts(received)}"
+                problems.append(f"{where}: {sent:,} ids were sent, but {sum(received):,} received ({by_rank})")
         return problems
+
+
+def _list_counts(of_ranks: list[int]) -> str:
+    return ", ".join(f"{count:,}" for count in of_ranks[:MAX_SHOWN_RANKS]) + ", …" * (len(of_ranks) > MAX_SHOWN_RANKS)
 
 
 def _describe_step_mismatches(of_ranks: list[IdCounts]) -> list[str]:
@@ -116,8 +116,10 @@ def _describe_step_mismatches(of_ranks: list[IdCounts]) -> list[str]:
     problems = []
     steps = [counts.step for counts in of_ranks]
     if odd := find_deviating_ranks(steps):
-        problems.append(f"{format_ranks(odd)} completed {steps[odd[0]]} steps, unlike the other ranks")
+        usual = next(step for rank, step in enumerate(steps) if rank not in odd)
+        different = " or ".join(f"{step:,}" for step in dict.fromkeys(steps[rank] for rank in odd))
+        problems.append(f"{format_ranks(odd)} completed {different} steps instead of {usual:,}")
     for rank, counts in enumerate(of_ranks):
-        if counts.is_behind:
-            problems.append(f"rank {rank} trained the batch of step {counts.batch_step} at step {counts.step - 1}")
+        if counts.is_behind:  # in messages, steps are counted from 1
+            problems.append(f"rank {rank} trained the batch of step {counts.batch_step + 1} at step {counts.step}")
     return problems

@@ -15,6 +15,8 @@ LONGEST_BAG = 1024  # maximum number of ids in a compared bag
 class Bags:
     """Selected bags of one feature; a sequence read id by id counts as L bags of at most one id each.
 
+    A bag contains the ids of a feature in one row of a batch. Below, w is the weight of an id.
+
     Attributes:
         at: Rows of the batch whose bags are selected, int64 [R].
         ids: Ids, int64 [N].
@@ -22,7 +24,8 @@ class Bags:
         factors: Factor of each id's vector, float32 [N]: w, or for means w ÷ Σ w of its bag.
         doubt: Factor by which rounding errors may exceed those for positive weights, float32 [S]: for means
             Σ|w| ÷ |Σ w|, otherwise 1.
-        share: Factor of each bag's sum, float32 [S]: 1 ÷ |Σ w| for means, otherwise 1.
+        share: Magnitude of the factor that turns a bag's sum into its result, float32 [S]: 1 ÷ |Σ w| for means,
+            otherwise 1.
     """
 
     at: torch.Tensor
@@ -66,11 +69,11 @@ def flatten_vectors(values: torch.Tensor) -> torch.Tensor:
 def select_bags(
     key: KeyLookups, first: torch.Tensor, mean: bool, device: torch.device, sequence: int | None = None
 ) -> Bags:
-    """Select bags and the longest bag; bags of more than `LONGEST_BAG` ids are ignored.
+    """Select the bags of some rows, and the longest bag; bags of more than `LONGEST_BAG` ids are omitted.
 
     Args:
         key: Ids and bags of the feature.
-        first: Row numbers of the bags to select, int64 [n]; if there are none, no bag is selected.
+        first: Rows of the batch whose bags are selected, int64 [n]; if there are none, no bag is selected.
         mean: True if the feature is mean-pooled.
         device: Device of the result.
         sequence: Maximum number of ids if the feature is read id by id; None if bags are pooled.

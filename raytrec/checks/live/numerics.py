@@ -31,8 +31,8 @@ DENSE = "dense layers'"
 class Finite(Check):
     """Check that no weight or optimizer state is NaN or infinite.
 
-    Every evaluation reads all dense layers, and a different part of each shard of a table. Every value is
-    checked before a checkpoint is saved (`checkpoint.save`).
+    Every evaluation reads all dense layers, and a different sample of each shard of a table. All values are
+    checked before a checkpoint is saved (checkpoint/save.py).
     """
 
     do = (
@@ -44,15 +44,13 @@ class Finite(Check):
     _turn = 0  # number of earlier evaluations
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, which names the tensors with values that are not finite.
-
-        This is a collective operation: every rank must call it.
-        """
+        """Return the outcome, which names the tensors that are not finite. Every rank must call this method."""
         peers = self.run.peers
         nonfinite = [name for name, size in self.sizes(probed).items() if not isfinite(size)]
         on_ranks = group_by_rarity(peers.objects(nonfinite)) if peers.max_number(bool(nonfinite)) else []
         problems = [f"{name}: a value is NaN or infinite on {where}" for name, where in on_ranks]
-        return self.outcome(position.step, problems, "all weights and optimizer state are finite", len(problems), 0)
+        summary = "all sampled weights and optimizer state are finite"
+        return self.outcome(position.step, problems, summary, len(problems), 0)
 
     @torch.no_grad()
     def sizes(self, probed: bool) -> dict[str, float]:
@@ -91,7 +89,8 @@ class Sizes:
 class Numerics(Check):
     """Check of the magnitudes of weights and gradients, and of the ratio of predicted to actual rates.
 
-    Every evaluation reads all dense layers, and a different part of each shard.
+    A magnitude must not exceed MAX_GROWTH times its median over earlier evaluations. Every evaluation reads all dense
+    layers, and a different sample of each shard. Gradients are only checked after probed steps.
     """
 
     do = (
@@ -106,10 +105,7 @@ class Numerics(Check):
         self._earlier: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Measure the magnitudes on this rank, and return the outcome for all ranks.
-
-        This is a collective operation: every rank must call it.
-        """
+        """Measure the magnitudes, and return the outcome for all ranks. Every rank must call this method."""
         return self.judge(self.sizes(position, probed), position.step)
 
     def judge(self, local_sizes: Sizes, step: int) -> Outcome:
@@ -143,12 +139,12 @@ class Numerics(Check):
                 f"{name}: max |value| is {size:.3g} (on rank {rank}), {growths[name]:,.0f} × its usual value"
             )
         problems += _describe_drift(local_sizes.ratios) if step >= MIN_RATIO_STEP else ()
-        summary = "all gradients are finite, and no magnitude is unusually large"
+        summary = f"{'all gradients are finite, and ' if squares else ''}no magnitude is unusually large"
         return self.outcome(step, problems, summary, max([growth, *growths.values()]), MAX_GROWTH)
 
     @torch.no_grad()
     def sizes(self, position: Position, probed: bool) -> Sizes:
-        """Measure the magnitudes on this rank."""
+        """Return the magnitudes on this rank; the next call reads another sample of each shard."""
         run, figures = self.run, position.figures
         weights = sample_weights(run, self._turn, probed)
         self._turn += 1
@@ -204,9 +200,9 @@ class Numerics(Check):
 
 
 def _describe_drift(ratios: dict[str, tuple[float | None, float | None]]) -> Iterator[str]:
-    """Yield a description of each ratio of predicted to actual rates that is out of bounds.
+    """Yield a description of each ratio of predicted to actual rates that is outside RATIO_BOUNDS.
 
-    Deviations that chance can explain are ignored.
+    Ratios that chance can explain, i.e. within MAX_SIGMAS standard deviations of 1, are ignored.
     """
     for key, (ratio, positives) in ratios.items():
         if ratio is None or not positives:
@@ -215,7 +211,8 @@ def _describe_drift(ratios: dict[str, tuple[float | None, float | None]]) -> Ite
         if not RATIO_BOUNDS[0] <= ratio <= RATIO_BOUNDS[1] and abs(ratio - 1) > tolerance:
             task = key.rpartition(".")[0]
             of_task = f" of {task}" if task else ""
-            yield f"predicted ÷ actual rate{of_task} is {ratio:.3g} over {positives:,.0f} positives"
+            bounds = f"{RATIO_BOUNDS[0]:g} to {RATIO_BOUNDS[1]:g}"
+            yield f"predicted ÷ actual rate{of_task} is {ratio:.3g} over {positives:,.0f} positives, not {bounds}"
 
 
 def sample_weights(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor]]:
@@ -256,7 +253,7 @@ def compute_max_magnitudes(tensors: list[tuple[str, torch.Tensor]]) -> dict[str,
 
 
 def _sample_looked_up_rows(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
-    """Return a sample, for each feature, of the rows of this rank's shards that the probed step looked up, by table."""
+    """Return table → samples, one per feature, of the rows of this rank's shard that the probed step looked up."""
     rows: dict[str, list[torch.Tensor]] = defaultdict(list)
     for lookup in lookups:
         if lookup.ids is None:

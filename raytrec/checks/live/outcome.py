@@ -103,14 +103,11 @@ class Check:
 
     @classmethod
     def applies(cls, run: CheckedRun) -> bool:
-        """Return True if the check applies to this run."""
+        """Return True if the check applies to this run; other checks are not evaluated. By default, all apply."""
         return True
 
     def prepare(self, batch: Batch) -> None:
-        """Prepare for a probed step, given this rank's part of the batch in CPU memory.
-
-        This is a collective operation: every rank must call it.
-        """
+        """Prepare for a probed step with this rank's batch, in CPU memory. Every rank must call this method."""
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
         """Return the outcome, the same on all ranks.
@@ -132,7 +129,7 @@ class Check:
 
         Args:
             step: Number of training steps completed.
-            problems: Descriptions of problems; the outcome's text consists of the first three.
+            problems: Descriptions of problems; the outcome's text lists the first three and the number of others.
             good: Text of the outcome if `problems` is empty.
             figure: Measured value; None if the check measures no value.
             limit: Largest value that passes; None if there is no limit.
@@ -153,10 +150,10 @@ def format_ranks(numbers: list[int]) -> str:
 
 
 def group_by_rarity(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
-    """Return (name, text that lists the reporting ranks) pairs; names reported by the fewest ranks come first.
+    """Return pairs of a name and the ranks that report it, as text, given the names that each rank reports.
 
-    An error that begins on one rank soon spreads to all ranks, so the names reported by the fewest ranks are
-    closest to the cause.
+    Names reported by the fewest ranks come first. An error that begins on one rank soon spreads to all ranks, so these
+    names are closest to the cause.
     """
     on: dict[str, list[int]] = defaultdict(list)
     for rank, names in enumerate(of_ranks):

@@ -55,10 +55,7 @@ class Parity(Check):
 
     @torch.no_grad()
     def prepare(self, batch: Batch) -> None:
-        """Pool a few bags of the batch in plain torch.
-
-        This is a collective operation: every rank must call it.
-        """
+        """Compute the expected embeddings of a few bags in plain torch. Every rank must call this method."""
         bags = self._bags(batch)
         self._rows = self._gather_compared_rows(bags)
         values = self._gather_row_values()
@@ -76,10 +73,7 @@ class Parity(Check):
 
     @torch.no_grad()
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome of comparing the probed step with the expected values.
-
-        This is a collective operation: every rank must call it.
-        """
+        """Return the outcome of comparing the step with a single process. Every rank must call this method."""
         run, peers = self.run, self.run.peers
         pooled = run.taps.input.pooled
         # Feature → error of its pooled embeddings; table → (error, rank that holds the largest error).
@@ -151,7 +145,7 @@ class Parity(Check):
             yield feature, split_bags(key) if feature in schema.candidates else key
 
     def _gather_compared_rows(self, bags: dict[str, Bags]) -> dict[str, torch.Tensor]:
-        """Return a mapping from table to the sorted rows that occur in the compared bags of all ranks, int64 [R]."""
+        """Return table → sorted rows in the compared bags of all ranks, int64 [R]. Every rank must call this method."""
         starts, total = {}, 0
         for name, table in self.run.tables.items():
             starts[name], total = total, total + table.shape[0]
@@ -162,7 +156,7 @@ class Parity(Check):
         return {name: part - starts[name] for name, part in zip(starts, keys.split(sizes), strict=True)}
 
     def _gather_row_values(self) -> dict[str, torch.Tensor]:
-        """Collect the values of the compared rows from the ranks that hold them: table → float32 [R, dim]."""
+        """Return the values of the compared rows, collected from the ranks that hold them: table → float32 [R, dim]."""
         tables = self.run.tables
         flat, blocks = _make_zero_blocks(
             [(len(self._rows[name]), table.shape[1]) for name, table in tables.items()], self.run.device

@@ -45,7 +45,7 @@ T = TypeVar("T", bound="type[Check]")
 
 
 def check(name: str) -> Callable[[T], T]:
-    """Return a decorator that registers a check class under a name.
+    """Return a decorator that sets the name of a check class, and registers raytrec's own checks under this name.
 
     The configuration (`checks.NAME`) and reports use this name.
     """
@@ -73,7 +73,7 @@ class EnabledCheck:
 
 
 def list_builtin_checks() -> list[type[Check]]:
-    """Return raytrec's checks in the order of their settings; checks that explain other failures come first."""
+    """Return raytrec's checks in the order of ChecksSection; checks that explain other failures come first."""
     settings = list(ChecksSection.model_fields)
     return [CHECKS.parts[name] for name in sorted(CHECKS.parts, key=settings.index)]
 
@@ -148,7 +148,10 @@ class LiveChecks:
 
 
 def make_stop_error(outcomes: list[Outcome], config: RunConfig) -> RunError | None:
-    """Return the error that ends the run if a failed check is set to stop, or None to continue."""
+    """Return the error that ends the run if a failed check is set to stop; None if the run continues.
+
+    The error contains the advice of the first such check.
+    """
     failed = [outcome for outcome in outcomes if not outcome.passed]
     chosen = select_enabled_checks(config) if failed else {}
     failed = [outcome for outcome in failed if chosen[outcome.check].reaction == "stop"]
@@ -159,8 +162,8 @@ def make_stop_error(outcomes: list[Outcome], config: RunConfig) -> RunError | No
     do = first.check.do.replace("RUN", config.run.dir or "RUN")
     do = do.replace("LOWER", f"{config.optim.embeddings.lr / 10:g}")
     return RunError(
-        f"a check failed: {'. '.join(o.text for o in failed)}",
+        f"{'a check' if len(names) == 1 else f'{len(names)} checks'} failed: {'. '.join(o.text for o in failed)}",
         where=f"step {failed[0].step}, {' and '.join(names)}",
-        expected="the same result on all ranks as in a single process",
+        expected="success of every check that is set to stop",
         do=f"{do}. Set {first.warn_setting} to continue after a failure",
     )

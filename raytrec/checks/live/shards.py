@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, Outcome, Position, find_deviating_ranks, format_ranks
 from raytrec.checks.live.registry import check
+from raytrec.common.formatting import format_count
 from raytrec.embeddings.managed.row_map import describe_audit_errors, is_one_to_one
 from raytrec.embeddings.tables import Shard, ShardedValues
 
@@ -28,10 +29,7 @@ class Shards(Check):
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, which names gaps, overlaps and shards without a matching tensor.
-
-        This is a collective operation: every rank must call it.
-        """
+        """Return the outcome, which names gaps, overlaps and mismatched shards. Every rank must call this method."""
         # Name of weights or state → (hash of this rank's map of all shards, problems found by this rank).
         local_maps, peers = {}, self.run.peers
         for table in self.run.tables.values():
@@ -42,13 +40,13 @@ class Shards(Check):
                 )
         is_consistent = peers.is_same_on_all(local_maps) and not any(texts for _, texts in local_maps.values())
         problems = [] if is_consistent else _find_problems(peers.objects(local_maps))
-        summary = f"all rows of {len(self.run.tables)} tables and their state exist exactly once"
+        summary = f"the shards of {format_count(len(self.run.tables), 'table')} and their state contain each row once"
         return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)
 
 
 @check("managed_ids")
 class ManagedIdsCheck(Check):
-    """Check that ids and rows are mapped one to one.
+    """Check that managed ids and rows of their tables are mapped one to one.
 
     The number of ids over all ranks, and the sum of their rows' hashes, are compared with the expected values.
     """
@@ -65,10 +63,7 @@ class ManagedIdsCheck(Check):
         return bool(run.maps)
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, which names the problems of each table's map.
-
-        This is a collective operation: every rank must call it.
-        """
+        """Return the outcome, which names the problems of each table's map. Every rank must call this method."""
         peers, maps = self.run.peers, self.run.maps
         local_audits = {table: part.audit() for table, part in maps.items()}
         totals = peers.sum(torch.tensor([audit.numbers for audit in local_audits.values()])).tolist()
@@ -126,11 +121,11 @@ def _find_gaps(parts: ShardedValues) -> Iterator[str]:
     inside = np.zeros_like(count)
     inside[at_row[0] : at_row[parts.shape[0]], at_column[0] : at_column[width]] = 1
     for row, column in np.argwhere(count != inside)[:2]:
-        flaw = "are outside the table" if not inside[row, column] else f"are in {count[row, column]} shards"
+        shards = f"in {count[row, column]} shards" if count[row, column] else "in no shard"
         box = f"rows {rows[row]:,} to {rows[row + 1] - 1:,}"
         if len(columns) > 2:
             box += f", columns {columns[column]} to {columns[column + 1] - 1},"
-        yield f"{box} {flaw}"
+        yield f"{box} are {shards if inside[row, column] else 'outside the table'}"
 
 
 def _find_misfits(parts: ShardedValues) -> Iterator[str]:

@@ -53,7 +53,7 @@ class Finding:
 
     Attributes:
         check: forward, gradient, weights or state.
-        name: Feature, table or dense parameter.
+        name: Feature, table or dense parameter; TABLE.KIND for optimizer state.
         error: max |sharded − reference| ÷ max |reference|. For weights, the divisor is at least the initial
             magnitude; for gradients, at least the magnitude of any row's contribution.
         absolute: max |sharded − reference|.
@@ -72,10 +72,10 @@ class Finding:
 
 
 def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunConfig, Schema]:
-    """Return a configuration and schema with at most 199 rows per table and an eps of at least 1e-5.
+    """Return copies of a configuration and schema with at most 199 rows per table and an eps of at least 1e-5.
 
-    Features, dims, dtypes, sharding types, ranks and kernels are unchanged. Managed ids get default settings,
-    with which a new id gets a row immediately.
+    Features, dims and dtypes are unchanged. The configuration requires the sharding types, ranks and kernels of
+    `plan`. Managed ids get default settings, with which a new id gets a row immediately.
     """
     config, schema = config.model_copy(deep=True), schema.model_copy(deep=True)
     constraints = resolve_constraints(config, schema)
@@ -108,7 +108,7 @@ def compare(
     balance: str = "unequal",
     seed: int = 0,
 ) -> list[Finding]:
-    """Compare a sharded run's forward pass, gradient and `steps` steps with one process.
+    """Compare a sharded run with a single process: pooled embeddings, gradients, and the state after `steps` steps.
 
     This is a collective operation: every rank must call it.
 
@@ -138,7 +138,7 @@ def compare(
 def _choose_smooth_batch(single: Reference | None, choices: list[GlobalBatch]) -> GlobalBatch:
     """Return the batch that is farthest from a kink of the reference's activations.
 
-    This is a collective operation: every rank must call it.
+    This is a collective operation: every rank must call it. `single` is the reference on rank 0, else None.
     """
     best = [0]
     if single:
@@ -261,7 +261,7 @@ def _measure_sizes(
 def _make_finding(
     run: ShardedRun, check: str, name: str, got: torch.Tensor, expected: torch.Tensor, owner: str, size: float = 0.0
 ) -> Finding:
-    """Return the finding about a tensor.
+    """Return the finding that compares a sharded run's tensor, `got`, with the reference's, `expected`.
 
     `owner` is the tensor's table or dense layer. `size` is the smallest divisor of the error.
     """

@@ -93,7 +93,7 @@ class Reference(nn.Module):
         return padded.index_put((bag[is_included], places[is_included]), values[is_included])
 
     def forward(self, batch: GlobalBatch) -> torch.Tensor:
-        """Return the logits of a global batch."""
+        """Return the output of the dense model for a global batch, [B] or [B, columns] (tasks/objective.py)."""
         inputs = self.pooled(batch)
         if self.with_ids:
             inputs[IDS] = {feature: self._pad(feature, batch, batch.bags[feature][0], -1) for feature in self.with_ids}

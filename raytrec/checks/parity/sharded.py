@@ -28,7 +28,9 @@ from raytrec.tasks.task import count_logits, needs_vectors
 
 
 class ShardedRun:
-    """Sharded model to compare with a reference. `train`, `pooled`, `weights` and `state` are collectives.
+    """Sharded model to compare with a single process (Reference).
+
+    The constructor and the methods `train`, `pooled`, `weights` and `state` are collectives.
 
     Args:
         build: Function that builds the training step: worker.build.build_step.
@@ -69,7 +71,7 @@ class ShardedRun:
         return make_local_batch(batch, self.schema, self.bounds, dist.get_rank(), self.features)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return every table and dense parameter as a whole tensor on rank 0.
+        """Return each table and dense parameter by name, as a whole tensor in host memory on rank 0.
 
         On other ranks, sharded tables are None.
         """
@@ -107,7 +109,7 @@ class ShardedRun:
         return out
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the optimizer state by table and kind, as whole tensors on rank 0 and None on other ranks."""
+        """Return table → kind of optimizer state → whole tensor in host memory on rank 0, None on other ranks."""
         out: dict[str, dict[str, torch.Tensor]] = {}
         for table in tables(self.step.model, self.step.optimizer).values():
             for kind, parts in sorted(table.state.items()):

@@ -11,7 +11,7 @@ from ranks import run_on_ranks
 
 from raytrec.checks.live import probe
 from raytrec.checks.live.agreement import NETWORK, Replicas, SameEnvironment
-from raytrec.checks.live.conservation import Conservation, IdCounts
+from raytrec.checks.live.conservation import Conservation, IdCounts, _describe_step_mismatches
 from raytrec.checks.live.numerics import Finite, Numerics, Sizes
 from raytrec.checks.live.outcome import Position
 
@@ -78,13 +78,13 @@ def make_same_environment(run, rank, bad):
 
 FAILURE_TEXTS = {
     make_conservation: [
-        "rank 10 trained the batch of step 7 at step 6",
+        "rank 10 trained the batch of step 8 at step 7",
         "ft1: rank 3 looked up 10 ids, but its batches contain 9",
     ],
     make_numerics: ["table t4: the gradient is NaN or infinite on rank 9", "max |value| is 1e+09 (on rank 9)"],
     make_finite: ["t5: a value is NaN or infinite on rank 30; t3: a value is NaN or infinite on ranks 5 and 6"],
     make_replicas: ["t3 on rank 37 differs from the other ranks"],
-    make_same_environment: ["torch is '2.12' on rank 37 and '2.13' on the other ranks", "'Socket' on rank 37"],
+    make_same_environment: ["torch is '2.12' on rank 37 and '2.13' on ranks 0, 1,", "'Socket' on rank 37"],
 }
 SUCCESS_TEXTS = {make_same_environment: "3 facts are the same on all ranks; NCCL's network is IB"}
 
@@ -101,6 +101,21 @@ def test_ranks_exchange_objects_only_after_a_failure(kind, bad):
     assert outcome.passed != bad and spoken == bad
     for text in FAILURE_TEXTS[kind] if bad else [SUCCESS_TEXTS.get(kind, "")]:
         assert text in outcome.text, outcome.text
+
+
+def test_ranks_with_other_values_are_named_apart():
+    def evaluated(peers):
+        about = {"torch": ("2.13", "2.12", "2.13", "2.11")[peers.rank]}
+        return SameEnvironment(make_checked_run(peers)).evaluate(Position(0, about=about), False).text
+
+    assert run_in_threads(4, evaluated)[0] == (
+        "torch is '2.12' on rank 1 and '2.13' on ranks 0 and 2, and has other values on rank 3"
+    )
+
+
+def test_ranks_at_other_steps_are_named_with_their_steps():
+    counts = [IdCounts(step, None, {}, {}, 0) for step in (9, 8, 9, 7, 9)]
+    assert _describe_step_mismatches(counts) == ["ranks 1 and 3 completed 8 or 7 steps instead of 9"]
 
 
 def loop_without_objects(rank, world, fault):

@@ -95,7 +95,7 @@ def truncate_shard_values(scene):
     [
         (shrink_shard_metadata, 0, ["table user's weight", "the map of shards on rank 1 differs"]),
         (swap_shard_placements, 0, ["table user's weight", "the map of shards on rank 1 differs"]),
-        (drop_shard_row, 0, ["user's weight: rows 22 to 22 are in 0 shards (found on ranks 0 and 1)"]),
+        (drop_shard_row, 0, ["user's weight: rows 22 to 22 are in no shard (found on ranks 0 and 1)"]),
         (swap_state_shards, 6, ["table tag's sum: the shard at row 3 and column 0 has shape"]),
         (truncate_shard_values, 6, ["table tag's weight: the shard at row 3 and column 0 has shape"]),
     ],
@@ -171,7 +171,7 @@ def drop_id(scene):
 @pytest.mark.parametrize(
     "plan,fault,words",
     [
-        (ROW_WISE, repeat_batch, "rank 1 trained the batch of step 4 at step 5"),
+        (ROW_WISE, repeat_batch, "rank 1 trained the batch of step 5 at step 6"),
         (ROW_WISE, drop_row, "the batches have 72 rows, but 71 were trained (by rank: 24, 47)"),
         (ROW_WISE, drop_id, "table tag, feature tags: "),
         (SHARDING_PLANS["grid"], drop_id, "table tag, feature tags: "),
@@ -197,7 +197,7 @@ def test_different_rank_environments_are_detected():
     (found,) = failed_outcomes(answers)
     assert (found["check"], found["step"]) == ("same_environment", 0)
     text = found["text"]
-    assert "config is 'a: 2' on rank 1 and 'a: 1' on the other ranks" in text
+    assert "config is 'a: 2' on rank 1 and 'a: 1' on rank 0" in text
     assert "torch is 'None' on rank 1" in text and "schema" not in text
 
 
