@@ -1,4 +1,7 @@
-"""Convert between chunks (tensors, or shards of tensors, in a file) and blocks of bytes, which have a checksum each."""
+"""Convert between chunks of tensors and blocks of bytes.
+
+A chunk is a tensor or shard in a file, and a block is a range of its bytes that is read at once and has a checksum.
+"""
 
 from __future__ import annotations
 

@@ -145,8 +145,7 @@ def _is_step(name: str) -> bool:
 def list_roots(place: str) -> list[str]:
     """Return the folders that may contain a run's checkpoints.
 
-    The result contains, in this order, the configuration's checkpoint.dir if set, the folder `checkpoints` in `place`,
-    and `place`.
+    The result contains, in this order: checkpoint.dir of the run if set, the folder `checkpoints` in `place`, `place`.
 
     Raises:
         RunError: The run's configuration names a server and belongs to another user.

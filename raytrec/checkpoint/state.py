@@ -58,8 +58,7 @@ class LogicalState:
     Attributes:
         tables: Live tables by name.
         dense: Other live tensors by name: dense layers, their optimizer state and averages, and tables' update counts.
-        unbounded: Names of the dense layers' buffers that contain infinity or NaN when this object is created, such
-            as masks.
+        unbounded: Names of the dense layers' buffers that contain NaN or infinity at creation, such as masks.
     """
 
     def __init__(self, model: DistributedModelParallel, optimizer: KeyedOptimizer, *, with_optimizer: bool = True):
@@ -211,9 +210,7 @@ def find_nonfinite(
 
 
 def summarize_over_ranks(local_names: list[str], group: dist.ProcessGroup | None = None) -> str | None:
-    """Return a description of up to MAX_SHOWN_TENSORS tensors named by any rank, with the ranks that named them.
-
-    The result is None if no rank named a tensor.
+    """Return a description of the tensors named by any rank, with those ranks; None if no rank named a tensor.
 
     This is a collective operation: every rank must call it.
 

@@ -221,7 +221,7 @@ def compute_sha256(file: Path) -> str:
 
 
 def hash_in_child(folder: Path, files: Iterable[str], where: str) -> dict[str, str]:
-    """Return the checksums of files by name, computed in a child process at low priority.
+    """Return name → SHA-256, in hexadecimal, of files, computed in a child process at low priority.
 
     Args:
         folder: Local folder of the export.
@@ -283,10 +283,8 @@ def read_ids(file: Path, manifest: Manifest, table: str) -> IdRows:
     """
     schema, parquet = manifest.data_schema.tables[table], pq.ParquetFile(file)
     if parquet.metadata.num_rows > schema.rows:
-        count = format_count(parquet.metadata.num_rows, "managed id")
-        raise RunError(
-            f"the file contains {count} of table {table}", where=str(file), expected=f"at most {schema.rows:,}"
-        )
+        what = f"the file contains {format_count(parquet.metadata.num_rows, 'managed id')} of table {table}"
+        raise RunError(what, where=str(file), expected=f"at most {schema.rows:,}")
     ids, rows = (torch.from_numpy(values.to_numpy().copy()) for values in parquet.read(["id", "row"]))
     if rows.dtype != torch.int64 or not ((rows >= 0) & (rows < schema.rows)).all():  # rows of another table
         raise RunError(

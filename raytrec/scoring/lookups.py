@@ -167,10 +167,7 @@ class Lookups:
         """Prepare the lookups for requests, after the golden rows have been scored. This class does nothing."""
 
     def take_missing_shards(self) -> set[int]:
-        """Return the table shards that lookups of this thread could not reach since the last call.
-
-        Mapped tables have no shards, so this class returns an empty set.
-        """
+        """Return the shards that this thread's lookups could not reach since the last call; mapped tables have none."""
         return set()
 
     def prepare_update(
@@ -184,7 +181,7 @@ class Lookups:
             number: Number of the last of these deltas.
 
         Raises:
-            ValueError: A value is NaN or too large for the precision of its table.
+            ValueError: The precision of a table cannot represent a value; see `TablePrecision.encode`.
             OSError: The system refuses to make the tables writable.
             UnavailableError: A table shard does not have the new state.
         """
@@ -200,7 +197,7 @@ class Lookups:
 
     @property
     def refusal(self) -> RunError | None:
-        """Return the reason why a table shard cannot load the current state; None: no reason is known (as here)."""
+        """Return the error with which a table shard refused the current state, or None; mapped tables return None."""
         return None
 
     def make_reader(self, table: str) -> Callable[[int, int], torch.Tensor]:
@@ -266,12 +263,7 @@ def divide_by_totals(sums_BD: torch.Tensor, lengths_B: torch.Tensor, weights_N: 
 
 
 def pad_sequences(values_Nx: torch.Tensor, present_BL: torch.Tensor) -> torch.Tensor:
-    """Return the values of ids as a tensor padded with zeros, [N, width] → [B, L, width].
-
-    Args:
-        values_Nx: Values of the ids of all rows, concatenated.
-        present_BL: True at positions with an id, bool [B, L].
-    """
+    """Return the values of ids, [N, width], as a padded tensor, [B, L, width]; 0 where `present_BL` is False."""
     padded = values_Nx.new_zeros(*present_BL.shape, values_Nx.shape[1])
     padded[present_BL] = values_Nx
     return padded

@@ -30,7 +30,7 @@ EXPORT_FORMAT: Literal[1] = 1
 MANIFEST_FILE, GOLDEN, ONNX_FILE = "manifest.json", "golden.arrow", "model.onnx"
 PrecisionName = Literal["fp32", "fp16", "int8", "int4"]
 EXPORT_ADVICE = (
-    "run `raytrec export RUN --out URI`, again if it was interrupted; pass --follow to serve deltas of a run"
+    "run `raytrec export RUN --out URI` (again if interrupted), or pass --follow to serve a folder of deltas"
 )
 ProgramName = Literal["predict", "query", "item"]
 InputKind = Literal["dense", "bag", "vectors", "present", "side_features"]
@@ -220,10 +220,7 @@ class Manifest(Section):
 
 
 def format_version(run: str, step: int, checksum: str) -> str:
-    """Return the name of an export in responses, such as films-100-1a2b3c4d: run, step and start of the checksum.
-
-    Except ASCII letters, digits, `.` and `-`, characters become `_`, so that HTTP headers can contain the name.
-    """
+    """Return the name of an export in responses, RUN-STEP-CHECKSUM, with `_` for characters unfit for HTTP headers."""
     name = re.sub(r"[^\w.-]", "_", run, flags=re.ASCII)
     return f"{name}-{step}-{checksum[:8]}"
 

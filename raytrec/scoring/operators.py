@@ -94,10 +94,7 @@ def check_arguments(target: Any, inputs: Any) -> None:
 
 
 def add_size_checks(program: torch.nn.Module) -> None:
-    """Make a program, in place, check sizes before it calls an operator in SIZE_CHECKED.
-
-    These operators of torch could read outside of their tensors.
-    """
+    """Make a program, in place, check sizes before it calls an operator that could read outside of its tensors."""
     for module in program.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:

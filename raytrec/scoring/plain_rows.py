@@ -88,7 +88,7 @@ class PlainRowReader:
         """Return the rows of a JSON request body with `rows` or `columns`.
 
         The result is None if the rows are not plain, there are no rows or more than `max_rows`, or a list contains more
-        than `max_ids` ids. The other `read_…` methods apply the same limits.
+        than `max_ids` ids. Other methods of this class use these limits in the same way.
         """
         objects, lists = body.count(b"{"), body.count(b"[")
         if b"\\" in body or objects > max_rows + 1:

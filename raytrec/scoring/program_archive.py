@@ -104,10 +104,7 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
             do="do not use this export; export the model again or obtain an export from a trusted source",
         ) from None
     except Exception as error:  # torch's exceptions have no common base
-        what, do = (
-            f"the program cannot be read: {get_first_line(error)}",
-            "copy the export again, or export the run again",
-        )
+        what, do = f"the program cannot be read: {get_first_line(error)}", "copy or export the model again"
         raise RunError(what, where=str(file), expected="an archive written by `raytrec export`", do=do) from None
     if (count := sum(node.op == "placeholder" for node in module.graph.nodes)) != inputs:
         taken, expected = format_count(count, "tensor"), format_count(inputs, "tensor")
@@ -222,11 +219,7 @@ def _parse_entry(entries: dict[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _sanitize_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, Any]:
-    """Return a checked description of tensors (WEIGHTS_CONFIG, or that of constants).
-
-    Raises:
-        DisallowedContent: A tensor is pickled, its name is not valid, or its entry does not match the pattern.
-    """
+    """Return a description of tensors without pickles, whose names are valid and whose files match a pattern."""
     tensors = as_dict(config.get("config"))
     for name, value in tensors.items():
         tensor = as_dict(value)

@@ -140,10 +140,10 @@ class RowReader:
 
 @lru_cache(maxsize=1024)
 def _is_same_kind(sent: pa.DataType, trained: pa.DataType) -> bool:
-    """Return True if values of the sent type may be in a column of the trained type.
+    """Return True if values of type `sent` are accepted in a column of type `trained`.
 
-    Text, times and numbers differ, but times may be sent as text. Other types are always accepted. Lists may be sent
-    only if the trained type is a list.
+    Text, times and numbers differ, but times may be sent as text. Lists are accepted only for lists. Other types,
+    such as null, are always accepted.
     """
     if list_element_type(plain(sent)) is not None and list_element_type(trained) is None:
         return False
@@ -217,8 +217,7 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
         columns: Columns to read from mappings, with their types.
 
     Raises:
-        DataError: The rows have another type, a mapping lacks a column, or a value does not match the type of its
-            column.
+        DataError: The rows have another type, a mapping lacks a column, or a value has another type than its column.
     """
     if isinstance(rows, pa.Table):
         return rows
@@ -239,9 +238,7 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
     except (pa.ArrowException, AttributeError, TypeError, ValueError) as error:
         reason = f"type {type(rows).__name__}" if isinstance(error, AttributeError) else get_first_line(error)
         expected = "mappings of columns to values, a pandas.DataFrame or a pyarrow.Table"
-        raise DataError(
-            f"the rows cannot be converted to a table: {reason}", where=ROWS_PLACE, expected=expected
-        ) from None
+        raise DataError(f"the rows cannot be read as a table: {reason}", where=ROWS_PLACE, expected=expected) from None
 
 
 def repeat_users(candidates: pa.Table, users: pa.Table, names: Sequence[str], counts: Sequence[int]) -> pa.Table:
@@ -260,11 +257,7 @@ def repeat_users(candidates: pa.Table, users: pa.Table, names: Sequence[str], co
 
 
 def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
-    """Return the values of each column from `rows`, mappings of columns to values.
-
-    Raises:
-        DataError: A row is not a mapping, or lacks a column.
-    """
+    """Return the values of each column of mappings; raise DataError if a row is not a mapping or lacks a column."""
     names = columns.names
     if not rows or not names:
         return [[] for _ in names]
@@ -373,10 +366,7 @@ def _describe_type(kind: pa.DataType) -> str:
 
 
 def widen_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type to which values of a column are converted if they arrive without a type, as in JSON.
-
-    This is the widest type of the same kind, such as int64 for int8 and float64 for float32 and decimals.
-    """
+    """Return the type to which untyped values (JSON) of a column are converted, such as int64 for int8."""
     kind = plain(kind)
     inner = list_element_type(kind)
     if inner is not None:

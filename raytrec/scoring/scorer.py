@@ -339,8 +339,7 @@ class Scorer:
     def check(self) -> float:
         """Score the golden rows, and return the largest difference from the exported scores.
 
-        Differences are absolute for scores up to 1, and relative for larger scores. Without golden rows, the result
-        is 0.
+        Differences are absolute for scores up to 1, relative for larger scores, and 0 without golden rows.
 
         Raises:
             RunError: The difference exceeds TOLERANCE.

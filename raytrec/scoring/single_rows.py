@@ -57,17 +57,14 @@ class RewrittenProgram:
 def rewrite_for_single_rows(
     program: fx.GraphModule, inputs: Sequence[Input], once: Collection[int], user_columns: Collection[int] = ()
 ) -> RewrittenProgram | None:
-    """Return a program in which some inputs have one row per user.
-
-    The result is None if the program cannot be rewritten, or if its outputs for random inputs change.
+    """Return a program in which some inputs have one row per user; None if rewriting fails or changes the outputs.
 
     Args:
         program: Graph of ExportedProgram.module().
         inputs: Inputs of the program. The rewritten program takes two more: the user of each row, int64 [B], and the
             dense columns of users, float32 [U, n], or None if `user_columns` is empty.
         once: Indices of the inputs with one row per user.
-        user_columns: Indices of the dense columns that belong to the user; empty if the input of dense columns is
-            in `once`.
+        user_columns: Indices of the user's dense columns; empty if the input of dense columns is in `once`.
     """
     torch_state = torch.random.get_rng_state()
     try:
@@ -97,10 +94,7 @@ def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def repeat_rows(values: torch.Tensor, users_B: torch.Tensor, dim: int = 0, broadcast: bool = False) -> torch.Tensor:
-    """Return the values of each row's user: dimension `dim` of size U gets size B.
-
-    With `broadcast`, a dimension of size 1 is unchanged.
-    """
+    """Return the values of each row's user: size U of `dim` becomes B. With `broadcast`, a size of 1 is unchanged."""
     if values.shape[dim] > 1:
         return values.index_select(dim, users_B)
     return values if broadcast else values.expand(*values.shape[:dim], len(users_B), *values.shape[dim + 1 :])

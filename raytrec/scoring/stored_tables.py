@@ -65,7 +65,7 @@ class TablePrecision:
             rows_ND: Values of the rows.
 
         Raises:
-            ConfigError: A value is NaN or too large for the precision.
+            ConfigError: A value is NaN or too large for the precision; fp32 accepts all values.
         """
         limit = MAX_FLOAT16 if torch.float16 in (self.dtype, self.scale_dtype) else MAX_INT8 if self.bits else inf
         if limit < inf and not bool((rows_ND.abs() <= limit).all()):
@@ -186,7 +186,7 @@ def encode_rows(table: str, changes: RowChanges, precision: TablePrecision) -> t
     """Return the new values of a table's rows in the format in which the table is stored, [n, …].
 
     Raises:
-        ValueError: A value is NaN or too large for the precision.
+        ValueError: The precision cannot represent a value; see `TablePrecision.encode`.
     """
     try:
         return precision.encode(changes.values)
@@ -204,7 +204,7 @@ def encode_changes(
         changes: Table → new rows.
 
     Raises:
-        ValueError: A value is NaN or too large for the precision of its table.
+        ValueError: The precision of a table cannot represent a value; see `TablePrecision.encode`.
     """
     parts: dict[RowStack, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for name, each in changes.items():
