@@ -114,7 +114,7 @@ class Objective:
         looked_up: Mapping[str, torch.Tensor] | None = None,
         log_temperatures: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return the parts of this rank's loss by task. A rank calls backward on their sum (`total`).
+        """Return this rank's loss of each task, by name. A rank calls backward on the sum of the losses (`total`).
 
         Losses that belong to no task have the key MODEL_LOSS_KEY.
 

@@ -78,7 +78,9 @@ class ReplicaConnection:
             except (OSError, HTTPException) as error:
                 if self.replica is None:
                     what = f"the service does not respond: {error}"
-                    raise RunError(what, where=self._service, do="check the address, and start the service") from None
+                    raise RunError(
+                        what, where=self._service, do="check the address, and that the service runs"
+                    ) from None
                 raise ServiceChangedError(f"replica {self.replica} does not respond: {error}") from None
             if answer.status != 200:
                 what = f"the service responds with status {answer.status}"

@@ -172,7 +172,7 @@ def begin_or_resume(
     Raises:
         CheckpointError: At least one checkpoint has a usable index, but no checkpoint can be loaded.
     """
-    on_load = partial(context.enter_phase, "restoring", "restore")
+    on_load = partial(context.enter_phase, "restoring a checkpoint", "restore")
     restored = restore(context.task.checkpoint, state, step.maps, find_progress_problem, on_load)
     for reason in restored.skip_reasons:
         context.report(messages.Warn(text=f"skipped a checkpoint: {reason}"))

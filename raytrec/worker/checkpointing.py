@@ -146,8 +146,8 @@ class CheckpointManager:
             Outcome of the last save, if `wait` is True and the outcome has not been collected yet; else None.
 
         Raises:
-            RunError: A loss up to this step was not finite, a check of an observer failed, or checks.finite is set to
-                stop and the state of a save was not finite.
+            RunError: A loss up to this step was not finite, or a live check that is set to stop failed. With
+                checks.finite set to stop, also raised if the state of a save was not finite.
         """
         heartbeat, step = self._context.heartbeat, self._progress.step
         decision = self._consensus.finish()
@@ -282,7 +282,7 @@ class CheckpointManager:
             return None
 
     def _raise_if_nonfinite(self, decision: Decision) -> None:
-        """If a loss was not finite on any rank, write this rank's batch of the first such step, and raise RunError."""
+        """If some rank's loss was not finite, write this rank's batch of the first such step, and raise RunError."""
         if decision.bad is None:
             return
         if decision.through < decision.bad:  # another rank may find an earlier step

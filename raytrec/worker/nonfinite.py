@@ -111,7 +111,7 @@ class LossMonitor:
 
 
 class SkipNonfiniteOptimizer(OptimizerWrapper):
-    """Optimizer wrapper that skips steps whose loss is not finite on any rank (train.on_nan: skip).
+    """Optimizer wrapper that skips steps whose loss is NaN or infinite on at least one rank (train.on_nan: skip).
 
     Tables that are updated in backward get zero gradients, which change nothing with SGD and Adagrad. Fused Adam (on
     GPUs) still updates these tables from its momentum. (Setting the loss to 0 would not suffice, because 0 × NaN is
@@ -216,8 +216,9 @@ def add_advice(error: NonfiniteStateError, config: RunConfig, root: str, newest:
         do = f"restart with lower learning rates ({lower}), or set or lower train.max_grad_norm"
     else:
         do = (
-            "start a new run from the last checkpoint, whose values are finite, with lower learning rates or a lower "
-            f"train.max_grad_norm: raytrec train --warm-start {quote_for_shell(get_step_folder(root, newest))} {lower}"
+            "start a new run from the last checkpoint, which is finite, with lower learning rates; if necessary, set or "
+            f"lower train.max_grad_norm: raytrec train --warm-start {quote_for_shell(get_step_folder(root, newest))} "
+            f"{lower}"
         )
     return NonfiniteStateError(**error.parts | {"do": do})
 

@@ -225,7 +225,7 @@ class StepProfiler(Observer):
             context.report_from_any_rank(messages.Warn(text=text))
         else:
             last = self._progress.step
-            details = {"step": last, "reason": f"steps {self._first} to {last}, {self._folder}"}
+            details = {"step": last, "reason": f"steps {self._first} to {last}; see {self._folder}"}
             context.report(messages.Event(event=messages.PROFILED, details=details))
         self._profile = None
 

@@ -154,6 +154,7 @@ class RankRun:
     """State of the run on one rank, created by the training loop and used by observers and checkpoints.
 
     Attributes:
+        step: Model of the rank with its optimizer and pipeline.
         plan: Sharding plan of the model.
         state: State of the model and its optimizer, under names that do not depend on the plan.
         batches: Iterator over training batches, which keeps recent batches, including those read ahead.

@@ -231,7 +231,7 @@ class FlopCounter(EveryOperator):
 
 
 class Stopwatch:
-    """Stopwatch for training that excludes pauses and the first step, which initializes everything.
+    """Stopwatch for training that excludes pauses and the process's first step, which initializes everything.
 
     Attributes:
         seconds: Training time in seconds, over all restarts.
@@ -252,7 +252,7 @@ class Stopwatch:
             self.seconds += perf_counter() - self._last
 
     def step(self, rows: int) -> None:
-        """Count a finished step with `rows` rows."""
+        """Add the time and rows of a finished step; the first step of the process only starts the clock."""
         now = perf_counter()
         if self._begun:
             self.seconds += now - self._last

@@ -32,7 +32,7 @@ from raytrec.worker.step_timing import compute_flop_rates
 class Trainer:
     """Training run of one rank. The constructor builds the model and restores the newest checkpoint, if any.
 
-    All ranks of a worker group call the same methods in the same order.
+    All ranks of a worker group must call the constructor and `run` together.
 
     Args:
         context: Context of the rank.
@@ -154,7 +154,7 @@ class Trainer:
         if (best := self._stopping.best_step()) not in (None, progress.step):
             self._checkpoints.roll_back(best)
         if self._shrinks and progress.deep_share is None:
-            self._context.enter_phase("scaling the deep part on held-out rows", "evaluate")
+            self._context.enter_phase("choosing the scale of the deep part on held-out rows", "evaluate")
             *_, progress.deep_share = evaluate_shrunk(self._step, self._valid, self._context.device, self._selection)
             shrink(self._step, progress.deep_share)
         self._checkpoints.finish(again=progress.deep_share is not None or best is not None)

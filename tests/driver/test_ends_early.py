@@ -79,7 +79,7 @@ def test_profile_covers_requested_steps_on_each_rank(stopped_run):
             f"ProfilerStep#{step}" for step in (3, 4, 5)
         }
         assert "aten::addmm" in names and any(name.startswith("## forward") for name in names)
-    assert f"steps 3 to 5, {stopped_run.path}/profile" in (stopped_run.path / "events.jsonl").read_text()
+    assert f"steps 3 to 5; see {stopped_run.path}/profile" in (stopped_run.path / "events.jsonl").read_text()
 
 
 @pytest.mark.survive

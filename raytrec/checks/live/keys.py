@@ -15,7 +15,7 @@ LONGEST_BAG = 1024  # maximum number of ids in a compared bag
 class Bags:
     """Selected bags of one feature; a sequence read id by id counts as L bags of at most one id each.
 
-    A bag contains the ids of a feature in one row of a batch. Below, w is the weight of an id.
+    A bag contains the ids of a feature in one row of a batch; w is the weight of an id.
 
     Attributes:
         at: Rows of the batch whose bags are selected, int64 [R].

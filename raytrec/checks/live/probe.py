@@ -1,9 +1,9 @@
 """parity: embeddings and gradients equal those of a single process.
 
-Before a step, the check pools a few bags of the step's batch in plain torch, and locates the bags' rows only through
-the map of shards. The pooled embeddings are compared with the inputs of the dense layers. After the step, the gradient
-of these rows is computed from its definition over the batches of all ranks, and compared with the gradient that
-reached the kernels.
+A bag contains the ids of a feature in one row of a batch. Before a step, the check pools a few bags of its batch in
+plain torch, and finds their table rows only through the map of shards. The result is compared with the inputs of the
+dense layers. After the step, the gradient of these table rows is computed from its definition over the batches of all
+ranks. This gradient is compared with the gradient that reached the kernels.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Reference(nn.Module):
         return embeddings
 
     def _pad(self, feature: str, batch: GlobalBatch, values: torch.Tensor, padding: int = 0) -> torch.Tensor:
-        """Return the values [N, …] of a feature's ids in each row, [B, L, …], padded.
+        """Return a feature's values per id, [N, …], arranged by row as [B, L, …] and padded with `padding`.
 
         Sequences start with their last id. Only the first id of a pooled bag is included.
         """
